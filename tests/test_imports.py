@@ -37,7 +37,6 @@ OURS = {
             "workers.models.model_version",
             "workers.local_worker",
         ),
-        "workers.requests.inner_request",
         *(
             "workers.calls.asking",
             "workers.calls.other_models",

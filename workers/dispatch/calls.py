@@ -32,9 +32,8 @@ from tensord.workers.models.instance import Instance
 from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import AgendaPart, ModelVersion
 from tensord.workers.models.rate_limiter import RateLimiter
-from tensord.workers.requests.inner_request import InnerRequest, not_kept
 from tensord.workers.requests.prepared import validate_inner
-from tensord.workers.requests.request import Moments, Request
+from tensord.workers.requests.request import InnerRequest, Moments, Request, not_kept
 from tensord.workers.requests.result import Response, Result
 from tensord.workers.requests.submitter_link import SubmitterLink
 from tensord.workers.scheduling.agenda import NEVER, Agenda

@@ -26,9 +26,8 @@ from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.models.statistics import Failure
 from tensord.workers.programs.pipeline_program import PipelineProgram
-from tensord.workers.requests.inner_request import InnerRequest
 from tensord.workers.requests.prepared import fitting, validate_inner
-from tensord.workers.requests.request import Moments, Request, controls_of
+from tensord.workers.requests.request import InnerRequest, Moments, Request, controls_of
 from tensord.workers.requests.response_sender import ResponseSender
 from tensord.workers.requests.result import Response, Result
 from tensord.workers.scheduling.ensemble_graph import EnsembleGraph

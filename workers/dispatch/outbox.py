@@ -33,9 +33,8 @@ from tensord.workers.models.model_version import AgendaPart
 from tensord.workers.models.statistics import Failure
 from tensord.workers.programs.executable import Executable
 from tensord.workers.regions.places import Places
-from tensord.workers.requests.inner_request import hand_over
 from tensord.workers.requests.preparation import AnswerPlan
-from tensord.workers.requests.request import Moments, Request, named, traced
+from tensord.workers.requests.request import Moments, Request, hand_over, named, traced
 from tensord.workers.requests.result import Result
 from tensord.workers.requests.submitter_link import NEVER_LOOKED, BlockedAnswer, SubmitterLink
 from tensord.workers.scheduling.agenda import NEVER, Agenda

@@ -22,12 +22,12 @@ from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.model_version import AgendaPart
 from tensord.workers.models.statistics import Failure
-from tensord.workers.requests.inner_request import InnerRequest, hand_over
-from tensord.workers.requests.request import Request, named, traced
+from tensord.workers.requests.request import InnerRequest, Request, hand_over, named, traced
 from tensord.workers.requests.response_sender import (
     NOT_COMPLETED,
     EncodedResponses,
-    ResponsesAlike,
+    ResponseKind,
+    ResponseReceiver,
     ResponseSender,
     Sent,
     describe,
@@ -43,7 +43,7 @@ _GATHER_NS = 1_000_000
 _Sent = tuple[Sent, bool, int]
 
 
-class Responses:
+class Responses(ResponseReceiver):
     """Sends the responses of one worker's streaming models; those that find the response arena full wait."""
 
     def __init__(
@@ -94,11 +94,7 @@ class Responses:
             max_ahead = min(max_ahead, segments.limits.response_byte_size // segments.limits.in_flight)
         return ResponseSender(request, self, now_ns, single, max_ahead)
 
-    def alike(self, sender: ResponseSender, result: dict[str, Array]) -> ResponsesAlike | None:
-        """Returns an encoder for small responses of a sender with outputs like these, which are not the last of their request.
-
-        None: such responses cannot be encoded in the sender's thread; the loop has to write them.
-        """
+    def alike(self, sender: ResponseSender, result: dict[str, Array]) -> ResponseKind | None:
         request = sender.request
         if not sender.leaves_as_it_is:
             return None
@@ -106,17 +102,10 @@ class Responses:
         # Where an output is missing another response as long may have it.
         if found is None or len(found[0]) < max(1, len(request.outputs)):
             return None
-        kind = request.submitter.known_kind(request.version.version, found[0])
-        return None if kind is None else kind.alike(request.request_id, len(result))
+        return request.submitter.known_kind(request.version.version, found[0])
 
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
-        """Queues a response for the loop, behind the earlier ones of its sender.
-
-        Args:
-          result: the response; None: only the mark that no further one follows.
-          byte_size: the bytes that it counts as until it is written to its client's lane.
-          wake: False if the loop is about to be woken anyway.
-        """
+        """Queues a response for the loop, behind the earlier ones of its sender."""
         self._arrived.append((sender, (result, final, byte_size)))
         # Whoever takes them says so before it looks for them.
         if wake and (final or not self._posted):
@@ -259,7 +248,7 @@ class Responses:
         if isinstance(result, EncodedResponses):
             records = result.take()
             if records and not sender.request.cancelled:
-                sender.respond_encoded(result.alike, records, self._clock())
+                sender.respond_encoded(result.kind, records, self._clock())
             return
         request, now_ns = sender.request, self._clock()
         if sender.is_cancelled:

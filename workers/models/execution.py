@@ -24,7 +24,7 @@ from tensord.workers.programs.grouped_program import GroupedProgram
 from tensord.workers.programs.run_errors import CheckDevice, is_out_of_memory, out_of_memory, works
 from tensord.workers.regions.places import Places
 from tensord.workers.requests.request import Request, named, traced
-from tensord.workers.requests.response_sender import Nobody, ResponseSender
+from tensord.workers.requests.response_sender import ResponseReceiver, ResponseSender
 from tensord.workers.requests.result import Result
 from tensord.workers.scheduling.sequence import state_lost
 from tensord.workers.tensors.output_layout import BatchOutputs
@@ -152,7 +152,7 @@ class Execution:
         """Returns the sender by which the model answers a request; its run must set the request's result to ``STREAMED``."""
         self.by_senders = True
         if self.responder is None:
-            return ResponseSender(request, Nobody(), self.began_ns)
+            return ResponseSender(request, ResponseReceiver(), self.began_ns)
         sender = self.responder(request)
         sender.begin(self.began_ns)
         self.senders.append(sender)

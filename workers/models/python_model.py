@@ -36,7 +36,7 @@ from tensord.workers.models.execution import Execution, own_failure
 from tensord.workers.models.is_ready_calls import IsReadyCalls
 from tensord.workers.programs.lowering import check_output
 from tensord.workers.python_backend import interface
-from tensord.workers.python_backend.response import InferenceResponse, parameters_of
+from tensord.workers.python_backend.request import InferenceResponse, parameters_of
 from tensord.workers.requests.request import Request, controls_of, named, traced
 from tensord.workers.requests.response_sender import NOT_COMPLETED, ResponseSender, SenderClosed
 from tensord.workers.requests.result import STREAMED, Response, Result

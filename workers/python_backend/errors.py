@@ -4,31 +4,9 @@ from __future__ import annotations
 
 import enum
 
-from tensord.shm.errors import ServingError
-
 
 class TritonModelException(Exception):
     """An exception that models raise and catch; if ``execute`` raises it, all requests of the batch fail."""
-
-
-class Saying:
-    """A context manager that turns a ServingError into a TritonModelException whose message begins with given words.
-
-    This is a class and not a generator, because an error that a generator raises instead of another one keeps all frames between
-    alive until the next garbage collection (Python 3.12 and newer), and with them objects that the model has released.
-    """
-
-    __slots__ = ("_begins",)
-
-    def __init__(self, begins: str) -> None:
-        self._begins = begins
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, ServingError):
-            raise TritonModelException(f"{self._begins}: {error.message}") from None
 
 
 class ErrorCode(enum.Enum):
@@ -74,7 +52,7 @@ class TritonError:
     CANCELLED = ErrorCode.CANCELLED
 
     def __init__(self, message: str = "", code: ErrorCode = ErrorCode.INTERNAL) -> None:
-        """Makes an error for a response. Raises ValueError: ``code`` is none of ``ErrorCode``."""
+        """Raises ValueError: ``code`` is none of ``ErrorCode``."""
         self._message = message
         self._code = ErrorCode(code)
 

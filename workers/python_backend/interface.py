@@ -1,23 +1,28 @@
 """The module that Triton Python-backend models import as ``triton_python_backend_utils``, so that they run unchanged.
 
-Names and behaviour follow the documented interface (triton-inference-server/python_backend, README). The worker installs this
-module under that name.
+The worker installs it under that name. Names, behaviour and error texts follow triton-inference-server/python_backend: README
+(also "Custom Metrics" and "Model Loading API"), src/metric.cc and src/model_loader.cc.
 """
 
 from __future__ import annotations
 
+import contextlib
+import enum
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
 import numpy as np
 
 from tensord.shm.arrays import Array, array, byte_content
+from tensord.shm.errors import InvalidArgument, ServingError
+from tensord.workers.calls import other_models
+from tensord.workers.calls.metric_registry import MetricKind, Value
+from tensord.workers.calls.own_metrics import HeldFamily
 
 # What is imported here is a part of this module for models.
 # ruff: noqa: F401
-from tensord.workers.python_backend.configuration import (
-    ModelConfig,
-    get_input_config_by_name,
-    get_output_config_by_name,
-    using_decoupled_model_transaction_policy,
-)
 from tensord.workers.python_backend.errors import TritonError, TritonModelException
 from tensord.workers.python_backend.request import (
     TRITONSERVER_MEMORY_CPU,
@@ -26,27 +31,13 @@ from tensord.workers.python_backend.request import (
     TRITONSERVER_REQUEST_FLAG_SEQUENCE_START,
     TRITONSERVER_REQUEST_RELEASE_ALL,
     TRITONSERVER_REQUEST_RELEASE_RESCHEDULE,
+    TRITONSERVER_RESPONSE_COMPLETE_FINAL,
     InferenceRequest,
+    InferenceResponse,
+    InferenceResponseSender,
     InferenceTrace,
     MemoryType,
     PreferredMemory,
-)
-from tensord.workers.python_backend.response import (
-    TRITONSERVER_RESPONSE_COMPLETE_FINAL,
-    InferenceResponse,
-    InferenceResponseSender,
-)
-from tensord.workers.python_backend.services import (
-    COUNTER,
-    GAUGE,
-    HISTOGRAM,
-    Logger,
-    Metric,
-    MetricFamily,
-    MetricKind,
-    is_model_ready,
-    load_model,
-    unload_model,
 )
 from tensord.workers.python_backend.tensors import (
     TRITON_STRING_TO_NUMPY,
@@ -57,6 +48,12 @@ from tensord.workers.python_backend.tensors import (
     triton_to_np_dtype,
     triton_to_numpy_type,
 )
+
+_log = logging.getLogger("model")
+COUNTER, GAUGE, HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
+
+
+# --------------------------------------------------------------------------------------------------------------- tensors
 
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
@@ -70,10 +67,7 @@ def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) 
 
 
 def serialize_byte_tensor(input_tensor: Array) -> Array:
-    """Encodes an array of byte strings as BYTES (each element behind its length).
-
-    Returns UINT8[n], elements in row-major order.
-    """
+    """Encodes an array of byte strings as BYTES: UINT8[n], each element behind its length, in row-major order."""
     return np.frombuffer(byte_content(input_tensor), np.uint8)
 
 
@@ -85,3 +79,269 @@ def deserialize_bytes_tensor(encoded_tensor: bytes) -> Array:
         at += 4 + int.from_bytes(content[at : at + 4], "little")
         count += 1
     return array(content, "BYTES", (count,))
+
+
+# ------------------------------------------------------------------------------------------------ a model's configuration
+
+
+class ModelConfig:
+    """A model's configuration as JSON, which the model's ``auto_complete_config`` may complete but not contradict."""
+
+    def __init__(self, model_config: Mapping[str, Any] | str) -> None:
+        self._config: dict[str, Any] = json.loads(model_config) if isinstance(model_config, str) else dict(model_config)
+
+    def as_dict(self) -> dict[str, Any]:
+        return self._config
+
+    def set_max_batch_size(self, max_batch_size: int) -> None:
+        """Sets max_batch_size, or checks it: if one is configured that value stays, and only 0 or the same value is accepted.
+
+        Raises ValueError: another value is configured.
+        """
+        given = self._config.get("max_batch_size", 0)
+        if given and max_batch_size and given != max_batch_size:
+            raise ValueError(f"configuration specified max_batch_size {given}, the model set {max_batch_size}")
+        self._config["max_batch_size"] = given or max_batch_size
+
+    def set_dynamic_batching(self) -> None:
+        """Adds ``dynamic_batching`` to the configuration, unless it has a scheduler (dynamic, sequence or ensemble) already."""
+        if not {"dynamic_batching", "sequence_batching", "ensemble_scheduling"} & self._config.keys():
+            self._config["dynamic_batching"] = {}
+
+    def set_model_transaction_policy(self, transaction_policy: Mapping[str, Any]) -> None:
+        unknown = transaction_policy.keys() - {"decoupled"}
+        if unknown:
+            raise ValueError(f"unknown model transaction policy properties: {', '.join(sorted(unknown))}")
+        self._config["model_transaction_policy"] = {"decoupled": bool(transaction_policy.get("decoupled"))}
+
+    def add_input(self, tensor: Mapping[str, Any]) -> None:
+        self._add("input", tensor, {"name", "data_type", "dims", "optional"})
+
+    def add_output(self, tensor: Mapping[str, Any]) -> None:
+        self._add("output", tensor, {"name", "data_type", "dims"})
+
+    def _add(self, kind: str, tensor: Mapping[str, Any], known: set[str]) -> None:
+        if tensor.keys() - known:
+            raise ValueError(f"{kind} tensor has unknown properties: {', '.join(sorted(tensor.keys() - known))}")
+        if "name" not in tensor:
+            raise ValueError(f"{kind} tensor needs a name")
+        tensors: list[dict[str, Any]] = self._config.setdefault(kind, [])
+        for given in tensors:
+            if given["name"] != tensor["name"]:
+                continue
+            for property in ("data_type", "dims"):
+                wanted = tensor.get(property)
+                said = given.get(property)
+                if wanted and said and said != "TYPE_INVALID" and said != wanted:
+                    raise ValueError(
+                        f"unable to add {kind} '{tensor['name']}': {property} is {said} in the configuration, "
+                        f"{wanted} in the model"
+                    )
+                given[property] = wanted or said
+            return
+        tensors.append({"dims": [], **tensor})
+
+
+def get_input_config_by_name(model_config: Mapping[str, Any], name: str) -> Any:
+    """Returns the entry of ``model_config["input"]`` with this name, or None."""
+    return _named(model_config.get("input", ()), name)
+
+
+def get_output_config_by_name(model_config: Mapping[str, Any], name: str) -> Any:
+    """Returns the entry of ``model_config["output"]`` with this name, or None."""
+    return _named(model_config.get("output", ()), name)
+
+
+def _named(tensors: Sequence[Mapping[str, Any]], name: str) -> Any:
+    return next((tensor for tensor in tensors if tensor["name"] == name), None)
+
+
+def using_decoupled_model_transaction_policy(model_config: Mapping[str, Any]) -> bool:
+    return bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
+
+
+# ----------------------------------------------------------------------------------------- the log, metrics, other models
+
+
+class Saying:
+    """A context manager that turns a ServingError into a TritonModelException whose message begins with given words.
+
+    It is no generator: what a generator raises instead of another error keeps all frames between alive until the next garbage
+    collection (Python 3.12 and newer), and with them objects that the model has released.
+    """
+
+    __slots__ = ("_begins",)
+
+    def __init__(self, begins: str) -> None:
+        self._begins = begins
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, ServingError):
+            raise TritonModelException(f"{self._begins}: {error.message}") from None
+
+
+class _Asking(Saying):
+    """Turns errors as ``Saying`` does; Triton's message is raised where the running code may not load models or ask for them."""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, other_models.NotAllowed):
+            error = InvalidArgument(
+                "the model loading API is not supported during the 'auto_complete_config' and 'finalize' functions."
+            )
+        super().__exit__(kind, error, traceback)
+
+
+class Logger:
+    """Writes messages of four levels to the daemon's log, whose settings switch each level on or off."""
+
+    class LogLevel(enum.Enum):
+        """The levels of log messages, which are also attributes of ``Logger`` (``Logger.INFO``)."""
+
+        INFO = enum.auto()
+        WARNING = enum.auto()
+        ERROR = enum.auto()
+        VERBOSE = enum.auto()
+
+    INFO = LogLevel.INFO
+    WARNING = LogLevel.WARNING
+    ERROR = LogLevel.ERROR
+    VERBOSE = LogLevel.VERBOSE
+
+    @staticmethod
+    def log(message: str, level: LogLevel = LogLevel.INFO) -> None:
+        """Logs a message. Raises TypeError: the message is no str, or the level is none of the four."""
+        if not isinstance(message, str):
+            raise TypeError(f"message is {message!r}, expected a str")
+        if not isinstance(level, Logger.LogLevel):
+            raise TypeError(f"level is {level!r}, expected Logger.INFO, Logger.WARNING, Logger.ERROR or Logger.VERBOSE")
+        _log.log(_LEVELS[level], "%s", message)
+
+    @staticmethod
+    def log_info(message: str) -> None:
+        Logger.log(message, Logger.INFO)
+
+    @staticmethod
+    def log_warn(message: str) -> None:
+        Logger.log(message, Logger.WARNING)
+
+    @staticmethod
+    def log_error(message: str) -> None:
+        Logger.log(message, Logger.ERROR)
+
+    @staticmethod
+    def log_verbose(message: str) -> None:
+        Logger.log(message, Logger.VERBOSE)
+
+
+_LEVELS = {
+    Logger.INFO: logging.INFO,
+    Logger.WARNING: logging.WARNING,
+    Logger.ERROR: logging.ERROR,
+    Logger.VERBOSE: logging.DEBUG,
+}
+
+
+class MetricFamily:
+    """The metrics of one name. The daemon shows them as long as the model's code holds this object and the model is served."""
+
+    COUNTER: ClassVar = MetricKind.COUNTER
+    GAUGE: ClassVar = MetricKind.GAUGE
+    HISTOGRAM: ClassVar = MetricKind.HISTOGRAM
+
+    def __init__(self, name: str, description: str, kind: MetricKind) -> None:
+        """Makes a family, or joins the family of that name.
+
+        Raises TritonModelException: an argument is malformed, the family is of another kind, or no model's code is running.
+        """
+        if not isinstance(kind, MetricKind):
+            raise TritonModelException("Error when creating MetricFamily: Unknown metric kind")
+        with Saying("Error when creating MetricFamily"):
+            self._held = HeldFamily(name, description, kind)
+
+    def Metric(self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] | None = None) -> Metric:
+        """Returns the family's metric with these labels, which is made if there is none. ``buckets``: a histogram's upper bounds.
+
+        Raises TritonModelException: labels or buckets are malformed, the buckets differ, or there are too many metrics.
+        """
+        if not isinstance(labels, Mapping | None):
+            raise TritonModelException("Failed to create metric. Labels must be a dictionary.")
+        if not isinstance(buckets, list | tuple | None):
+            raise TritonModelException("Failed to create metric. Buckets must be a list.")
+        with Saying("Error when creating Metric"):
+            return Metric(self._held, self._held.metric(labels or {}, buckets))
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):
+            self._held.close()
+
+
+class Metric:
+    """One metric of a family; it may be used only as long as its ``MetricFamily`` object exists."""
+
+    def __init__(self, held: HeldFamily, value: Value) -> None:
+        self._held = held
+        self._value = value
+
+    def increment(self, value: float) -> None:
+        """Adds ``value`` to the metric. Raises TritonModelException: a counter would fall, or the metric is a histogram."""
+        with Saying("Failed to increment metric value"):
+            self._held.registry.increment(self._held.kind, self._value, float(value))
+
+    def set(self, value: float) -> None:
+        """Sets a gauge to a value. Raises TritonModelException: the metric is no gauge."""
+        with Saying("Failed to set metric value"):
+            self._held.registry.set(self._held.kind, self._value, float(value))
+
+    def observe(self, value: float) -> None:
+        """Adds a value to a histogram. Raises TritonModelException: the metric is no histogram, or the value is NaN."""
+        with Saying("Failed to observe metric value"):
+            self._held.registry.observe(self._held.kind, self._value, float(value))
+
+    def value(self) -> float:
+        """Returns the metric's value. Raises TritonModelException: the metric is a histogram."""
+        with Saying("Failed to get metric value"):
+            return self._held.registry.value(self._held.kind, self._value)
+
+
+def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
+    """Loads or reloads a model, and waits until it is loaded. Raises TritonModelException: it could not be loaded.
+
+    Args:
+      config: a configuration in JSON that is used instead of the model's config.pbtxt; "": none.
+      files: ``file:<version>/<name>`` -> content, of which the model consists; None: its files in the repository.
+    """
+    if not isinstance(files, Mapping | None):
+        raise TritonModelException(
+            f"failed to load model '{model_name}', files should be a dictionary of file paths and file contents"
+        )
+    with _Asking("Failed to load model"):
+        other_models.load(model_name, config, files)
+
+
+def unload_model(model_name: str, unload_dependents: bool = False) -> None:
+    """Begins to unload a model. ``unload_dependents``: if it is an ensemble, its models are unloaded too.
+
+    Raises TritonModelException: the server refused, or the running code may not unload models.
+    """
+    with _Asking("Failed to unload model"):
+        other_models.unload(model_name, unload_dependents)
+
+
+def is_model_ready(model_name: str, model_version: str = "") -> bool:
+    """Returns whether a version of a model answers requests; "": any version.
+
+    Raises TritonModelException: ``model_version`` is no number above 0, or the running code may not ask.
+    """
+    number = 0
+    if model_version:
+        if not model_version.isdecimal() or int(model_version) < 1:
+            raise TritonModelException(
+                f"Failed to check model readiness: failed to get model version from specified version string '{model_version}', "
+                "version should be an integral value > 0"
+            )
+        number = int(model_version)
+    with _Asking("Failed to check model readiness"):
+        return other_models.is_ready(model_name, number)

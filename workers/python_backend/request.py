@@ -1,7 +1,8 @@
-"""Requests that a model gets, or sends to other models: part of ``triton_python_backend_utils`` (see ``interface``).
+"""Requests that a model gets or sends to other models, and responses: part of ``triton_python_backend_utils`` (``interface``).
 
-Source: triton-inference-server/python_backend, README "Business Logic Scripting"; src/infer_request.cc has the errors' words, and
-src/pb_response_iterator.cc and src/request_executor.cc say how requests of models (Triton's BLS) are sent.
+Source: triton-inference-server/python_backend, README "Business Logic Scripting" and "Decoupled mode"; src/infer_request.cc and
+src/response_sender.cc have the errors' words, and src/pb_response_iterator.cc and src/request_executor.cc say how requests of
+models (Triton's BLS) are sent.
 """
 
 from __future__ import annotations
@@ -11,19 +12,18 @@ import contextlib
 import enum
 import json
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
 from tensord.shm.common.scheduling import set_named
 from tensord.shm.errors import Cancelled, InvalidArgument, NotFound, ServingError, Unavailable
-from tensord.shm.messages import PreparedRequest, RequestRecord
+from tensord.shm.messages import Parameter, PreparedRequest, RequestRecord
 from tensord.workers.calls.asking import check_sequence
 from tensord.workers.calls.call import ModelCall
 from tensord.workers.calls.caller import asker
 from tensord.workers.python_backend.errors import ErrorCode, TritonError, TritonModelException
-from tensord.workers.python_backend.response import InferenceResponse, InferenceResponseSender, checked_parameters
 from tensord.workers.python_backend.tensors import Tensor
 from tensord.workers.requests.result import Response, Result
 from tensord.workers.requests.timeline import RequestTimeline
@@ -31,11 +31,156 @@ from tensord.workers.requests.timeline import RequestTimeline
 if TYPE_CHECKING:
     from tensord.workers.models.python_model import ResponseWriter
 
-
+#: Bytes of one response's parameters, as JSON.
+_MAX_BYTE_SIZE = 1 << 20
+#: Largest value of gRPC's int64_param.
+_MAX_INTEGER = (1 << 63) - 1
+TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 TRITONSERVER_REQUEST_RELEASE_ALL = 1
 TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
+
+
+# ------------------------------------------------------------------------------------------------------------- responses
+
+
+class InferenceResponse:
+    """A response to one request: output tensors and parameters, or an error."""
+
+    def __init__(
+        self,
+        output_tensors: Iterable[Tensor] = (),
+        error: TritonError | Exception | str | None = None,
+        parameters: Mapping[str, Parameter] | None = None,
+    ) -> None:
+        """Raises TritonModelException: an output is None, or a parameter cannot be sent; TypeError: one is no ``Tensor``."""
+        self._output_tensors = list(output_tensors)
+        if None in self._output_tensors:
+            raise TritonModelException("Output tensor for inference response should not be empty.")
+        for tensor in self._output_tensors:
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"output_tensors are of type Tensor, found {type(tensor).__name__}")
+        self._error = error
+        self._parameters = checked_parameters(parameters)
+
+    def output_tensors(self) -> list[Tensor]:
+        return self._output_tensors
+
+    def has_error(self) -> bool:
+        return self._error is not None
+
+    def error(self) -> Any:
+        return self._error
+
+    def parameters(self) -> str:
+        """Returns the response's parameters, as JSON text."""
+        return json.dumps(self._parameters)
+
+
+def parameters_of(response: InferenceResponse) -> dict[str, Parameter]:
+    """Returns a response's parameters as they are sent to the client."""
+    return response._parameters
+
+
+def checked_parameters(parameters: Any) -> dict[str, Parameter]:
+    """Returns parameters as plain values that can be sent; None: {}. Raises TritonModelException: some cannot be sent."""
+    if parameters is None:
+        return {}
+    if not isinstance(parameters, Mapping):
+        raise TritonModelException(f"Expect parameters to have type dict, found type {type(parameters)}")
+    checked: dict[str, Parameter] = {}
+    for key, value in parameters.items():
+        if not isinstance(key, str):
+            raise TritonModelException(f"Expect parameters keys to have type str, found type {type(key)}")
+        checked[_sendable(key)] = _value(key, value)
+    size = len(json.dumps(checked, ensure_ascii=False).encode())
+    if size > _MAX_BYTE_SIZE:
+        raise TritonModelException(f"the parameters of a response are {size} bytes, at most {_MAX_BYTE_SIZE} are sent")
+    return checked
+
+
+def _value(key: str, value: Any) -> Parameter:
+    """Returns a parameter's value as plain bool, int or str, also if it is of a subclass (an enumeration's, numpy's).
+
+    Raises TritonModelException: the value is of another type, or cannot be sent.
+    """
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        if not -_MAX_INTEGER - 1 <= value <= _MAX_INTEGER:
+            raise TritonModelException(
+                f"parameter '{key}' is an integer of {value.bit_length()} bits, those that fit into 64 with a sign are sent"
+            )
+        return int(value)
+    if isinstance(value, str):
+        return _sendable(value)
+    raise TritonModelException(f"Expect parameters values to have type bool/int/str, found type {type(value)}")
+
+
+def _sendable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TritonModelException(f"a parameter's text cannot be sent as UTF-8: {error.reason}") from None
+    return str.__str__(text)
+
+
+class InferenceResponseSender:
+    """Sends the responses to one request. It may be used from any thread, and after ``execute`` has returned."""
+
+    def __init__(self, writer: ResponseWriter) -> None:
+        self._writer = writer
+        self._lock = threading.Lock()
+        self._sent = 0
+        self._closed = False
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        """Sends a response. With COMPLETE_FINAL in ``flags`` it is the last, the sender is closed, and ``response`` may be None.
+
+        Raises TritonModelException: the sender is closed, there is nothing to send, or a model that is not decoupled sends more
+        than one response.
+        """
+        if flags not in (0, TRITONSERVER_RESPONSE_COMPLETE_FINAL):
+            raise TritonModelException("Unable to send response. Unsupported flag provided.")
+        if response is None:
+            if not flags:
+                raise TritonModelException(
+                    "Inference Response object must be provided when the response flags is set to zero."
+                )
+        elif not isinstance(response, InferenceResponse):
+            raise TypeError(f"send() takes an InferenceResponse, not {type(response).__name__}")
+        final = bool(flags)
+        with self._lock:
+            self._check(response, final)
+            self._sent += 1
+            self._closed = final
+            if response is not None or self._writer.decoupled:
+                self._writer.send(response, final)
+
+    def _check(self, response: InferenceResponse | None, final: bool) -> None:
+        if not self._writer.decoupled:
+            if response is not None and self._sent:
+                raise TritonModelException(
+                    "Unable to send response. Non-decoupled model cannot send more than one response."
+                )
+            if response is None and final and not self._sent:
+                raise TritonModelException(
+                    "Unable to send response. Non-decoupled model cannot send complete final before sending a response."
+                )
+        if self._closed:
+            raise TritonModelException("Unable to send response. Response sender has been closed.")
+
+    def is_cancelled(self) -> bool:
+        return self._writer.is_cancelled()
+
+    def __del__(self) -> None:
+        # A model that has not sent its final response is done once it cannot send it any more.
+        with contextlib.suppress(AttributeError):
+            self._writer.give_up()
+
+
+# -------------------------------------------------------------------------------------------------------------- requests
 
 
 class MemoryType(enum.Enum):
@@ -117,10 +262,7 @@ class InferenceRequest:
 
         Args:
           trace: the trace of the request on whose behalf this one is made.
-          cancelled: returns whether the client has cancelled the request.
           writer: makes the object that a response sender writes to.
-          timeline: the request's timeline, if it is traced.
-
         Raises TritonModelException: the request is malformed; TypeError: an argument is missing or of another type.
         """
         if writer is None:
@@ -249,7 +391,7 @@ class InferenceRequest:
         return asyncio.ensure_future(first_answer(call, call.first()))
 
     def _call(self, decoupled: bool) -> ModelCall | InferenceResponse:
-        """Prepares the call for this request, to be sent by the caller. Returns an error response if its inputs are wrong.
+        """Prepares the call for this request, which the caller sends. Returns an error response if two inputs have one name.
 
         Raises TritonModelException: the request is malformed, or the running code may not call models.
         """
@@ -277,8 +419,29 @@ class InferenceRequest:
             sequence_end=bool(self._flags & TRITONSERVER_REQUEST_FLAG_SEQUENCE_END),
             parameter_set=parameter_set,
         )
+        try:
+            found = asker()
+        except InvalidArgument as error:
+            raise TritonModelException(error.message) from None
+        if found is None or not found.may_call or found.port.server is None:
+            raise TritonModelException("BLS is only supported during the 'execute' function.")
+        arrays = {tensor.name(): tensor.for_call() for tensor in self._inputs}
+        if len(arrays) < len(self._inputs):
+            names = [tensor.name() for tensor in self._inputs]
+            twice = next(name for name in names if names.count(name) > 1)
+            return _failed(self._model_name, f"input '{twice}' already exists in request")
+        hint = (
+            f"Model {self._model_name} is using the decoupled. The current BLS request call doesn't support models using the "
+            "decoupled transaction policy. Please use 'decoupled=True' argument to the 'exec' or 'async_exec' calls for "
+            "decoupled models.'"
+        )
         outputs = tuple(map(_text, self._requested))
-        return call_of(prepared, own, self._inputs, outputs, decoupled, self._trace.timeline)
+        return ModelCall(found, prepared, own, arrays, outputs, decoupled, hint, self._trace.timeline)
+
+
+def _failed(model: str, why: str, code: ErrorCode = ErrorCode.INTERNAL) -> InferenceResponse:
+    """Returns the response, in Triton's words, to a request that could not be made."""
+    return InferenceResponse(error=TritonError(f"Model {model} - Error when running inference: {why}", code))
 
 
 def _text(given: str | bytes) -> str:
@@ -289,51 +452,8 @@ def _text(given: str | bytes) -> str:
 _Answer = tuple[Result | None, bool]
 
 
-def call_of(
-    prepared: PreparedRequest,
-    own: RequestRecord,
-    inputs: Sequence[Tensor],
-    outputs: tuple[str, ...],
-    decoupled: bool,
-    timeline: RequestTimeline | None,
-) -> ModelCall | InferenceResponse:
-    """Prepares a call of another model for an ``InferenceRequest``, to be sent by the caller.
-
-    Returns an error response instead if two inputs have the same name.
-
-    Args:
-      prepared: model, version and parameters of the request.
-      own: id, priority, timeout and sequence of the request.
-      outputs: the names of the outputs that are asked for.
-      decoupled: whether the called model may send any number of responses.
-      timeline: the timeline of the traced request on whose behalf the call is made; None: it is not traced.
-
-    Raises TritonModelException: no model may be called from the running code.
-    """
-    try:
-        found = asker()
-    except InvalidArgument as error:
-        raise TritonModelException(error.message) from None
-    if found is None or not found.may_call or found.port.server is None:
-        raise TritonModelException("BLS is only supported during the 'execute' function.")
-    arrays = {tensor.name(): tensor.for_call() for tensor in inputs}
-    if len(arrays) < len(inputs):
-        names = [tensor.name() for tensor in inputs]
-        twice = next(name for name in names if names.count(name) > 1)
-        message = f"Model {prepared.model} - Error when running inference: input '{twice}' already exists in request"
-        return InferenceResponse(error=TritonError(message))
-    hint = (
-        f"Model {prepared.model} is using the decoupled. The current BLS request call doesn't support models using the decoupled "
-        "transaction policy. Please use 'decoupled=True' argument to the 'exec' or 'async_exec' calls for decoupled models.'"
-    )
-    return ModelCall(found, prepared, own, arrays, outputs, decoupled, hint, timeline)
-
-
 def response_of(result: Result | None) -> InferenceResponse:
-    """Converts the result of a called model to the response that the calling model gets.
-
-    ``result``: None: the response has no tensors.
-    """
+    """Converts the result of a called model to the response that the calling model gets; None: it has no tensors."""
     if isinstance(result, ServingError):
         return InferenceResponse(error=TritonError(result.message, ErrorCode.of(result.code)))
     tensors = [Tensor.shared(name, np.asarray(array)) for name, array in (result or {}).items()]
@@ -345,17 +465,12 @@ def answer_of(call: ModelCall, first: _Answer) -> InferenceResponse | ResponseIt
 
     ``first``: the first response that has come, and whether it is the last.
     """
-    if call.refused and isinstance(first[0], ServingError):
-        return one_response(_refusal(call, first[0]), call.streams)
+    error = first[0]
+    if call.refused and isinstance(error, ServingError):
+        why = "Failed for execute the inference request. " if isinstance(error, NotFound) else ""
+        code = ErrorCode.of(error.code) if isinstance(error, Cancelled | Unavailable) else ErrorCode.INTERNAL
+        return one_response(_failed(call.prepared.model, why + error.message, code), call.streams)
     return ResponseIterator(call, first) if call.streams else response_of(first[0])
-
-
-def _refusal(call: ModelCall, error: ServingError) -> InferenceResponse:
-    """Returns the error response, in Triton's words, for a call that could not be made because of ``error``."""
-    why = "Failed for execute the inference request. " if isinstance(error, NotFound) else ""
-    code = ErrorCode.of(error.code) if isinstance(error, Cancelled | Unavailable) else ErrorCode.INTERNAL
-    message = f"Model {call.prepared.model} - Error when running inference: {why}{error.message}"
-    return InferenceResponse(error=TritonError(message, code))
 
 
 def one_response(response: InferenceResponse, decoupled: bool) -> InferenceResponse | ResponseIterator:
@@ -373,9 +488,9 @@ class ResponseIterator:
     def __init__(self, call: ModelCall | None, first: _Answer, response: InferenceResponse | None = None) -> None:
         """
         Args:
-          call: the call, from which further responses come; None: no model was called.
+          call: further responses come from it; None: no model was called.
           first: the first response, and whether it is the last.
-          response: replaces the response in ``first``; None: that is used.
+          response: replaces the first response; None: it is used as it is.
         """
         self._call = None if first[1] else call
         self._kept = [response or response_of(first[0])]

@@ -43,9 +43,8 @@ from tensord.shm.snapshot_region import SnapshotRegion
 from tensord.workers.devices.late_tensor import CudaTensor, LateTensor, RegionTensor
 from tensord.workers.regions.lane_segments import LaneSegments
 from tensord.workers.regions.region_table import AnyRegion, RegionTable
-from tensord.workers.requests.inner_request import InnerRequest
 from tensord.workers.requests.preparation import INLINE, Checked, Preparation
-from tensord.workers.requests.request import Request, Sink
+from tensord.workers.requests.request import InnerRequest, Request, Sink
 from tensord.workers.scheduling.queue import SetKey
 from tensord.workers.tensors.request_tensors import label
 from tensord.workers.tensors.signature import Signature, TensorSpec

@@ -6,19 +6,22 @@ Made by ``tensord.workers.requests.prepared``, owned by the worker's loop; model
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
-from tensord.shm.arrays import Array
+from tensord.shm.arrays import Array, as_strings
 from tensord.shm.cuda_regions import CudaRegion
+from tensord.shm.errors import ServingError
 from tensord.shm.messages import TIMING, AnswerRecord, Parameter, PreparedRequest, RequestedOutput, RequestRecord
 from tensord.shm.prepared import memory_of
 from tensord.workers.devices.late_tensor import LateTensor
 from tensord.workers.regions.region_table import AnyRegion
 from tensord.workers.requests.response_cache import Question
-from tensord.workers.requests.result import Result
+from tensord.workers.requests.result import Response, Result
 from tensord.workers.requests.submitter_link import SubmitterLink
 from tensord.workers.requests.timeline import RequestTimeline, begun, trace_id_of
 from tensord.workers.scheduling.sequence import Controls
@@ -59,7 +62,7 @@ class Request(RequestTensors):
         "version",
     )
 
-    #: Who takes what becomes of it, where that is not its submitter (``tensord.workers.requests.inner_request``).
+    #: Takes its responses, if it is an ``InnerRequest``.
     sink: Sink | None = None
     #: Of a version with a response cache: what was looked up there, and for how long, in ns; None: the answer is not kept. Others
     #: do without.
@@ -209,3 +212,75 @@ def named(client_id: str) -> str:
 def traced(requests: Iterable[Request]) -> dict[str, str]:
     """Returns the ``extra`` argument for a log line about these requests: the ids of the traces that they belong to."""
     return {"trace_id": trace_id_of(request.timeline for request in requests)}
+
+
+class InnerRequest(Request):
+    """A request made inside the worker, with ``request_id`` and ``submitter`` of the client's request that it is made for.
+
+    An ensemble's step or a model makes it, and queues treat it like any other. Its inputs are arrays, on this device or in host
+    memory, instead of places; its responses go to a sink instead of a lane. Nothing is copied for either.
+    """
+
+    __slots__ = ("_answered", "ahead", "may_stop", "origin", "sink")
+
+    def made_for(self, sink: Sink, origin: Request | None) -> InnerRequest:
+        """Sets who takes the responses (``sink``), and the request for whose sake this one is made; None: there is none."""
+        self.sink: Sink = sink
+        self.origin: Request | None = origin
+        if self.timeline is not None and origin is not None and origin.timeline is not None:
+            self.timeline.context = origin.timeline.context
+        self._answered = False
+        #: Its maker would have its model stop, and takes what that still sends.
+        self.may_stop = False
+        #: Of responses that were handed over and that its maker has not taken yet: what each counts.
+        self.ahead: deque[int] = deque()
+        return self
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.cancelled or self.may_stop
+
+    @property
+    def is_open(self) -> bool:
+        return not self._answered
+
+    def __repr__(self) -> str:
+        return f"<InnerRequest of {self.request_id} for {self.prepared.model!r}, {self.rows} rows>"
+
+
+def not_kept(request: Request | None) -> None:
+    """Has no response cache keep the answer to a request, nor to those that it was made for: what they depend on is not known."""
+    while request is not None:
+        request.asked = None
+        request = request.origin if isinstance(request, InnerRequest) else None
+
+
+def hand_over(request: Request, result: Result | None, moments: Moments | None = None, final: bool = True) -> None:
+    """Passes a response to the sink of a request that was made inside the worker, unless it had its last response.
+
+    ``result``: None: only the mark that there is no further one. ``moments``: None: the request did not run.
+    """
+    assert isinstance(request, InnerRequest)
+    if request.is_open:
+        if result is not None and not isinstance(result, ServingError):
+            result, copied = kept(result)
+            request.version.statistics.copied_byte_size += copied
+        request._answered = final
+        request.sink(request, result, moments, final)
+
+
+def kept(result: dict[str, Array]) -> tuple[dict[str, Array], int]:
+    """Converts a model's outputs to read-only inputs of other models, with strings as bytes. Also returns the bytes copied.
+
+    Arrays that XLA made are used where they are. Those of the model's own code are copied: it may write to them again.
+    """
+    copied = 0
+    own: dict[str, Array] = Response({}, result.parameters) if isinstance(result, Response) else {}
+    for name, array in result.items():
+        if isinstance(array, np.ndarray) and (array.flags.writeable or array.dtype.kind in "SUO"):
+            made = as_strings(array) if array.dtype.kind in "SUO" else np.array(array)
+            made.flags.writeable = False
+            copied += made.nbytes
+            array = made
+        own[name] = array
+    return own, copied

@@ -9,7 +9,7 @@ its model may ask for this (``is_cancelled``) and stop.
 
 Of small responses with the same outputs only the first is examined; the others are encoded in the sending thread:
 
-    a response ─▶ ResponseKind (once for a submitter) ─▶ another one of that kind ─▶ ResponsesAlike: record, record, ...
+    a response ─▶ ResponseKind (once for a submitter) ─▶ further ones of that kind: record, record, ...
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -50,13 +50,12 @@ Described = tuple[tuple[str, str, tuple[int, ...]], ...]
 def describe(
     result: Mapping[str, Array], wanted: Collection[str], most: int, strings: bool
 ) -> tuple[Described, tuple[bytes, ...]] | None:
-    """Returns (name, datatype, shape) of each requested output of a response, and the bytes of each.
+    """Returns (name, datatype, shape) of each requested output of a response, and the bytes of each; None: they do not fit.
 
     Args:
       wanted: names of the requested outputs; empty: all.
       most: bytes that fit into a record.
       strings: whether BYTES outputs are allowed, whose size differs from response to response.
-    Returns: None if the outputs do not fit into a record, or if one has a datatype that is not allowed.
     """
     described: list[tuple[str, str, tuple[int, ...]]] = []
     contents: list[bytes] = []
@@ -76,86 +75,54 @@ def describe(
 
 
 class ResponseKind:
-    """Describes small responses of one model version to one submitter that all have the same output datatypes and shapes."""
+    """Encodes small responses of one model version to one submitter that all have the same output datatypes and shapes."""
 
-    __slots__ = ("byte_size", "described", "numbered", "sizes")
+    __slots__ = ("_number", "_parts", "_sizes", "byte_size", "numbered")
 
     def __init__(self, numbered: Numbered[PreparedAnswer], described: Described) -> None:
         self.numbered = numbered
-        self.described = described
+        self._number = numbered.number
+        self._parts = [(name, DTYPES[datatype], shape) for name, datatype, shape in described]
         #: The bytes of each output, where none is BYTES, and those that each response counts for until its client has taken it.
-        self.sizes = tuple([math.prod(shape) * DTYPES[datatype].itemsize for _, datatype, shape in described])
-        self.byte_size = response_byte_size(()) + sum(self.sizes)
+        self._sizes = tuple([math.prod(shape) * dtype.itemsize for _, dtype, shape in self._parts])
+        self.byte_size = response_byte_size(()) + sum(self._sizes)
 
-    def alike(self, request_id: int, count: int) -> ResponsesAlike:
-        """Returns an encoder for responses to one request with these datatypes (none is BYTES) and shapes. For any thread.
+    def encode(self, request_id: int, contents: Iterable[bytes]) -> bytes:
+        """Encodes a response as a record. ``contents``: the bytes of each output, in this kind's order."""
+        return answers(self._number, [request_id], self._sizes, b"".join(contents))[0]
 
-        Args:
-          count: how many outputs the model makes for each response, including those that were not requested.
-        """
-        return ResponsesAlike(self, request_id, count)
-
-    def __repr__(self) -> str:
-        return f"<ResponseKind {self.numbered.number} {self.described}>"
-
-
-class ResponsesAlike:
-    """Encodes responses to one request that have the same output datatypes and shapes (``ResponseKind``)."""
-
-    __slots__ = ("_count", "_ids", "_parts", "byte_size", "kind")
-
-    def __init__(self, kind: ResponseKind, request_id: int, count: int) -> None:
-        """``count``: how many outputs the model makes for each response, including those that were not requested."""
-        self.kind = kind
-        self.byte_size = kind.byte_size
-        self._count = count
-        self._ids = [request_id]
-        self._parts = [(name, DTYPES[datatype], shape) for name, datatype, shape in kind.described]
-
-    def join(self, contents: Iterable[bytes]) -> bytes:
-        """Returns the encoded record (message) of a response with outputs of these datatypes and shapes.
-
-        ``contents``: the bytes of each output, in the order of ``ResponseKind.described``.
-        """
-        return answers(self.kind.numbered.number, self._ids, self.kind.sizes, b"".join(contents))[0]
-
-    def record(self, result: Mapping[str, Array]) -> bytes | None:
-        """Returns the encoded record (message) of a response, or None if its outputs have other datatypes or shapes."""
-        if len(result) != self._count:
+    def record(self, request: Request, result: Mapping[str, Array]) -> bytes | None:
+        """Encodes a response to a request as a record; None: the outputs have other datatypes or shapes. For any thread."""
+        if len(result) != len(self._parts) and not request.outputs:
             return None
-        contents = []
+        contents: list[bytes] = []
         for name, dtype, shape in self._parts:
             array = result.get(name)
             if array is None or array.shape != shape or array.dtype != dtype:
                 return None
             contents.append(array.tobytes())
-        return self.join(contents)
+        return answers(self._number, [request.request_id], self._sizes, b"".join(contents))[0]
 
     def __repr__(self) -> str:
-        return f"<ResponsesAlike {self.kind!r}>"
+        return f"<ResponseKind {self.numbered.number} {self._parts}>"
 
 
 class EncodedResponses:
-    """Encoded responses to one request, on the way from the sending thread to the worker's loop.
-
-    Their outputs all have the same datatypes and shapes.
+    """Encoded responses of one kind to one request, on the way from the sending thread to the worker's loop.
 
     The sending thread adds records until the loop has taken them. The request's last response is never among them.
     """
 
-    __slots__ = ("_records", "alike", "taken")
+    __slots__ = ("_records", "kind", "taken")
 
-    def __init__(self, alike: ResponsesAlike, record: bytes) -> None:
-        self.alike = alike
+    def __init__(self, kind: ResponseKind, record: bytes) -> None:
+        self.kind = kind
         self._records = [record]
         #: The loop has come for them, or is about to.
         self.taken = False
 
-    def join(self, record: bytes) -> bool:
-        """Adds the record of one more response; called by the sending thread.
-
-        Returns False if the loop may have taken the records before: the caller must then put this object to the loop again.
-        """
+    def add(self, record: bytes) -> bool:
+        """Adds a record; called by the sending thread. Returns False if the caller must give this object to the loop again."""
         self._records.append(record)
         return not self.taken
 
@@ -166,9 +133,6 @@ class EncodedResponses:
         records = self._records[:]
         del self._records[: len(records)]
         return records
-
-    def __repr__(self) -> str:
-        return f"<EncodedResponses {len(self._records)} of {self.alike!r}>"
 
 
 # --------------------------------------------------------------------------------------------------------------- senders
@@ -182,74 +146,59 @@ class SenderClosed(Exception):
 Sent = Result | EncodedResponses | None
 
 
-class Taker(Protocol):
-    """The interface of an object that receives a sender's responses.
-
-    ``dispatch.responses`` passes them to the client, ``Nobody`` drops them.
-    """
-
-    max_ahead: int
-
-    def alike(self, sender: ResponseSender, result: dict[str, Array]) -> ResponsesAlike | None:
-        """Returns an encoder for responses whose outputs have the datatypes and shapes of those in ``result``; for any thread.
-
-        Returns None if such responses cannot be encoded in the sending thread.
-        """
-
-    def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
-        """Receives a response of a sender, in the order in which the sender sends them, from any thread.
-
-        Args:
-          result: the response; None: only the mark that no response follows.
-          final: whether this is the last response.
-          byte_size: bytes that count as not taken by the client until ``sender.settle`` is called.
-          wake: whether to wake the loop; False if it is about to be woken anyway.
-        """
-
-
-class Nobody:
-    """Drops the responses to a warm-up sample, which has no client; if one is an error, raises it in the thread that sends it."""
+class ResponseReceiver:
+    """Receives the responses of senders. This one is for warm-up samples, which have no client, and drops them."""
 
     max_ahead = 1
 
-    def alike(self, sender: ResponseSender, result: dict[str, Array]) -> ResponsesAlike | None:
+    def alike(self, sender: ResponseSender, result: dict[str, Array]) -> ResponseKind | None:
+        """Returns the kind of responses like this one; None: they cannot be encoded in the sending thread. For any thread."""
         return None
 
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
+        """Receives a response of a sender, in the order in which it sends them, in any thread. Here an error is raised.
+
+        Args:
+          result: the response; None: only the mark that no response follows.
+          byte_size: bytes that count as not taken by the client until ``sender.settle`` is called.
+          wake: whether to wake the loop; False: it is about to be woken anyway.
+        """
         sender.settle(byte_size)
         if isinstance(result, ServingError):
             raise result
 
 
 class ResponseSender:
-    """Sends a model's responses to one request, by way of a ``Taker``, and counts the bytes that the client has not taken yet.
+    """Sends a model's responses to one request, and counts the bytes that the client has not taken yet.
 
     ``send`` and the properties are for any thread; the other methods belong to the worker's loop.
     """
 
     __slots__ = (
-        *("_again", "_closed", "_encoded", "_holders", "_lock", "_max_ahead", "_on_room"),
-        *("_posted", "_settled", "_taker"),
-        *("alike", "began_ns", "begun", "count", "counted", "ended", "failed", "last_ns"),
-        *("plain", "request", "returned", "single"),
-        "thread",
+        *("_again", "_closed", "_encoded", "_holders", "_kind", "_lock", "_max_ahead", "_on_room"),
+        *("_posted", "_receiver", "_settled"),
+        *("began_ns", "begun", "count", "counted", "ended", "failed", "last_ns"),
+        *("plain", "request", "returned", "single", "thread"),
     )
 
     def __init__(
-        self, request: Request, taker: Taker, began_ns: int, single: bool = False, max_ahead: int | None = None
+        self,
+        request: Request,
+        receiver: ResponseReceiver,
+        began_ns: int,
+        single: bool = False,
+        max_ahead: int | None = None,
     ) -> None:
-        """Begins to answer a request.
-
+        """
         Args:
-          taker: receives the responses.
           began_ns: when the request began to run.
-          single: whether the model answers a request once, so that the first response is the last one.
-          max_ahead: bytes that may be sent before the client has taken them; None: as many as the taker allows.
+          single: whether the first response is the last one.
+          max_ahead: bytes that may be sent before the client has taken them; None: as many as the receiver allows.
         """
         self.request = request
         self.single = single
-        self._taker = taker
-        self._max_ahead = taker.max_ahead if max_ahead is None else max_ahead
+        self._receiver = receiver
+        self._max_ahead = receiver.max_ahead if max_ahead is None else max_ahead
         self._lock = threading.Lock()
         self._closed = False
         #: How many have it to answer the request: one for each round of the model that asked for it.
@@ -270,8 +219,8 @@ class ResponseSender:
         self.plain = not (
             request.tells or any(wanted.region or wanted.classification for wanted in request.outputs.values())
         )
-        #: Encodes responses like the last one that was encoded. Belongs to whoever sends.
-        self.alike: ResponsesAlike | None = None
+        #: The kind of the last response that was encoded. Belongs to whoever sends.
+        self._kind: ResponseKind | None = None
         #: Those that the last one was put with.
         self._encoded: EncodedResponses | None = None
         #: Responses that were placed, and whether the first of them was an error.
@@ -300,10 +249,7 @@ class ResponseSender:
         return bool(self._on_room)
 
     def begin(self, now_ns: int) -> None:
-        """Notes that the model has begun to work on the request at ``now_ns``.
-
-        Only the first call counts: a request may be given to its model repeatedly.
-        """
+        """Notes when the model began to work on the request. Only the first call counts: the model may get it repeatedly."""
         if not self.begun:
             self.begun = True
             self.began_ns = self.last_ns = now_ns
@@ -329,8 +275,8 @@ class ResponseSender:
                 # What its model computed is let go of here, where it was made, and the loop has little to do with it. Not the
                 # first: who sends no other would find out for nothing what others are like.
                 several = self._posted > 0 and not (final or self.single)
-                if several and type(result) is dict and (record := self._record(result)) and self.alike:
-                    size = self.alike.byte_size
+                if several and type(result) is dict and (record := self._record(result)) and self._kind:
+                    size = self._kind.byte_size
                 else:
                     size = _BYTE_SIZE + (0 if isinstance(result, ServingError) else _own(result))
                 if self._posted - self._settled >= self._max_ahead:
@@ -343,14 +289,14 @@ class ResponseSender:
                 self._put_encoded(record, size)
                 return
             self._encoded = None
-            self._taker.put(self, sent, self._closed, size)
+            self._receiver.put(self, sent, self._closed, size)
 
     def fail(self, error: ServingError) -> None:
         """Ends the request with an error, unless it has ended."""
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._taker.put(self, error, True, 0)
+                self._receiver.put(self, error, True, 0)
 
     def finish(self, wake: bool) -> None:
         """Sends the mark that there is no further response, unless it was sent.
@@ -360,7 +306,7 @@ class ResponseSender:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._taker.put(self, None, True, 0, wake)
+                self._receiver.put(self, None, True, 0, wake)
 
     def hold(self) -> None:
         """Counts one more holder: a part of the model's code that may answer the request until it calls ``let_go``."""
@@ -376,12 +322,9 @@ class ResponseSender:
             self.fail(Internal(NOT_COMPLETED))
 
     def released(self, again: bool) -> bool:
-        """Notes that the model's function has returned. Returns whether code of the model may still answer the request.
+        """Notes that the model's function has returned. Returns whether its code may still answer the request (``hold``).
 
-        It may if it has called ``hold`` and not yet ``let_go``.
-
-        Args:
-          again: whether the model is to run on the request again.
+        ``again``: whether the model is to run on the request again.
         """
         with self._lock:
             self._again = again
@@ -389,30 +332,25 @@ class ResponseSender:
 
     def _put_encoded(self, record: bytes, size: int) -> None:
         encoded = self._encoded
-        if encoded is not None and encoded.alike is self.alike and not encoded.taken:
-            if encoded.join(record):
+        if encoded is not None and encoded.kind is self._kind and not encoded.taken:
+            if encoded.add(record):
                 return
         else:
-            assert self.alike is not None
-            encoded = self._encoded = EncodedResponses(self.alike, record)
-        self._taker.put(self, encoded, False, size)
+            assert self._kind is not None
+            encoded = self._encoded = EncodedResponses(self._kind, record)
+        self._receiver.put(self, encoded, False, size)
 
     def _record(self, result: dict[str, Array]) -> bytes | None:
-        """Returns the encoded record of a response, or None if the response must be encoded by the loop."""
-        alike = self.alike
-        record = None if alike is None else alike.record(result)
+        """Encodes a response as a record; None: the loop must encode it."""
+        kind = self._kind
+        record = None if kind is None else kind.record(self.request, result)
         if record is None:
-            alike = self.alike = self._taker.alike(self, result)
-            record = None if alike is None else alike.record(result)
+            kind = self._kind = self._receiver.alike(self, result)
+            record = None if kind is None else kind.record(self.request, result)
         return record
 
     def _wait(self, wait: bool | None) -> Unavailable | None:
-        """Waits until the client has taken enough responses for more to be sent, or until nobody waits for the request.
-
-        Args:
-          wait: whether to wait at all; None: wait unless this thread runs an event loop.
-        Returns: an error if this thread may not wait and the client is far too slow; otherwise None.
-        """
+        """Waits until more can be sent, or nobody waits for the request. Returns the error that ends it if ``send`` must not."""
         most = self._max_ahead
         if wait or (wait is None and asyncio._get_running_loop() is None):
             while True:
@@ -445,9 +383,9 @@ class ResponseSender:
 
     @property
     def leaves_as_it_is(self) -> bool:
-        """Returns whether each small response of this request is sent as one record, with nothing in memory beside it.
+        """Whether each small response is one record, with nothing beside it.
 
-        They do unless outputs go into regions, the request is traced, or it was made inside this worker.
+        It is not if outputs go into regions, or if the request is traced or was made inside this worker.
         """
         return self.plain and self.request.timeline is None and self.request.sink is None
 
@@ -459,24 +397,23 @@ class ResponseSender:
         Args:
           described: names, datatypes and shapes of the outputs, the same for every such response of this sender.
           contents: the bytes of each output.
-        Returns: True if the response was queued; False if nothing was done, and it must be sent by ``Responses.respond``.
+        Returns: False if nothing was done, and ``Responses.respond`` must send the response.
         """
-        request, alike = self.request, self.alike
+        request, kind = self.request, self._kind
         if not self.count or request.cancelled:
             return False
-        if alike is None:
+        if kind is None:
             if request.outputs or not self.leaves_as_it_is:
                 return False
-            kind = request.submitter.response_kind(request.version.version, described, False)
-            alike = self.alike = kind.alike(request.request_id, len(described))
-        self.respond_encoded(alike, [alike.join(contents)], now_ns)
-        self.ahead(alike.byte_size)
+            kind = self._kind = request.submitter.response_kind(request.version.version, described, False)
+        self.respond_encoded(kind, [kind.encode(request.request_id, contents)], now_ns)
+        self.ahead(kind.byte_size)
         return True
 
-    def respond_encoded(self, alike: ResponsesAlike, records: list[bytes], now_ns: int) -> None:
+    def respond_encoded(self, kind: ResponseKind, records: list[bytes], now_ns: int) -> None:
         """Queues encoded responses (``records``), none the first of its request, on the lane; there is always room."""
         request = self.request
-        request.submitter.lane.complete_encoded(alike.kind.numbered, records)
+        request.submitter.lane.complete_encoded(kind.numbered, records)
         request.submitter.flush_soon()
         request.version.statistics.responded_more(self, len(records), now_ns)
 
@@ -490,10 +427,7 @@ class ResponseSender:
         return self._max_ahead - (self._posted - self._settled)
 
     def posted(self, result: Result | None, final: bool) -> int:
-        """Adds the bytes of a response that the loop sends, without waiting, to those that the client has not taken yet.
-
-        Returns how many bytes these are.
-        """
+        """Returns the bytes of a response that the loop sends, and adds them to those that the client has not taken yet."""
         size = 0 if result is None else _BYTE_SIZE
         if result is not None and not isinstance(result, ServingError):
             for array in result.values():

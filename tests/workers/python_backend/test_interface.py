@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tensord.workers.python_backend import interface as pb_utils
+from tensord.workers.python_backend.request import parameters_of
 
 
 def test_bytes() -> None:
@@ -125,3 +126,49 @@ def test_arguments_that_triton_takes() -> None:
     ):
         assert made.InferenceRequest(**{**_REQUEST, **more}).model_name() == "m"
     assert made.InferenceResponse([]).output_tensors() == made.InferenceResponse().output_tensors() == []
+
+
+def test_configuration_completed_by_the_model() -> None:
+    config = pb_utils.ModelConfig({"name": "m", "input": [{"name": "x", "data_type": "TYPE_INVALID", "dims": []}]})
+    config.set_max_batch_size(4)
+    config.add_input({"name": "x", "data_type": "TYPE_FP32", "dims": [3]})
+    config.add_input({"name": "w", "data_type": "TYPE_FP32", "dims": [1], "optional": True})
+    config.add_output({"name": "y", "data_type": "TYPE_FP32", "dims": [3]})
+    config.set_dynamic_batching()
+    config.set_model_transaction_policy({"decoupled": False})
+    assert config.as_dict() == {
+        "name": "m",
+        "max_batch_size": 4,
+        "input": [
+            {"name": "x", "data_type": "TYPE_FP32", "dims": [3]},
+            {"name": "w", "data_type": "TYPE_FP32", "dims": [1], "optional": True},
+        ],
+        "output": [{"name": "y", "data_type": "TYPE_FP32", "dims": [3]}],
+        "dynamic_batching": {},
+        "model_transaction_policy": {"decoupled": False},
+    }
+    found = config.as_dict()
+    assert pb_utils.get_input_config_by_name(found, "w")["dims"] == [1]
+    assert pb_utils.get_output_config_by_name(found, "z") is None
+    assert not pb_utils.using_decoupled_model_transaction_policy(found)
+    with pytest.raises(ValueError, match="dims is"):
+        config.add_input({"name": "x", "dims": [4]})
+    with pytest.raises(ValueError, match="unknown properties: shape"):
+        config.add_input({"name": "x", "shape": [4]})
+    with pytest.raises(ValueError, match="max_batch_size 4"):
+        config.set_max_batch_size(8)
+    with pytest.raises(ValueError, match="unknown model transaction policy"):
+        config.set_model_transaction_policy({"x": 1})
+
+
+def test_parameters_of_a_response() -> None:
+    assert pb_utils.InferenceResponse().parameters() == "{}"
+    given = {"a": 1, "b": True, "c": "ä"}
+    response = pb_utils.InferenceResponse([], parameters=given)
+    given["d"] = 2
+    assert json.loads(response.parameters()) == {"a": 1, "b": True, "c": "ä"}
+    assert parameters_of(response) == {"a": 1, "b": True, "c": "ä"}
+    with pytest.raises(
+        pb_utils.TritonModelException, match="values to have type bool/int/str, found type <class 'bytes'>"
+    ):
+        pb_utils.InferenceResponse(parameters={"a": b""})  # type: ignore[dict-item]

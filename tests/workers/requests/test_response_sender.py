@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tensord.shm.arrays import Array
 from tensord.shm.errors import Internal, ServingError, Unavailable
-from tensord.workers.requests.response_sender import NOT_COMPLETED, Nobody, ResponseSender, SenderClosed, Sent
+from tensord.workers.requests.response_sender import NOT_COMPLETED, ResponseReceiver, ResponseSender, SenderClosed, Sent
 from tensord.workers.requests.result import Result
 from tests.workers.made_requests import request_of
 
@@ -20,16 +19,13 @@ SIZE = 356
 HUNDRED = 100
 
 
-class Taker:
+class Taker(ResponseReceiver):
     """Keeps what was sent. ``max_ahead``: three responses of a hundred bytes."""
 
     max_ahead = 3 * SIZE
 
     def __init__(self) -> None:
         self.sent: list[tuple[Sent, bool]] = []
-
-    def alike(self, sender: Any, result: dict[str, Array]) -> None:
-        return None
 
     def put(self, sender: Any, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
         self.sent.append((result, final))
@@ -166,7 +162,7 @@ def test_who_rests_is_called_once(sender: ResponseSender) -> None:
 
 
 def test_a_sample_has_one_that_drops() -> None:
-    sender = ResponseSender(request_of({}), Nobody(), 0)
+    sender = ResponseSender(request_of({}), ResponseReceiver(), 0)
     for _ in range(5):
         sender.send(response())
     with pytest.raises(Internal, match="bad"):
