@@ -28,7 +28,7 @@ from tensord_client.common.results import Tensor
 from tensord_client.errors import InvalidArgument, ServingError, Unavailable
 from tensord_client.http import HttpConnection, reached
 from tensord_client.http_channel import Address
-from tensord_client.service import ServiceConnection
+from tensord_client.lane import LaneConnection
 
 SERVICE = "/run/tensord"
 #: The names of a daemon's sockets in their folder: for clients of this host, and of HTTP.
@@ -272,7 +272,7 @@ def _on_socket(path: str, patience: float) -> Connection:
             if error.errno == errno.EPROTOTYPE:
                 return reached(Address(path), patience)
             raise _unreachable(path, error) from None
-    return ServiceConnection(path, lambda told: _over_http(path, told, patience), patience)
+    return LaneConnection(path, lambda told: _over_http(path, told, patience), patience=patience)
 
 
 def _over_http(path: str, told: Mapping[str, Any], patience: float) -> Connection:

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 _PART = struct.Struct("<IQ")
 _BINARY = b"application/octet-stream"
+#: Operations on parameter sets: the method, and what follows the set's path.
+_OPERATIONS = {"parameters": ("GET", ""), "push": ("POST", ""), "drop": ("DELETE", ""), "revert": ("POST", "/revert")}
 #: The most kinds of requests whose head and JSON are cached.
 _REMEMBERED = 256
 #: Up to so many bytes of tensors are copied behind the head, to be sent in one piece.
@@ -103,34 +105,41 @@ class HttpConnection:
             return self._waiting
 
     def get(self, path: str, patience: float | None = None, deadline: float | None = None) -> Any:
-        """Sends a GET request for a path, and returns the JSON of the answer; None if the answer is empty.
-
-        Args:
-          patience: seconds to wait for a server that cannot be reached; None: as given to the constructor.
-          deadline: seconds of ``time.monotonic()`` until when to wait for the answer; None: without limit.
-
-        Raises: ServingError: the answer is an error, or none came.
-        """
-        return self._get(path, patience, deadline)[0]
-
-    def _get(
-        self, path: str, patience: float | None = None, deadline: float | None = None
-    ) -> tuple[Any, dict[bytes, bytes]]:
-        """Sends a GET request, as ``get`` does. Returns the JSON of the answer, and its header fields by name."""
-        head = b"GET " + path.encode() + self._fields + b"\r\n"
-        found: tuple[Any, dict[bytes, bytes]] = self._send(_Get([head], deadline, True), patience).result()
-        return found
+        """Sends a GET request for a path, and returns the JSON of the answer; None if that is empty. Args: as ``_request``."""
+        return self._request("GET", path, deadline=deadline, patience=patience)[0]
 
     def post(self, path: str, body: bytes) -> Any:
-        """Posts a JSON body to a path, and returns the JSON of the answer; None if the answer is empty.
+        """Posts a JSON body to a path, and returns the JSON of the answer; None if the answer is empty."""
+        return self._request("POST", path, b"Content-Type: application/json\r\n", [body])[0]
 
-        A request that may have run is not sent again.
+    def _request(
+        self,
+        method: str,
+        path: str,
+        fields: bytes = b"",
+        body: Sequence[Buffer] = (),
+        deadline: float | None = None,
+        patience: float | None = None,
+    ) -> tuple[Any, dict[bytes, bytes]]:
+        """Sends a request other than for inference. Returns the JSON of the answer, and its header fields by lower-case names.
+
+        Only GET is sent again if it may have run.
+
+        Args:
+          fields: header fields besides Host and Content-Length.
+          body: pieces of the body.
+          deadline: seconds of ``time.monotonic()`` until when to wait for the answer; None: without limit.
+          patience: seconds to wait for a server that cannot be reached; None: as given to the constructor.
 
         Raises: ServingError: the answer is an error, or none came.
         """
-        fields = self._fields + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
-        question = _Get([b"POST " + path.encode() + fields + body], None, False)
-        return self._send(question).result()[0]
+        head = f"{method} {path}".encode() + self._fields + fields
+        if method != "GET":
+            head += b"Content-Length: %d\r\n" % sum(map(len, body))
+        # What is small leaves in one piece.
+        pieces = [b"".join((head, b"\r\n", *body[:1])), *body[1:]]
+        found: tuple[Any, dict[bytes, bytes]] = self._send(_Get(pieces, deadline, method == "GET"), patience).result()
+        return found
 
     def open(self, model: str, version: int = 0) -> Description:
         """Returns the description of a model, made of its metadata and configuration; version 0: of the newest version.
@@ -138,7 +147,7 @@ class HttpConnection:
         Raises: ServingError: the model is not served, or no server answers.
         """
         path = _path(model, version)
-        (metadata, fields), config = self._get(path), self.config(model, version)
+        (metadata, fields), config = self._request("GET", path), self.config(model, version)
         streams = bool(config.get("model_transaction_policy", {}).get("decoupled"))
         sequences = "sequence_batching" in config
         served = [int(each) for each in metadata.get("versions", ()) if str(each).isdigit()]
@@ -163,51 +172,39 @@ class HttpConnection:
 
     def parameters(self, model: str, version: int) -> ModelParameters:
         """Returns the parameter sets of a model; version 0: of all versions."""
-        return ModelParameters(self, model, version)
+        return ModelParameters(self.manage, model, version)
 
-    def push(
+    def manage(
         self,
+        operation: str,
         model: str,
         version: int,
-        name: str,
-        said: Mapping[str, Any],
-        pieces: Sequence[Buffer],
-        timeout: float | None,
+        name: str = "",
+        said: Mapping[str, Any] | None = None,
+        pieces: Sequence[Buffer] = (),
+        timeout: float | None = None,
     ) -> dict[str, Any]:
-        """Pushes parameters into a parameter set of a model. Args, Returns and Raises: as ``parameters.Sets.push``."""
-        text = json.dumps(said, separators=(",", ":")).encode()
-        size = len(text) + sum(map(len, pieces))
-        head = b"Inference-Header-Content-Length: %d\r\n" % len(text) if pieces else b""
-        fields = head + b"Content-Length: %d\r\n\r\n" % size + text
-        path = f"{_path(model, version)}/parameters/{_quoted(name)}"
-        return cast("dict[str, Any]", self._manage(b"POST", path, [fields, *pieces], timeout))
+        """Carries out an operation on parameter sets.
 
-    def parameter_sets(self, model: str, version: int) -> list[dict[str, Any]]:
-        """Returns the parameter sets of a model; version 0: of all versions. Raises ServingError: no such model, or no answer."""
-        return cast("list[dict[str, Any]]", self.get(f"{_path(model, version)}/parameters"))
-
-    def drop_parameters(self, model: str, version: int, name: str) -> None:
-        """Drops the parameter set ``name`` of a model: requests for it fail. Raises ServingError: no such set, or ``main``."""
-        self._manage(b"DELETE", f"{_path(model, version)}/parameters/{_quoted(name)}", [b"\r\n"])
-
-    def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:
-        """Undoes a set's newest push. Args, Returns and Raises: as ``parameters.Sets.revert_parameters``."""
-        path = f"{_path(model, version)}/parameters/{_quoted(name)}/revert"
-        return cast("dict[str, Any]", self._manage(b"POST", path, [b"Content-Length: 0\r\n\r\n"]))
-
-    def _manage(self, method: bytes, path: str, rest: Sequence[Buffer], timeout: float | None = None) -> Any:
-        """Sends a request that changes something on the server; returns the answer's JSON. Never sent again if it may have run.
+        Returns the server's answer: its "parameters" is the list of sets, its "number" identifies a push.
 
         Args:
-          rest: the request's last header fields with the empty line, and behind them pieces of its body.
+          operation: "parameters" lists the sets, "push" changes one, "drop" removes one, and "revert" undoes its newest push.
+          version: the model's version; 0: the newest, or all where sets are listed.
+          name: the set; "": where sets are listed.
+          said: the fields of a push, such as "number", "partial" or "file".
+          pieces: the parameters' bytes in safetensors' layout; empty: ``said`` names a file with them.
           timeout: seconds to wait for the answer; None: without limit.
 
-        Raises: ServingError: the answer is an error, or none came.
+        Raises: ServingError: the answer is an error, or none came in time.
         """
-        first = method + b" " + path.encode() + self._fields + bytes(rest[0])
+        method, end = _OPERATIONS[operation]
+        text = b"" if said is None else json.dumps(said, separators=(",", ":")).encode()
+        fields = b"Inference-Header-Content-Length: %d\r\n" % len(text) if pieces else b""
+        path = f"{_path(model, version)}/parameters{'/' * bool(name)}{_quoted(name)}{end}"
         deadline = None if timeout is None else time.monotonic() + timeout
-        exchange = _Get([first, *rest[1:]], deadline, False)
-        return self._send(exchange).result()[0]
+        found = self._request(method, path, fields, [text, *pieces], deadline)[0]
+        return {"parameters": found} if operation == "parameters" else cast("dict[str, Any]", found)
 
     def ask(self, call: Call) -> HttpRequest:
         """Sends an inference request. Returns a ``Pending``, by which to wait for the answer.

@@ -1,8 +1,9 @@
-"""The connection of this process to a daemon on the same host: shared memory, and a lane to each worker that it asks.
+"""The connection of this process to a daemon on the same host: shared memory, lanes to workers, and HTTP where there are none.
 
     clients' socket ── hello, open ──▶ supervisor        one connection, which owns the lanes
     lanes           ── requests    ──▶ workers           one to each worker, for all models of the worker
     memory          ── segments    ──▶ workers           shared with all of them
+    HTTP            ── requests    ──▶ the daemon        to models that it gives no lanes for
 
 Threads are started only for callbacks, for sending requests again that no thread waits for, and for asking for further lanes.
 After a fork the child process connects anew when it sends its first request.
@@ -17,15 +18,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tensord_client.answer_memory import HeldResults
 from tensord_client.clients_socket import ClientsSocket
 from tensord_client.common.call import MAX_WAITING, Call
-from tensord_client.common.connection import Prepared
+from tensord_client.common.connection import Connection, Prepared
 from tensord_client.common.forks import forgotten_by_children
-from tensord_client.common.pending import WaitEnded
+from tensord_client.common.pending import Pending, WaitEnded
 from tensord_client.common.results import Answer, Array, Description
 from tensord_client.common.scheduling import UNSCHEDULED
 from tensord_client.common.submission import is_refusal, lost_sequence
@@ -45,7 +46,7 @@ from tensord_client.lane_socket import LaneEnded
 from tensord_client.memory import Memory
 from tensord_client.native import say_missing, wire
 from tensord_client.opened_model import OpenedModel
-from tensord_client.parameters import sealed
+from tensord_client.parameters import ModelParameters, sealed
 from tensord_client.placement import Placed, Placement, own_fields
 from tensord_client.worker_lane import ClientLane
 
@@ -60,7 +61,7 @@ _COMING_AFTER = 1.0
 
 
 class LaneConnection(Sender):
-    """The connection of this process to a daemon on the same host: requests go over lanes. Thread-safe.
+    """The connection of this process to a daemon on the same host: requests go over lanes, or over HTTP. Thread-safe.
 
     After a fork the child process connects anew by itself; arrays of ``empty`` from before the fork belong to the parent.
     """
@@ -68,6 +69,7 @@ class LaneConnection(Sender):
     def __init__(
         self,
         path: str,
+        over_http: Callable[[Mapping[str, Any]], Connection] | None = None,
         max_results: int = 64,
         timeout: float = 10.0,
         patience: float = _PATIENCE,
@@ -76,6 +78,7 @@ class LaneConnection(Sender):
         """Connects to the daemon's socket for clients, ``clients.sock``, at ``path``.
 
         Args:
+          over_http: connects over HTTP, given the daemon's answer to ``hello``; called when HTTP is first needed. None: never.
           max_results: the most answers in workers' memory that the program may hold; while it does, ``ask`` raises ResultsHeld.
           timeout: seconds to wait for each answer on the clients' socket.
           patience: seconds that a request waits, within its deadline, for a daemon or worker that is being replaced.
@@ -89,6 +92,10 @@ class LaneConnection(Sender):
         self.max_results = max_results
         self.max_waiting = max_waiting
         self._timeout = timeout
+        self._over_http = over_http
+        self._http: Connection | None = None
+        #: Models that are asked over HTTP, with their versions.
+        self._apart: set[tuple[str, int]] = set()
         #: The daemon's answer to ``hello``: server, version, wire, lanes, http.
         self.hello: dict[str, Any] = {}
         #: True if the daemon gives lanes and speaks this wire; otherwise requests go over ``hello["http"]``.
@@ -102,8 +109,8 @@ class LaneConnection(Sender):
     def _begin(self) -> None:
         """Sets all attributes that belong to one process and one daemon to their initial values."""
         self._socket = None
-        #: Held by the thread that asks the daemon.
-        self._asking = threading.Lock()
+        #: Held by the thread that asks the daemon, and by the one that connects over HTTP.
+        self._asking, self._http_lock = threading.Lock(), threading.Lock()
         self.memory: Memory = Memory()
         self.placement: Placement = Placement(self.memory)
         self._ids = itertools.count(_FIRST_ID)
@@ -136,20 +143,36 @@ class LaneConnection(Sender):
         self.lanes = self.lanes and self.hello.get("wire") == wire.WIRE_VERSION
         return connected
 
-    def open(self, model: str, version: int = 0, timeout: float | None = None) -> Description:
-        """Returns the description of a model. Asks the daemon unless there is a usable lane to a worker that serves it.
+    def http(self) -> Connection:
+        """Returns the connection over HTTP, which is made at the first use.
 
-        Args:
-          version: the model's version; 0: the newest.
-          timeout: seconds to wait for a model that is being loaded, or whose worker is being replaced; None: 0.
-
-        Raises: NotFound: the model is not served.  Unavailable: the model is not ready, or no daemon answers.  Unsupported: the
-          daemon gives no lanes, or not for this model.
+        Raises: Unavailable: the daemon cannot be reached over HTTP.  Unsupported: this connection has lanes only.
         """
-        known = self.models.get((model, version))
-        if known is not None and known.choose() is not None:
-            return known.description
-        return self._ask_for(model, version, time.monotonic() + (timeout or 0.0)).description
+        with self._http_lock:
+            if self._http is None:
+                if self._over_http is None:
+                    raise Unsupported("the daemon gives no lanes for it, and this connection does not use HTTP")
+                self._http = self._over_http(self.hello)
+            return self._http
+
+    def open(self, model: str, version: int = 0) -> Description:
+        """Returns the description of a model; version 0: of the newest. Decides if its requests go over lanes or HTTP.
+
+        Raises: NotFound: the model is not served.  Unavailable: the model is not ready, or no daemon answers.
+        """
+        if self.lanes or self._over_http is None:
+            known = self.models.get((model, version))
+            try:
+                if known is None or known.choose() is None:
+                    known = self._ask_for(model, version, time.monotonic())
+                self._apart.discard((model, version))
+                return known.description
+            except Unsupported:
+                if self._over_http is None:
+                    raise
+        self._apart.add((model, version))
+        self.models.pop((model, version), None)
+        return self.http().open(model, version)
 
     def _ask_for(self, model: str, version: int, until: float, anew: bool = False) -> OpenedModel:
         """Asks the daemon for a model and lanes to its workers, again and again while the model is unavailable.
@@ -252,13 +275,15 @@ class LaneConnection(Sender):
     # --------------------------------------------------------------------------------------------------- requests
 
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
-        """Returns an array in memory that the workers share, aligned to 64 bytes.
+        """Makes an array in memory that the workers share; an ordinary one if the daemon gives no lanes.
 
-        The memory is freed when the array is garbage-collected.
-
-        Raises: InvalidArgument: the array is larger than the daemon allows.  Unavailable: there is no room for the array now.
+        Raises: as ``Memory.empty``.
         """
-        return self.memory.empty(shape, dtype)
+        return self.memory.empty(shape, dtype) if self.lanes else self.http().empty(shape, dtype)  # type: ignore[arg-type]
+
+    def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Makes an array on a GPU, as ``HttpConnection.empty_on`` does; requests on lanes may name it."""
+        return self.http().empty_on(device, shape, dtype)
 
     def model_of(self, call: Call) -> OpenedModel:
         """Returns the description and lanes of the model that a call names.
@@ -270,8 +295,8 @@ class LaneConnection(Sender):
             return known
         return self._ask_for(call.model, call.version, time.monotonic())
 
-    def ask(self, call: Call) -> LaneRequest:
-        """Sends a request. Returns a ``LaneRequest``, by which to wait for the answer.
+    def ask(self, call: Call) -> Pending[Answer]:
+        """Sends a request. Returns its ``Pending``.
 
         If no lane is usable now, the request is sent later, when somebody waits for its answer.
 
@@ -279,6 +304,8 @@ class LaneConnection(Sender):
           Unavailable: no worker serves the model now, shared memory is full, or too many requests wait.  NotFound: the model is
           not served.
         """
+        if self._apart and (call.model, call.version) in self._apart:
+            return self.http().ask(call)
         if len(self.held.sizes) >= self.held.most and (held := self.held.too_many()) is not None:
             raise held
         model = self.models.get((call.model, call.version)) or self.model_of(call)
@@ -299,7 +326,7 @@ class LaneConnection(Sender):
                 pending.mark_astray()
         return pending
 
-    def exchange(self, call: Call) -> Answer | LaneRequest:
+    def exchange(self, call: Call) -> Answer | Pending[Answer]:
         """Sends a request whose caller waits in this thread. Returns its answer, or, if it did not come at once, a ``Pending``.
 
         Raises: as ``ask``.
@@ -351,6 +378,8 @@ class LaneConnection(Sender):
         Raises: InvalidArgument: the request cannot be sent, or has several responses.  Unavailable: no worker serves the model
           now.  NotFound: the model is not served.
         """
+        if (call.model, call.version) in self._apart:
+            return self.http().prepare(call)
         model = self.model_of(call)
         if model.description.streams:
             raise InvalidArgument(
@@ -361,62 +390,47 @@ class LaneConnection(Sender):
         return made
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        """Always returns an empty mapping: the daemon tells a model's configuration over HTTP only."""
-        return {}
+        """Asks over HTTP for a model's configuration, and returns it with defaults filled in; empty if HTTP does not give it."""
+        try:
+            return self.http().config(model, version)
+        except ServingError:
+            return {}
 
     # ------------------------------------------------------------------------------------------------- parameter sets
 
-    def push(
+    def parameters(self, model: str, version: int) -> ModelParameters:
+        """Returns the parameter sets of a model; version 0: of all versions."""
+        return ModelParameters(self.manage, model, version)
+
+    def manage(
         self,
+        operation: str,
         model: str,
         version: int,
-        name: str,
-        said: Mapping[str, Any],
-        pieces: Sequence[Buffer],
-        timeout: float | None,
+        name: str = "",
+        said: Mapping[str, Any] | None = None,
+        pieces: Sequence[Buffer] = (),
+        timeout: float | None = None,
     ) -> dict[str, Any]:
-        """Pushes parameters into a parameter set of a model; the daemon receives ``pieces`` in a sealed memfd.
+        """Carries out an operation on parameter sets, as ``HttpConnection.manage`` does, over the clients' socket.
 
-        Args, Returns and Raises: as ``parameters.Sets.push``.
-        """
-        question = {"push": {"model": model, "version": version, "set": name, **said}}
-        if not pieces:
-            return self._manage(question, timeout)
-        memory = sealed(pieces)
-        try:
-            return self._manage(question, timeout, memory)
-        finally:
-            os.close(memory)
-
-    def parameter_sets(self, model: str, version: int) -> list[dict[str, Any]]:
-        """Returns the parameter sets of a model; version 0: of all versions. Raises ServingError: no such model, or no answer."""
-        found: list[dict[str, Any]] = self._manage({"parameters": {"model": model, "version": version}})["parameters"]
-        return found
-
-    def drop_parameters(self, model: str, version: int, name: str) -> None:
-        """Drops the parameter set ``name`` of a model: requests for it fail. Raises ServingError: no such set, or ``main``."""
-        self._manage({"drop": {"model": model, "version": version, "set": name}})
-
-    def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:
-        """Undoes a set's newest push. Args, Returns and Raises: as ``parameters.Sets.revert_parameters``."""
-        return self._manage({"revert": {"model": model, "version": version, "set": name}})
-
-    def _manage(self, question: dict[str, Any], timeout: float | None = None, *fds: int) -> dict[str, Any]:
-        """Sends the daemon a question on a separate connection, because the answer may take long. Returns the answer.
-
-        Args:
-          timeout: seconds that the daemon may take in addition to the constructor's ``timeout``; None: without limit.
-          fds: file descriptors to send with the question; the caller still has to close them.
-
-        Raises: ServingError: the answer is an error.  Unavailable: the daemon does not answer, or ``close`` was called.
+        Uses a separate connection, because the answer may take long. ``pieces`` are sent as a sealed memfd. ``timeout`` is
+        added to the constructor's.
         """
         if self.is_closed:
             raise Unavailable(CLOSED)
-        asked = ClientsSocket(self.path, self._timeout)
+        question = {operation: {"model": model, "version": version, **({"set": name} if name else {}), **(said or {})}}
+        fds = [sealed(pieces)] if pieces else []
         try:
-            return asked.ask(question, timeout, fds)[0]
+            with contextlib.closing(ClientsSocket(self.path, self._timeout)) as asked:
+                return asked.ask(question, timeout, fds)[0]
+        except Unsupported:
+            if operation != "parameters":
+                raise
+            return self.http().manage(operation, model, version)  # type: ignore[attr-defined, no-any-return]
         finally:
-            asked.close()
+            for fd in fds:
+                os.close(fd)
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
         """Ends a sequence without a request: tells its worker to end the sequence once the sequence's waiting requests have run.
@@ -578,6 +592,9 @@ class LaneConnection(Sender):
             lane.close(Cancelled(CLOSED))
         self.deadlines.close()
         self.memory.close()
+        with self._http_lock:
+            if self._http is not None:
+                self._http.close()
         # Who holds on to this holds no memory by it.
         self.placement = Placement(self.memory)
 

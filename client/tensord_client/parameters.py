@@ -13,8 +13,8 @@ import fcntl
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, Union
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Union
 
 import numpy as np
 
@@ -31,54 +31,12 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_
 Buffer = Union[bytes, memoryview]
 
 
-class Sets(Protocol):
-    """A connection to a server that has parameter sets."""
-
-    def push(
-        self,
-        model: str,
-        version: int,
-        name: str,
-        said: Mapping[str, Any],
-        pieces: Sequence[Buffer],
-        timeout: float | None,
-    ) -> dict[str, Any]:
-        """Pushes parameters into the parameter set ``name`` of a model.
-
-        Returns the server's answer, whose "number" identifies the push.
-
-        Args:
-          version: the model's version; 0: the newest.
-          said: the other fields of the push, such as "number", "partial" or "file".
-          pieces: the parameters' bytes in safetensors' layout; empty: ``said`` names a file with the parameters.
-          timeout: seconds to wait for the server's answer; None: without limit.
-
-        Raises: ServingError: the server refuses the parameters, or does not answer in time.
-        """
-
-    def parameter_sets(self, model: str, version: int) -> list[dict[str, Any]]:
-        """Returns the parameter sets of a model, as ``ModelParameters.list`` explains them; version 0: of all versions.
-
-        Raises: ServingError: there is no such model, or no answer came.
-        """
-
-    def drop_parameters(self, model: str, version: int, name: str) -> None:
-        """Drops the parameter set ``name`` of a model: requests for it fail. Raises ServingError: no such set, or ``main``."""
-
-    def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:
-        """Puts the parameters that the set ``name`` had before its newest push into use again.
-
-        Returns the server's answer, with the "number" that identifies these parameters.
-
-        Raises: ServingError: nothing was pushed into the set, or the server has not kept the earlier parameters.
-        """
-
-
 class ModelParameters:
     """Lists, changes and drops the parameter sets of one model; a request names the set that it is answered with. Thread-safe."""
 
-    def __init__(self, connection: Sets, model: str, version: int) -> None:
-        self._connection = connection
+    def __init__(self, manage: Callable[..., dict[str, Any]], model: str, version: int) -> None:
+        """Asks nothing yet. ``manage``: carries out an operation on parameter sets, as ``HttpConnection.manage`` does."""
+        self._manage = manage
         self._model = model
         self._version = version
 
@@ -120,7 +78,7 @@ class ModelParameters:
             said["file"] = parameters
         else:
             pieces = list(layout(parameters, partial))
-        answer = self._connection.push(self._model, self._version, set, said, pieces, timeout)
+        answer = self._manage("push", self._model, self._version, set, said, pieces, timeout)
         return int(answer["number"])
 
     def list(self) -> list[dict[str, Any]]:
@@ -130,21 +88,22 @@ class ModelParameters:
         into have "byte_size", "pushed_at" (seconds since 1970) and "pushed_by" as well. "kept" says where the server keeps a
         copy: "repository", "memory", "file" or "none".
         """
-        return self._connection.parameter_sets(self._model, self._version)
+        found: list[dict[str, Any]] = self._manage("parameters", self._model, self._version)["parameters"]
+        return found
 
     def drop(self, set: str) -> None:
         """Drops a parameter set: later requests that name it fail. ``set``: its name.
 
         Raises: NotFound: there is no such set.  InvalidArgument: the set is ``main``.
         """
-        self._connection.drop_parameters(self._model, self._version, set)
+        self._manage("drop", self._model, self._version, set)
 
     def roll_back(self, set: str = "main") -> int:
         """Puts the parameters that a set had before the newest push into use again. Returns the number of their push.
 
         Raises: NotFound: nothing was pushed into the set, or the server has not kept the parameters before the newest.
         """
-        return int(self._connection.revert_parameters(self._model, self._version, set)["number"])
+        return int(self._manage("revert", self._model, self._version, set)["number"])
 
     def __repr__(self) -> str:
         return f"<ModelParameters of {self._model}>"

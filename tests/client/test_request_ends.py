@@ -73,7 +73,7 @@ class Case:
         self._way, self._before, self._after = way, before, after
         self._model = self._client.model("m", timeout=0.2 if timed else None)
         self._patient = self._client.model("m")
-        self._lanes: Any = self._client._connection._lane  # type: ignore[attr-defined]
+        self._lanes: Any = self._client._connection  # type: ignore[attr-defined]
         self._loop = asyncio.new_event_loop()
         self._others: list[Any] = []
         self._crowd: list[Future[Any]] = []
@@ -311,7 +311,7 @@ def test_a_lane_that_is_closed_before_its_thread_reads(service: FakeService, mon
     with tensord_client.connect(service.path) as client:
         model: Any = client.model("m", timeout=PATIENCE)
         service.silent()
-        lane = model._connection._lane.models["m", 0].lanes[0]
+        lane = model._connection.models["m", 0].lanes[0]
         lane.reading = ClosedBetween(lane)
         model.submit(X)
         assert lane.reading.closed.wait(PATIENCE)
