@@ -1,16 +1,20 @@
 """Reads the memory control groups that hold this process: each group's limit, the memory left, and its kills for want of memory.
 
 A container's group is one, and a service with ``MemoryMax=``; each group also keeps to the limits of all groups around it. Both
-versions of control groups are read. Source: the kernel's admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
+versions of control groups are read. The default sizes of the daemon's memory are fractions of what they allow.
+Source: the kernel's admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+_GIB = 1 << 30
 #: Where the kernel says which groups hold this process, and where groups are mounted.
 _OWN = Path("/proc/self/cgroup")
 _ROOT = Path("/sys/fs/cgroup")
@@ -102,3 +106,24 @@ def memory_groups() -> list[MemoryGroup]:
                 found += [MemoryGroup(folder, version) for folder in folders if folder.is_relative_to(root)]
     roots = [MemoryGroup(_ROOT, 2), MemoryGroup(_ROOT / "memory", 1)]
     return [*found, *(root for root in roots if root not in found)]
+
+
+def arena_byte_size() -> int:
+    """Returns the default size limit of one arena: a 64th of the host's memory, from 1 to 16 GiB."""
+    return min(max(host_byte_size() // 64, _GIB), 16 * _GIB)
+
+
+def pinned_byte_size() -> int:
+    """Returns the most bytes of host memory that one GPU worker page-locks: a 16th of the host's, between 1 and 64 GiB.
+
+    Eight workers then lock at most half of it.
+    """
+    return min(max(host_byte_size() // 16, _GIB), 64 * _GIB)
+
+
+@functools.cache
+def host_byte_size() -> int:
+    """Returns the bytes of the host's memory, or the limit of this process's memory control groups where that is less."""
+    allowed = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    allowed += [limit for group in memory_groups() if (limit := group.limit) is not None]
+    return min(allowed)

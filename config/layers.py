@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from tensord.config import accounts, core_list, header_pattern, host_memory, rate_limits, restrictions
+from tensord.config import accounts, control_groups, core_list, header_pattern, rate_limits, restrictions
 from tensord.config.options import Options, Section
 
 PREFIX = "TENSORD_"
@@ -267,8 +267,8 @@ def variable(key: str) -> str:
 _SECRET = ("http.restricted_api", "grpc.restricted_protocol")
 #: Keys that may be "auto", with what gives their value then.
 _PARTS_OF_THE_HOST: Mapping[str, Callable[[], int]] = {
-    "arenas.max_byte_size": host_memory.arena_byte_size,
-    "workers.pinned_byte_size": host_memory.pinned_byte_size,
+    "arenas.max_byte_size": control_groups.arena_byte_size,
+    "workers.pinned_byte_size": control_groups.pinned_byte_size,
 }
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from tensord.config import ensemble_checks, isolation, model_fields
+from tensord.config import ensemble_checks, model_fields
 from tensord.config.model_config import ModelConfig, data_type_name, wants
 from tensord.protocol import model_config_pb2
 from tensord.shm.datatypes import MAX_RANK, from_model_config
@@ -31,6 +31,11 @@ STRICT_OUTPUTS = "strict_outputs"
 PARALLEL_INITIALIZE = "parallel_initialize"
 #: The parameter of a model whose waiting requests without a replace key replace one another.
 REPLACE_WAITING = "replace_waiting"
+#: The parameters that give a model workers which serve no other, and each of these a fraction of its GPU's memory.
+ISOLATED = "isolated"
+ISOLATED_FRACTION = "isolated_memory_fraction"
+#: Models with the same value of this parameter are on one worker.
+TOGETHER = "tensord_together"
 
 
 def check(message: ModelConfig, *, whole: bool = False, scalars: Collection[str] = ()) -> None:
@@ -81,7 +86,7 @@ def check(message: ModelConfig, *, whole: bool = False, scalars: Collection[str]
         raise InvalidArgument(
             f"model '{name}': parameter {REPLACE_WAITING} is true, and the requests of a sequence cannot replace one another"
         )
-    isolation.check(message)
+    _check_isolation(message)
 
 
 def _check_tensor(what: str, tensor: Any, batches: bool, whole: bool, scalar: bool) -> None:
@@ -492,3 +497,45 @@ def _check_initial(state: Any) -> None:
                 )
         if initial.WhichOneof("state_data") is None:
             raise InvalidArgument(f"initial_state of state input '{name}' has neither zero_data nor data_file")
+
+
+def is_isolated(message: ModelConfig) -> bool:
+    """Returns whether a model gets workers that serve no other model. Raises InvalidArgument: ``isolated`` is no boolean."""
+    return wants(message, ISOLATED)
+
+
+def isolated_fraction(message: ModelConfig, default: float) -> float:
+    """Returns the fraction of a GPU's memory that XLA takes in the process of an isolated model (whose worker serves no other).
+
+    Args:
+      default: the operator's value (``workers.isolated_memory_fraction``), for models that name none.
+    Raises: InvalidArgument: the model's ``isolated_memory_fraction`` is not a number above 0 and up to 1.
+    """
+    if ISOLATED_FRACTION not in message.parameters:
+        return default
+    said = message.parameters[ISOLATED_FRACTION].string_value
+    try:
+        fraction = float(said)
+    except ValueError:
+        fraction = 0.0
+    if not 0 < fraction <= 1:
+        raise InvalidArgument(
+            f"model '{message.name}': parameter {ISOLATED_FRACTION} is {said[:100]!r}; expected a number above 0, up to 1"
+        )
+    return fraction
+
+
+def _check_isolation(message: ModelConfig) -> None:
+    """Raises InvalidArgument if ``isolated`` or ``isolated_memory_fraction`` is malformed or contradicts a model's settings."""
+    isolated_fraction(message, 1.0)
+    if not is_isolated(message):
+        return
+    if ensemble_checks.is_ensemble(message):
+        raise InvalidArgument(
+            f"ensemble '{message.name}' cannot be {ISOLATED}: it has no code of its own, and runs in the worker of its models"
+        )
+    if TOGETHER in message.parameters:
+        raise InvalidArgument(
+            f"model '{message.name}' is to have a worker to itself ({ISOLATED}), and to share one with the models of "
+            f"'{message.parameters[TOGETHER].string_value}' ({TOGETHER})"
+        )

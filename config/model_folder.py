@@ -1,7 +1,11 @@
 """Walks a model's folder and opens the files in it: everybody who reads such a folder does both here, the daemon and its workers.
 
 What other programs leave beside files is passed over, and so is a link to nowhere. A file is opened only if it is a regular one:
-to open a FIFO would wait for somebody who writes to it.
+to open a FIFO would wait for somebody who writes to it. Without a model.py these files of a version's folder make up a model:
+
+    *.jaxexport             a program that jax.export wrote: the bytes of Exported.serialize()
+    *.stablehlo, *.mlir     a module of StableHLO: text, bytecode, or a portable artifact
+    params.safetensors, params.npz, params.msgpack, params/ (Orbax)     the program's parameters, one of these
 """
 
 from __future__ import annotations
@@ -13,6 +17,9 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+EXPORTED = ".jaxexport"
+STABLEHLO = (".stablehlo", ".mlir")
+_PARAMETERS = ("params.safetensors", "params.npz", "params.msgpack", "params")
 #: A link may lead anywhere. Only so many files and folders of one model are looked at.
 MAX_ENTRIES = 100_000
 #: Names that Python, file systems, network storage and archives leave beside anybody's files.
@@ -82,3 +89,19 @@ def regular(path: str, flags: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def programs(folder: Path) -> list[Path]:
+    """Returns the program files in a version's folder, sorted by name; an empty list if the folder does not exist."""
+    if not folder.is_dir():
+        return []
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.suffix in (EXPORTED, *STABLEHLO) and path.is_file() and not is_passed_over(path.name)
+    )
+
+
+def parameters(folder: Path) -> list[Path]:
+    """Returns the parameter files in a version's folder, all that are there: a valid model has at most one."""
+    return [path for name in _PARAMETERS if (path := folder / name).exists()]

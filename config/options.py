@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from tensord.config import host_memory
+from tensord.config import control_groups
 
 Port = Annotated[int, Meta(ge=0, le=65535, description="a TCP port; 0 picks a free one")]
 #: TCP addresses and unix:PATH; a single one needs no brackets.
@@ -156,7 +156,7 @@ class Workers(Section, frozen=True):
     gpu_preallocate: bool = True
     max_isolated: CountOrNone = 8
     isolated_memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.1
-    pinned_byte_size: ByteSize = msgspec.field(default_factory=host_memory.pinned_byte_size)
+    pinned_byte_size: ByteSize = msgspec.field(default_factory=control_groups.pinned_byte_size)
     max_parameter_byte_size: ByteSize = 4 << 30
     parameter_byte_size: ByteSize = 4 << 30
     max_parameter_sets: Annotated[int, Meta(ge=1, le=1 << 16)] = 1024
@@ -169,7 +169,7 @@ class Arenas(Section, frozen=True):
     """The daemon's shared memory for tensors of requests and answers (not clients' regions): its sizes, who may use how much."""
 
     byte_size: ArenaSize = 32 << 20
-    max_byte_size: ArenaSize = msgspec.field(default_factory=host_memory.arena_byte_size)
+    max_byte_size: ArenaSize = msgspec.field(default_factory=control_groups.arena_byte_size)
     keep_byte_size: ByteSize = 256 << 20
     inline_byte_size: Annotated[int, Meta(ge=0, le=8192)] = 4096
     wait: Seconds = 5.0

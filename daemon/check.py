@@ -25,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from tensord.config import ensemble_graph, model_config
+from tensord.config import ensemble_checks, model_config
 from tensord.config.model_config import ModelConfig
 from tensord.config.options import Options
 from tensord.daemon.models import ensembles, isolation, placement, repository
@@ -159,8 +159,8 @@ def _ensemble(model: FoundModel, tried: Mapping[str, Verdict]) -> Verdict:
     try:
         if not reason:
             ensembles.check_found(name, members)
-            ensemble_graph.check(message, find)
-            message.model_transaction_policy.decoupled = ensemble_graph.decoupled(message, find)
+            ensemble_checks.check_members(message, find)
+            message.model_transaction_policy.decoupled = ensemble_checks.decoupled(message, find)
     except InvalidArgument as error:
         reason = error.message
     return Verdict(model, reason, configs={} if reason else dict.fromkeys(model.chosen, message))

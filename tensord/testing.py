@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from tensord.config import ensemble_graph, layers, model_config
+from tensord.config import ensemble_checks, layers, model_config
 from tensord.daemon.models.repository import FoundModel, find
 from tensord.shm.arrays import Array, datatype_of
 from tensord.shm.common.connection import Prepared
@@ -170,8 +170,8 @@ def _whole(model: FoundModel, loaded: Mapping[str, Mapping[int, ModelVersion]]) 
         return model_config.parse_json(described.decode(), name)
 
     message = model_config.from_bytes(model.config)
-    ensemble_graph.check(message, member)
-    message.model_transaction_policy.decoupled = ensemble_graph.decoupled(message, member)
+    ensemble_checks.check_members(message, member)
+    message.model_transaction_policy.decoupled = ensemble_checks.decoupled(message, member)
     return dataclasses.replace(model, config=message.SerializeToString(deterministic=True))
 
 

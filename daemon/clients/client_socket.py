@@ -34,8 +34,7 @@ from tensord.daemon.clients.client_messages import (
     Register,
 )
 from tensord.daemon.control import runtime_directory, unix_socket
-from tensord.daemon.front.connection_end import ConnectionEnd
-from tensord.daemon.front.peer import end_of, peer_of
+from tensord.daemon.front.peer import ConnectionEnd, end_of, peer_of
 from tensord.shm import descriptors
 from tensord.shm.control_records import ModelState
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported

@@ -11,8 +11,10 @@ import argparse
 import asyncio
 import gc
 import itertools
+import logging
 import os
 import socket
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,10 +25,14 @@ import uvloop
 
 from tensord.config import log
 from tensord.config.options import Log, Options
+from tensord.daemon.control.certificates import Certificates
 from tensord.daemon.control.channel import ControlCalls, ControlChannel
-from tensord.daemon.control.shared_counters import SharedCounters
+from tensord.daemon.control.shared_counters import FrontCounters, SharedCounters
+from tensord.daemon.front.acceptor import Acceptor
 from tensord.daemon.front.answered import Answered
 from tensord.daemon.front.endpoints import Endpoints
+from tensord.daemon.front.lingering_close import LingeringClose
+from tensord.daemon.front.opening import Opening
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm import child_process, stack_report
@@ -60,6 +66,7 @@ from tensord.shm.record import decoder
 from tensord.shm.trace_file import TraceFiles
 from tensord.shm.tracer import Tracer
 
+_log = logging.getLogger(__name__)
 #: Enough for a few requests of some MiB as JSON: the text, its values, the text of the answer.
 _KEPT_BYTE_SIZE = 64 << 20
 #: Between two looks whether anything is in flight, when the supervisor asks.
@@ -68,6 +75,10 @@ _IDLE_POLL_SECONDS = 0.02
 _MAX_WAITING = 64
 #: The most connections that are described.
 _MAX_CONNECTIONS = 1000
+_CHECK_SECONDS = 1.0
+_DRAIN_POLL_SECONDS = 0.02
+#: Once a front is to stop, a request may still be on its way on a connection that looks idle: for so long it is waited for.
+_LAST_CALL_NS = 250_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +100,11 @@ class Front(ABC):
     submitter: Submitter
     #: Exists once it is open.
     answered: Answered | None = None
+    #: The clients' connections, and those that wait for their clients to close; set by ``open``.
+    open_connections: set[Any]
+    lingering: LingeringClose
+    #: Returns the time in seconds that deadlines of connections go by.
+    clock: Callable[[], float] = time.monotonic
     #: Modules written in C -> what the front does without them.
     parts: ClassVar[Mapping[str, str]] = {}
 
@@ -131,17 +147,56 @@ class Front(ABC):
     async def open(self, options: Options, endpoints: Endpoints) -> None:
         """Starts to serve clients. Returns once connections are accepted."""
 
-    @abstractmethod
+    def accept(
+        self,
+        certificates: Certificates,
+        counters: FrontCounters,
+        opening: Opening,
+        open_: Callable[[socket.SocketType, str], None],
+    ) -> None:
+        """Starts to accept connections, which ``open_`` or ``opening`` opens, and to check their deadlines."""
+        self._certificates = certificates
+        self._acceptor = Acceptor(self.place.listeners, counters, open_, opening.pending)
+        self._acceptor.start()
+        self._check = asyncio.create_task(self._check_connections())
+
+    async def _check_connections(self) -> None:
+        while True:
+            await asyncio.sleep(_CHECK_SECONDS)
+            now = self.clock()
+            self._certificates.look()
+            for connection in list(self.open_connections):
+                connection.check(now)
+            self.lingering.check(now)
+
     async def drain(self, grace_ns: int) -> None:
-        """Stops accepting requests. Returns when the accepted ones are answered, or after ``grace_ns`` nanoseconds."""
+        """Stops accepting connections, and ends open ones once their clients have received the answers that they wait for.
+
+        Connections that are still open after ``grace_ns`` nanoseconds are cut.
+        """
+        now, connections = time.monotonic_ns(), self.open_connections
+        deadline, last_call = now + grace_ns, now + min(_LAST_CALL_NS, grace_ns)
+        await self._acceptor.close(min(_LAST_CALL_NS, grace_ns) / 1e9)
+        while (connections or self.lingering) and (now := time.monotonic_ns()) < deadline:
+            for connection in list(connections):
+                self.end(connection, now >= last_call)
+            await asyncio.sleep(_DRAIN_POLL_SECONDS)
+        if connections:
+            _log.warning("%d connections were cut at the end of the grace period", len(connections))
+            for connection in list(connections):
+                connection.abort()
+        self._check.cancel()
+
+    @abstractmethod
+    def end(self, connection: Any, at_once: bool) -> None:
+        """Ends a connection because the front stops, as soon as it is idle; called again and again until it has ended.
+
+        ``at_once``: whether requests that begin now are refused; else the client is only told that the connection will end.
+        """
 
     @abstractmethod
     def connections(self) -> Iterator[dict[str, Any]]:
         """Yields each open connection as JSON values for operators (``longest_idle.described``)."""
-
-    @abstractmethod
-    def is_busy(self) -> bool:
-        """Returns whether any client waits for a response, or for the rest of one."""
 
     def _record(self, record: Any, fds: list[int]) -> None:
         """Applies a message from the supervisor: passes it on to the submitter, table, tracer or log that it concerns."""
@@ -203,7 +258,7 @@ class Front(ABC):
             case TraceExemplars():
                 result = msgspec.json.encode(self.tracer.exemplars.told())
             case AwaitIdle():
-                while self.submitter.in_flight() or self.is_busy():
+                while self.submitter.in_flight() or not all(each.asks_nothing for each in self.open_connections):
                     await asyncio.sleep(_IDLE_POLL_SECONDS)
             case other:
                 message = f"a front does not answer {type(other).__name__}"

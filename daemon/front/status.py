@@ -1,6 +1,6 @@
 """Maps each error to its HTTP status and its gRPC status. Both protocols use this one table.
 
-Source: Triton's HttpCodeFromError and GrpcStatusUtil, as recorded against a real server.
+Source: Triton's HttpCodeFromError and GrpcStatusUtil, as recorded against a real server; gRPC's statuscodes.md.
 """
 
 from __future__ import annotations
@@ -8,6 +8,31 @@ from __future__ import annotations
 from tensord.daemon.front.access import Restricted
 from tensord.shm.errors import InvalidArgument, ServingError
 
+# The gRPC statuses.
+(
+    OK,
+    CANCELLED,
+    UNKNOWN,
+    INVALID_ARGUMENT,
+    DEADLINE_EXCEEDED,
+    NOT_FOUND,
+    ALREADY_EXISTS,
+    PERMISSION_DENIED,
+    RESOURCE_EXHAUSTED,
+    FAILED_PRECONDITION,
+    ABORTED,
+    OUT_OF_RANGE,
+    UNIMPLEMENTED,
+    INTERNAL,
+    UNAVAILABLE,
+    DATA_LOSS,
+    UNAUTHENTICATED,
+) = range(17)
+_BY_NAME: dict[str, int] = {
+    name: number for name, number in globals().items() if name.isupper() and type(number) is int
+}
+#: The name of each gRPC status, by its number.
+NAMES = tuple(_BY_NAME)
 #: code -> (HTTP status, gRPC status name)
 _TABLE: dict[str, tuple[int, str]] = {
     "INVALID_ARGUMENT": (400, "INVALID_ARGUMENT"),
@@ -50,3 +75,8 @@ def http_status(code: str | ServingError) -> int:
 def grpc_status(code: str | ServingError) -> str:
     """Returns the name of the gRPC status of an error, or of an error's code such as "NOT_FOUND"."""
     return _TABLE[code.code if isinstance(code, ServingError) else code][1]
+
+
+def grpc_number(code: str | ServingError) -> int:
+    """Returns the number of the gRPC status of an error, or of an error's code such as "NOT_FOUND"."""
+    return _BY_NAME[grpc_status(code)]

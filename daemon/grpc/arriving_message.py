@@ -31,20 +31,8 @@ from collections.abc import Callable
 import numpy as np
 
 from tensord.daemon.front.large_body import Receiver
-from tensord.daemon.grpc.codes import INTERNAL, RESOURCE_EXHAUSTED, UNIMPLEMENTED
-from tensord.daemon.grpc.request_fields import (
-    ID,
-    MAX_FIELDS,
-    MAX_RAWS,
-    MAX_START,
-    RAW,
-    RefusedRequest,
-    cut_short,
-    field_start,
-    too_many_fields,
-    too_many_raws,
-)
-from tensord.daemon.grpc.walk import walk_beginning
+from tensord.daemon.front.status import INTERNAL, RESOURCE_EXHAUSTED, UNIMPLEMENTED
+from tensord.daemon.grpc.request_fields import MessageCutter, RefusedRequest
 from tensord.daemon.submit.accounts import Account
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.arena import ALIGNMENT, Lease
@@ -84,18 +72,8 @@ class ArrivingMessage(Receiver):
     #: The arena memory of the current raw tensor's bytes that have not arrived; empty: the next bytes must go through ``feed``.
     rest = NOWHERE
     _content: memoryview | None = None
-    #: Whether fields are parsed one by one; False until the first piece, which ``walk_beginning`` may understand as a whole.
-    _is_parsing = False
     #: Bytes of the message before the first raw tensor's.
     _taken = 0
-    #: The first bytes of a field whose size is not known yet; how much of a field is to come, and whether that is the id.
-    _start = b""
-    _field_left = 0
-    _in_id = False
-    #: Fields that have begun.
-    _count = 0
-    #: The size of the raw tensor that began last.
-    _raw_size = 0
     #: How many bytes of the lease may still be pads.
     _padding = 0
     _error: RefusedRequest | None = None
@@ -118,10 +96,7 @@ class ArrivingMessage(Receiver):
         if submitter is not None:
             self._submitter, self._account = submitter, account
         self._on_room, self.on_placed = on_room, on_placed
-        #: The bytes that have arrived of the id, and of all other fields except the raw tensors.
-        self._id, self.head = bytearray(), bytearray()
-        #: Bytes of the message that were not parsed and belong to no raw tensor that has begun.
-        self._unread = byte_size
+        self.cutter = MessageCutter(byte_size)
         #: Begin and size of each raw tensor in the lease.
         self._raws: list[tuple[int, int]] = []
 
@@ -141,32 +116,24 @@ class ArrivingMessage(Receiver):
                 self._content[came : came + len(piece)] = piece
         self.left -= len(piece)
         kept = 0 if self._content is None else self.byte_size - self.left
-        self.kept_byte_size = kept if self.is_declined else kept + len(self.head) + len(self._id)
+        self.kept_byte_size = kept if self.is_declined else kept + len(self.cutter.head) + len(self.cutter.client_id)
 
     def _read_head(self, piece: memoryview) -> None:
         """Parses a piece up to the first raw tensor, and asks for arena memory (shared memory) once that tensor begins."""
-        begun = None if self._is_parsing else walk_beginning(piece, 0, len(piece))
-        self._is_parsing = True
+        cutter = self.cutter
         try:
-            if begun is None:
-                at, begins = self._parse(piece, 0)
-            else:
-                (head, client_id, at, self._raw_size), begins = begun, True
-                self.head, self._id = bytearray(head), bytearray(client_id)
-                self._unread -= at + self._raw_size
-                if self._unread < 0:
-                    raise cut_short()
+            at, begins = cutter.cut(piece, 0) if self._taken else cutter.begin(piece)
         except RefusedRequest:
             # Nothing is gained from refusing it early, and whoever reads it whole says why.
             self.is_declined = True
             return
         self._taken += at
         if not begins:
-            self.is_declined = len(self.head) > _MAX_HEAD or not self._unread
+            self.is_declined = len(cutter.head) > _MAX_HEAD or not cutter.unread
             return
-        size = self._raw_size
-        if self._unread:
-            size += self._unread
+        size = cutter.raw_size
+        if cutter.unread:
+            size += cutter.unread
             self._padding = ALIGNMENT * (1 + size // _PADDED_BYTE_SIZE)
             size += self._padding
         try:
@@ -184,8 +151,8 @@ class ArrivingMessage(Receiver):
     def _place(self, lease: Lease) -> None:
         self._lease = lease
         self.is_placed = True
-        self._raws.append((0, self._raw_size))
-        self.rest = lease.view[: self._raw_size]
+        self._raws.append((0, self.cutter.raw_size))
+        self.rest = lease.view[: self.cutter.raw_size]
 
     def _fill(self, piece: memoryview, at: int) -> None:
         """Copies the tensors' bytes in ``piece[at:]`` to the arena; drops them if the message was refused."""
@@ -197,7 +164,7 @@ class ArrivingMessage(Receiver):
                 at += size
                 continue
             try:
-                at, begins = self._parse(piece, at)
+                at, begins = self.cutter.cut(piece, at)
             except RefusedRequest as refused:
                 self._end(refused)
                 return
@@ -206,54 +173,8 @@ class ArrivingMessage(Receiver):
                 pad = min(-free % ALIGNMENT, self._padding)
                 self._padding -= pad
                 begin = free + pad
-                self._raws.append((begin, self._raw_size))
-                self.rest = lease.view[begin : begin + self._raw_size]
-
-    def _parse(self, piece: memoryview, at: int) -> tuple[int, bool]:
-        """Parses ``piece[at:]`` up to the next raw tensor. Returns where it stopped, and whether a raw tensor begins there.
-
-        Raises RefusedRequest: the message is malformed, or has too many fields.
-        """
-        end = len(piece)
-        while at < end:
-            if size := min(self._field_left, end - at):
-                field = self._id if self._in_id else self.head
-                field += piece[at : at + size]
-                self._field_left -= size
-                self._unread -= size
-                at += size
-                continue
-            known = len(self._start)
-            start = self._start + piece[at : min(end, at + MAX_START - known)]
-            try:
-                tag, content, size = field_start(start)
-            except IndexError:
-                if len(start) == MAX_START or len(start) >= self._unread + known:
-                    raise cut_short() from None
-                self._start = start
-                self._unread -= end - at
-                return end, False
-            self._start = b""
-            at += content - known
-            self._unread -= content - known
-            if size > self._unread:
-                raise cut_short()
-            self._count += 1
-            if self._count > MAX_FIELDS:
-                raise too_many_fields()
-            if tag == RAW:
-                if len(self._raws) == MAX_RAWS:
-                    raise too_many_raws()
-                self._raw_size = size
-                self._unread -= size
-                return at, True
-            self._in_id = tag == ID
-            if self._in_id:
-                self._id = bytearray()
-            else:
-                self.head += start[:content]
-            self._field_left = size
-        return at, False
+                self._raws.append((begin, self.cutter.raw_size))
+                self.rest = lease.view[begin : begin + self.cutter.raw_size]
 
     def _progressed(self) -> None:
         content, self._content = self._content, None
@@ -280,7 +201,7 @@ class ArrivingMessage(Receiver):
     @property
     def client_id(self) -> str:
         """Returns the request id as far as it has arrived, for the error that refuses the message."""
-        return self._id.decode("utf-8", "replace")
+        return self.cutter.client_id.decode("utf-8", "replace")
 
     # ----------------------------------------------------------------------------------------------------------- leave
 
@@ -311,7 +232,7 @@ class ArrivingMessage(Receiver):
         )
         self._submitter.arrived(lease)
         self._lease, self.rest = None, NOWHERE
-        return bytes(self.head), bytes(self._id), raws, lease
+        return bytes(self.cutter.head), bytes(self.cutter.client_id), raws, lease
 
     def drop(self) -> None:
         self._content = self._on_room = self.on_placed = None

@@ -19,9 +19,9 @@ import logging
 from collections.abc import Callable
 from typing import cast
 
-from tensord.daemon.front.connection_end import ConnectionEnd
 from tensord.daemon.front.drain_rate import DrainRate
 from tensord.daemon.front.each import call_each
+from tensord.daemon.front.peer import ConnectionEnd
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.arriving_message import NOWHERE
 from tensord.daemon.grpc.frames import Violation

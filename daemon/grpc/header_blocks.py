@@ -2,25 +2,39 @@
 
 A client sends the same headers with each call, except for the deadline and the metadata. The meaning of these common headers is
 cached by their decoded content, whatever bytes they were encoded in (``hpack_decoder``).
-Source: RFC 7541; gRPC's PROTOCOL-HTTP2.md for the meaning of the headers.
+A request whose fields break a rule of HTTP/2 is malformed: its stream is reset. As in every gRPC library, metadata may be what
+programs write there: blanks around a value, ``host``, and names of HTTP/1.1 connection headers break no rule (``metadata``).
+Source: RFC 7541; RFC 9113, sections 8.1 to 8.3; gRPC's PROTOCOL-HTTP2.md for the meaning of the headers.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import urllib.parse
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from tensord.daemon.front import load_report
-from tensord.daemon.grpc import header_rules
 from tensord.daemon.grpc.frames import COMPRESSION_ERROR, ENHANCE_YOUR_CALM, Violation
-from tensord.daemon.grpc.hpack_decoder import Fields, decoder, fields
+from tensord.daemon.grpc.hpack_decoder import Field, Fields, decoder, fields
 
 #: More bytes than that are not what a client says of each call.
 _MAX_KNOWN = 2048
 _UNITS_NS = {"H": 3600 * 10**9, "M": 60 * 10**9, "S": 10**9, "m": 10**6, "u": 1000, "n": 1}
 #: Longer timeouts are this long, 146 years: with a moment of this host's clock it is still a number of 63 bits.
 _LONGEST_NS = 1 << 62
+
+#: Controls, blanks, upper case, DEL and beyond, and a colon: one in front has a pseudo-header, which is unknown, or out of place.
+_BAD_NAME = re.compile(rb"[\x00-\x20:A-Z\x7f-\xff]|^$", re.DOTALL)
+_bad_value = re.compile(rb"[\x00\r\n]").search
+_REQUIRED = (b":method", b":scheme", b":path")
+#: They are about one connection of HTTP/1.1, or about what ``:authority`` says.
+_IGNORED = frozenset({b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"host"})
+
+
+class Malformed(Exception):
+    """Raised when the headers of a request break HTTP/2; its stream is reset with PROTOCOL_ERROR, other streams go on."""
 
 
 class CallHead(NamedTuple):
@@ -69,7 +83,7 @@ class HeaderBlocks:
             common, own = self._decode(block)
         except (ValueError, OverflowError) as error:
             raise _violation(error) from error
-        header_rules.check_trailers(fields(common) + own)
+        check_trailers(fields(common) + own)
 
 
 def _violation(error: ValueError | OverflowError) -> Violation:
@@ -85,8 +99,8 @@ def _understood(common: bytes) -> CallHead:
     Raises Malformed: no request may have such headers.
     """
     raw = fields(common)
-    header_rules.check_common(raw)
-    said = dict(header_rules.metadata(raw))
+    check_common(raw)
+    said = dict(metadata(raw))
     path, kind = said.get(":path", ""), said.get("content-type", "")
     if said[":method"] != "POST":
         return CallHead(path, http_status=405)
@@ -108,15 +122,16 @@ def _with_own(head: CallHead, own: Fields) -> CallHead:
 
     Raises Malformed: a field is invalid.
     """
-    length = header_rules.check_own(own)
+    length = check_own(own)
     if head.http_status != 200:
         return head
-    timeout_ns, metadata, load_format = 0, [], ""
-    for name, value in header_rules.metadata(own):
+    timeout_ns, load_format = 0, ""
+    said: list[tuple[str, str]] = []
+    for name, value in metadata(own):
         if name == "grpc-timeout":
             timeout_ns = _timeout_ns(value)
         else:
-            metadata.append((name, value))
+            said.append((name, value))
             if name == load_report.ASKED:
                 load_format = load_report.asked(value)
     return CallHead(
@@ -124,7 +139,7 @@ def _with_own(head: CallHead, own: Fields) -> CallHead:
         timeout_ns,
         head.encoding,
         head.accepts,
-        tuple(metadata),
+        tuple(said),
         content_length=length,
         load_format=load_format,
     )
@@ -137,6 +152,89 @@ def _timeout_ns(text: str) -> int:
     if unit is None or not (digits.isascii() and digits.isdigit()) or len(digits) > 8:
         return 0
     return min(max(1, int(digits) * unit), _LONGEST_NS)
+
+
+# -------------------------------------------------------------------------------------------------------------- rules
+
+
+def check_common(fields: Iterable[Field]) -> None:
+    """Checks the header fields that many calls share (path, content-type, ...). Raises Malformed: they break a rule of HTTP/2."""
+    pseudo: dict[bytes, bytes] = {}
+    regular = False
+    for name, value in fields:
+        if name[:1] == b":":
+            if regular or name in pseudo:
+                raise Malformed(f"{_shown(name)} comes twice, or after an ordinary field")
+            pseudo[name] = value
+        else:
+            regular = True
+            if name == b"te" and value.strip(b" \t").lower() != b"trailers":
+                raise Malformed("te is something else than trailers")
+        if _bad_value(value):
+            _refuse_value(name)
+    _check_pseudo(pseudo)
+
+
+def check_own(fields: Iterable[Field]) -> int | None:
+    """Checks the header fields of a single call (metadata, content-length, ...). Returns the content-length, or None without one.
+
+    Raises Malformed: a field is invalid.
+    """
+    length: bytes | None = None
+    for name, value in fields:
+        _check_name(name)
+        if name == b"content-length":
+            if not value.isdigit() or len(value) > 18 or (length is not None and int(length) != int(value)):
+                raise Malformed("content-length is no number, or given twice")
+            length = value
+        if _bad_value(value):
+            _refuse_value(name)
+    return None if length is None else int(length)
+
+
+def check_trailers(fields: Iterable[Field]) -> None:
+    """Checks the trailers of a request. Raises Malformed: a name or value is invalid."""
+    for name, value in fields:
+        _check_name(name)
+        if _bad_value(value):
+            _refuse_value(name)
+
+
+def metadata(fields: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
+    """Returns checked header fields as text, without blanks around values.
+
+    Left out are ``host`` and the fields of HTTP/1.1 connections (``keep-alive``, ...), which mean nothing in gRPC.
+    """
+    return [
+        (name.decode("latin-1"), value.strip(b" \t").decode("latin-1"))
+        for name, value in fields
+        if name not in _IGNORED
+    ]
+
+
+def _check_pseudo(pseudo: dict[bytes, bytes]) -> None:
+    if pseudo.get(b":method") == b"CONNECT":
+        if b":scheme" in pseudo or b":path" in pseudo or not pseudo.get(b":authority"):
+            raise Malformed("CONNECT names an authority, no scheme and no path")
+        return
+    for name in _REQUIRED:
+        if not pseudo.get(name):
+            raise Malformed(f"{_shown(name)} is missing")
+
+
+# Clients have few names, and send them with every call that says anything new.
+@functools.lru_cache(256)
+def _check_name(name: bytes) -> None:
+    if _BAD_NAME.search(name):
+        raise Malformed(f"a field's name is {_shown(name)}")
+
+
+def _refuse_value(name: bytes) -> None:
+    raise Malformed(f"the value of {_shown(name)} has NUL or a line's end")
+
+
+def _shown(name: bytes) -> str:
+    return repr(name[:100])[1:]
 
 
 # ------------------------------------------------------------------------------------------------------------- answers

@@ -36,8 +36,7 @@ from tensord.daemon.grpc.frames import (
     read_head,
     read_update,
 )
-from tensord.daemon.grpc.header_blocks import HeaderBlocks
-from tensord.daemon.grpc.header_rules import Malformed
+from tensord.daemon.grpc.header_blocks import HeaderBlocks, Malformed
 from tensord.daemon.grpc.stream import MUCH_OF_STREAM, STREAM_WINDOW, Stream
 from tensord.daemon.grpc.stream_numbers import Past, StreamNumbers
 from tensord.shm.messages import Buffer

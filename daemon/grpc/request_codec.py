@@ -6,7 +6,7 @@ Source: grpc_service.proto; error texts as recorded against a real Triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -217,36 +217,23 @@ def _typed_bytes(name: str, datatype: str, kind: str, contents: Any) -> bytes:
 
 
 def _region(name: str, parameters: Any) -> RegionSlice:
-    """Decodes the parameters that place the input or output ``name`` in a shared-memory region.
+    """Decodes the parameters that place the input or output ``name`` in a shared-memory region."""
 
-    Raises InvalidArgument: the parameters are wrong.
-    """
-    numbers = []
-    region = parameters["shared_memory_region"]
-    if region.WhichOneof("parameter_choice") != "string_param":
-        raise InvalidArgument(
-            f"invalid value type for 'shared_memory_region' parameter for tensor '{name}', expected string_param."
-        )
-    for key in ("shared_memory_offset", "shared_memory_byte_size"):
-        if key not in parameters:
-            numbers.append(0)
-            continue
-        value = parameters[key]
-        if value.WhichOneof("parameter_choice") != "int64_param":
-            raise InvalidArgument(
-                f"invalid value type for '{key}' parameter for tensor '{name}', expected int64_param."
-            )
-        numbers.append(value.int64_param)
+    def read(key: str, choice: str) -> Any:
+        return _value(f"'{key}' parameter for tensor '{name}'", parameters[key], choice) if key in parameters else 0
+
+    region = read("shared_memory_region", "string_param")
+    offset, byte_size = read("shared_memory_offset", "int64_param"), read("shared_memory_byte_size", "int64_param")
     if "shared_memory_byte_size" not in parameters:
         raise InvalidArgument(
             "'shared_memory_byte_size' must be specified along with 'shared_memory_region' parameter "
             f"for tensor '{name}'"
         )
-    if numbers[0] < 0:
-        raise InvalidArgument(f"Invalid offset for shared memory region: '{region.string_param}'")
-    if numbers[1] < 0:
-        raise InvalidArgument(f"Invalid offset + byte size for shared memory region: '{region.string_param}'")
-    return RegionSlice(region.string_param, *numbers)
+    if offset < 0:
+        raise InvalidArgument(f"Invalid offset for shared memory region: '{region}'")
+    if byte_size < 0:
+        raise InvalidArgument(f"Invalid offset + byte size for shared memory region: '{region}'")
+    return RegionSlice(region, offset, byte_size)
 
 
 def _requested(entry: Any) -> RequestedOutput:
@@ -288,83 +275,51 @@ def decode_scheduling(parameters: bytes) -> Scheduling | None:
 
 
 def _read_parameter(key: str, value: Any, decoded: DecodedHead) -> None:
-    kind = value.WhichOneof("parameter_choice")
-    match key:
-        case _ if key in _SCHEDULING:
-            decoded.schedules = True
-            field, read = _SCHEDULING[key]
-            decoded.scheduling = decoded.scheduling._replace(**{field: read(key, value, kind)})
-        case "triton_enable_empty_final_response":
-            decoded.empty_final = _bool(key, value, kind)
-        case _ if key.startswith("triton_"):
-            raise InvalidArgument(
-                "parameter keys starting with 'triton_' are reserved for Triton usage. Only the following keys "
-                "starting with 'triton_' are allowed: triton_enable_empty_final_response"
-            )
-        case _:
-            if kind not in ("int64_param", "bool_param", "string_param", "double_param"):
-                raise InvalidArgument(
-                    f"invalid value type for '{key}' parameter, expected int64_param, bool_param, or string_param."
-                )
-            decoded.parameters[key] = getattr(value, kind)
-
-
-def _bool(key: str, value: Any, kind: str | None) -> bool:
-    if kind != "bool_param":
-        raise InvalidArgument(f"invalid value type for '{key}' parameter, expected bool_param.")
-    return bool(value.bool_param)
-
-
-def _text(key: str, value: Any, kind: str | None) -> str:
-    if kind != "string_param":
-        raise InvalidArgument(f"invalid value type for '{key}' parameter, expected string_param.")
-    return str(value.string_param)
-
-
-def _set_name(key: str, value: Any, kind: str | None) -> str:
-    return checked_set_name(_text(key, value, kind))
-
-
-def _number(key: str, value: Any, kind: str | None) -> int:
-    if kind not in ("int64_param", "uint64_param"):
-        raise InvalidArgument(f"invalid value type for '{key}' parameter, expected int64_param or uint64_param.")
-    number: int = getattr(value, kind)
-    if not 0 <= number <= _INT64:
-        raise InvalidArgument(f"invalid value for '{key}', expected value >= 0.")
-    return number
-
-
-def _duration(key: str, value: Any, kind: str | None) -> int:
-    if kind != "int64_param":
-        raise InvalidArgument(f"invalid value type for '{key}' parameter, expected int64_param.")
-    if value.int64_param < 0:
-        raise InvalidArgument(f"invalid value for '{key}', expected value >= 0.")
-    return int(value.int64_param)
-
-
-def _sequence_id(key: str, value: Any, kind: str | None) -> int | str:
-    if kind == "string_param":
-        text: str = value.string_param
-        if len(text.encode()) > MAX_SEQUENCE_ID:
-            raise Unsupported(f"string correlation ID cannot be longer than {MAX_SEQUENCE_ID} characters")
-        return text
-    if kind not in ("int64_param", "uint64_param"):
+    if (row := PARAMETERS.get(key)) is not None:
+        decoded.schedules = True
+        decoded.scheduling = decoded.scheduling._replace(**{row.field: _scheduling(key, value, row.kind)})
+    elif key == "triton_enable_empty_final_response":
+        decoded.empty_final = _value(f"'{key}' parameter", value, "bool_param")
+    elif key.startswith("triton_"):
         raise InvalidArgument(
-            f"invalid value type for '{key}' parameter, expected int64_param, uint64_param or string_param."
+            "parameter keys starting with 'triton_' are reserved for Triton usage. Only the following keys "
+            "starting with 'triton_' are allowed: triton_enable_empty_final_response"
         )
-    number: int = getattr(value, kind)
-    if number < 0:
-        raise InvalidArgument(f"invalid value for '{key}', expected value >= 0.")
-    return number
+    else:
+        choice = value.WhichOneof("parameter_choice")
+        if choice not in ("int64_param", "bool_param", "string_param", "double_param"):
+            raise InvalidArgument(
+                f"invalid value type for '{key}' parameter, expected int64_param, bool_param, or string_param."
+            )
+        decoded.parameters[key] = getattr(value, choice)
 
 
-_READERS: dict[Kind, Callable[[str, Any, str | None], Any]] = {
-    Kind.NUMBER: _number,
-    Kind.DURATION: _duration,
-    Kind.FLAG: _bool,
-    Kind.TEXT: _text,
-    Kind.SEQUENCE_ID: _sequence_id,
-    Kind.SET_NAME: _set_name,
+def _value(what: str, value: Any, *choices: str) -> Any:
+    """Returns the value in an InferParameter. Raises InvalidArgument, with the name ``what``: its type is none of ``choices``."""
+    choice = value.WhichOneof("parameter_choice")
+    if choice not in choices:
+        *others, last = choices
+        expected = f"{', '.join(others)} or {last}" if others else last
+        raise InvalidArgument(f"invalid value type for {what}, expected {expected}.")
+    return getattr(value, choice)
+
+
+_CHOICES = {
+    Kind.NUMBER: ("int64_param", "uint64_param"),
+    Kind.DURATION: ("int64_param",),
+    Kind.FLAG: ("bool_param",),
+    Kind.TEXT: ("string_param",),
+    Kind.SEQUENCE_ID: ("int64_param", "uint64_param", "string_param"),
+    Kind.SET_NAME: ("string_param",),
 }
-#: Name of a parameter -> the field of Scheduling that it fills, and what reads it.
-_SCHEDULING = {name: (row.field, _READERS[row.kind]) for name, row in PARAMETERS.items()}
+
+
+def _scheduling(key: str, value: Any, kind: Kind) -> Any:
+    given = _value(f"'{key}' parameter", value, *_CHOICES[kind])
+    if isinstance(given, str):
+        if kind is Kind.SEQUENCE_ID and len(given.encode()) > MAX_SEQUENCE_ID:
+            raise Unsupported(f"string correlation ID cannot be longer than {MAX_SEQUENCE_ID} characters")
+        return checked_set_name(given) if kind is Kind.SET_NAME else given
+    if given < 0 or (kind is Kind.NUMBER and given > _INT64):
+        raise InvalidArgument(f"invalid value for '{key}', expected value >= 0.")
+    return given

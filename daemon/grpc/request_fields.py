@@ -2,14 +2,14 @@
 
     | model_name, id, inputs, outputs, ... (fields 1 to 6) | raw_input_contents (field 7) | raw_input_contents | ...
 
-Clients write the fields in this order; any other order means the same and is accepted. ``split`` cuts a complete message;
-one that arrives in pieces cuts itself, with the same result (``arriving_message``). The tensors' bytes are not touched here.
+Clients write the fields in this order; any other order means the same and is accepted. The tensors' bytes are not touched.
 Source: grpc_service.proto; protobuf's encoding specification.
 """
 
 from __future__ import annotations
 
 from tensord.daemon.front.entries import MAX_ENTRIES
+from tensord.daemon.grpc.walk import walk_beginning
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.messages import Buffer
 from tensord.shm.tracer import Trace
@@ -22,8 +22,7 @@ MAX_FIELDS = 8 * MAX_ENTRIES
 ID, RAW = 0x1A, 0x3A
 _TAGS = frozenset((0x0A, 0x12, ID, 0x22, 0x2A, 0x32, RAW))
 #: The most bytes before a field's content. A tag and a number, or a tag and a length: two varints.
-MAX_START = 20
-_CUT_SHORT = "failed to parse the request message: it is cut short"
+_MAX_START = 20
 
 
 class RefusedRequest(Exception):
@@ -37,55 +36,100 @@ class RefusedRequest(Exception):
         self.model = model
 
 
-def split(message: Buffer) -> tuple[bytes, bytes, list[tuple[int, int]]]:
-    """Cuts a complete ModelInferRequest into head, id and raw tensors (raw_input_contents).
+class MessageCutter:
+    """Cuts an encoded ModelInferRequest into head, id and raw tensors, whole or in the pieces in which it arrives."""
 
-    Returns the head (all other fields), the id, and (begin, end) of each raw tensor in ``message``.
+    #: The raw tensors that have begun, and the size of the last one.
+    raw_count = raw_size = 0
+    #: The first bytes of a field whose size is not known yet; how much of a field is to come, and whether that is the id.
+    _start = b""
+    _field_left = 0
+    _in_id = False
+    #: Fields that have begun.
+    _count = 0
+
+    def __init__(self, byte_size: int) -> None:
+        #: The bytes that have arrived of the id, and of all other fields except the raw tensors.
+        self.client_id, self.head = bytearray(), bytearray()
+        #: Bytes of the message that were not parsed and belong to no raw tensor that has begun.
+        self.unread = byte_size
+
+    def begin(self, piece: memoryview) -> tuple[int, bool]:
+        """Parses the message's first piece: as ``cut`` does, and faster where the fields are the usual ones."""
+        begun = walk_beginning(piece, 0, len(piece))
+        if begun is None:
+            return self.cut(piece, 0)
+        head, client_id, at, self.raw_size = begun
+        self.head, self.client_id, self.raw_count = bytearray(head), bytearray(client_id), 1
+        self.unread -= at + self.raw_size
+        if self.unread < 0:
+            raise cut_short()
+        return at, True
+
+    def cut(self, piece: memoryview, at: int) -> tuple[int, bool]:
+        """Parses ``piece[at:]`` up to the next raw tensor. Returns where it stopped, and whether a raw tensor begins there.
+
+        Raises RefusedRequest: the message is malformed, or has too many fields.
+        """
+        end = len(piece)
+        while at < end:
+            if size := min(self._field_left, end - at):
+                field = self.client_id if self._in_id else self.head
+                field += piece[at : at + size]
+                self._field_left -= size
+                self.unread -= size
+                at += size
+                continue
+            known = len(self._start)
+            start = self._start + piece[at : min(end, at + _MAX_START - known)]
+            try:
+                tag, content, size = _field_start(start)
+            except IndexError:
+                if len(start) == _MAX_START or len(start) >= self.unread + known:
+                    raise cut_short() from None
+                self._start = start
+                self.unread -= end - at
+                return end, False
+            self._start = b""
+            at += content - known
+            self.unread -= content - known
+            if size > self.unread:
+                raise cut_short()
+            self._count += 1
+            if self._count > MAX_FIELDS:
+                raise _refused(
+                    f"more than {MAX_FIELDS} fields are given in a request message, at most {MAX_FIELDS} are taken"
+                )
+            if tag == RAW:
+                if self.raw_count == MAX_RAWS:
+                    raise _refused(f"more than {MAX_RAWS} raw_input_contents are given")
+                self.raw_count += 1
+                self.raw_size = size
+                self.unread -= size
+                return at, True
+            self._in_id = tag == ID
+            if self._in_id:
+                self.client_id = bytearray()
+            else:
+                self.head += start[:content]
+            self._field_left = size
+        return at, False
+
+
+def split(message: Buffer) -> tuple[bytes, bytes, list[tuple[int, int]]]:
+    """Cuts a complete ModelInferRequest. Returns its head, its id, and (begin, end) of each raw tensor in ``message``.
+
     Raises RefusedRequest: the message is malformed, or has too many fields.
     """
-    at, end = 0, len(message)
+    cutter, view = MessageCutter(len(message)), memoryview(message)
+    at = 0
     raws: list[tuple[int, int]] = []
-    pieces: list[bytes] = []
-    kept = 0
-    client_id = b""
-    try:
-        for _ in range(MAX_FIELDS):
-            if at >= end:
-                break
-            start = at
-            tag = message[at]
-            size = message[at + 1]
-            at += 2
-            if tag not in _TAGS:
-                # protobuf ignores fields it does not know.
-                _, content, size = field_start(message[start : start + MAX_START])
-                at = start + content + size
-                continue
-            if size > 127:
-                size, at = varint(message, at - 1)
-            if at + size > end:
-                raise IndexError
-            if tag == RAW:
-                if len(raws) == MAX_RAWS:
-                    raise too_many_raws()
-                raws.append((at, at + size))
-            elif tag == ID:
-                client_id = bytes(message[at : at + size])
-            if tag in (RAW, ID):
-                if kept < start:
-                    pieces.append(bytes(message[kept:start]))
-                kept = at + size
-            at += size
-        else:
-            if at < end:
-                raise too_many_fields()
-    except IndexError:
-        raise cut_short() from None
-    if at > end:
-        raise cut_short()
-    if kept < end:
-        pieces.append(bytes(message[kept:]))
-    return (pieces[0] if len(pieces) == 1 else b"".join(pieces)), client_id, raws
+    while at < len(view):
+        at, begins = cutter.cut(view, at)
+        if begins:
+            raws.append((at, at + cutter.raw_size))
+            at += cutter.raw_size
+    return bytes(cutter.head), bytes(cutter.client_id), raws
 
 
 def client_id_of(message: Buffer) -> str:
@@ -93,24 +137,16 @@ def client_id_of(message: Buffer) -> str:
     return split(message)[1].decode("utf-8", "replace")
 
 
-def too_many_raws() -> RefusedRequest:
-    """Returns the refusal of a message with more raw tensors than any model takes."""
-    return RefusedRequest(InvalidArgument(f"more than {MAX_RAWS} raw_input_contents are given"))
-
-
-def too_many_fields() -> RefusedRequest:
-    """Returns the refusal of a message with more fields than any request needs."""
-    return RefusedRequest(
-        InvalidArgument(f"more than {MAX_FIELDS} fields are given in a request message, at most {MAX_FIELDS} are taken")
-    )
-
-
 def cut_short() -> RefusedRequest:
     """Returns the refusal of a message that ends within a field, or is malformed."""
-    return RefusedRequest(InvalidArgument(_CUT_SHORT))
+    return _refused("failed to parse the request message: it is cut short")
 
 
-def field_start(start: Buffer | bytearray) -> tuple[int, int, int]:
+def _refused(text: str) -> RefusedRequest:
+    return RefusedRequest(InvalidArgument(text))
+
+
+def _field_start(start: bytes) -> tuple[int, int, int]:
     """Parses the start of a field.
 
     Returns its tag (0: an unknown field), the bytes before its content, and the size of the content.
@@ -121,7 +157,9 @@ def field_start(start: Buffer | bytearray) -> tuple[int, int, int]:
         size, at = varint(start, 1)
         return tag, at, size
     tag, at = varint(start, 0)
-    _check_tag(tag)
+    if tag in _TAGS:
+        # Clients do not write that, and parsers differ.
+        raise _refused("failed to parse the request message: a tag is longer than it must be")
     match tag & 7:
         case 0:
             return 0, varint(start, at)[1], 0
@@ -132,13 +170,7 @@ def field_start(start: Buffer | bytearray) -> tuple[int, int, int]:
             return 0, at, size
         case 5:
             return 0, at, 4
-    raise RefusedRequest(InvalidArgument(_CUT_SHORT))
-
-
-def _check_tag(tag: int) -> None:
-    """Raises RefusedRequest if a known tag takes more bytes than it needs: clients do not write that, and parsers differ."""
-    if tag in _TAGS:
-        raise RefusedRequest(InvalidArgument("failed to parse the request message: a tag is longer than it must be"))
+    raise cut_short()
 
 
 def varint(message: Buffer | bytearray, at: int) -> tuple[int, int]:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from tensord.config import restrictions
 from tensord.config.options import Options
 from tensord.daemon.control.certificates import Certificates
-from tensord.daemon.front.acceptor import Acceptor
 from tensord.daemon.front.access import grpc_access
 from tensord.daemon.front.answered import Answered
 from tensord.daemon.front.endpoints import Endpoints
@@ -30,12 +26,6 @@ from tensord.daemon.grpc.standard_services import StandardServices
 from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.grpc.stream_infer import StreamInfer
 from tensord.daemon.grpc.unary_infer import UnaryInfer
-
-_log = logging.getLogger(__name__)
-_CHECK_SECONDS = 1.0
-_DRAIN_POLL_SECONDS = 0.02
-#: How long a client may take to learn that no new calls are taken.
-_LAST_CALL_NS = 250_000_000
 
 
 class GrpcFront(Front):
@@ -71,51 +61,19 @@ class GrpcFront(Front):
         serving = self._serving = GrpcServing(
             options.grpc, methods, counters, self.submitter.accounts, self.answered, rules, self.submitter
         )
-        self._certificates = Certificates(options.grpc)
-        opening = Opening(lambda owner: Http2Connection(serving, owner), self._certificates)
-        self._acceptor = Acceptor(self.place.listeners, serving.counters, opening.open, opening.pending)
-        self._acceptor.start()
-        self._check = asyncio.create_task(self._check_connections())
+        self.open_connections, self.lingering = serving.connections, serving.lingering
+        self.clock = asyncio.get_running_loop().time
+        certificates = Certificates(options.grpc)
+        opening = Opening(lambda owner: Http2Connection(serving, owner), certificates)
+        self.accept(certificates, counters, opening, opening.open)
 
-    async def drain(self, grace_ns: int) -> None:
-        """Stops accepting connections and calls, and waits until open calls are answered.
-
-        Connections that are still open after ``grace_ns`` nanoseconds are cut.
-        """
-        now = time.monotonic_ns()
-        deadline, last_call = now + grace_ns, now + min(_LAST_CALL_NS, grace_ns)
-        await self._acceptor.close(min(_LAST_CALL_NS, grace_ns) / 1e9)
+    def end(self, connection: Any, at_once: bool) -> None:
         self._serving.stopping = True
-        connections, lingering = self._serving.connections, self._serving.lingering
-        for connection in list(connections):
-            connection.announce_end()
-        while (connections or lingering) and (now := time.monotonic_ns()) < deadline:
-            if now >= last_call:
-                for connection in list(connections):
-                    connection.stop()
-            await asyncio.sleep(_DRAIN_POLL_SECONDS)
-        if connections:
-            _log.warning("%d connections were cut at the end of the grace period", len(connections))
-            for connection in list(connections):
-                connection.abort()
-        self._check.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._check
+        connection.announce_end()
+        if at_once:
+            connection.stop()
 
     def connections(self) -> Iterator[dict[str, Any]]:
-        now = asyncio.get_running_loop().time()
-        for connection in self._serving.connections:
+        now = self.clock()
+        for connection in self.open_connections:
             yield described(connection, connection.account, now) | {"requests": len(connection.http2.streams)}
-
-    def is_busy(self) -> bool:
-        return any(not connection.asks_nothing for connection in self._serving.connections)
-
-    async def _check_connections(self) -> None:
-        """Checks the deadlines of every connection, once a second."""
-        while True:
-            await asyncio.sleep(_CHECK_SECONDS)
-            now = asyncio.get_running_loop().time()
-            self._certificates.look()
-            for connection in list(self._serving.connections):
-                connection.check(now)
-            self._serving.lingering.check(now)

@@ -11,8 +11,8 @@ from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from tensord.daemon.front.endpoints import Endpoints
+from tensord.daemon.front.status import INVALID_ARGUMENT, NOT_FOUND, OK
 from tensord.daemon.grpc.call import Call
-from tensord.daemon.grpc.codes import INVALID_ARGUMENT, NOT_FOUND, OK
 from tensord.daemon.grpc.management import SERVICE
 from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.grpc.unary import Unary

@@ -25,6 +25,15 @@ from tensord.daemon.front import load_report
 from tensord.daemon.front.access import Restricted
 from tensord.daemon.front.drain_rate import GRACE_SECONDS, SILENCE_SECONDS, DrainRate
 from tensord.daemon.front.each import call_each
+from tensord.daemon.front.status import (
+    DEADLINE_EXCEEDED,
+    INTERNAL,
+    NAMES,
+    OK,
+    RESOURCE_EXHAUSTED,
+    UNAVAILABLE,
+    UNIMPLEMENTED,
+)
 from tensord.daemon.grpc import frames, header_blocks
 from tensord.daemon.grpc.arriving_message import (
     PREFIX,
@@ -35,15 +44,6 @@ from tensord.daemon.grpc.arriving_message import (
     read_prefix,
 )
 from tensord.daemon.grpc.call import Call
-from tensord.daemon.grpc.codes import (
-    DEADLINE_EXCEEDED,
-    INTERNAL,
-    NAMES,
-    OK,
-    RESOURCE_EXHAUSTED,
-    UNAVAILABLE,
-    UNIMPLEMENTED,
-)
 from tensord.daemon.grpc.header_blocks import CallHead
 from tensord.shm.errors import DEFECT
 from tensord.shm.messages import Buffer

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from functools import partial
 
 from tensord.daemon.front.each import call_each
+from tensord.daemon.front.status import INTERNAL, NAMES, OK, grpc_number
 from tensord.daemon.grpc import response_codec
 from tensord.daemon.grpc.arriving_message import ArrivingMessage
 from tensord.daemon.grpc.call import InferCall, kept
-from tensord.daemon.grpc.codes import INTERNAL, NAMES, OK, number
 from tensord.daemon.grpc.infer import CallRequest, Infer, Message, Sent
 from tensord.daemon.grpc.request_fields import RefusedRequest, client_id_of
 from tensord.daemon.grpc.stream import Stream
@@ -156,7 +156,7 @@ class StreamInfer(InferCall):
         """
         code, message, sent = INTERNAL, DEFECT, None
         if isinstance(error, ServingError):
-            code, message = number(error), error.message
+            code, message = grpc_number(error), error.message
         else:
             _log.error("a request of a stream met a defect of the server", exc_info=error)
             asked = None
@@ -255,7 +255,7 @@ class StreamInfer(InferCall):
             self._in_flight.discard(asked)
         if own.code:
             self._refused(
-                number(own.code),
+                grpc_number(own.code),
                 own.message,
                 asked.client_id,
                 # Only what a version has answered is an error of the model.

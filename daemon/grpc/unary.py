@@ -9,9 +9,9 @@ from typing import Any
 
 from google.protobuf.message import DecodeError, Message
 
+from tensord.daemon.front.status import INTERNAL, INVALID_ARGUMENT, grpc_number
 from tensord.daemon.grpc import counts
 from tensord.daemon.grpc.call import Call, kept
-from tensord.daemon.grpc.codes import INTERNAL, INVALID_ARGUMENT, number
 from tensord.daemon.grpc.stream import Stream
 from tensord.shm.errors import DEFECT, InvalidArgument, ServingError
 from tensord.shm.messages import Buffer
@@ -75,7 +75,7 @@ class Unary(Call):
             self._stream.http2.serving.answered.managed("OK")
             self._stream.answer([answer.SerializeToString()])
         except ServingError as error:
-            self._stream.finish(number(error), error.message)
+            self._stream.finish(grpc_number(error), error.message)
         except Exception:
             _log.exception("%s failed", self._stream.head.path)
             self._stream.finish(INTERNAL, DEFECT)

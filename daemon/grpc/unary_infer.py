@@ -19,9 +19,9 @@ from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
 
+from tensord.daemon.front.status import CANCELLED, INTERNAL, NAMES, grpc_number
 from tensord.daemon.grpc.arriving_message import ArrivingMessage, CallRefused
 from tensord.daemon.grpc.call import InferCall
-from tensord.daemon.grpc.codes import CANCELLED, INTERNAL, NAMES, number
 from tensord.daemon.grpc.infer import DECOUPLED, CallRequest, Infer, Message, Sent
 from tensord.daemon.grpc.request_fields import RefusedRequest
 from tensord.daemon.grpc.stream import Stream
@@ -95,7 +95,7 @@ class UnaryInfer(InferCall):
     def sequence(self) -> Sequence | None:
         """Returns the request's sequence (model and sequence id); None: it belongs to no sequence, or that is not known yet."""
         message = self._message
-        said = message.head if isinstance(message, ArrivingMessage) else message
+        said = message.cutter.head if isinstance(message, ArrivingMessage) else message
         size, found = self._sequence
         if found is None and said is not None and len(said) != size:
             found = sequence_of(said)
@@ -190,7 +190,7 @@ class UnaryInfer(InferCall):
             self._refuse(from_code(own.code, own.message) if own.code else Unsupported(DECOUPLED), asked.trace)
             return
         if own.code:
-            self._end(number(own.code), own.message, sent)
+            self._end(grpc_number(own.code), own.message, sent)
             return
         # Each refers to the other, and calls shall leave the garbage collector nothing to do.
         self._asked = None
@@ -201,9 +201,9 @@ class UnaryInfer(InferCall):
         """Ends the call with an error; ``trace``: the request's trace, which then ends as well."""
         sent = None
         if trace is not None:
-            trace.failed(NAMES[number(error)], error.message)
+            trace.failed(NAMES[grpc_number(error)], error.message)
             sent = Sent(trace, None)
-        self._end(number(error), error.message, sent)
+        self._end(grpc_number(error), error.message, sent)
 
     def _end(self, code: int, message: str, sent: Callable[[], None] | None) -> None:
         """Ends the call with an error status; ``sent`` is called once that was written."""

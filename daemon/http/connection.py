@@ -283,6 +283,10 @@ class Http1Connection(asyncio.Protocol):
         if not order.closing and not order.flow.read_paused and order.times.stopped(monotonic(), self._came()):
             order.refuse(503, "the server is stopping, and the rest of the request does not come")
 
+    def abort(self) -> None:
+        """Cuts the connection at once; bytes that are not sent yet are dropped."""
+        self.transport.abort()
+
     def _came(self) -> int:
         """Returns how many bytes of an incomplete request have been received; -1: no request is incomplete."""
         order = self.order

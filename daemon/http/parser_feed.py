@@ -22,7 +22,7 @@ from time import monotonic
 import httptools
 
 from tensord.daemon.front.access import Restricted
-from tensord.daemon.front.connection_end import ConnectionEnd
+from tensord.daemon.front.peer import ConnectionEnd
 from tensord.daemon.front.status import BodyTooLarge
 from tensord.daemon.http import message_head
 from tensord.daemon.http.answer_order import AnswerOrder

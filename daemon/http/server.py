@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
-import time
 from collections.abc import Iterator
 from typing import Any
 
 from tensord.config import restrictions
 from tensord.config.options import Options
 from tensord.daemon.control.certificates import Certificates
-from tensord.daemon.front.acceptor import Acceptor
 from tensord.daemon.front.access import http_access
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.forwarding import Forwarding
@@ -25,11 +22,8 @@ from tensord.daemon.http.cross_origin import CrossOrigin
 from tensord.daemon.http.routes import Routes
 from tensord.daemon.http.serving import HttpServing
 
-_log = logging.getLogger(__name__)
-_CHECK_SECONDS = 1.0
-_DRAIN_POLL_SECONDS = 0.02
-#: How long idle connections stay open after a stop.
-_LAST_CALL_NS = 250_000_000
+#: How long the tasks of answers that were cut may take to end.
+_TASK_SECONDS = 0.25
 #: How long a client may take to answer the end of TLS, when all that it was owed has left.
 _TLS_END_SECONDS = 1.0
 
@@ -56,69 +50,42 @@ class HttpFront(Front):
         self.answered = self._serving.answered
         application = Routes(endpoints, access).application()
         self._serving.application = application if cross_origin is None else cross_origin.around(application)
-        self._connections: set[Http1Connection] = set()
-        self._serving.longest_idle = LongestIdle(self._connections, options.http.max_connections)
+        connections: set[Http1Connection] = set()
+        self.open_connections = connections
+        self.lingering = self._serving.lingering
+        self._serving.longest_idle = LongestIdle(connections, options.http.max_connections)
         self._sockets = SocketWatch(heeds_end=not options.http.answer_half_closed)
-        self._certificates = Certificates(options.http)
-        self._serving.tls = self._certificates.context is not None
+        certificates = Certificates(options.http)
+        self._serving.tls = certificates.context is not None
         opening = Opening(
-            lambda owner: Http1Connection(self._serving, self._connections, owner),
-            self._certificates,
+            lambda owner: Http1Connection(self._serving, connections, owner),
+            certificates,
             options.http.head_timeout or None,
             _TLS_END_SECONDS,
         )
 
         def accepted(connection: socket.SocketType, owner: str) -> None:
-            if self._certificates.context is not None and connection.family != socket.AF_UNIX:
+            if certificates.context is not None and connection.family != socket.AF_UNIX:
                 opening.open(connection, owner)
             else:
-                self._sockets.open(connection, Http1Connection(self._serving, self._connections, owner))
+                self._sockets.open(connection, Http1Connection(self._serving, connections, owner))
 
-        self._acceptor = Acceptor(self.place.listeners, self._serving.counters, accepted, opening.pending)
-        self._acceptor.start()
-        self._check = asyncio.create_task(self._check_connections())
+        self.accept(certificates, self._serving.counters, opening, accepted)
 
     async def drain(self, grace_ns: int) -> None:
-        """Stops accepting connections, and closes open ones once their clients have received the answers that they wait for.
-
-        Connections that are still open after ``grace_ns`` nanoseconds are cut.
-        """
         self._serving.stopping = True
-        now = time.monotonic_ns()
-        deadline, last_call = now + grace_ns, now + min(_LAST_CALL_NS, grace_ns)
-        await self._acceptor.close(min(_LAST_CALL_NS, grace_ns) / 1e9)
-        connections, lingering = self._connections, self._serving.lingering
-        while (connections or lingering) and (now := time.monotonic_ns()) < deadline:
-            for connection in list(connections):
-                if now < last_call:
-                    # A request may be on its way on a connection that looks idle.
-                    connection.order.announce_end()
-                else:
-                    self._serving.closed = True
-                    connection.shutdown()
-            await asyncio.sleep(_DRAIN_POLL_SECONDS)
-        if connections:
-            _log.warning("%d connections were cut at the end of the grace period", len(connections))
-            for connection in list(connections):
-                connection.transport.abort()
+        await super().drain(grace_ns)
         if self._serving.tasks:
-            await asyncio.wait(self._serving.tasks, timeout=_LAST_CALL_NS / 1e9)
-        self._check.cancel()
+            await asyncio.wait(self._serving.tasks, timeout=_TASK_SECONDS)
+
+    def end(self, connection: Any, at_once: bool) -> None:
+        if at_once:
+            self._serving.closed = True
+            connection.shutdown()
+        else:
+            connection.order.announce_end()
 
     def connections(self) -> Iterator[dict[str, Any]]:
-        now = time.monotonic()
-        for connection in self._connections:
+        now = self.clock()
+        for connection in self.open_connections:
             yield described(connection, connection.order.account, now) | {"requests": len(connection.order.requests)}
-
-    def is_busy(self) -> bool:
-        return any(not connection.asks_nothing for connection in self._connections)
-
-    async def _check_connections(self) -> None:
-        """Checks the deadlines of all connections once a second, until this task is cancelled."""
-        while True:
-            await asyncio.sleep(_CHECK_SECONDS)
-            now = time.monotonic()
-            self._certificates.look()
-            for connection in list(self._connections):
-                connection.check(now)
-            self._serving.lingering.check(now)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from tensord.config import ensemble_graph, model_config
+from tensord.config import ensemble_checks, model_config
 from tensord.config.model_config import ModelConfig
 from tensord.daemon.models import placement
 from tensord.daemon.models.repository import FoundModel
@@ -72,8 +72,8 @@ class Ensembles:
                     f"ensemble '{found.name}' depends on '{name}' whose required version {number} is not loaded."
                 )
         message = model_config.from_bytes(found.config)
-        ensemble_graph.check(message, self._config)
-        message.model_transaction_policy.decoupled = ensemble_graph.decoupled(message, self._config)
+        ensemble_checks.check_members(message, self._config)
+        message.model_transaction_policy.decoupled = ensemble_checks.decoupled(message, self._config)
         config = message.SerializeToString(deterministic=True)
         # The fingerprint changes when a member is replaced.
         parts = (found.fingerprint, *self._fingerprints(found).values())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tensord.config import isolation, model_config
+from tensord.config import model_checks, model_config
 from tensord.config.options import Workers
 from tensord.daemon.models.lifecycle import Lifecycle
 from tensord.daemon.models.repository import FoundModel
@@ -21,7 +21,7 @@ def wanted(lifecycle: Lifecycle, options: Workers) -> dict[str, float]:
     Each device comes with its fraction of a GPU's memory (0 to 1).
     """
     return {
-        device: isolation.memory_fraction(model_config.from_bytes(config), options.isolated_memory_fraction)
+        device: model_checks.isolated_fraction(model_config.from_bytes(config), options.isolated_memory_fraction)
         for device, config in lifecycle.isolated().items()
     }
 
@@ -35,7 +35,7 @@ def own(found: FoundModel, options: Workers) -> dict[str, float]:
     if not devices:
         return {}
     message = model_config.from_bytes(found.config)
-    return dict.fromkeys(devices, isolation.memory_fraction(message, options.isolated_memory_fraction))
+    return dict.fromkeys(devices, model_checks.isolated_fraction(message, options.isolated_memory_fraction))
 
 
 def check(found: FoundModel, taken: Mapping[str, float], options: Workers) -> None:
@@ -52,7 +52,7 @@ def check(found: FoundModel, taken: Mapping[str, float], options: Workers) -> No
     count = len({model_of(device) for device in others})
     if devices and count >= options.max_isolated:
         raise InvalidArgument(
-            f"model '{name}' is to have a worker to itself ({isolation.PARAMETER}), and {count} models have one; at most "
+            f"model '{name}' is to have a worker to itself ({model_checks.ISOLATED}), and {count} models have one; at most "
             f"{options.max_isolated} may (workers.max_isolated)"
         )
     for device, part in devices.items():
@@ -62,7 +62,7 @@ def check(found: FoundModel, taken: Mapping[str, float], options: Workers) -> No
         taken_before = round(options.gpu_memory_fraction + beside, 6)
         if gpu and (total := round(taken_before + part, 6)) > 1:
             raise InvalidArgument(
-                f"model '{name}' is to have {part:g} of the memory of {gpu} to itself ({isolation.MEMORY_FRACTION}), and "
+                f"model '{name}' is to have {part:g} of the memory of {gpu} to itself ({model_checks.ISOLATED_FRACTION}), and "
                 f"{taken_before:g} of it are taken: {options.gpu_memory_fraction:g} by the workers that models share "
                 f"(workers.gpu_memory_fraction), {round(beside, 6):g} by other isolated models; that would be {total:g}"
             )

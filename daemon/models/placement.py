@@ -18,8 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from tensord.config import isolation
-from tensord.config.isolation import TOGETHER
+from tensord.config import model_checks
+from tensord.config.model_checks import TOGETHER
 from tensord.config.model_config import ModelConfig, is_ordered
 from tensord.shm import device_names
 from tensord.shm.device_names import gpu_of, number_of
@@ -42,7 +42,7 @@ def place(message: ModelConfig, devices: Sequence[str], rate_limited: bool, each
     Raises InvalidArgument: the model names GPUs that no worker has, or two of its settings ask for different single workers.
     """
     chosen = _shared(message, devices, rate_limited, each)
-    return _alone(message, chosen) if isolation.is_wanted(message) else chosen
+    return _alone(message, chosen) if model_checks.is_isolated(message) else chosen
 
 
 def _alone(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
@@ -63,9 +63,9 @@ def _shared(message: ModelConfig, devices: Sequence[str], rate_limited: bool, ea
     """
     chosen = _named(message, devices, each)
     together = message.parameters[TOGETHER].string_value if TOGETHER in message.parameters else ""
-    if rate_limited and isolation.is_wanted(message) and _needs(message):
+    if rate_limited and model_checks.is_isolated(message) and _needs(message):
         raise InvalidArgument(
-            f"model '{message.name}' is to have a worker to itself ({isolation.PARAMETER}), where nobody counts the resources "
+            f"model '{message.name}' is to have a worker to itself ({model_checks.ISOLATED}), where nobody counts the resources "
             "that it shares with others (rate_limiter)"
         )
     sharing = _sharing(message, chosen) if rate_limited else chosen

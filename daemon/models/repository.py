@@ -1,7 +1,7 @@
 """Reads the model repositories: names, versions, configurations. Imports no model's code and loads no model.
 
     <repository>/<model>/config.pbtxt          optional
-    <repository>/<model>/<version>/model.py    version: a whole number from 1; instead of it a program (``artifact_files``)
+    <repository>/<model>/<version>/model.py    version: a whole number from 1; instead of it a program (``model_folder``)
 
 A folder that cannot be served is still found, with the reason: the model is listed, and loading it raises that reason. Call these
 functions off the event loop; they return plain values.
@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tensord.config import artifact_files, ensemble_checks, model_checks, model_config, model_fields, model_folder
+from tensord.config import ensemble_checks, model_checks, model_config, model_fields, model_folder
 from tensord.config.model_config import ModelConfig
 from tensord.config.options import Options, Repository
 from tensord.daemon.models import placement
@@ -314,7 +314,7 @@ def _guess_backend(path: Path, message: ModelConfig, version: int) -> str:
     file = message.default_model_filename or "model.py"
     code = _read(path / str(version) / file, _MAX_CODE_BYTE_SIZE)
     if code is None:
-        if artifact_files.programs(path / str(version)):
+        if model_folder.programs(path / str(version)):
             return "jax"
         raise InvalidArgument(
             f"it names no backend, and version {version} has no {file} to tell it from, nor a program"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from tensord.config import control_groups, host_memory
+from tensord.config import control_groups
 from tensord.config.control_groups import MemoryGroup, memory_groups
 from tensord.daemon.processes.process_slots import MemoryKills
 from tensord.shm.errors import Internal
@@ -51,7 +51,7 @@ def tree(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     made = Tree(tmp_path, request.param)
     monkeypatch.setattr(control_groups, "_OWN", tmp_path / "own")
     monkeypatch.setattr(control_groups, "_ROOT", made.folder)
-    monkeypatch.setattr(host_memory, "host_byte_size", host_memory.host_byte_size.__wrapped__)
+    monkeypatch.setattr(control_groups, "host_byte_size", control_groups.host_byte_size.__wrapped__)
     return made
 
 
@@ -66,7 +66,7 @@ def test_the_own_group_and_all_around_it_are_read(tree: Tree, cpu: list[object])
     assert [group.folder for group in memory_groups()][: len(wanted)] == wanted
     for path, limit in (("system.slice/tensord.service", 100), ("system.slice", 90), ("", 80)):
         tree.write(path, str(limit * MIB), used=50, cache=30, shared=10)
-        assert host_memory.host_byte_size() == limit * MIB
+        assert control_groups.host_byte_size() == limit * MIB
         # The cache counts as free, but for memory that is shared.
         device_memory.check("m", "its parameters need", (limit - 30) * MIB, cpu)  # type: ignore[arg-type]
         with pytest.raises(Internal, match=f"need {(limit - 30) * MIB + 1} bytes .*, {(limit - 30) * MIB} are left"):
@@ -75,7 +75,7 @@ def test_the_own_group_and_all_around_it_are_read(tree: Tree, cpu: list[object])
 
 def test_a_container_sees_its_group_as_the_root(tree: Tree, cpu: list[object]) -> None:
     tree.write("", str(64 * MIB), used=60, kills=3)
-    assert host_memory.host_byte_size() == 64 * MIB
+    assert control_groups.host_byte_size() == 64 * MIB
     with pytest.raises(Internal, match="are left"):
         device_memory.check("m", "its parameters need", 5 * MIB, cpu)  # type: ignore[arg-type]
     kills = MemoryKills.own()
@@ -86,7 +86,7 @@ def test_a_container_sees_its_group_as_the_root(tree: Tree, cpu: list[object]) -
 def test_no_limit(tree: Tree) -> None:
     """Version 1 writes a number in its place."""
     tree.write("system.slice/tensord.service", "9223372036854771712" if tree.group("") != tree.folder else "max", 10)
-    assert host_memory.host_byte_size() == psutil.virtual_memory().total
+    assert control_groups.host_byte_size() == psutil.virtual_memory().total
     left = memory_groups()[0].left
     assert left is None or left > 1 << 60
 

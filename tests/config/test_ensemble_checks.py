@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tensord.config import ensemble_graph, model_checks
+from tensord.config import ensemble_checks, model_checks
 from tensord.config.model_config import parse_pbtxt
 from tensord.shm.errors import InvalidArgument
 
@@ -197,14 +197,14 @@ DECOUPLED = (step("x=x", "y=one", model="a"), step("x=x", "y=two", model="a"), s
 def test_what_is_refused_beside_the_members(message: Any, members: list[Any], sentence: str) -> None:
     known = {one.name: one for one in members}
     if not sentence:
-        ensemble_graph.check(message, lambda name, _: known[name])
+        ensemble_checks.check_members(message, lambda name, _: known[name])
         return
     with pytest.raises(InvalidArgument) as caught:
-        ensemble_graph.check(message, lambda name, _: known[name])
+        ensemble_checks.check_members(message, lambda name, _: known[name])
     assert caught.value.message == sentence
 
 
 def test_an_ensemble_streams_as_soon_as_a_member_does() -> None:
     for decoupled in (False, True):
         known = {"a": member("a"), "b": member("b", decoupled=decoupled)}
-        assert ensemble_graph.decoupled(config(*TWO), lambda name, _, known=known: known[name]) is decoupled
+        assert ensemble_checks.decoupled(config(*TWO), lambda name, _, known=known: known[name]) is decoupled

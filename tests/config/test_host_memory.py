@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tensord.config import host_memory, layers
+from tensord.config import control_groups, layers
 from tensord.config.layers import ConfigurationError, Setting
 
 GIB = 1 << 30
@@ -20,7 +20,7 @@ GIB = 1 << 30
     ],
 )
 def test_parts_of_it(monkeypatch: pytest.MonkeyPatch, host: int, arena: int, pinned: int) -> None:
-    monkeypatch.setattr(host_memory, "host_byte_size", lambda: host)
+    monkeypatch.setattr(control_groups, "host_byte_size", lambda: host)
     options = layers.load()
     assert (options.arenas.max_byte_size, options.workers.pinned_byte_size) == (arena, pinned)
     # Also where an operator says so, and as a text; a number is that number.

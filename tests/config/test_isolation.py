@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tensord.config import isolation, model_checks
+from tensord.config import model_checks
 from tensord.config.model_config import ModelConfig, parse_pbtxt
 from tensord.shm.errors import InvalidArgument
 
@@ -20,10 +20,10 @@ def read(text: str) -> ModelConfig:
 
 def test_what_is_said() -> None:
     part = PARAMETER.format("isolated_memory_fraction", "0.25")
-    assert isolation.is_wanted(read(ALONE))
-    assert not isolation.is_wanted(read(ALONE.replace("true", "false") + part))
-    assert isolation.memory_fraction(read(ALONE), 0.1) == 0.1
-    assert isolation.memory_fraction(read(ALONE + part), 0.1) == 0.25
+    assert model_checks.is_isolated(read(ALONE))
+    assert not model_checks.is_isolated(read(ALONE.replace("true", "false") + part))
+    assert model_checks.isolated_fraction(read(ALONE), 0.1) == 0.1
+    assert model_checks.isolated_fraction(read(ALONE + part), 0.1) == 0.25
     model_checks.check(read(ALONE + part))
 
 

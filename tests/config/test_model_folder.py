@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tensord.config import artifact_files, model_folder
+from tensord.config import model_folder
 
 #: What others leave beside ``model.jaxexport``.
 LEFT_OVER = (
@@ -28,7 +28,7 @@ def test_what_others_leave_beside_a_program_does_not_matter(tmp_path: Path) -> N
     for name in ("model.jaxexport", *LEFT_OVER):
         (tmp_path / name).write_bytes(b"x")
     assert [name for name, _ in model_folder.walk(tmp_path)] == ["/", "model.jaxexport"]
-    assert artifact_files.programs(tmp_path) == [tmp_path / "model.jaxexport"]
+    assert model_folder.programs(tmp_path) == [tmp_path / "model.jaxexport"]
     for name in ("model.py", "1", ".hidden", "_private", "a.swp", "x~y"):
         assert not model_folder.is_passed_over(name)
 

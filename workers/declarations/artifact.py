@@ -28,10 +28,9 @@ import numpy as np
 from jax import export
 from jax.extend.mlir import ir
 
-from tensord.config import artifact_files
-from tensord.config.artifact_files import EXPORTED
+from tensord.config import model_folder
 from tensord.config.model_config import ModelConfig
-from tensord.config.model_folder import regular
+from tensord.config.model_folder import EXPORTED, regular
 from tensord.parameter_files import flat, load
 from tensord.shm.arrays import DTYPES, datatype_of
 from tensord.shm.errors import FileTooLarge, InvalidArgument
@@ -285,13 +284,13 @@ _DEFAULT_BATCH = 32
 
 def is_artifact(folder: Path, file: str) -> bool:
     """Returns whether a version folder has files of exported programs to serve, and no file named ``file`` (its model.py)."""
-    return not (folder / file).exists() and bool(artifact_files.programs(folder))
+    return not (folder / file).exists() and bool(model_folder.programs(folder))
 
 
 def digest(folder: Path) -> bytes:
     """Returns a digest of the contents of all program files in a version folder."""
     found = hashlib.sha256()
-    for path in artifact_files.programs(folder):
+    for path in model_folder.programs(folder):
         with open(path, "rb", opener=regular) as file:
             found.update(hashlib.file_digest(file, "sha256").digest())
     return found.digest()
@@ -315,11 +314,11 @@ class _Artifact:
 
     def __init__(self, folder: Path, message: ModelConfig, platform: str) -> None:
         self._message = message
-        self._parameters = artifact_files.parameters(folder)
+        self._parameters = model_folder.parameters(folder)
         if len(self._parameters) > 1:
             names = ", ".join(path.name for path in self._parameters)
             raise InvalidArgument(f"model '{message.name}': it has parameters in {names}; one of them is expected")
-        every = [ProgramFile(path, bool(self._parameters)) for path in artifact_files.programs(folder)]
+        every = [ProgramFile(path, bool(self._parameters)) for path in model_folder.programs(folder)]
         self._programs = [program for program in every if program.runs_on(platform)]
         if not self._programs:
             named = "; ".join(f"{program.path.name} is for {', '.join(program.platforms)}" for program in every)

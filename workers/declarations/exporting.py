@@ -19,7 +19,7 @@ import numpy as np
 from google.protobuf import text_format
 from jax import export
 
-from tensord.config import artifact_files, model_checks, model_config
+from tensord.config import model_checks, model_config, model_folder
 from tensord.config.model_config import ModelConfig
 from tensord.protocol import model_config_pb2
 from tensord.shm import datatypes
@@ -113,7 +113,7 @@ def write(
         # That library writes files for their maker alone; this one is served by somebody else, as far as the umask lets it.
         (version / _PARAMETERS).chmod(0o666 & ~_umask())
     for name, content in contents.items():
-        (version / f"{name}{artifact_files.EXPORTED}").write_bytes(content)
+        (version / f"{name}{model_folder.EXPORTED}").write_bytes(content)
     (folder / "config.pbtxt").write_text(text_format.MessageToString(message))
     return folder
 

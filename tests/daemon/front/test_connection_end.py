@@ -10,12 +10,12 @@ import sys
 
 import pytest
 
-from tensord.daemon.front.connection_end import ConnectionEnd
+from tensord.daemon.front.peer import ConnectionEnd
 from tensord.shm.errors import Unavailable
 
 CHILD = """
 import os, sys
-from tensord.daemon.front.connection_end import ConnectionEnd
+from tensord.daemon.front.peer import ConnectionEnd
 connection = ConnectionEnd()
 with connection.descriptor() as end:
     os.dup2(end, int(sys.argv[1]))

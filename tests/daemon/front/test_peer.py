@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from tensord.daemon.front import peer as peer_module
-from tensord.daemon.front.connection_end import ConnectionEnd
-from tensord.daemon.front.peer import end_of, peer_of, process_of
+from tensord.daemon.front.peer import ConnectionEnd, end_of, peer_of, process_of
 from tensord.shm.operations import ANONYMOUS
 
 CLIENT = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); s.send(b'x'); sys.stdin.read()"

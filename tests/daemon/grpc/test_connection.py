@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from tensord.daemon.front.status import DEADLINE_EXCEEDED, INTERNAL, NOT_FOUND, UNIMPLEMENTED
 from tensord.daemon.grpc import frames
-from tensord.daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, NOT_FOUND, UNIMPLEMENTED
 from tests.daemon.grpc.frame_client import INFER, STREAM, FrameClient, GrpcFrontProcess, prefixed, request, serving
 from tests.fakes import PATIENCE_SECONDS, EchoWorker, front_process, until
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from tensord.daemon.grpc import header_blocks
 from tensord.daemon.grpc.frames import COMPRESSION_ERROR, ENHANCE_YOUR_CALM, Violation
-from tensord.daemon.grpc.header_blocks import CallHead, HeaderBlocks
-from tensord.daemon.grpc.header_rules import Malformed
+from tensord.daemon.grpc.header_blocks import CallHead, HeaderBlocks, Malformed
 
 NAMES = st.text("abc-", min_size=1, max_size=8).map("x".__add__)
 CALLS = st.tuples(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tensord.daemon.grpc import hpack_decoder
-from tensord.daemon.grpc.header_rules import Malformed, check_common, check_own, check_trailers, metadata
+from tensord.daemon.grpc.header_blocks import Malformed, check_common, check_own, check_trailers, metadata
 from tensord.daemon.grpc.hpack_decoder import Fields
 
 GOOD: Fields = [

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tensord.daemon.front.status import INTERNAL, OK
 from tensord.daemon.grpc import frames
-from tensord.daemon.grpc.codes import INTERNAL, OK
 from tensord.shm.control_records import TraceChanged
 from tensord.shm.trace_counters import SampleCounter
 from tests.daemon.grpc.frame_client import STREAM, FrameClient, GrpcFrontProcess, prefixed, request, serving

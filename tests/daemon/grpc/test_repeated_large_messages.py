@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tensord.daemon.front.status import DEADLINE_EXCEEDED, OK
 from tensord.daemon.grpc import frames
-from tensord.daemon.grpc.codes import DEADLINE_EXCEEDED, OK
 from tensord.shm.messages import Slice
 from tests.daemon.grpc.frame_client import (
     INFER,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tritonclient.grpc import service_pb2
 
+from tensord.daemon.front.status import INTERNAL, INVALID_ARGUMENT, OK
 from tensord.daemon.grpc import frames
-from tensord.daemon.grpc.codes import INTERNAL, INVALID_ARGUMENT, OK
 from tensord.shm.control_records import ModelGone, TraceChanged
 from tensord.shm.messages import AnswerRecord, RegionSlice
 from tensord.shm.trace_counters import SampleCounter

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
-from tensord.daemon.grpc.codes import INVALID_ARGUMENT, NOT_FOUND
+from tensord.daemon.front.status import INVALID_ARGUMENT, NOT_FOUND
 from tensord.daemon.grpc.standard_services import Reflection
 from tensord.protocol import reflection_pb2, reflection_v1alpha_pb2
 

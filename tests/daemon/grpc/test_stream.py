@@ -20,9 +20,9 @@ from tensord.config.options import Arenas, Grpc
 from tensord.daemon.control.refusals import Refusals
 from tensord.daemon.control.shared_counters import FrontCounters
 from tensord.daemon.front.answered import Answered
+from tensord.daemon.front.status import INTERNAL, OK, RESOURCE_EXHAUSTED, UNIMPLEMENTED
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.call import Call
-from tensord.daemon.grpc.codes import INTERNAL, OK, RESOURCE_EXHAUSTED, UNIMPLEMENTED
 from tensord.daemon.grpc.header_blocks import CallHead
 from tensord.daemon.grpc.serving import GrpcServing
 from tensord.daemon.grpc.stream import Stream

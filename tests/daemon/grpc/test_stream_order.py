@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tensord.daemon.front.status import INVALID_ARGUMENT
 from tensord.daemon.grpc import frames
-from tensord.daemon.grpc.codes import INVALID_ARGUMENT
 from tests.daemon.grpc.frame_client import STREAM, FrameClient, prefixed, request, serving
 from tests.fakes import EchoWorker, until
 from tests.records import WholeRequest

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from tensord.daemon.front.connection_end import ConnectionEnd
+from tensord.daemon.front.peer import ConnectionEnd
 from tensord.daemon.regions.region_record import EndWatch, is_owner
 from tensord.shm.operations import Peer
 
