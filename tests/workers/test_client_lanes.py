@@ -46,7 +46,7 @@ from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.native import extensions
 from tensord.workers.parameters.parameter_set import ParameterSet
 from tensord.workers.programs.executable import Content
-from tensord.workers.programs.grouped_program import GroupedProgram
+from tensord.workers.programs.grouped_calls import GroupedProgram
 from tensord.workers.scheduling.queue import QueueRules
 from tests.daemon_process import ROOT, descriptors
 from tests.raw_lane import SEALS, RawLane, addsub, memory, packed

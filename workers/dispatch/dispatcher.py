@@ -42,8 +42,7 @@ from tensord.workers.models.model_version import AgendaPart, ModelVersion, by_ve
 from tensord.workers.models.rate_limiter import RateLimiter
 from tensord.workers.models.statistics import Failure
 from tensord.workers.programs.executable import Executable
-from tensord.workers.programs.grouped_calls import GroupedCalls
-from tensord.workers.programs.grouped_program import GroupedProgram
+from tensord.workers.programs.grouped_calls import GroupedCalls, GroupedProgram
 from tensord.workers.programs.run_errors import CheckDevice, works
 from tensord.workers.regions.region_table import RegionTable
 from tensord.workers.requests.preparation import Preparation

@@ -41,7 +41,7 @@ from tensord.workers.models.statistics import NativeRuns
 from tensord.workers.native.extensions import available
 from tensord.workers.parameters.parameter_set import ParameterSet
 from tensord.workers.programs.executable import Content, Executable
-from tensord.workers.programs.grouped_program import GroupedProgram
+from tensord.workers.programs.grouped_calls import GroupedProgram
 from tensord.workers.programs.pipeline_program import PipelineProgram
 from tensord.workers.regions.lane_segments import LaneSegments
 from tensord.workers.regions.region_table import RegionTable, check_intact

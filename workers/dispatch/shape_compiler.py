@@ -24,8 +24,7 @@ from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.models.statistics import Failure
 from tensord.workers.programs.executable import Executable, Wanted
 from tensord.workers.programs.executables import Executables
-from tensord.workers.programs.grouped_calls import GroupedCalls
-from tensord.workers.programs.grouped_program import GroupedProgram
+from tensord.workers.programs.grouped_calls import GroupedCalls, GroupedProgram
 from tensord.workers.programs.run_errors import CheckDevice, compile_error
 from tensord.workers.requests.request import Request
 from tensord.workers.scheduling.queue import ParkedRequests, Replacement, in_turns

@@ -19,8 +19,16 @@ from tensord.shm.cuda_regions import CudaError, DeviceLost
 from tensord.workers.devices.device_cuda import CudaDevice, room
 from tensord.workers.devices.host_staging import TOGETHER
 from tensord.workers.jax_internals.wide import byte_size_of, precision
-from tensord.workers.programs.executable import Content, Executable, RunOutputs, Wanted, arguments_of
-from tensord.workers.programs.execution_device import Argument, ExecutionDevice, Inputs
+from tensord.workers.programs.executable import (
+    Argument,
+    Content,
+    Executable,
+    ExecutionDevice,
+    Inputs,
+    RunOutputs,
+    Wanted,
+    arguments_of,
+)
 from tensord.workers.programs.packed_outputs import PACKED, starts
 from tensord.workers.programs.placement import CompiledProgram
 from tensord.workers.regions.places import Places

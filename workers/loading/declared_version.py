@@ -6,7 +6,7 @@ configuration as given ─▶ tensors that model.py declares ─▶ completed, c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -66,8 +66,8 @@ class VersionLoad:
         Raises InvalidArgument: a sample does not fit the model, or its file cannot be read.
         """
         nobody = made_inputs.nobody
-        made = {*nobody, *(name for name, spec in described.inputs.items() if spec.of_batch is not None)}
-        return samples(self.message, described.without_inputs(made), Path(self.record.model_path), nobody)
+        inputs = {name: spec for name, spec in described.inputs.items() if name not in nobody and not spec.of_batch}
+        return samples(self.message, replace(described, inputs=inputs), Path(self.record.model_path), nobody)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +124,12 @@ def declared_version(load: VersionLoad, target: LoadTarget) -> DeclaredVersion:
     sequences = sequence_plan(message, target.options.requests.max_queue_size)
     asked = request_inputs(message, module) if compiled else None
     made_inputs = MadeInputs(None if sequences is None else sequences.controls, asked)
-    taken = described.with_inputs(made_inputs.specs)
+    taken = replace(described, inputs={**described.inputs, **made_inputs.specs})
     if compiled:
         taken = ragged_signature(taken, message, names.segments)
     if message.sequence_batching.state and sequences is not None:
-        taken = taken.with_states(state_specs(message, names.state_axes), sequences.rules.slots)
+        states = state_specs(message, names.state_axes)
+        taken = replace(taken, states=states, slots=sequences.rules.slots)
     return DeclaredVersion(described, taken, sequences, made_inputs, steps, mixed, on_demand, run_on)
 
 

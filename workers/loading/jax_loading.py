@@ -30,14 +30,14 @@ from tensord.workers.models.jax_model import JaxModel, JittedInstance
 from tensord.workers.models.stepped_model import SteppedModel
 from tensord.workers.models.warmup import Sample
 from tensord.workers.processor.processor import Processor
+from tensord.workers.programs.executable import ExecutionDevice
 from tensord.workers.programs.executables import Apply, Executables
-from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.placed_sets import placed_sets
 from tensord.workers.programs.run_errors import CheckDevice
 from tensord.workers.programs.step_executables import StepExecutables
 from tensord.workers.programs.step_program import Rows, StepFunctions, StepPrograms
 from tensord.workers.tensors.buckets import Buckets
-from tensord.workers.tensors.state import InitialState, initial_state
+from tensord.workers.tensors.state import initial_state
 
 
 def run_samples(
@@ -136,9 +136,8 @@ def jitted_model(
     apply, parameters, first = created
     described, several, limits = declared.taken, plan.several, target.options.executables
     apply = load.flags.applied(apply)
-    initial: InitialState | None = None
-    if described.states:
-        initial = initial_state(load.message, described.states, first, Path(load.record.model_path))
+    folder = Path(load.record.model_path)
+    initial = initial_state(load.message, described.states, first, folder) if described.states else None
     free: FreeState | None = None
     if described.free and initial is not None:
         free = FreeState(described, buckets, initial, limits.max_state_byte_size)

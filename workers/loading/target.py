@@ -13,8 +13,8 @@ from tensord.workers.gpu.gpu import Gpu
 from tensord.workers.parameters.device_room import DeviceRoom
 from tensord.workers.processor.processor import Processor
 from tensord.workers.processor.single_thread import choose
+from tensord.workers.programs.executable import ExecutionDevice
 from tensord.workers.programs.executable_cache import ExecutableCache, cache_directory, use_persistent_cache
-from tensord.workers.programs.execution_device import ExecutionDevice
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from tensord.workers.parameters.parameter_set import ParameterSet, ParameterSets
 from tensord.workers.parameters.set_stack import BatchSets
 from tensord.workers.programs.carry import StateLost
 from tensord.workers.programs.executable import Executable
-from tensord.workers.programs.grouped_program import GroupedProgram
+from tensord.workers.programs.grouped_calls import GroupedProgram
 from tensord.workers.programs.run_errors import CheckDevice, is_out_of_memory, out_of_memory, works
 from tensord.workers.regions.places import Places
 from tensord.workers.requests.request import Request, named, traced

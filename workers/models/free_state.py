@@ -18,17 +18,16 @@ import numpy as np
 
 from tensord.shm.arrays import Array
 from tensord.shm.errors import InvalidArgument, ServingError, Unavailable, Unsupported
-from tensord.workers.programs.state_program import checked
+from tensord.workers.programs.carry import checked
 from tensord.workers.requests.result import Result
 from tensord.workers.scheduling.sequence import LiveSequence
 from tensord.workers.tensors.buckets import Buckets, RequestShapes
 from tensord.workers.tensors.request_tensors import RequestTensors
 from tensord.workers.tensors.signature import Signature, TensorSpec
-from tensord.workers.tensors.state import InitialState
 
 
 class Unfit:
-    """The batching key of a request that cannot run, with the reason. It equals no other key: the request shares no batch."""
+    """The batching key of a request that cannot run. It equals no other key, so the request shares no batch."""
 
     def __init__(self, error: InvalidArgument) -> None:
         #: Why the request cannot run.
@@ -36,7 +35,7 @@ class Unfit:
 
 
 def program_signature(described: Signature) -> Signature:
-    """Returns the signature with the sequences' state added to its inputs and outputs, as the compiled program has them.
+    """Returns the signature of the compiled program, which has the sequences' state among its inputs and outputs.
 
     Raises Unsupported: the model has ragged inputs.
     """
@@ -70,14 +69,14 @@ def travelling(apply: Callable[..., Any], described: Signature) -> Callable[[Any
 
 
 class FreeState:
-    """Adds the state of sequences to their requests' inputs, and stores the new state from results; its sizes may vary."""
+    """Adds the state of sequences to the inputs of their requests, and takes the new state from the results."""
 
-    def __init__(self, described: Signature, buckets: Buckets, initial: InitialState, limit: int) -> None:
-        """
+    def __init__(self, described: Signature, buckets: Buckets, initial: Mapping[str, Array], limit: int) -> None:
+        """Holds no state yet.
+
         Args:
           described: the inputs and outputs that clients send and get, and the state.
-          buckets: the shapes of the model's programs.
-          initial: the state with which sequences begin.
+          initial: state name -> the array with which a sequence begins; others begin as zeros.
           limit: bytes that the state of all sequences together may have.
         """
         self._described = described
@@ -88,9 +87,9 @@ class FreeState:
         self._byte_size = 0
 
     def attach(self, request: RequestTensors) -> None:
-        """Adds the state of a request's sequence to the request's inputs, and sets its batching key to the shapes of them all.
+        """Adds the state of a request's sequence to its inputs, and sets its batching key to the shapes of them all.
 
-        If the state does not fit the inputs, the inputs stay as they are and the key is an ``Unfit`` with the error.
+        If the state does not fit the inputs, these stay as they are and the key is an ``Unfit`` with the error.
         """
         kept = None if request.controls.start else request.live.kept
         try:
@@ -103,10 +102,7 @@ class FreeState:
         request.keep(arrays)
 
     def _fitting(self, request: RequestTensors, kept: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Returns ``kept``, the state of the request's sequence, after a check that it fits the request's inputs.
-
-        Raises InvalidArgument: a named axis has one size in the inputs and another in the state.
-        """
+        """Returns the state ``kept``. Raises InvalidArgument: a named axis has one size in it and another in the inputs."""
         lengths = self._lengths(request.arrays)
         for spec in self._described.states:
             for axis, size in zip(spec.axes, kept[spec.name].shape[self._described.batches :], strict=True):
@@ -122,7 +118,7 @@ class FreeState:
         return self._shapes.lengths({name: array for name, array in arrays.items() if name in self._described.inputs})
 
     def begun(self, arrays: Mapping[str, Array], rows: int) -> dict[str, Array]:
-        """Returns the initial state of a sequence with these first inputs and ``rows`` rows.
+        """Returns the initial state for a sequence's first inputs, which have ``rows`` rows.
 
         Raises InvalidArgument: two inputs give one axis different sizes.
         """
@@ -132,7 +128,7 @@ class FreeState:
         for spec in self._described.states:
             axes = zip(spec.dims, spec.axes, strict=True)
             shape = tuple([lengths.get(axis or "", 1) if dim == -1 else dim for dim, axis in axes])
-            value = self._initial.values.get(spec.name)
+            value = self._initial.get(spec.name)
             if value is None or value.ndim == 0:
                 value = np.full(shape, 0 if value is None else value, spec.dtype)
             found[spec.name] = np.broadcast_to(value, (*lead, *value.shape))
@@ -144,7 +140,7 @@ class FreeState:
         results: Sequence[Result],
         live: Callable[[], Iterable[LiveSequence[Any]]],
     ) -> list[Result]:
-        """Moves the new state from the results of a run to the sequences. Returns the results with only what clients get.
+        """Stores the new state from the results of a run. Returns the results with only what clients get.
 
         A sequence whose state would exceed the limit keeps its former state, and its request's result is Unavailable.
         ``live``: returns all sequences, to count their bytes.

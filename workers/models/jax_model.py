@@ -19,16 +19,13 @@ from tensord.workers.models.instance import Instantiated
 from tensord.workers.models.statistics import NativeRuns
 from tensord.workers.parameters.parameter_set import ParameterSet
 from tensord.workers.parameters.set_stack import Chosen
-from tensord.workers.programs.carry import Carry
-from tensord.workers.programs.executable import Content, Executable, RunOutputs, Wanted
+from tensord.workers.programs.carry import Carry, rows_argument
+from tensord.workers.programs.executable import Content, Executable, ExecutionDevice, RunOutputs, Wanted
 from tensord.workers.programs.executables import Executables
-from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.gather_buffer import aligned
-from tensord.workers.programs.grouped_calls import GroupedCalls
-from tensord.workers.programs.grouped_program import MOST, GroupedProgram
+from tensord.workers.programs.grouped_calls import MOST, GroupedCalls, GroupedProgram
 from tensord.workers.programs.lowering import is_numeric
 from tensord.workers.programs.run_errors import describe_failure
-from tensord.workers.programs.state_program import rows_argument
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.result import Result
 from tensord.workers.scheduling.queue import shapes_of
@@ -170,7 +167,7 @@ class JaxModel:
     def programs(self, key: Shapes, most: int) -> list[Executable | GroupedProgram | None]:
         """Returns the programs to run when 1, 2, ... ``most`` rows of a batching key wait; None: none is compiled for so many.
 
-        If one call can run several requests, the list is for 1, 2, ... ``grouped_program.MOST`` requests, not rows.
+        If one call can run several requests, the list is for 1, 2, ... ``grouped_calls.MOST`` requests, not rows.
 
         The list is empty if outputs have to be cut, inputs are ragged, or sequence state varies in size. Nothing is compiled.
         """

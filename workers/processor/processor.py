@@ -1,7 +1,4 @@
-"""The processor (CPU) as an execution device: its programs, whose arguments and outputs lie in host memory.
-
-Large programs use all threads, small programs one thread. Outputs are written at their places if possible.
-"""
+"""The processor (CPU) as an execution device: its programs, whose arguments and outputs lie in host memory."""
 
 from __future__ import annotations
 
@@ -20,12 +17,20 @@ from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.processor import output_memory
 from tensord.workers.processor.output_memory import OutputMemory
 from tensord.workers.processor.single_run import SingleRun
-from tensord.workers.processor.single_thread import SingleThreadDevice
-from tensord.workers.processor.small_programs import SmallPrograms
-from tensord.workers.programs.executable import Content, Executable, RunOutputs, Wanted, specs_of
-from tensord.workers.programs.execution_device import Argument, ExecutionDevice, Inputs
+from tensord.workers.processor.single_thread import SingleThreadDevice, SmallPrograms
+from tensord.workers.programs.executable import (
+    Argument,
+    Content,
+    Executable,
+    ExecutionDevice,
+    Inputs,
+    RunOutputs,
+    Wanted,
+    arguments_of,
+)
 from tensord.workers.programs.gather_buffer import GatherBuffer, HostInputs, RaggedBuffer
 from tensord.workers.programs.placement import CompiledProgram
+from tensord.workers.programs.plain_program import is_plain
 from tensord.workers.regions.places import Places
 from tensord.workers.tensors.request_tensors import RequestTensors
 from tensord.workers.tensors.signature import Signature
@@ -40,47 +45,26 @@ if TYPE_CHECKING:
 _Range = tuple[tuple[int, int], int, int]
 
 
-class _Buffers(dict[str, GatherBuffer | RaggedBuffer]):
-    """The buffers in which an executable's batches are gathered, input name -> buffer; each is made when it is first needed."""
-
-    #: Whether the inputs can be gathered here.
-    fit = True
-
-    def __init__(self, wanted: Wanted, signature: Signature) -> None:
-        self._rows = wanted.rows
-        self._batches = signature.batches
-        self._specs = {spec.name: (spec, shape) for spec, shape in specs_of(signature, wanted)}
-
-    def __missing__(self, name: str) -> GatherBuffer | RaggedBuffer:
-        spec, shape = self._specs[name]
-        buffer: GatherBuffer | RaggedBuffer
-        if spec.ragged:
-            buffer = RaggedBuffer(name, shape, spec.dtype)
-        else:
-            buffer = GatherBuffer(name, self._rows, shape, spec.dtype, self._batches)
-        self[name] = buffer
-        return buffer
-
-    @functools.cached_property
-    def arrays(self) -> dict[str, Array]:
-        """The arrays of all buffers, by input name."""
-        return {name: self[name].array for name in self._specs}
-
-    def send(self) -> dict[str, Any]:
-        """Returns the gathered inputs as arguments of the program: the arrays of the buffers themselves, without a copy."""
-        return self.arrays
-
-
 class HostExecutable(Executable):
-    """A compiled program that runs on the processor, with the buffers in which its batches are gathered."""
+    """A compiled program that runs on the processor, with the memory in which its batches are gathered."""
 
     def __init__(self, wanted: Wanted, signature: Signature, program: CompiledProgram, device: ExecutionDevice) -> None:
-        self._buffers = _Buffers(wanted, signature)
-        super().__init__(wanted, signature, program, device, self._buffers)
+        super().__init__(wanted, signature, program, device, HostInputs(arguments_of(signature, wanted)))
         #: Whether requests of several lengths are laid one behind the other.
         self._laid = signature.ragged
         #: How XLA allocates its outputs, once a run has shown it.
         self.memory_of_outputs: OutputMemory | None = None
+
+    @functools.cached_property
+    def _buffers(self) -> dict[str, GatherBuffer | RaggedBuffer]:
+        """Input name -> the memory in which batches are gathered; batch inputs have none."""
+        arrays, found = self._inputs.arrays, dict[str, GatherBuffer | RaggedBuffer]()
+        for spec, _ in self._specs:
+            if spec.ragged:
+                found[spec.name] = RaggedBuffer(spec.name, arrays[spec.name])
+            elif spec.of_batch is None:
+                found[spec.name] = GatherBuffer(spec.name, arrays[spec.name], self._batches)
+        return found
 
     def gather(self, requests: Sequence[RequestTensors]) -> tuple[dict[str, Any], int]:
         """Gathers the arguments of a batch. Returns them, and how many bytes were copied.
@@ -103,10 +87,7 @@ class HostExecutable(Executable):
         return arguments, copied
 
     def _fits(self, array: Array, shape: tuple[int, ...]) -> bool:
-        """Returns whether a tensor may be used without a copy: in host memory, in the program's shape, and aligned if large.
-
-        ``shape``: of the program's input, without the batch dimension.
-        """
+        """Returns whether a tensor may be used without a copy: in host memory, in this shape, and aligned if large."""
         if (array.shape[1:] if self._batches else array.shape) != shape or not isinstance(array, np.ndarray):
             return False
         return array.nbytes <= 4096 or not array.__array_interface__["data"][0] % ALIGNMENT
@@ -121,11 +102,10 @@ class HostExecutable(Executable):
         return outputs
 
     def computed(self, parameters: Any, arguments: dict[str, Any], addresses: Mapping[str, int]) -> dict[str, Any]:
-        """Runs the program. Returns its outputs by name, which may not be computed yet.
+        """Runs the program, and learns how XLA allocates the outputs if that is not known.
 
-        Learns from the run how XLA allocates the outputs, if that is not known.
-
-        ``addresses``: output name -> address of the memory that XLA should write the output to; not heeded by a run that learns.
+        Returns outputs that may not be computed yet. ``addresses``: output name -> address of the memory that XLA should write
+        the output to; not heeded by a run that learns.
         """
         learned = self.memory_of_outputs
         if learned is None and self.placement.several is None and output_memory.attached():
@@ -169,7 +149,7 @@ class HostExecutable(Executable):
                 place, region = places.in_regions[name]
                 assert isinstance(region, Region)
                 # The range itself is one of the used ranges, so one overlap is always found.
-                if not self.plain or _overlapping(_range(region, place.offset, size), used) > 1:
+                if not self._plain or _overlapping(_range(region, place.offset, size), used) > 1:
                     continue
             places.offered[name] = memory
             places.addresses[name] = address
@@ -177,9 +157,7 @@ class HostExecutable(Executable):
     def written(self, outputs: Mapping[str, Array], addresses: Mapping[str, int]) -> list[str]:
         """Returns the names of the outputs that XLA has written to the addresses that it should write them to.
 
-        Args:
-          outputs: the outputs of the run.
-          addresses: output name -> address. If an output lies elsewhere, the next run learns again how XLA allocates the outputs.
+        If an output lies elsewhere, the next run learns again how XLA allocates the outputs.
         """
         found = [name for name, address in addresses.items() if address_of(outputs[name]) == address]
         if len(found) < len(addresses):
@@ -187,23 +165,23 @@ class HostExecutable(Executable):
         return found
 
     def settle(self, places: Places) -> None:
-        """Ends the offer to XLA of memory in ``places`` for outputs, so that the memory can be used for something else.
-
-        Called after the answer. If an array still lies there, that memory is never unmapped, and the outputs of later runs are
-        copied to their places.
-        """
+        """Ends the offer of memory in ``places`` to XLA, after the answer, so that the memory can be used for something else."""
         for name, memory in places.offered.items():
             self.give_up(places.addresses[name], memory)
         places.offered.clear()
 
     def give_up(self, address: int, memory: memoryview) -> None:
-        """Checks that no array lies any more in memory that XLA was to write an output to.
+        """Checks that no array lies any more in ``memory``, at ``address``, that XLA was to write an output to.
 
-        If one does, the memory is never unmapped, and outputs of later runs are copied to their places. ``address``: of
-        ``memory``.
+        If one does, the memory is never unmapped, and outputs of later runs are copied to their places.
         """
         if not output_memory.given_up(address, memory) and self.memory_of_outputs is not None:
             self.memory_of_outputs.refuse()
+
+    @functools.cached_property
+    def _plain(self) -> bool:
+        """True if the program may compute right into a client's memory: it writes nothing there but its outputs."""
+        return is_plain(self.program)
 
     def single_run(
         self,
@@ -244,7 +222,7 @@ class Processor(ExecutionDevice):
     remote = False
 
     def __init__(self, single: SingleThreadDevice | None = None) -> None:
-        """``single``: the device with one thread for small programs; None: small programs use all threads, too."""
+        """``single``: the device with one thread for small programs; None: they use all threads, too."""
         self._single = single
 
     def executable(self, wanted: Wanted, signature: Signature, program: CompiledProgram) -> Executable:

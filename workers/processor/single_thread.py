@@ -1,9 +1,9 @@
-"""Opens a device for programs that gain nothing from several threads: a second XLA:CPU client in this process, with one thread.
+"""Runs small programs with one thread: on a second XLA:CPU client in this process, which has no more.
 
-XLA divides a program among the threads of the client that compiles it, and these threads wait for each other by spinning. So a
-small program costs up to twice the processor time and is hardly faster (docs/measurements.md). No option of a single program
-changes that: neither ``xla_cpu_multi_thread_eigen`` nor the others of jaxlib 0.10 that were tried. Both clients compute in the
-memory of this process, so parameters are shared and never copied.
+XLA divides a program among the threads of the client that compiles it, and these threads wait for each other by spinning: a small
+program costs up to twice the processor time and is hardly faster (docs/measurements.md). No option of a single program changes
+that: neither ``xla_cpu_multi_thread_eigen`` nor the others of jaxlib 0.10 that were tried. Both clients compute in the memory of
+this process, so parameters are shared and never copied.
 """
 
 from __future__ import annotations
@@ -11,32 +11,41 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import threading
+from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from tensord.shm.arrays import address_of
 from tensord.workers.devices.device_cpu import THREADS_VARIABLE, thread_count
 from tensord.workers.devices.host_put import host_put
 from tensord.workers.jax_internals.interfaces import CPU_CLIENT, Missing
+from tensord.workers.jax_internals.wide import precision
+from tensord.workers.parameters.parameter_set import ParameterSets
+from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.programs.weight import Most, is_within
+from tensord.workers.tensors.signature import Signature
 
 _log = logging.getLogger(__name__)
 #: The most bytes that a small program's operations read and write; more bytes are read faster by several cores.
 _MAX_BYTE_SIZE = 8 << 20
+#: Changes nothing for a client with one thread, but is part of the key of JAX's own cache, which ignores threads: a program that
+#: was compiled for several threads must not be found for one thread, nor the reverse.
+_OPTIONS: dict[str, str | bool] = {"xla_cpu_multi_thread_eigen": False}
 
 
 class SingleThreadDevice:
-    """An additional CPU device of the worker that runs small programs with one thread; also knows which programs are small."""
+    """An additional CPU device of the worker with one thread, and the bound on the work of the programs that it suits."""
 
     def __init__(self, max_flops: int) -> None:
         """Opens the device. Raises whatever JAX raises if it cannot have such a device.
 
         To be called before any model is loaded: an environment variable is set to one thread for a moment, which no other thread
-        may read and no process may inherit.
-
-        ``max_flops``: the most floating-point operations of a program that suits the device.
+        may read and no process may inherit. ``max_flops``: the most floating-point operations of a program that suits the device.
         """
         self.max_flops = max_flops
         self.device = _opened()
@@ -44,9 +53,7 @@ class SingleThreadDevice:
     def suits(self, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled | None = None) -> bool:
         """Returns whether a program's cost is known and so small that one thread is enough.
 
-        Args:
-          compiled: the compiled program if only compilation shows its cost, as for an exported program with open sizes; None: the
-            cost is taken from ``lowered``.
+        ``compiled``: the compiled program if only it shows the cost, as for an exported program with open sizes.
         """
         return is_within(compiled or lowered, Most(self.max_flops, _MAX_BYTE_SIZE), lowered)
 
@@ -69,12 +76,10 @@ def _opened() -> jax.Device:
 
 
 def choose(device: jax.Device, max_flops: int) -> SingleThreadDevice | None:
-    """Opens the single-thread device for a worker, if it is useful; to be called before any model is loaded.
+    """Opens the single-thread device, before any model is loaded, if it is useful for the worker's ``device``.
 
-    Returns None if ``device`` is no CPU or has only one thread, if ``max_flops`` is 0 (not wanted), or if this JAX version cannot
-    have such a device, which is logged.
-
-    ``device``: the worker's. ``max_flops``: the most floating-point operations of a program that suits the single-thread device.
+    Returns None if that is no CPU or has only one thread, if ``max_flops`` is 0 (not wanted), or if this JAX version cannot have
+    such a device, which is logged.
     """
     if device.platform != "cpu" or thread_count() < 2 or not max_flops:
         return None
@@ -88,9 +93,7 @@ def choose(device: jax.Device, max_flops: int) -> SingleThreadDevice | None:
 
 
 def share(parameters: Any, device: jax.Device) -> Any:
-    """Returns parameters as arrays of another CPU device, in the same memory.
-
-    ``parameters``: a tree of JAX or numpy arrays.
+    """Returns a tree of JAX or numpy arrays as arrays of another CPU device, in the same memory.
 
     Raises ValueError: a parameter would be copied; or whatever numpy raises for a dtype that it does not know.
     """
@@ -102,3 +105,116 @@ def share(parameters: Any, device: jax.Device) -> Any:
         if here.unsafe_buffer_pointer() != address_of(array):
             raise ValueError(f"a parameter of {array.dtype}{list(array.shape)} would be copied")
     return jax.tree.unflatten(structure, made)
+
+
+class SmallPrograms:
+    """Decides which programs of one model version run on the single-thread device, and compiles these. For any thread.
+
+    A program runs there if it is small and a test run there has succeeded. If a version cannot use the device (a sharding or a
+    function that it calls binds it to the worker's device, or its parameters would have to be copied), all its programs run on
+    the
+    worker's device, which is logged once.
+    """
+
+    def __init__(self, signature: Signature, device: SingleThreadDevice, sets: ParameterSets) -> None:
+        """``sets``: the version's parameter sets, which are on the worker's device."""
+        self._signature = signature
+        self._device = device
+        self._sets = sets
+        self._placement: Placement | None = None
+        self._opening = threading.Lock()
+        self._possible = True
+
+    def open(self) -> Placement | None:
+        """Returns the placement on the single-thread device, with the version's parameters.
+
+        None: that has failed for this version.
+        """
+        with self._opening:
+            if self._placement is None and self._possible:
+                try:
+                    device = self._device.device
+                    self._sets.share_by(self._shared)
+                    self._placement = Placement(
+                        self._sets,
+                        device,
+                        None,
+                        SingleDeviceSharding(device),
+                        MappingProxyType(_OPTIONS),
+                        device.client,
+                    )
+                except Exception as error:
+                    self.give_up(error)
+            return self._placement
+
+    def _shared(self, parameters: Any) -> Any:
+        with precision(self._signature.wide):
+            return share(parameters, self._device.device)
+
+    def lowered(
+        self, usual: jax.stages.Lowered, lower: Callable[[Placement], jax.stages.Lowered]
+    ) -> tuple[jax.stages.Lowered, Placement] | None:
+        """Lowers a program for the single-thread device. Returns None if it is not known to be small, or cannot run there.
+
+        ``usual``: the program, lowered for the worker's device. ``lower``: lowers it for another placement.
+        """
+        if self._is_small(usual) is not True or (placement := self.open()) is None:
+            return None
+        try:
+            return lower(placement), placement
+        except Exception as error:
+            self.give_up(error)
+            return None
+
+    def _is_small(self, lowered: jax.stages.Lowered) -> bool | None:
+        """Returns whether one thread is enough for a program; None: its sizes are open, so only its compilation shows that."""
+        # XLA raises an error for the cost of a program with open sizes, or (from JAX 0.11 on) ends the process.
+        if _has_open_sizes(lowered):
+            return None
+        try:
+            return self._device.suits(lowered)
+        except jax.errors.JaxRuntimeError:
+            return None
+
+    def compile(
+        self,
+        lowered: jax.stages.Lowered,
+        lower: Callable[[Placement], jax.stages.Lowered],
+        zeros: Callable[[], dict[str, Any]],
+    ) -> CompiledProgram | None:
+        """Compiles a program for the single-thread device and runs it once; None: it is not small, or cannot run on that device.
+
+        Args:
+          lowered: the program, lowered for the worker's device.
+          lower: lowers the program for another placement.
+          zeros: makes inputs for the test run.
+        """
+        try:
+            small = self._is_small(lowered) if self._possible else False
+            if small is False or (placement := self.open()) is None:
+                return None
+            with precision(self._signature.wide):
+                made = placement.compile(lower(placement))
+                if small is None and not self._device.suits(lowered, made):
+                    return None
+                jax.block_until_ready(made(placement.parameters, zeros()))
+        except Exception as error:
+            self.give_up(error)
+            return None
+        return CompiledProgram(made, placement)
+
+    def give_up(self, error: Exception) -> None:
+        """Logs an error, because of which all programs that this version compiles from now on use all threads."""
+        name, kind = self._signature.model, type(error).__name__
+        _log.info("model '%s': its programs get all threads, whatever their size: %s: %s", name, kind, error)
+        self._possible = False
+
+    def __repr__(self) -> str:
+        return f"<SmallPrograms of {self._device}>"
+
+
+def _has_open_sizes(lowered: jax.stages.Lowered) -> bool:
+    """Returns whether a function of a lowered program has sizes that are not known before the program is compiled."""
+    module: Any = lowered.compiler_ir("stablehlo")
+    functions = [op for op in module.body.operations if "function_type" in op.attributes]
+    return any("?" in str(function.attributes["function_type"]) for function in functions)

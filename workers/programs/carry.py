@@ -1,49 +1,49 @@
-"""Holds the carry: the state of all sequences of an instance, on the device, which each run passes to the next run.
+"""Holds the carry: the state of all sequences of an instance, on the device, which each run reads and replaces.
 
-    run n ── carry ──▶ run n+1 ── carry ──▶ run n+2        a run may be launched before the run before it has ended
+    carry    | slot 0 | slot 1 | ... | slot S-1 | initial state |      one array for each state, one row for each slot
+                 └──────────┬──────┘                │ where a sequence begins
+                     rows of the batch ◀────────────┘
+                            │ apply(parameters, inputs, rows)
+                 ┌──────────┴──────┐
+    carry    | slot 0 | slot 1 | ...     the same memory: the carry is donated
 
-If a run fails before the device has taken the carry, every sequence is as it was. If it fails later the carry is lost, and with
-it the state of every sequence of the instance: their clients get an error, and a new carry is made. No run is repeated.
+A run may be launched before the run before it has ended. If a run fails before the device has taken the carry, every sequence is
+as it was. If it fails later the state of every sequence of the instance is lost: their clients get an error. No run is repeated.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from tensord.shm.arrays import Array
-from tensord.shm.errors import InvalidArgument
+from tensord.shm.arrays import Array, datatype_of
+from tensord.shm.errors import Internal, InvalidArgument
 from tensord.workers.jax_internals.wide import precision
 from tensord.workers.tensors.signature import Signature, StateSpec
-from tensord.workers.tensors.state import InitialState
 
+#: Index of the carry among a program's arguments after the parameters.
+CARRY = 2
 #: A program with its parameters: (inputs, rows, carry) -> (outputs, carry).
 Step = Callable[..., Any]
 
 
 class StateLost(Exception):
-    """Raised if a failed run has lost the state of all sequences of a model's instance; ``__cause__`` is the error of the run."""
+    """A failed run has lost the state of all sequences of a model's instance; ``__cause__`` is the error of the run."""
 
 
 class Carry:
-    """Holds the carry: the state of one instance's sequences, on the device, which each run reads and replaces.
+    """The state of one instance's sequences on the device. Used by the instance's thread only."""
 
-    Used by the instance's thread only.
-    """
+    def __init__(self, signature: Signature, initial: Mapping[str, Array], device: jax.Device | None = None) -> None:
+        """Holds no arrays yet; the first run makes them.
 
-    def __init__(self, signature: Signature, initial: InitialState, device: jax.Device | None = None) -> None:
-        """Makes an empty carry (the arrays with the sequences' state); the first run makes the arrays.
-
-        Each array has a row for every slot. A slot belongs to one sequence at a time, whose state is in that row.
-
-        Args:
-          signature: says how many slots an instance has, and the shape of the state in each.
-          initial: the state with which a sequence begins.
-          device: the device of the programs; None: JAX's default device.
+        ``initial``: state name -> what it is when a sequence begins; others begin as zeros. ``device``: None: JAX's default
+        device.
         """
         self._signature = signature
         self._initial = initial
@@ -58,7 +58,7 @@ class Carry:
 
         Args:
           step: the program with its parameters: (inputs, ``argument``, carry) -> (outputs, carry).
-          argument: INT32[2, rows], the slot of each row, and 1 where its sequence begins (``state_program.rows_argument``).
+          argument: the slot of each row, and whether its sequence begins, from ``rows_argument``.
         Raises StateLost: the run failed and the state of all sequences is lost. After any other error all state is as before.
         """
         with precision(self._signature.wide):
@@ -74,7 +74,7 @@ class Carry:
         return made
 
     def failed(self) -> StateLost:
-        """Drops the state of all sequences after a run has failed; the next run makes new state. Returns the error to raise."""
+        """Drops the state of all sequences after a run has failed. Returns the error to raise."""
         self._arrays = None
         return StateLost()
 
@@ -84,12 +84,9 @@ class Carry:
         return self._arrays
 
     def _begun(self, spec: StateSpec) -> jax.Array:
-        """Makes one array of a new carry: the state ``spec`` of all slots, and as the last row the initial state.
-
-        The rows of the slots are zeros; each is written before it is read.
-        """
+        """Makes the array of a state: in the last row its initial value; the others are written before they are read."""
         array = np.zeros((self._signature.slots + 1, *spec.dims), spec.dtype)
-        array[-1] = self._initial.row(spec)
+        array[-1] = self._initial.get(spec.name, 0)
         made: jax.Array = jax.device_put(array, self._device)
         return made
 
@@ -98,7 +95,7 @@ class Carry:
 
 
 def check_state_size(signature: Signature, instances: int, limit: int) -> None:
-    """Checks the size of a model's state. Raises InvalidArgument: all instances together need more than ``limit`` bytes."""
+    """Raises InvalidArgument: the state of all instances together needs more than ``limit`` bytes."""
     needed = instances * carry_byte_size(signature)
     if signature.states and needed > limit:
         raise InvalidArgument(
@@ -110,3 +107,74 @@ def check_state_size(signature: Signature, instances: int, limit: int) -> None:
 def carry_byte_size(signature: Signature) -> int:
     """Returns the bytes that the state of all sequences of one instance takes on the device."""
     return (signature.slots + 1) * sum(spec.dtype.itemsize * math.prod(spec.dims) for spec in signature.states)
+
+
+def rows_argument(signature: Signature, rows: int, used: Sequence[tuple[int, bool]]) -> Array:
+    """Returns the argument that tells a program the slot of each row, and 1 where its sequence begins: INT32[2, rows].
+
+    ``used``: the slot of each of the first rows, and whether its sequence begins. The other rows belong to no request: their
+    slot is
+    outside of the carry, so they begin with the initial state and their new state is dropped.
+    """
+    nobody = range(signature.slots + 1, signature.slots + 1 + rows - len(used))
+    return np.array(
+        [[*(slot for slot, _ in used), *nobody], [*(start for _, start in used), *(True for _ in nobody)]], np.int32
+    )
+
+
+def carry_specs(signature: Signature) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shape and dtype of each array of the carry, by the state's name."""
+    return {spec.name: jax.ShapeDtypeStruct((signature.slots + 1, *spec.dims), spec.dtype) for spec in signature.states}
+
+
+def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., tuple[Any, dict[str, Any]]]:
+    """Wraps a model's function, which takes and returns one state for each row, so that it takes and returns the carry.
+
+    The result is what JAX traces: (parameters, inputs, ``rows_argument``, carry) -> (outputs, carry).
+    """
+
+    def step(parameters: Any, inputs: dict[str, Any], rows: Any, carry: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        slots, starts = rows[0], rows[1]
+        taken = jnp.where(starts != 0, signature.slots, slots)
+        state = {name: array.at[taken].get(mode="clip") for name, array in carry.items()}
+        if not signature.batches:
+            state = {name: array[0] for name, array in state.items()}
+        outputs, made = checked(signature, slots.shape[0], apply(parameters, inputs, state))
+        kept: dict[str, Any] = {}
+        for spec in signature.states:
+            new = made[spec.output] if signature.batches else made[spec.output][None]
+            kept[spec.name] = carry[spec.name].at[slots].set(new, mode="drop", unique_indices=True)
+        shown = {spec.output: made[spec.output] for spec in signature.states if spec.output in signature.outputs}
+        return {**outputs, **shown}, kept
+
+    return step
+
+
+def checked(signature: Signature, rows: int, returned: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Checks what a traced function with state returned. Returns its outputs and its new state, each by name.
+
+    Raises Internal: they are not as declared.
+    """
+    what = f"model '{signature.model}'"
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise Internal(f"{what}: apply returned {type(returned).__name__}, a pair (outputs, state) is expected")
+    outputs, made = returned
+    for part, kind in ((outputs, "outputs"), (made, "state")):
+        if not isinstance(part, dict):
+            raise Internal(f"{what}: apply returned {type(part).__name__} as its {kind}, a dict of arrays is expected")
+    arrays: dict[str, Any] = {}
+    for spec in signature.states:
+        if spec.output not in made:
+            raise Internal(f"{what}: state '{spec.output}' is declared but not computed")
+        array = arrays[spec.output] = jnp.asarray(made[spec.output])
+        lead = (rows,) if signature.batches else ()
+        shape = (*lead, *spec.dims)
+        fits = array.shape[: len(lead)] == lead and spec.fits(array.shape[len(lead) :])
+        if not fits or array.dtype != spec.dtype:
+            raise Internal(
+                f"{what}: state '{spec.output}' is computed as {datatype_of(array.dtype) or array.dtype}"
+                f"{list(array.shape)}, declared as {spec.datatype}{list(shape)}"
+            )
+    if unknown := sorted(made.keys() - arrays.keys(), key=str):
+        raise Internal(f"{what}: apply returned state {unknown[0]!r}, which is not declared")
+    return outputs, arrays

@@ -10,18 +10,16 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
 from tensord.shm.arrays import Array, address_of
 from tensord.workers.jax_internals.wide import precisions
-from tensord.workers.parameters.parameter_set import ParameterSet
+from tensord.workers.parameters.parameter_set import ParameterSet, ParameterSets
 from tensord.workers.parameters.set_stack import Chosen
-from tensord.workers.programs.execution_device import ExecutionDevice, Inputs
 from tensord.workers.programs.placement import CompiledProgram, Placement
-from tensord.workers.programs.plain_program import is_plain
 from tensord.workers.programs.run_errors import memory_needed
 from tensord.workers.programs.weight import share_of
 from tensord.workers.regions.places import Places
@@ -36,10 +34,15 @@ if TYPE_CHECKING:
     from tensord.shm.messages import PreparedTensor
     from tensord.shm.regions import Region
     from tensord.workers.processor.single_run import SingleRun
+    from tensord.workers.processor.single_thread import SmallPrograms
     from tensord.workers.requests.preparation import AnswerPlan
 
 #: One output, or several, in host memory.
 Content = Array | bytes
+
+
+#: Name, dtype and shape of an argument.
+Argument = tuple[str, np.dtype[Any], tuple[int, ...]]
 
 
 class RunOutputs(NamedTuple):
@@ -61,6 +64,59 @@ class Wanted(NamedTuple):
         return f"{self.rows} rows of {inputs}"
 
 
+class Inputs(Protocol):
+    """The memory in which the host gathers the arguments of a program."""
+
+    @property
+    def fit(self) -> bool:
+        """True if the memory has room for the arguments; if not, they cannot be gathered here."""
+
+    @property
+    def arrays(self) -> dict[str, Array]:
+        """The arrays in which the arguments are gathered, by argument name."""
+
+    def send(self) -> dict[str, Any]:
+        """Returns the gathered arguments by name, as the program takes them; a GPU gets them in one transfer first.
+
+        Raises Unavailable: the device has no memory left; DeviceLost: the device has failed.
+        """
+
+
+class ExecutionDevice(ABC):
+    """A device that programs run on: everything in which a processor and a GPU differ. Each object is used by one thread only."""
+
+    #: Whether arguments have to be sent to the device, and outputs to be fetched.
+    remote: bool
+
+    @abstractmethod
+    def executable(self, wanted: Wanted, signature: Signature, program: CompiledProgram) -> Executable:
+        """Makes an executable from a compiled program, to be run by this object's thread."""
+
+    @abstractmethod
+    def inputs(self, arguments: Sequence[Argument]) -> Inputs:
+        """Returns host memory for gathering these arguments of a program. If there is no room, ``fit`` of the result is False."""
+
+    @abstractmethod
+    def contents_of(self, made: Sequence[Any]) -> list[Content]:
+        """Waits for outputs of a program and returns their contents in host memory. Raises what the run raised."""
+
+    def small_programs(self, signature: Signature, sets: ParameterSets) -> SmallPrograms | None:
+        """Returns the object through which a version's small programs run on one thread; None: they run like large programs."""
+        return None
+
+    @abstractmethod
+    def beside(self) -> ExecutionDevice:
+        """Returns an object for the same device, for use by another thread."""
+
+    def check(self) -> None:
+        """Checks the device. Raises DeviceLost: an error has made it unusable for this process, which happens to GPUs alone."""
+        return
+
+    def close(self) -> None:
+        """Frees the memory that this thread's object has allocated for the device, if any. May be called more than once."""
+        return
+
+
 class Executable(ABC):
     """A compiled program with the buffers in which its batches are gathered; used by one execution thread."""
 
@@ -72,12 +128,7 @@ class Executable(ABC):
     def __init__(
         self, wanted: Wanted, signature: Signature, program: CompiledProgram, device: ExecutionDevice, inputs: Inputs
     ) -> None:
-        """
-        Args:
-          wanted: the batch size and shapes of the program.
-          device: the object for the device that belongs to the running thread.
-          inputs: the memory in which the host gathers the program's inputs.
-        """
+        """``device``: as its thread uses it. ``inputs``: the memory in which the host gathers the program's inputs."""
         self.wanted = wanted
         #: The rows of its batch.
         self.rows = wanted.rows
@@ -105,18 +156,12 @@ class Executable(ABC):
         )
 
     def twin(self, device: ExecutionDevice) -> Executable:
-        """Returns an executable of the same program, with separate buffers, for another thread.
-
-        ``device``: the object for the device that belongs to that thread.
-        """
+        """Returns an executable of the same program, with separate buffers, for the thread that uses ``device``."""
         return device.executable(self.wanted, self._signature, self._compiled)
 
     @functools.cached_property
     def share(self) -> float:
-        """The work of a run as a fraction of what may run in one iteration of the worker's loop (about 1 ms of a core).
-
-        Infinite: it is more than one iteration's, or not known.
-        """
+        """The work of a run as a fraction of what may run in one iteration of the worker's loop; infinite: more, or not known."""
         return share_of(self.program)
 
     @functools.cached_property
@@ -134,7 +179,7 @@ class Executable(ABC):
     @functools.cached_property
     def gathered(self) -> dict[str, Array]:
         """The arrays in which the host gathers the inputs, by input name."""
-        return {spec.name: self._inputs.arrays[spec.name] for spec, _ in self._specs}
+        return self._inputs.arrays
 
     @property
     def memory(self) -> list[tuple[str, int, int]]:
@@ -150,11 +195,9 @@ class Executable(ABC):
             return self._inputs.send()
 
     def parameters(self, chosen: Chosen = None) -> Any:
-        """Returns the parameters for a run, as ``call`` (the compiled program) takes them; brings them to the device if needed.
+        """Returns the parameters for a run, as ``call`` takes them; brings them to the device if needed.
 
-        ``chosen``: the parameter set, or that of each request or row if batches may mix sets; None: the main set.
-
-        Raises: Unavailable: they are not on the device and there is no room for them; or whatever the device raises.
+        Raises Unavailable: there is no room for them on the device; or whatever the device raises.
         """
         sets = self._sets
         if sets.stack is not None:
@@ -165,12 +208,10 @@ class Executable(ABC):
         return chosen.on(self._at)
 
     def run(self, chosen: Chosen = None) -> list[Content]:
-        """Runs the program on the inputs in ``memory``. Returns the contents of the outputs in host memory.
+        """Runs the program on the inputs in ``memory``, which may be written again afterwards.
 
-        Afterwards ``memory`` may be written again. Raises Unavailable: the device has no room for the parameters; or whatever
-        the program raises.
-
-        ``chosen``: the parameter set, or that of each request or row if batches may mix sets; None: the main set.
+        Returns the outputs in host memory. Raises Unavailable: the device has no room for the parameters; or whatever the
+        program raises.
         """
         parameters = self.parameters(chosen)
         with self._precision():
@@ -200,9 +241,8 @@ class Executable(ABC):
         """Runs the program and waits for its outputs. Raises what the run raises.
 
         Args:
-          parameters: the parameters on the device, from the method ``parameters``.
-          arguments: the gathered inputs by name, from ``gather``.
-          requests: the batch.
+          parameters: from the method ``parameters``.
+          arguments: from ``gather``.
           places: the memory in the answer or the client's regions that a single request's outputs are written to directly;
             None: no memory is reserved yet.
         """
@@ -215,22 +255,19 @@ class Executable(ABC):
     def _compute(
         self, parameters: Any, arguments: dict[str, Any], requests: Sequence[RequestTensors], places: Places | None
     ) -> RunOutputs:
-        """Does the work of ``compute`` on a processor or a GPU, with the same arguments and result.
-
-        The caller must have set JAX's 64-bit mode as the model needs it.
-        """
+        """Does the work of ``compute``, with JAX's 64-bit mode set as the model needs it."""
 
     @abstractmethod
     def outputs(self, made: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:
         """Waits for a run and returns its outputs: in host memory, or on a GPU if they are large or a request needs them there.
 
-        ``made``: output name -> array, which ``call`` has returned without waiting for the values. Raises what the run raised.
+        ``made``: as for ``read``. Raises what the run raised.
         """
 
     def uncut(self, outputs: RunOutputs) -> BatchOutputs | None:
-        """Returns the outputs of a whole batch as bytes, from which each answer copies its rows.
+        """Returns a run's outputs as bytes, from which each answer copies its rows.
 
-        None: they are too large for that, or on a GPU.
+        None: they are too large, or stay on a GPU.
         """
         if outputs.contents is None:
             return None
@@ -248,16 +285,13 @@ class Executable(ABC):
         """
 
     def offer(self, places: Places) -> None:
-        """Notes in ``places``, the memory of a request's answer, which outputs the next run may write there directly.
-
-        By default none: ``compute`` gets the places, and copies the outputs there after the run.
-        """
+        """Notes in ``places``, the memory of a request's answer, which outputs the next run may write there: by default none."""
         return
 
     def settle(self, places: Places) -> None:
         """Makes sure that no later run writes to the memory that ``offer`` has noted in ``places``.
 
-        The caller must have sent the answer or given it up, and must not use the outputs any more. By default no run does.
+        The caller must have sent the answer or given it up, and must not use the outputs any more.
         """
         return
 
@@ -270,9 +304,7 @@ class Executable(ABC):
         rows: int,
         regions: Mapping[str, Region],
     ) -> SingleRun | None:
-        """Returns an object that runs requests with the same prepared request one at a time, without batches.
-
-        None: that is not possible for these requests.
+        """Returns an object that runs repeats of a prepared request one at a time, without batches; None: that is not possible.
 
         The arguments are those of ``SingleRun``.
         """
@@ -285,21 +317,13 @@ class Executable(ABC):
         made = info[0] if self._signature.states else info
         return {name: math.prod(made[name].shape) * made[name].dtype.itemsize for name in self._signature.outputs}
 
-    @functools.cached_property
-    def plain(self) -> bool:
-        """True if the program may compute right into a client's memory: it writes nothing there but its outputs.
-
-        False also if that is not known (``workers/programs/plain_program.py``).
-        """
-        return is_plain(self.program)
-
     def _batch_input(self, spec: TensorSpec, shape: tuple[int, ...], requests: Sequence[RequestTensors]) -> Array:
         assert spec.of_batch is not None
         return batch_input(spec, self._signature.inputs[spec.of_batch.source], shape, self.wanted.rows, requests)
 
 
 def specs_of(signature: Signature, wanted: Wanted) -> list[tuple[TensorSpec, tuple[int, ...]]]:
-    """Returns the specification and shape of each input of a program; optional inputs that the program lacks are left out."""
+    """Returns the specification and shape of each input that a program has; an optional one may be missing."""
     return [
         (spec, shape) for spec, shape in zip(signature.inputs.values(), wanted.shapes, strict=True) if shape is not None
     ]

@@ -42,7 +42,7 @@ from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.threads.cancellation import Cancellation
 
 if TYPE_CHECKING:
-    from tensord.workers.processor.small_programs import SmallPrograms
+    from tensord.workers.processor.single_thread import SmallPrograms
 
 
 _log = logging.getLogger(__name__)

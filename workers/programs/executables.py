@@ -3,9 +3,6 @@
     executable    one per (batch bucket, shapes): jit(apply).lower(parameters, inputs).compile()
                   on the worker's device; a small program on the single-thread device, which shares the parameters' memory
 
-The programs of a model with state share the carry (``state_program.py``), so all of them are on the same device. The programs of
-a model whose batches mix parameter sets share the stack of these sets (``set_stack.py``).
-
 Parameters are arguments, never constants: a constant would be copied into every executable. Compiling may happen in any thread;
 ``find``, ``add`` and ``limit`` belong to the worker's loop.
 """
@@ -15,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -26,18 +23,15 @@ from tensord.workers.devices.several_devices import SeveralDevices
 from tensord.workers.jax_internals.wide import precision
 from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.parameters.set_stack import SetStack, put
-from tensord.workers.programs.carry import Carry
-from tensord.workers.programs.executable import Executable, Wanted
+from tensord.workers.programs.carry import Carry, rows_argument
+from tensord.workers.programs.executable import Executable, ExecutionDevice, Wanted
 from tensord.workers.programs.executable_cache import ExecutableCache
-from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.programs.lowering import Lowering, warn_of_constants
 from tensord.workers.programs.placement import CompiledProgram, Placement
-from tensord.workers.programs.state_program import rows_argument
 from tensord.workers.programs.weight import work_of
 from tensord.workers.tensors.buckets import Buckets, Shapes
 from tensord.workers.tensors.signature import Signature
-from tensord.workers.tensors.state import InitialState
 from tensord.workers.threads.cancellation import Cancellation
 
 #: Floating-point operations and bytes in the first runs of a version's executables; a core takes some milliseconds for as much.
@@ -46,7 +40,7 @@ Apply = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
 
 class Executables:
-    """Holds the executables of one model version: one for each bucket, made at load, and a few for other shapes, made later.
+    """The executables of one model version: one for each bucket, made at load, and a few for other shapes, made later.
 
     When there are too many of the latter, the least recently used one is evicted.
     """
@@ -61,18 +55,16 @@ class Executables:
         source: bytes,
         max_unexpected: int,
         device: ExecutionDevice,
-        initial: InitialState | None = None,
+        initial: Mapping[str, Array] | None = None,
         several: SeveralDevices | None = None,
     ) -> None:
-        """
-        Args:
-          buckets: which batch sizes and shapes to compile at load.
-          sets: the model's parameters (``placed_sets``).
-          source: the model's source code, part of the cache's keys.
-          max_unexpected: how many executables of other shapes are kept.
-          device: the object for the device that belongs to the thread that runs the executables.
-          initial: the initial state of a model with state; None: the model has no state.
-          several: the devices of a model that runs on several; None: the worker's device.
+        """Args:
+        buckets: which batch sizes and shapes to compile at load.
+        source: the model's source code, part of the cache's keys.
+        max_unexpected: how many executables of other shapes are kept.
+        device: as the thread that runs the executables uses it.
+        initial: the initial state of a model with state; None: the model has no state.
+        several: the devices of a model that runs on several; None: the worker's device.
         """
         self._initial = initial
         self.device = device
@@ -101,8 +93,7 @@ class Executables:
     def warm(self, progress: LoadProgress) -> None:
         """Compiles the executable of every bucket, or loads it from the cache, and runs the smallest one.
 
-        Raises Internal: the model's outputs are not as declared, or there is too little memory; Cancelled: the load of the model
-        was given up.
+        Raises Internal: the model's outputs are not as declared, or there is too little memory; Cancelled: the load was given up.
         """
         planned = [Wanted(rows, shapes) for rows, shapes in self._buckets.planned()]
         if self._signature.states or self.sets.stack is not None:
@@ -129,9 +120,8 @@ class Executables:
     def _make(self, planned: Sequence[Wanted], first: jax.stages.Lowered | None, progress: LoadProgress) -> None:
         """Compiles the executables of all buckets, or loads them from the cache.
 
-        ``first``: the lowered program of the first bucket; None: there are no buckets.
-
-        On several devices the first program decides where the parameters are, and the others are compiled for that.
+        ``first``: the lowered program of the first bucket. On several devices the first program decides where the parameters
+        are, and the others are compiled for that.
         """
         several = self._usual.several
 
@@ -155,10 +145,9 @@ class Executables:
     ) -> tuple[CompiledProgram, bool]:
         """Returns a program from the cache, or made by ``make``, and whether it was made.
 
-        Args:
-          parts: what distinguishes the program from the other programs of this version, in the cache's key.
-          what: names the program in the log.
-        Raises Cancelled: the loading of the version was given up; or whatever ``make`` raises.
+        ``parts``: what distinguishes the program from the others of this version. ``what``: names it in the log. Raises
+        Cancelled: the
+        load was given up; or whatever ``make`` raises.
         """
         key = self._cache.key((*self._identity, *parts, f"{self._small} {self._usual.several}"))
         what = f"model '{self._signature.model}', {what}"
@@ -173,10 +162,8 @@ class Executables:
     ) -> CompiledProgram:
         """Returns a program that runs several requests in one call: from the cache, or compiled by ``compile_it`` and stored.
 
-        Args:
-          shapes: of a request's inputs.
-          number: how many requests are in a call, passed to ``compile_it``; None: any number.
-        Raises Cancelled: the loading of the version was given up; or whatever ``compile_it`` raises.
+        ``shapes``: of a request's inputs. ``number``: how many requests are in a call; None: any number. Raises as ``_kept``
+        does.
         """
         parts = ("series", repr(shapes), str(number))
         what = f"program for {'several' if number is None else number} requests of {shapes}"
@@ -185,20 +172,13 @@ class Executables:
     def _place(self, planned: Sequence[Wanted]) -> None:
         """Chooses one device for all programs, because they share sequence state or a stack of parameter sets.
 
-        It is the single-thread device if the program of the largest bucket is small and can run there, otherwise the worker's.
-
-        ``planned``: the shapes of the programs for all buckets, the largest last.
+        It is the single-thread device if the program of the largest bucket, the last of ``planned``, is small and can run there.
         """
         small, self._small = self._small, None
-        if small is None or not planned or not small.suits(self._lowering.lower(*planned[-1], self._usual)):
-            return
-        if (placement := small.open()) is not None:
-            try:
-                self._lowering.lower(*planned[-1], placement)
-            except Exception as error:
-                small.give_up(error)
-            else:
-                self._usual = placement
+        if small is not None and planned:
+            lower = functools.partial(self._lowering.lower, *planned[-1])
+            if (found := small.lowered(lower(self._usual), lower)) is not None:
+                self._usual = found[1]
 
     def _open(self, stack: SetStack) -> None:
         """Allocates the arrays of a stack of parameter sets on the programs' device, and compiles the program that fills them.
@@ -250,7 +230,7 @@ class Executables:
                 jax.block_until_ready(made)
 
     def compile(self, wanted: Wanted) -> Executable:
-        """Compiles an executable for a shape without a bucket and returns it; ``find`` returns it only once ``add`` has added it.
+        """Compiles an executable for a shape without a bucket; ``find`` returns it only once ``add`` has added it.
 
         Raises Internal: the model's outputs are not as declared; or whatever tracing raises.
         """
@@ -266,7 +246,7 @@ class Executables:
         return found
 
     def planned(self, wanted: Wanted) -> Executable | None:
-        """Returns the executable for a shape if it was made at load for a bucket; it is never evicted. None: there is none."""
+        """Returns the executable that was made at load for a shape, and is never evicted; None: there is none."""
         return self._planned.get(wanted)
 
     def add(self, executable: Executable) -> list[Wanted]:

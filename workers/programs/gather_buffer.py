@@ -6,6 +6,7 @@ ragged   | request 0: its elements | request 1 | ... | zeros |
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,56 +28,39 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 class HostInputs:
-    """The arguments of a program, gathered in ordinary host memory; used by the execution thread only."""
+    """The arguments of a program in ordinary host memory, which is allocated when it is first asked for."""
 
     #: Whether the memory has room for the arguments.
     fit = True
 
-    def __init__(self, inputs: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]]) -> None:
-        """Allocates memory for each input. ``inputs``: name, dtype, and shape in the program."""
-        self.arrays = {name: aligned(shape, dtype) for name, dtype, shape in inputs}
+    def __init__(self, arguments: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]]) -> None:
+        """``arguments``: name, dtype, and shape in the program."""
+        self._arguments = arguments
+
+    @functools.cached_property
+    def arrays(self) -> dict[str, Array]:
+        """The arrays by name, whose memory XLA reads without a copy."""
+        return {name: aligned(shape, dtype) for name, dtype, shape in self._arguments}
 
     def send(self) -> dict[str, Any]:
-        """Returns the arrays of the gathered inputs by name: the program's arguments, which XLA reads where they lie."""
         return self.arrays
-
-    def __repr__(self) -> str:
-        return f"<HostInputs {len(self.arrays)} inputs>"
 
 
 class GatherBuffer:
-    """The buffer in which one input of one program is gathered; used by the execution thread only."""
+    """The memory of one argument of a program, in which each row of a batch has a slot; used by the execution thread only."""
 
     __slots__ = ("_bytes", "_name", "_slot_byte_size", "_slots", "array")
 
-    def __init__(
-        self,
-        name: str,
-        slots: int,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        lead: bool,
-        memory: Array | None = None,
-    ) -> None:
-        """Makes a buffer with a slot of the given shape for each of ``slots`` rows.
-
-        Args:
-          name: the input's.
-          lead: whether the slots are the first dimension of the program's input; if not, there is one slot.
-          memory: where the slots lie; None: newly allocated memory.
-        """
+    def __init__(self, name: str, array: Array, lead: bool) -> None:
+        """``array``: the program's argument. ``lead``: whether its first dimension counts the slots; if not, there is one."""
         self._name = name
-        self._slots = aligned((slots, *shape), dtype) if memory is None else memory.reshape((slots, *shape))
-        #: The program's argument.
-        self.array = self._slots if lead else self._slots[0, ...]  # a view, also of a single number
-        self._slot_byte_size = self._slots.nbytes // slots
+        self.array = array
+        self._slots = array if lead else array[None]
+        self._slot_byte_size = self._slots.nbytes // len(self._slots)
         self._bytes = self._slots.reshape(-1).view(np.uint8).data
 
     def fill(self, requests: Sequence[RequestTensors]) -> int:
-        """Copies the requests' tensors for this input into the slots, one for each row, and zeros the rest.
-
-        Returns the bytes copied.
-        """
+        """Copies the requests' tensors into the slots, and zeros the slots that no request fills. Returns the bytes copied."""
         name, size, flat = self._name, self._slot_byte_size, self._bytes
         row = at = copied = 0
         for request in requests:
@@ -96,25 +80,19 @@ class GatherBuffer:
             self._slots[row:] = 0
         return copied
 
-    def __repr__(self) -> str:
-        return f"<GatherBuffer {self._name!r} {self.array.dtype}{list(self.array.shape)}>"
-
 
 class RaggedBuffer:
-    """The buffer for one ragged input: the elements of all requests one after another; used by the execution thread only."""
+    """The memory of one ragged argument: the elements of all requests one after another; used by the execution thread only."""
 
     __slots__ = ("_name", "array")
 
-    def __init__(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    def __init__(self, name: str, array: Array) -> None:
+        """``array``: the program's argument."""
         self._name = name
-        #: The program's argument.
-        self.array = aligned(shape, dtype)
+        self.array = array
 
     def fill(self, requests: Sequence[RequestTensors]) -> int:
-        """Copies each request's elements for this input into the buffer, one request after the other, and zeros the rest.
-
-        Returns the bytes copied.
-        """
+        """Copies the requests' elements into the memory, and zeros the rest. Returns the bytes copied."""
         at = 0
         for request in requests:
             array = flat(request.arrays[self._name])
@@ -123,14 +101,11 @@ class RaggedBuffer:
         self.array[at:] = 0
         return at * self.array.itemsize
 
-    def __repr__(self) -> str:
-        return f"<RaggedBuffer {self._name!r} {self.array.dtype}{list(self.array.shape)}>"
-
 
 def copy_into(part: Array, array: Array) -> None:
     """Copies an array into part of a buffer, and zeros the elements of the part that the array does not cover.
 
-    An array without a batch dimension goes into the part's first slot (the memory of one row).
+    An array without a batch dimension goes into the part's first slot.
     """
     if len(array.shape) < part.ndim:
         part = part[0, ...]  # a view, also of a single number

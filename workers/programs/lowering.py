@@ -1,7 +1,7 @@
 """Lowers a model version's function for given shapes, and checks that its outputs are as declared.
 
 program    (parameters, inputs)                  -> outputs
-           (parameters, inputs, rows, carry)     -> outputs, carry        with state: ``state_program.py``
+           (parameters, inputs, rows, carry)     -> outputs, carry        with state: ``carry.py``
 
 On a GPU the program also returns small outputs packed: ``packed_outputs.py``.
 """
@@ -21,9 +21,10 @@ import numpy as np
 from tensord.shm.arrays import DTYPES, datatype_of
 from tensord.shm.errors import Internal
 from tensord.workers.jax_internals.wide import precision
+from tensord.workers.programs.carry import CARRY, carry_specs, rows_argument, stepping
+from tensord.workers.programs.executable import Wanted, arguments_of
 from tensord.workers.programs.packed_outputs import packing
 from tensord.workers.programs.placement import Placement
-from tensord.workers.programs.state_program import CARRY, carry_specs, rows_argument, stepping
 from tensord.workers.tensors.buckets import Shapes
 from tensord.workers.tensors.signature import Signature, TensorSpec
 
@@ -49,7 +50,7 @@ class Lowering:
         self.constant_byte_size = 0
 
     def lower(self, rows: int, shapes: Shapes, placement: Placement) -> jax.stages.Lowered:
-        """Traces and lowers the program for a batch size (``rows``) and input shapes, for the device of ``placement``.
+        """Traces and lowers the program for a batch size and input shapes, for the device of ``placement``.
 
         Raises whatever tracing raises.
         """
@@ -81,12 +82,8 @@ class Lowering:
 
     def zeros(self, rows: int, shapes: Shapes) -> dict[str, Any]:
         """Returns zeros as the inputs of a test run, by input name."""
-        lead = (rows,) if self._signature.batches else ()
-        return {
-            spec.name: np.zeros(shape if spec.whole else (*lead, *shape), spec.dtype)
-            for spec, shape in zip(self._signature.inputs.values(), shapes, strict=True)
-            if shape is not None
-        }
+        wanted = arguments_of(self._signature, Wanted(rows, shapes))
+        return {name: np.zeros(shape, dtype) for name, dtype, shape in wanted}
 
     def check(self, rows: int, shapes: Shapes, lowered: jax.stages.Lowered) -> None:
         """Checks the outputs of a lowered program, before the model serves. Raises Internal: they are not as declared."""
@@ -123,12 +120,9 @@ def _kind(made: Any) -> str:
 def check_output(
     model: str, spec: TensorSpec, batches: bool, rows: int, shape: tuple[int, ...], dtype: np.dtype[Any]
 ) -> None:
-    """Checks the datatype and shape of a computed output. Raises Internal: they are not the declared ones.
+    """Raises Internal: the datatype or shape of a computed output is not the declared one.
 
-    Args:
-      batches: whether the model has a batch dimension.
-      rows: the expected batch size.
-      shape: of the computed output, with the batch.
+    ``rows``: the expected batch size. ``shape``: of the computed output, with the batch.
     """
     inner = shape[1:] if batches else shape
     fits = spec.fits_model(inner) and (not batches or (len(shape) > 0 and shape[0] == rows))
@@ -145,13 +139,7 @@ def check_output(
 
 
 def check_cut(model: str, spec: TensorSpec, elements: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Checks a computed output that is declared to be split among the requests in the same way as one of the inputs.
-
-    Args:
-      elements: how many elements that input has.
-      shape, dtype: of the computed output.
-    Raises Internal: the output has another number of elements, or its datatype is not the declared one.
-    """
+    """Raises Internal: an output that is cut like an input has not as many ``elements`` as that input, or another datatype."""
     if dtype == spec.dtype and math.prod(shape) == elements:
         return
     made = f"{datatype_of(dtype) or dtype}{list(shape)}"
@@ -172,13 +160,9 @@ def constant_byte_size(traced: jax.stages.Traced) -> int:
 
 
 def warn_of_constants(model: str, byte_size: int, programs: int) -> None:
-    """Logs a warning if constant arrays in a model's programs are large: what they cost, and that they should be parameters.
+    """Logs a warning if each of a model's ``programs`` has ``byte_size`` large bytes of constants, which should be parameters.
 
     Each program contains them, while parameters exist once: so compiling is slow, and executables are large.
-
-    Args:
-      byte_size: of the constants in one program.
-      programs: how many programs the model has.
     """
     if byte_size < _MIN_BYTE_SIZE:
         return

@@ -17,8 +17,7 @@ import numpy as np
 from tensord.shm.arena import ALIGNMENT
 from tensord.shm.arrays import address_of
 from tensord.workers.jax_internals.wide import precision
-from tensord.workers.programs.executable import Content, Executable
-from tensord.workers.programs.execution_device import ExecutionDevice
+from tensord.workers.programs.executable import Content, Executable, ExecutionDevice
 from tensord.workers.programs.gather_buffer import GatherBuffer
 from tensord.workers.programs.weight import work_of
 from tensord.workers.tensors.output_layout import OutputLayout
@@ -41,7 +40,7 @@ class Link(NamedTuple):
 
 
 class PipelineProgram:
-    """Runs, for one bucket, the programs of a pipeline: an ensemble whose steps are all compiled programs.
+    """Runs, for one bucket, an ensemble whose steps are all compiled programs.
 
     It has the members of ``Executable`` that the worker's loop needs for batches.
     """
@@ -53,12 +52,11 @@ class PipelineProgram:
     def __init__(
         self, signature: Signature, links: Sequence[Link], outputs: Sequence[str], rows: int, device: ExecutionDevice
     ) -> None:
-        """
-        Args:
-          signature: inputs and outputs of the pipeline, as if it were one model; wide (64-bit) if any of the programs is.
-          links: the programs in the order in which they run, with their inputs and outputs.
-          outputs: names of the pipeline's tensors that are its outputs.
-          rows: the batch size of the bucket.
+        """Args:
+        signature: inputs and outputs of the pipeline, as if it were one model; wide (64-bit) if any of the programs is.
+        links: the programs in the order in which they run.
+        outputs: names of the pipeline's tensors that are its outputs.
+        rows: the batch size of the bucket.
         """
         self.rows = rows
         self._outputs = tuple(outputs)
@@ -86,17 +84,10 @@ class PipelineProgram:
 
     @functools.cached_property
     def _buffers(self) -> dict[str, GatherBuffer]:
-        arrays = self._inputs.arrays
-        return {
-            spec.name: GatherBuffer(spec.name, self.rows, spec.model_dims, spec.dtype, self._batches, arrays[spec.name])
-            for spec in self._specs
-        }
+        return {name: GatherBuffer(name, array, self._batches) for name, array in self._inputs.arrays.items()}
 
     def takes(self, requests: Sequence[RequestTensors]) -> bool:
-        """Returns whether the host should gather these requests.
-
-        On a GPU only if their inputs are small and no output has to stay on the GPU; on a processor always.
-        """
+        """Returns whether the host should gather these requests: on a GPU only small ones none of whose outputs stays there."""
         return not self._device.remote or all(request.small and not request.stays for request in requests)
 
     @property
@@ -125,9 +116,9 @@ class PipelineProgram:
             return self._inputs.send()
 
     def run(self) -> list[Content]:
-        """Runs the pipeline on the inputs that lie in ``memory``. Returns the outputs in host memory.
+        """Runs the pipeline on the inputs that lie in ``memory``, which may be written again afterwards. Returns the outputs.
 
-        Raises what a program raises. Afterwards ``memory`` may be written again.
+        Raises what a program raises.
         """
         return self.contents_of(self.compute(self._sent()))
 

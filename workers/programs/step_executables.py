@@ -1,4 +1,4 @@
-"""Compiles the programs of a stepped model version (requests share its steps) before it is ready, or loads them from the cache.
+"""Compiles the programs of a stepped model version before it is ready, or loads them from the cache.
 
     init      one
     insert    one for each combination of buckets
@@ -9,6 +9,7 @@ A stepped model takes only the shapes of its buckets: nothing is compiled for a 
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable
@@ -21,8 +22,8 @@ from tensord.shm.arrays import Array
 from tensord.shm.errors import InvalidArgument
 from tensord.workers.jax_internals.wide import precision
 from tensord.workers.parameters.parameter_set import ParameterSets
+from tensord.workers.programs.executable import ExecutionDevice
 from tensord.workers.programs.executable_cache import ExecutableCache
-from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.programs.lowering import constant_byte_size, warn_of_constants
 from tensord.workers.programs.placement import CompiledProgram, Placement
@@ -35,7 +36,7 @@ DeviceCall = Callable[..., Any]
 
 
 class _Wanted(NamedTuple):
-    """Identifies a program of a stepped model (one whose requests share each step): its function, and slots or input shapes."""
+    """Identifies a program of a stepped model: its function, and slots or input shapes."""
 
     name: str
     #: Number of slots that a step is for.
@@ -50,7 +51,7 @@ class _Wanted(NamedTuple):
 
 
 class StepExecutables:
-    """Holds the programs of one stepped model version, whose requests share each step on the device; ``warm`` makes them."""
+    """The programs of one stepped model version; ``warm`` makes them."""
 
     def __init__(
         self,
@@ -65,16 +66,13 @@ class StepExecutables:
         source: bytes,
         device: ExecutionDevice,
     ) -> None:
-        """
-        Args:
-          buckets: the input shapes that the model's function ``insert`` is compiled for.
-          programs: the functions to compile.
-          slots: how many requests the carry (the state of all requests on the device) has room for.
-          step_slots: numbers of slots that the function ``step`` is compiled for, ascending; the last is ``slots``.
-          insert_rows: how many requests ``insert`` takes; 0: one, without an axis for requests.
-          sets: the model's parameters (``placed_sets``).
-          source: the model's source code, part of the cache's keys.
-          device: the object for the device that belongs to the running thread.
+        """Args:
+        buckets: the input shapes that ``insert`` is compiled for.
+        programs: the functions to compile.
+        slots: how many requests the carry has room for.
+        step_slots: numbers of slots that ``step`` is compiled for, ascending; the last is ``slots``.
+        insert_rows: how many requests ``insert`` takes; 0: one, without an axis for requests.
+        source: the model's source code, part of the cache's keys.
         """
         self._step_slots = step_slots
         self._signature = signature
@@ -108,7 +106,7 @@ class StepExecutables:
         return self._place.device
 
     def check_size(self, limit: int) -> None:
-        """Checks the size of the carry (the state of all requests on the device), by tracing the model's function ``init``.
+        """Traces ``init``.
 
         Raises InvalidArgument: the carry would have more than ``limit`` bytes; or whatever ``init`` raises.
         """
@@ -126,14 +124,11 @@ class StepExecutables:
 
         Raises Internal: a function of the model does not return what is declared.
         """
-        step = self._lower(_Wanted("step", self._slots), self._place)
-        if self._small is not None and self._small.suits(step) and (placement := self._small.open()) is not None:
-            try:
-                step = self._lower(_Wanted("step", self._slots), placement)
-            except Exception as error:
-                self._small.give_up(error)
-            else:
-                self._place, self.at = placement, placement.at
+        lower = functools.partial(self._lower, _Wanted("step", self._slots))
+        step = lower(self._place)
+        if self._small is not None and (found := self._small.lowered(step, lower)) is not None:
+            step, self._place = found
+            self.at = self._place.at
         wanted = [_Wanted("init"), *(_Wanted("step", count) for count in reversed(self._step_slots))]
         wanted += [_Wanted("insert", shapes=shapes) for shapes in self._shapes]
         known = {wanted[1]: step}
@@ -163,16 +158,13 @@ class StepExecutables:
 
         for what, compiled, is_new in progress.through(wanted, make):
             progress.made(what, compiled, is_new)
-            self._adopt(what, compiled.call)
+            if what.name == "init":
+                self.init = compiled.call
+            elif what.name == "step":
+                self.steps[what.slots] = compiled.call
+            else:
+                self.inserts[what.shapes] = compiled.call
         self._run_once()
-
-    def _adopt(self, what: _Wanted, call: DeviceCall) -> None:
-        if what.name == "init":
-            self.init = call
-        elif what.name == "step":
-            self.steps[what.slots] = call
-        else:
-            self.inserts[what.shapes] = call
 
     def _lower(self, what: _Wanted, place: Placement) -> jax.stages.Lowered:
         """Lowers one program for a placement; only one thread at a time traces the model. Raises whatever tracing raises."""
@@ -196,10 +188,9 @@ class StepExecutables:
         return lowered
 
     def zeros(self, shapes: Shapes) -> tuple[dict[str, Array], Array]:
-        """Returns the arguments for a test run of the model's ``insert`` that changes no slot: the inputs by name, and the slots.
+        """Returns arguments for a run of ``insert`` that changes nothing: zeros, and a slot behind the last one.
 
-        Inputs and sizes of named axes are zeros; the slots are a number behind the last slot. ``shapes``: of one request's
-        inputs.
+        ``shapes``: of one request's inputs.
         """
         lead = (self._insert_rows,) if self._insert_rows else ()
         arrays: dict[str, Array] = {}

@@ -72,11 +72,7 @@ class Buckets:
         )
 
     def fitting(self, requests: Sequence[RequestTensors]) -> int:
-        """Returns how many of these requests, counted from the first, fit together into the largest bucket of each ragged input.
-
-        In a ragged input the requests of a batch lie one behind the other, whatever their lengths. The first request always
-        counts.
-        """
+        """Returns how many requests, from the first on, fit together into the largest bucket of each ragged input; at least 1."""
         for spec in self.signature.inputs.values():
             sizes = self.axes.get(_ragged_axis(spec) or "", ()) if spec.ragged else ()
             units = 0
@@ -88,7 +84,7 @@ class Buckets:
         return len(requests)
 
     def settled(self, key: Shapes, requests: Sequence[RequestTensors]) -> tuple[int, Shapes]:
-        """Returns the rows and input shapes of the program that runs these requests, which have ragged inputs (of any length).
+        """Returns the rows and input shapes of the program that runs these requests to a model with ragged inputs.
 
         ``key``: the shapes that the requests have in common (``RequestShapes.key``).
         """
@@ -105,10 +101,7 @@ class Buckets:
         return rows, tuple(shapes)
 
     def _units(self, spec: TensorSpec, count: int, rows: int) -> int:
-        """Returns how many units (elements that stay together, ``ragged.unit``) a ragged input of ``count`` units is padded to.
-
-        ``rows``: the rows of the batch after padding, which is also the size in units of an input none of whose dims varies.
-        """
+        """Returns how many units (``ragged.unit``) an input of ``count`` units is padded to in a batch padded to ``rows``."""
         if -1 not in spec.model_dims:
             return rows
         sizes = self.axes.get(_ragged_axis(spec) or "", ())
@@ -138,10 +131,7 @@ class Buckets:
         return sizes[at] if at < len(sizes) else size
 
     def planned(self) -> Iterator[tuple[int, Shapes]]:
-        """Iterates over rows and shapes of the programs to compile before the version is ready.
-
-        Empty if a varying axis has no buckets.
-        """
+        """Yields the rows and input shapes of each program to compile at load; none if a varying axis has no buckets."""
         inputs = self.signature.inputs
         #: Axis -> its sizes; also name of a ragged input's largest request -> its sizes, where an input says how large that is.
         choices: dict[str, tuple[int, ...]] = {}
@@ -191,7 +181,7 @@ def _most_of(spec: TensorSpec) -> str:
 
 
 def sliced(spec: TensorSpec, shape: tuple[int, ...], lengths: Mapping[str, int]) -> tuple[slice, ...]:
-    """Returns the slices, one for each dim but the batch dimension, that remove the padding from an output of this shape.
+    """Returns the slices of each dim but the batch that remove the padding from an output of this shape.
 
     ``lengths``: axis name -> its size in the request.
     """

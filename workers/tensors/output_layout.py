@@ -1,7 +1,6 @@
 """Describes where each output of a program is in the buffers that a run returns.
 
-outputs of a run for all of its requests   | row 0 | row 1 | ... |      of one output, or of several side by side
-where each output is in them: OutputLayout, the same for every run of a program
+buffer    | row 0 | row 1 | ... |      of one output, or of several side by side
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class BatchOutputs(NamedTuple):
 
 
 def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) -> OutputLayout:
-    """Returns the layout of a program's outputs, each of which is in a buffer of its own.
+    """Returns the layout of outputs that each have a buffer of their own.
 
     ``slots``: whether the first dimension of each array counts rows; otherwise each array is one row.
     """
@@ -61,8 +60,7 @@ def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) ->
 def uncut(layout: OutputLayout, contents: Sequence[Array | bytes]) -> BatchOutputs | None:
     """Returns a run's outputs as bytes with their layout, so that answers can be cut out of these bytes.
 
-    None: the outputs have more than ``UNCUT_BYTE_SIZE`` bytes. They are to be cut as arrays, so that nothing large is copied
-    twice.
+    None: they have more than ``UNCUT_BYTE_SIZE`` bytes.
     """
     if sum([len(content) if isinstance(content, bytes) else content.nbytes for content in contents]) > UNCUT_BYTE_SIZE:
         return None

@@ -58,7 +58,7 @@ def flat(array: Array) -> Array:
 
 
 def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, most: int) -> tuple[int, ...]:
-    """Returns the shape for a whole batch of a ragged input, or of a batch input (which describes a ragged one).
+    """Returns the shape for a whole batch of a ragged input, or of a batch input.
 
     Args:
       source: the ragged input that a batch input describes; for a ragged input the input itself.
@@ -81,13 +81,9 @@ def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, mos
 def batch_input(
     spec: TensorSpec, source: TensorSpec, shape: tuple[int, ...], rows: int, requests: Sequence[RequestTensors]
 ) -> Array:
-    """Computes a batch input: an array that describes the requests of a batch, such as how many elements each has.
+    """Computes the batch input ``spec``: an array that describes the requests of a batch, such as how many elements each has.
 
-    Args:
-      spec: the batch input.
-      source: the ragged input that it describes.
-      shape: the shape of the batch input in the program.
-      rows: the number of rows that the program has room for.
+    ``source``: the ragged input that it describes. ``shape``, ``rows``: its shape and the number of rows in the program.
     """
     assert spec.of_batch is not None
     kind, name = spec.of_batch.kind, source.name
@@ -134,8 +130,8 @@ def cut(output: Array, source: TensorSpec, requests: Sequence[RequestTensors]) -
 def declare_ragged(message: ModelConfig, module: ModuleType) -> dict[str, str]:
     """Adds what model.py declares about ragged inputs to a configuration.
 
-    Returns: name of a SEGMENT_IDS input -> the ragged input that it describes. Triton's configuration has no such kind.
-    Raises: InvalidArgument: a declaration is malformed, or contradicts the configuration.
+    Returns SEGMENT_IDS input -> the ragged input that it describes, because Triton's configuration has no such kind.
+    Raises InvalidArgument: a declaration is malformed, or contradicts the configuration.
     """
     what, types = f"model '{message.name}'", model_config_pb2
     inputs = {tensor.name: tensor for tensor in message.input}
@@ -190,11 +186,10 @@ def _declared(what: str, module: ModuleType, name: str, kind: Any) -> Any:
 
 
 def ragged_signature(described: Signature, message: ModelConfig, segments: Mapping[str, str]) -> Signature:
-    """Returns the signature with what a checked configuration says of ragged batching: batch inputs, and how to cut outputs.
+    """Returns the signature with the batch inputs of a checked configuration, and with outputs that are cut like a ragged input.
 
-    Args:
-      segments: name of a SEGMENT_IDS input -> the ragged input that it describes.
-    Raises: InvalidArgument: the described input is not ragged, or has axes that cannot be laid out one behind the other.
+    ``segments``: as ``declare_ragged`` returns them. Raises InvalidArgument: the described input is not ragged, or has axes that
+    cannot be laid out one behind the other.
     """
     what, kinds = f"model '{described.model}'", model_config_pb2.BatchInput.Kind
     made = [

@@ -35,10 +35,10 @@ class RequestTensors(Sequenced):
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """The input arrays by name, in the model's shapes (after a configured reshape).
+        """The input arrays by name, in the model's shapes (after a configured reshape). Nobody writes to them.
 
-        An input in GPU memory or in a snapshot region (one that is not mapped) is a ``LateTensor``, read later; any other is,
-        where possible, a view of the submitter's arena or of a client's region. Nobody writes to them.
+        An input in GPU memory or in a snapshot region is a ``LateTensor``, which is read later; any other is, if possible, a
+        view of the submitter's arena or of a client's region.
         """
         if self._arrays is None:
             # Made only for who asks: what is gathered into a batch goes there as bytes.
@@ -65,7 +65,7 @@ class RequestTensors(Sequenced):
 
     @property
     def small(self) -> bool:
-        """True if all input tensors came inside the request's record (message), and none in shared memory."""
+        """True if all input tensors came inside the request's record, and none in shared memory."""
         return self.contents is not None and not [one for one in self.contents.values() if type(one) is not bytes]
 
     @property

@@ -1,15 +1,13 @@
 """The signature of a model version: its tensors with datatypes and shapes, from its completed ModelConfig.
 
-    config.pbtxt      dims without the batch dimension, -1 where they vary
-    model.py          inputs = {"input_ids": "INT64[sequence]"}: where config.pbtxt is silent, and to give axes names
-
-A tensor has two shapes where the configuration reshapes it: the client's (``dims``) and the model's (``model_dims``).
+config.pbtxt      dims without the batch dimension, -1 where they vary
+model.py          inputs = {"input_ids": "INT64[sequence]"}: where config.pbtxt is silent, and to give axes names
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,7 +37,10 @@ class BatchInput:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Describes one input or output of a model: name, datatype and dims, without the batch dimension."""
+    """Describes one input or output of a model: name, datatype and dims, without the batch dimension.
+
+    Where the configuration reshapes a tensor the client's ``dims`` differ from the model's ``model_dims``.
+    """
 
     name: str
     datatype: str
@@ -164,22 +165,10 @@ class Signature:
         object.__setattr__(self, "free", any(-1 in spec.dims for spec in self.states))
         object.__setattr__(self, "wide", self.doubles or any(spec.datatype in WIDE for spec in specs))
 
-    def with_states(self, states: tuple[StateSpec, ...], slots: int) -> Signature:
-        """Returns this signature with state for ``slots`` sequences at a time."""
-        return replace(self, states=states, slots=slots)
-
     @property
     def required(self) -> int:
         """The number of inputs that are not optional."""
         return sum(not spec.optional for spec in self.inputs.values())
-
-    def with_inputs(self, specs: Mapping[str, TensorSpec]) -> Signature:
-        """Returns this signature with further inputs."""
-        return replace(self, inputs={**self.inputs, **specs})
-
-    def without_inputs(self, names: Container[str]) -> Signature:
-        """Returns this signature without the inputs of these names."""
-        return replace(self, inputs={name: spec for name, spec in self.inputs.items() if name not in names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,10 +181,7 @@ class Declared:
 
 
 def _meant(text: str) -> str:
-    """Returns a suggestion ("did you mean ...?") for a declaration with numpy's name of a datatype, such as "float32[3]".
-
-    "": nothing can be suggested.
-    """
+    """Returns "did you mean ...?" for a declaration with numpy's name of a datatype, such as "float32[3]"; "" for any other."""
     name, bracket, dims = text.replace(" ", "").partition("[")
     datatype: str | None = name.upper()
     if datatype not in datatypes.ELEMENT_SIZES:
@@ -207,11 +193,9 @@ def _meant(text: str) -> str:
 
 
 def parse_declaration(what: str, text: object) -> Declared:
-    """Parses a declaration ``DATATYPE[dims]``; a dim is a number, a name or -1.
+    """Parses a declaration ``DATATYPE[dims]``; a dim is a number, a name or -1. ``what``: the tensor's name in errors.
 
-    Args:
-      what: the tensor's name in errors.
-    Raises: InvalidArgument: the text is malformed; the message names the tensor and what is expected.
+    Raises InvalidArgument: the text is malformed.
     """
     match = _DECLARATION.fullmatch(text.replace(" ", "")) if isinstance(text, str) else None
     if match is None or match[1] not in datatypes.ELEMENT_SIZES:
@@ -238,7 +222,7 @@ def declare(
 ) -> None:
     """Adds the tensors that a model declares in the file ``where`` to its configuration.
 
-    Raises: InvalidArgument: declaration and configuration contradict each other.
+    Raises InvalidArgument: declaration and configuration contradict each other.
     """
     for kind, fields, declared in (("input", message.input, inputs), ("output", message.output, outputs)):
         known = {field.name: field for field in fields}
@@ -254,12 +238,9 @@ def declare(
 
 
 def agree(what: str, field: Any, declared: Declared, where: str = "model.py") -> None:
-    """Fills in datatype and dims of a tensor, if the configuration lacks them, from its declaration in the file ``where``.
+    """Fills in datatype and dims of a configuration's tensor ``field``, if they are missing there, from its declaration.
 
-    Args:
-      what: the tensor's name in errors.
-      field: the tensor's entry in the configuration.
-    Raises: InvalidArgument: declaration and configuration contradict each other.
+    ``what``: the tensor's name in errors. Raises InvalidArgument: declaration and configuration contradict each other.
     """
     if not field.data_type:
         field.data_type = model_config_pb2.DataType.Value(datatypes.to_model_config(declared.datatype))

@@ -3,15 +3,14 @@
     config.pbtxt      sequence_batching.state: names, datatype, dims and initial values
     model.py          state = {"h": "FP32[256]"}: where config.pbtxt is silent
 
-Where all dims are fixed, the state of all sequences lies in one array, with one row for each sequence. Where any dim varies, each
-sequence has arrays of its own (``workers/models/free_state.py``).
+If all dims are fixed, one array has a row of state for each sequence; else each sequence has arrays of its own
+(``workers/models/free_state.py``).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,7 +28,7 @@ from tensord.workers.tensors.signature import StateSpec, agree, parse_declaratio
 def declare_state(message: ModelConfig, module: ModuleType) -> dict[str, tuple[str | None, ...]]:
     """Adds the state that model.py declares to a configuration. Returns state name -> the names of its axes.
 
-    Raises: InvalidArgument: declaration and configuration contradict each other, or the model has no sequences.
+    Raises InvalidArgument: declaration and configuration contradict each other, or the model has no sequences.
     """
     declared = getattr(module, "state", {})
     what = f"model '{message.name}': state"
@@ -59,11 +58,9 @@ def declare_state(message: ModelConfig, module: ModuleType) -> dict[str, tuple[s
 
 
 def state_specs(message: ModelConfig, axes: Mapping[str, tuple[str | None, ...]]) -> tuple[StateSpec, ...]:
-    """Returns the state that a completed and checked configuration declares.
+    """Returns the state that a completed configuration declares.
 
-    Args:
-      axes: state name -> the names of its axes, where model.py gives any.
-    Raises: Unsupported: a jitted function cannot keep state of this datatype.
+    ``axes``: state name -> axis names, as ``declare_state`` returns. Raises Unsupported: the state is BYTES.
     """
     made: list[StateSpec] = []
     for field in message.sequence_batching.state:
@@ -78,27 +75,15 @@ def state_specs(message: ModelConfig, axes: Mapping[str, tuple[str | None, ...]]
     return tuple(made)
 
 
-@dataclass(frozen=True, slots=True)
-class InitialState:
-    """The state that every sequence begins with."""
-
-    #: Input name -> initial state; state that is not there begins as zeros.
-    values: Mapping[str, Array]
-
-    def row(self, spec: StateSpec) -> Array:
-        """Returns the array with which the state ``spec`` begins in each sequence, without the batch dimension."""
-        given = self.values.get(spec.name)
-        return np.zeros(spec.dims, spec.dtype) if given is None else given
-
-
-def initial_state(message: ModelConfig, specs: tuple[StateSpec, ...], created: object, folder: Path) -> InitialState:
-    """Returns the initial state, from the configuration and from what the model's ``create`` returned.
+def initial_state(
+    message: ModelConfig, specs: tuple[StateSpec, ...], created: object, folder: Path
+) -> dict[str, Array]:
+    """Returns state name -> the array, without the batch dimension, that it has when a sequence begins; others begin as zeros.
 
     Args:
-      specs: the declared state.
-      created: the initial state that ``create`` returned: arrays by name; None: it returned none.
-      folder: the model's folder.
-    Raises: InvalidArgument: an initial state does not fit its declaration, cannot be read, or is given twice.
+      created: what the model's ``create`` returned as initial state: arrays by name, or None.
+      folder: the model's folder, with the files in ``initial_state/``.
+    Raises InvalidArgument: an initial state does not fit its declaration, cannot be read, or is given twice.
     """
     values: dict[str, Array] = {}
     for field, spec in zip(message.sequence_batching.state, specs, strict=True):
@@ -108,7 +93,7 @@ def initial_state(message: ModelConfig, specs: tuple[StateSpec, ...], created: o
             else:
                 values[spec.name] = np.zeros(tuple(given.dims), spec.dtype)
     if created is None:
-        return InitialState(values)
+        return values
     if not isinstance(created, Mapping):
         raise InvalidArgument(
             f"model '{message.name}': the third that create() returns is {type(created).__name__}, "
@@ -124,7 +109,7 @@ def initial_state(message: ModelConfig, specs: tuple[StateSpec, ...], created: o
                 f"model '{message.name}': state '{name}' begins as config.pbtxt says, and create() says it too"
             )
         values[name] = _fitting(f"model '{message.name}': state '{name}'", known, value)
-    return InitialState(values)
+    return values
 
 
 def _fitting(what: str, spec: StateSpec, value: Any) -> Array:

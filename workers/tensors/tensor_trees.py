@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
@@ -20,11 +21,14 @@ import jax
 
 from tensord.shm.errors import Internal, InvalidArgument
 
+#: Has JAX see None as a leaf, so that it can be refused as a declaration.
+_IS_NONE = functools.partial(operator.is_, None)
+
 
 def name_of(keys: Any, kind: str) -> str:
-    """Returns the name of an array in a tree: the keys on the path to it (JAX's), joined by dots.
+    """Returns the name of an array in a tree: the keys on its path, joined by dots; ``input_0`` for a path that is one number.
 
-    ``kind``: "input" or "output"; stands before a name that would be only a number or empty: ``input_0``.
+    ``kind``: "input" or "output", which stands before such a number.
     """
     name = jax.tree_util.keystr(keys, simple=True, separator=".")
     return f"{kind}_{name or 0}" if re.fullmatch(r"\d*", name) else name
@@ -38,10 +42,7 @@ def parameter_name(keys: Any) -> str:
 def declarations(what: str, declared: object, kind: str) -> dict[str, object]:
     """Returns name -> declaration for each tensor in a tree of declarations, in order.
 
-    Args:
-      what: the model's name in errors.
-      kind: "input" or "output".
-    Raises: InvalidArgument: two tensors have the same name.
+    ``what``: the model's name in errors. ``kind``: "input" or "output". Raises InvalidArgument: two tensors have the same name.
     """
     if _is_flat(declared):
         assert isinstance(declared, Mapping)
@@ -66,11 +67,10 @@ def taking_trees(
 
     Args:
       what: the model's name in errors.
-      inputs: the declared tree of inputs.
-      outputs: the declared tree of outputs; None: outputs are named after the tree that the function returns.
+      inputs, outputs: the declared trees; None for ``outputs``: they are named after the tree that the function returns.
       added: names of inputs that the worker adds; the function finds them as further keys of its dict of inputs.
       stateful: whether the function returns outputs and state; the wrapper passes the state on as it is.
-    Raises: InvalidArgument: the inputs are not a dict, so that nothing can be added to them.
+    Raises InvalidArgument: the inputs are not a dict, so that nothing can be added to them.
     """
     flat = _is_flat(inputs)
     names, _, structure = ([], [], None) if flat else _leaves(what, inputs, "input")
@@ -99,17 +99,12 @@ def taking_trees(
 
 
 def _is_flat(declared: object) -> bool:
-    return isinstance(declared, Mapping) and jax.tree_util.all_leaves(declared.values(), is_leaf=_is_none)
-
-
-def _is_none(leaf: object) -> bool:
-    """Returns whether a leaf is None; tells JAX to treat None as a leaf, so that it can be refused as a declaration."""
-    return leaf is None
+    return isinstance(declared, Mapping) and jax.tree_util.all_leaves(declared.values(), is_leaf=_IS_NONE)
 
 
 def _leaves(what: str, declared: object, kind: str) -> tuple[list[str], list[object], Any]:
     """Returns names, declarations and structure of a tree of declarations. Raises InvalidArgument if two names are the same."""
-    found, structure = jax.tree_util.tree_flatten_with_path(declared, is_leaf=_is_none)
+    found, structure = jax.tree_util.tree_flatten_with_path(declared, is_leaf=_IS_NONE)
     names = [name_of(keys, kind) for keys, _ in found]
     for name, (_, leaf) in zip(names, found, strict=True):
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):

@@ -23,7 +23,7 @@ from tensord.shm.messages import AnswerRecord, PreparedAnswer, RegionSlice, Requ
 from tensord.shm.prepared import Numbers
 from tensord.shm.regions import Region
 from tensord.workers.dispatch.answers import complete, complete_planned, plan_answer
-from tensord.workers.programs.grouped_program import Packing, layout_of_rows
+from tensord.workers.programs.grouped_calls import Packing, layout_of_rows
 from tensord.workers.requests.preparation import AnswerPlan
 from tensord.workers.requests.request import Request
 from tensord.workers.tensors.output_layout import BatchOutputs, layout_of, uncut

@@ -44,7 +44,7 @@ from tensord.shm.record import decoder, encoder
 from tensord.shm.spin import Spin
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.native.extensions import available
-from tensord.workers.programs.grouped_program import MOST
+from tensord.workers.programs.grouped_calls import MOST
 from tensord.workers.requests.timeline import timeline_end
 from tests.daemon_process import ROOT
 from tests.records import Tensor, WholeAnswer

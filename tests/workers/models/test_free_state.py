@@ -14,7 +14,6 @@ from tensord.workers.requests.request import Request
 from tensord.workers.scheduling.sequence import Controls, LiveSequence
 from tensord.workers.tensors.buckets import Buckets
 from tensord.workers.tensors.signature import Signature, StateSpec, TensorSpec
-from tensord.workers.tensors.state import InitialState
 from tests.workers.made_requests import request_of
 
 FP32 = DTYPES["FP32"]
@@ -24,14 +23,16 @@ def spec(name: str) -> TensorSpec:
     return TensorSpec(name, "FP32", FP32, (-1,), (-1,), ("n",))
 
 
-SIGNATURE = Signature("m", {"x": spec("x")}, {"y": spec("y")}, 4).with_states(
-    (StateSpec("h", "h", "FP32", FP32, (-1,), ("n",)), StateSpec("g", "g_out", "FP32", FP32, (-1, 2), (None, None))), 8
+STATES = (
+    StateSpec("h", "h", "FP32", FP32, (-1,), ("n",)),
+    StateSpec("g", "g_out", "FP32", FP32, (-1, 2), (None, None)),
 )
+SIGNATURE = Signature("m", {"x": spec("x")}, {"y": spec("y")}, 4, STATES, 8)
 
 
 def free_state(limit: int = 1 << 20, **values: Any) -> FreeState:
     buckets = Buckets(program_signature(SIGNATURE), (1, 2, 4), {})
-    return FreeState(SIGNATURE, buckets, InitialState({name: np.float32(each) for name, each in values.items()}), limit)
+    return FreeState(SIGNATURE, buckets, {name: np.asarray(each, np.float32) for name, each in values.items()}, limit)
 
 
 def step(live: LiveSequence[Any], size: int, flags: str = "") -> Request:

@@ -145,7 +145,7 @@ def test_a_version_that_cannot_be_there_serves_as_ever(
     for lines, counts in ((1, (0, 3)), (0, (3, 0))):
         caplog.clear()
         cache = ExecutableCache(folder)
-        with caplog.at_level(logging.INFO, "tensord.workers.processor.small_programs"):
+        with caplog.at_level(logging.INFO, "tensord.workers.processor.single_thread"):
             model = products(apply, parameters, cache=cache)
         assert len(caplog.records) == lines
         assert not lines or ("its programs get all threads" in caplog.text and words in caplog.text)

@@ -6,6 +6,7 @@ import functools
 import logging
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -21,17 +22,15 @@ from tensord.workers.models.execution import run as run_model
 from tensord.workers.models.jax_model import JaxModel, JittedInstance
 from tensord.workers.processor.processor import Processor
 from tensord.workers.processor.single_thread import SingleThreadDevice
-from tensord.workers.programs.carry import StateLost, check_state_size
+from tensord.workers.programs.carry import StateLost, check_state_size, rows_argument
 from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.executables import Executables
 from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.programs.placed_sets import placed_sets
-from tensord.workers.programs.state_program import rows_argument
 from tensord.workers.requests.request import Request
 from tensord.workers.scheduling.sequence import Controls, Slot
 from tensord.workers.tensors.buckets import Buckets
 from tensord.workers.tensors.signature import Signature, StateSpec
-from tensord.workers.tensors.state import InitialState
 from tests.workers.made_requests import request_of
 from tests.workers.programs.test_executables import of
 
@@ -74,9 +73,9 @@ def stateful(
     single_thread: SingleThreadDevice | None = None,
 ) -> JaxModel:
     described = described or of({"x": "FP32[2]"}, {"y": "FP32[2]", "n": "INT32[1]"}, batch[-1])
-    described = described.with_states(states, slots)
+    described = replace(described, states=states, slots=slots)
     buckets = Buckets(described, batch if described.batches else (1,), {})
-    first = InitialState({"sum": FIRST} if initial is None else initial)
+    first = {"sum": FIRST} if initial is None else initial
     executables = Executables(
         described,
         buckets,
@@ -366,7 +365,7 @@ def test_what_does_not_fit_is_found_at_loading(returned: Any, words: str) -> Non
 
 
 def test_so_much_state_is_refused() -> None:
-    described = of({"x": "FP32[2]"}, {"y": "FP32[2]"}, 2).with_states(STATES, 1000)
+    described = replace(of({"x": "FP32[2]"}, {"y": "FP32[2]"}, 2), states=STATES, slots=1000)
     check_state_size(described, 2, 2 * 1001 * 12)
     with pytest.raises(
         InvalidArgument, match=r"the state of 2000 sequences has 24024 bytes, .*max_state_byte_size allows 24023"

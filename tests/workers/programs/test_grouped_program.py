@@ -14,8 +14,7 @@ from tensord.shm.arrays import DTYPES, Array
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.programs.executable import Executable, Wanted
-from tensord.workers.programs.grouped_calls import LENGTHS
-from tensord.workers.programs.grouped_program import GroupedProgram, GroupedProgramMaker
+from tensord.workers.programs.grouped_calls import LENGTHS, GroupedProgram, GroupedProgramMaker
 from tensord.workers.requests.request import Request
 from tests.records import Tensor, WholeRequest
 from tests.workers.made_requests import request_of

@@ -8,7 +8,7 @@ import numpy as np
 
 from tensord.config.model_config import parse_pbtxt
 from tensord.shm.arrays import Array
-from tensord.workers.programs.grouped_program import Packing, layout_of_rows
+from tensord.workers.programs.grouped_calls import Packing, layout_of_rows
 from tensord.workers.tensors.output_layout import BatchOutputs, layout_of, uncut
 from tensord.workers.tensors.signature import Signature, signature
 

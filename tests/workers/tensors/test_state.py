@@ -20,7 +20,7 @@ MESSAGE = model_config.parse_pbtxt(
 
 def first(value: Any, datatype: str, dims: tuple[int, ...]) -> Any:
     spec = StateSpec("h", "h", datatype, DTYPES[datatype], dims, tuple(None for _ in dims))
-    return initial_state(MESSAGE, (spec,), {"h": value}, Path()).row(spec)
+    return initial_state(MESSAGE, (spec,), {"h": value}, Path())["h"]
 
 
 @pytest.mark.parametrize(
