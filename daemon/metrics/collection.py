@@ -21,8 +21,7 @@ import msgspec
 from tensord.config.options import RegionsOptions
 from tensord.daemon.clients.client_lanes import ClientLanes
 from tensord.daemon.metrics.agent import WINDOW_NS, BusyPart
-from tensord.daemon.metrics.ledger import Ledger
-from tensord.daemon.metrics.own_metrics import OwnMetricsLedger
+from tensord.daemon.metrics.ledger import Ledger, OwnMetricsLedger
 from tensord.daemon.metrics.snapshot import FrontSlot, MetricsSnapshot, ParameterTotals, RegionTotals, WorkerSlot
 from tensord.daemon.models.changes import Models
 from tensord.daemon.operator.configuration import Configuration

@@ -1,9 +1,9 @@
-"""Renders a snapshot as the text that Prometheus reads.
+"""Writes a snapshot as the text that Prometheus reads, in its own format or in OpenMetrics.
 
-Names are Triton's where it has the metric; others begin with ``tensord_``.
-
-Runs in a thread of its own; between two scrapes only the text of labels is cached. Source: Triton docs/user_guide/metrics.md; the
-Prometheus exposition format 0.0.4 and OpenMetrics 1.0.
+Names are Triton's where it has the metric; others begin with ``tensord_``. Runs in a thread of its own; between two scrapes only
+the text of labels is cached. (prometheus_client creates objects for each sample and each of its labels; with a hundred models
+that was most of a scrape's time. The text is the same to the byte.)
+Source: Triton docs/user_guide/metrics.md; the Prometheus exposition format 0.0.4 and OpenMetrics 1.0.
 """
 
 from __future__ import annotations
@@ -12,27 +12,31 @@ import collections
 import contextlib
 import functools
 import itertools
+import operator
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Self
 
 from prometheus_client import exposition
 from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.utils import floatToGoString
 
 from tensord import __version__
-from tensord.daemon.metrics.family import Counters, Family, Gauges, Histograms, Unknowns, escaped
-from tensord.daemon.metrics.own_metrics import OwnFamily
-from tensord.daemon.metrics.snapshot import Exemplars, MetricsSnapshot
+from tensord.daemon.metrics.ledger import OwnFamily, Total
+from tensord.daemon.metrics.snapshot import Exemplars, MetricsSnapshot, WorkerSlot
 from tensord.daemon.models.versions import IndexState
-from tensord.daemon.processes.gpu_watch import GpuState
-from tensord.shm.control_records import Footprint
 from tensord.shm.durations import PROTOCOLS, QUEUE
 from tensord.shm.figures import FIRST_RESPONSE_MS, Counts
 from tensord.shm.refusals import Refusal
 from tensord.shm.slow_reasons import SlowReason
 
+#: Label texts that are kept from scrape to scrape: some twenty for each model version.
+_MAX_LABELS = 1 << 15
 #: Patterns of histograms that are kept: three or four for each model version and protocol.
 _MAX_HISTOGRAMS = 4096
+#: Integers below are written as they are; Go begins to use exponents there.
+_EXPONENTS = 1_000_000
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _EOF = b"# EOF\n"
 #: Name and help of each histogram of durations, in the order of ``durations.KINDS``.
@@ -42,54 +46,108 @@ _DURATIONS = (
     ("tensord_compute_duration_seconds", "Of that, running: gathering inputs, the model, placing outputs"),
     ("tensord_first_response_duration_seconds", "Time to the first response, of models with several"),
 )
-_MODEL = ("model", "version")
+_MODEL, _WORKER, _FRONT, _GPU_LABELS = ("model", "version"), ("worker", "device"), ("front", "protocol"), ("gpu_uuid",)
+_INDEX_STATES = [state.value for state in IndexState]
 
-#: Triton's counters of a model: name, help, value. Durations are microseconds.
-_COUNTERS: tuple[tuple[str, str, Callable[[Counts], int]], ...] = (
-    ("nv_inference_request_success", "Successful inference requests, whatever their batch", lambda c: c.success),
-    ("nv_inference_count", "Inferences: a request with a batch of n counts n", lambda c: c.inference),
-    ("nv_inference_exec_count", "Executions of the model, each for one batch", lambda c: c.execution),
-    (
-        "nv_inference_request_duration_us",
-        "Time from arrival to answer, of all successful requests together",
-        lambda c: c.request_ns // 1000,
-    ),
-    ("nv_inference_queue_duration_us", "Of that, waiting in queues", lambda c: c.queue_ns // 1000),
-    ("nv_inference_compute_input_duration_us", "Of that, gathering the inputs", lambda c: c.compute_input_ns // 1000),
-    ("nv_inference_compute_infer_duration_us", "Of that, running the model", lambda c: c.compute_infer_ns // 1000),
-    ("nv_inference_compute_output_duration_us", "Of that, placing the outputs", lambda c: c.compute_output_ns // 1000),
-)
-#: Triton's counters of models with a response cache.
-_CACHE_COUNTERS: tuple[tuple[str, str, Callable[[Counts], int]], ...] = (
-    ("nv_cache_num_hits_per_model", "Requests that the response cache answered", lambda c: c.cache_hit),
-    ("nv_cache_num_misses_per_model", "Requests whose answers the response cache took", lambda c: c.cache_miss),
-    ("nv_cache_hit_duration_per_model", "Time of those it answered, in microseconds", lambda c: c.cache_hit_ns // 1000),
-    (
-        "nv_cache_miss_duration_per_model",
-        "Time of looking for those it did not know, and of keeping their answers, in microseconds",
-        lambda c: c.cache_miss_ns // 1000,
-    ),
-)
+
+def _table(text: str) -> list[tuple[str, str, Callable[[Any], Any]]]:
+    """Parses lines of metrics: name, attribute, help. Returns name, help, and a function that reads the attribute of a thing.
+
+    An attribute in ns is shown in seconds, or in microseconds if the name is Triton's (``nv_``).
+    """
+    found = []
+    for line in text.strip().splitlines():
+        name, path, said = line.split(maxsplit=2)
+        found.append((name, said, _reader(path, name.startswith("nv_"))))
+    return found
+
+
+def _reader(path: str, is_tritons: bool) -> Callable[[Any], Any]:
+    read = operator.attrgetter(path)
+    if not path.endswith(("_ns", ".ns")):
+        return read
+    return (lambda thing: read(thing) // 1000) if is_tritons else (lambda thing: read(thing) / 1e9)
+
+
+_DAEMON = _table("""
+tensord_ready ready Whether the daemon is ready, as /v2/health/ready says
+tensord_config_last_reload_successful reloaded Whether the last reload of the configuration, or else the start, was successful
+tensord_config_last_reload_success_timestamp_seconds reloaded_at When the configuration was last read with success
+tensord_regions_max max_regions Regions that may be registered
+tensord_region_bytes_max max_region_byte_size Bytes that all regions together may have
+tensord_clients clients Clients that are connected to the clients' socket now
+tensord_client_lanes_refused_total refused_lanes Requests for lanes that were refused
+tensord_parameter_kept_bytes parameters.byte_size Pushed parameters that are kept for workers that are replaced
+""")
+_MODELS = _table("""
+nv_inference_request_success counts.success Successful inference requests, whatever their batch
+nv_inference_count counts.inference Inferences: a request with a batch of n counts n
+nv_inference_exec_count counts.execution Executions of the model, each for one batch
+nv_inference_request_duration_us counts.request_ns Time from arrival to answer, of all successful requests together
+nv_inference_queue_duration_us counts.queue_ns Of that, waiting in queues
+nv_inference_compute_input_duration_us counts.compute_input_ns Of that, gathering the inputs
+nv_inference_compute_infer_duration_us counts.compute_infer_ns Of that, running the model
+nv_inference_compute_output_duration_us counts.compute_output_ns Of that, placing the outputs
+tensord_copied_bytes_total counts.copied_byte_size Bytes of tensors that workers have copied for requests, in and out
+tensord_padded_rows_total counts.padded_rows Rows of batches that padded a bucket and belonged to no request
+tensord_padded_elements_total counts.padded_elements Elements of inputs that padded buckets, in rows and in axes
+""")
+#: Of models with a response cache.
+_CACHED = _table("""
+nv_cache_num_hits_per_model counts.cache_hit Requests that the response cache answered
+nv_cache_num_misses_per_model counts.cache_miss Requests whose answers the response cache took
+nv_cache_hit_duration_per_model counts.cache_hit_ns Time of those it answered, in microseconds
+nv_cache_miss_duration_per_model counts.cache_miss_ns Time of looking for those it did not know, and of keeping their answers, \
+in microseconds
+""")
+#: Of models with several parameter sets.
+_MOVED = _table("""
+tensord_parameter_device_bytes set_byte_size Parameter sets that lie on devices now, of all workers
+tensord_parameter_evictions_total evictions Parameter sets that left a device to make room for others
+tensord_parameter_misses_total misses Runs whose parameter set had to be brought to the device first
+""")
 #: The footprint of a version on each worker that serves it.
-_FOOTPRINT: tuple[tuple[str, str, Callable[[Footprint], float]], ...] = (
-    ("tensord_model_load_seconds", "Time of its last load, on the worker that was done last", lambda f: f.seconds),
-    ("tensord_model_parameter_bytes", "Its parameters on the device, of each worker", lambda f: f.parameter_byte_size),
-    ("tensord_model_programs", "Programs that were made when it was loaded", lambda f: f.programs),
-    ("tensord_model_program_bytes", "Those programs, as they are kept", lambda f: f.program_byte_size),
-    (
-        "tensord_model_largest_batch_bytes",
-        "Inputs, outputs and what lies between them of the program that takes most",
-        lambda f: f.batch_byte_size,
-    ),
-)
+_FOOTPRINT = _table("""
+tensord_model_load_seconds seconds Time of its last load, on the worker that was done last
+tensord_model_parameter_bytes parameter_byte_size Its parameters on the device, of each worker
+tensord_model_programs programs Programs that were made when it was loaded
+tensord_model_program_bytes program_byte_size Those programs, as they are kept
+tensord_model_largest_batch_bytes batch_byte_size Inputs, outputs and what lies between them of the program that takes most
+""")
+_REGIONS = _table("""
+tensord_regions count Regions that clients have registered
+tensord_region_bytes byte_size Bytes of registered regions
+tensord_region_leases leases Tensors of requests in regions now
+""")
+_WORKERS = _table("""
+tensord_worker_up up Whether the worker's process is up
+tensord_worker_answered answered Whether it answered this scrape; if not, its last figures are shown
+tensord_worker_restarts_total restarts How often it died and was replaced
+tensord_worker_compiles_total compiles.count Programs that were compiled, or could not be
+tensord_worker_compile_seconds_total compiles.ns Time of all compilations together
+tensord_worker_compile_cache_hits_total compiles.cache_hits Programs that were found in the cache
+tensord_worker_sequences_lost_total lost_sequences Sequences that had begun on it when it died
+tensord_client_lanes lanes Lanes that clients have to the worker now
+tensord_client_lane_requests_total lane_requests Inference requests that came on clients' lanes
+tensord_client_segment_bytes lane_byte_size Bytes of clients' segments that lanes have open now
+""")
+_FRONTS = _table("""
+tensord_front_up up Whether the front's process is up
+tensord_front_connections connections Connections of clients now
+tensord_front_prepared_requests prepared_requests Prepared requests that have a number on the lanes now
+tensord_front_prepared_requests_numbered_total prepared_numbered Prepared requests that were given a number
+tensord_front_prepared_requests_evicted_total prepared_evicted Prepared requests that were forgotten because others took their \
+numbers
+tensord_front_restarts_total restarts How often it died and was replaced
+""")
 #: Triton's gauges of a GPU.
-_GPU: tuple[tuple[str, str, Callable[[GpuState], float | None]], ...] = (
-    ("nv_gpu_utilization", "Part of the last moment in which the GPU worked, from 0 to 1", lambda g: g.utilization),
-    ("nv_gpu_memory_total_bytes", "Memory of the GPU", lambda g: g.memory_total),
-    ("nv_gpu_memory_used_bytes", "Of that, in use, by whomever", lambda g: g.memory_used),
-    ("nv_gpu_power_usage", "Power that the GPU draws, in watts", lambda g: g.power_usage),
-    ("nv_gpu_power_limit", "Power that it may draw, in watts", lambda g: g.power_limit),
-)
+_GPU = _table("""
+nv_gpu_utilization utilization Part of the last moment in which the GPU worked, from 0 to 1
+nv_gpu_memory_total_bytes memory_total Memory of the GPU
+nv_gpu_memory_used_bytes memory_used Of that, in use, by whomever
+nv_gpu_power_usage power_usage Power that the GPU draws, in watts
+nv_gpu_power_limit power_limit Power that it may draw, in watts
+""")
 _FAILURES: tuple[tuple[str, Callable[[Counts], int]], ...] = (
     ("REJECTED", lambda c: c.rejected + c.queue_full),
     ("CANCELED", lambda c: c.canceled),
@@ -97,11 +155,6 @@ _FAILURES: tuple[tuple[str, Callable[[Counts], int]], ...] = (
     ("BACKEND", lambda c: c.backend),
     ("OTHER", lambda c: c.other),
 )
-
-
-_INDEX_STATES = [state.value for state in IndexState]
-#: The states of sequences, in the order of ``Total.sequences``.
-_STATES = ("slot", "backlog")
 _REFUSALS: tuple[tuple[Refusal, Callable[[Counts], int]], ...] = (
     (Refusal.QUEUE_FULL, lambda c: c.queue_full),
     (Refusal.QUEUE_TIMEOUT, lambda c: c.rejected),
@@ -188,53 +241,72 @@ def _of_version(exemplars: Exemplars) -> dict[tuple[str, int, str], dict[tuple[i
 
 
 def _families(snapshot: MetricsSnapshot) -> Iterator[Family]:
-    yield from _readiness(snapshot)
-    yield from _configuration(snapshot)
-    yield from _models(snapshot)
-    yield from _footprints(snapshot)
-    yield from _regions(snapshot)
-    yield from _workers(snapshot)
-    yield from _clients(snapshot)
-    yield from _parameters(snapshot)
+    models = [((total.name, str(total.version)), total) for total in snapshot.models]
+    workers = [((slot.name, slot.device), slot) for slot in snapshot.workers]
+    yield from _of_each(Gauges, _DAEMON, (), [((), snapshot)])
+    served = Gauges("tensord_model_served", "Whether a version is served of a model that should be", labels=["model"])
+    yield served.fill([((name,), served_now) for name, served_now in snapshot.wanted.items()])
+    state = Gauges(
+        "tensord_model_state",
+        "1 for the state that a version is in, of the repository index's",
+        labels=[*_MODEL, "state"],
+    )
+    yield state.fill(
+        [((name, str(version), each), each == now) for name, version, now in snapshot.states for each in _INDEX_STATES]
+    )
+    yield from _models(models)
+    footprints = [((model, str(version)), taken) for (model, version), taken in snapshot.footprints.items()]
+    yield from _of_each(Gauges, _FOOTPRINT, _MODEL, footprints)
+    yield from _of_each(Gauges, _REGIONS, ["kind"], [((regions.kind,), regions) for regions in snapshot.regions])
+    yield from _of_each(Gauges, _WORKERS, _WORKER, workers)
+    yield from _workers(snapshot, workers)
+    pushed = [((model, str(version)), of) for (model, version), of in snapshot.parameters.versions.items()]
+    sets = Gauges("tensord_parameter_sets", "Parameter sets that were pushed and are in force", labels=_MODEL)
+    yield sets.fill([(labels, count) for labels, (count, _) in pushed])
+    number = Gauges(
+        "tensord_parameter_version", "Number of the parameters of the set main; 0: the repository's", labels=_MODEL
+    )
+    yield number.fill([(labels, main) for labels, (_, main) in pushed])
+    moved = [(labels, total) for labels, total in models if total.set_byte_size or total.misses]
+    yield from _of_each(Gauges, _MOVED, _MODEL, moved)
+    outcomes = Counters(
+        "tensord_parameter_changes_total",
+        "Changes of parameter sets, by what came of them",
+        labels=["model", "outcome"],
+    )
+    yield outcomes.fill(list(snapshot.parameters.outcomes.items()))
     yield from _fronts(snapshot)
-    yield from _gpus(snapshot)
+    yield from _of_each(Gauges, _GPU, _GPU_LABELS, [((gpu.uuid,), gpu) for gpu in snapshot.gpus])
+    energy = Unknowns("nv_energy_consumption", "Energy in joules since the driver was loaded", labels=_GPU_LABELS)
+    yield energy.fill([((gpu.uuid,), gpu.energy) for gpu in snapshot.gpus if gpu.energy is not None])
+    errors = Counters(
+        "tensord_gpu_errors_total",
+        "Errors of a GPU: XIDs of the driver, and memory errors",
+        labels=[*_GPU_LABELS, "kind"],
+    )
+    yield errors.fill(list(snapshot.gpu_errors.items()))
     yield _memory(snapshot.processes)
     for own in snapshot.own:
         yield _own(own)
     yield Gauges("tensord_build_info", "Always 1", labels=["version"]).fill([((__version__,), 1)])
 
 
-def _readiness(snapshot: MetricsSnapshot) -> Iterator[Family]:
-    yield Gauges("tensord_ready", "Whether the daemon is ready, as /v2/health/ready says", snapshot.ready)
-    served = Gauges("tensord_model_served", "Whether a version is served of a model that should be", labels=["model"])
-    yield served.fill([((name,), served_now) for name, served_now in snapshot.wanted.items()])
+def _of_each(
+    kind: Callable[..., Family],
+    metrics: Iterable[tuple[str, str, Callable[[Any], Any]]],
+    labels: Sequence[str],
+    things: Collection[tuple[Sequence[str], Any]],
+) -> Iterator[Family]:
+    """Yields a family for each metric, with a sample for each thing, which is given with the values of its labels.
 
-    state = Gauges(
-        "tensord_model_state",
-        "1 for the state that a version is in, of the repository index's",
-        labels=[*_MODEL, "state"],
-    )
-    rows = [
-        ((name, str(version), each), each == now) for name, version, now in snapshot.states for each in _INDEX_STATES
-    ]
-    yield state.fill(rows)
-
-
-def _configuration(snapshot: MetricsSnapshot) -> Iterator[Family]:
-    yield Gauges(
-        "tensord_config_last_reload_successful",
-        "Whether the last reload of the configuration, or else the start, was successful",
-        snapshot.reloaded,
-    )
-    yield Gauges(
-        "tensord_config_last_reload_success_timestamp_seconds",
-        "When the configuration was last read with success",
-        snapshot.reloaded_at,
-    )
+    ``kind``: makes the families of metrics whose names do not end in ``_total``.
+    """
+    for name, text, of in metrics:
+        family = (Counters if name.endswith("_total") else kind)(name, text, labels=labels)
+        yield family.fill([(values, value) for values, thing in things if (value := of(thing)) is not None])
 
 
-def _models(snapshot: MetricsSnapshot) -> Iterator[Family]:
-    models = [((total.name, str(total.version)), total) for total in snapshot.models]
+def _models(models: Sequence[tuple[tuple[str, str], Total]]) -> Iterator[Family]:
     failure = Unknowns(
         "nv_inference_request_failure",
         "Failed inference requests: rejected by the queue, cancelled, replaced there, refused by the model, or otherwise",
@@ -244,209 +316,85 @@ def _models(snapshot: MetricsSnapshot) -> Iterator[Family]:
     refused = Counters(
         "tensord_model_refused_total", "Requests that a worker answered 503, by reason", labels=[*_MODEL, "reason"]
     )
-    rows = [((*labels, why.value), of(total.counts)) for labels, total in models for why, of in _REFUSALS]
-    yield refused.fill(rows)
+    yield refused.fill([((*labels, why.value), of(total.counts)) for labels, total in models for why, of in _REFUSALS])
     slow = Counters(
         "tensord_model_python_requests_total",
         "Requests that workers answered in Python and not in C, by reason",
         labels=[*_MODEL, "reason"],
     )
-    rows = [
-        ((*labels, why.label), total.counts.slow.get(why.label, 0)) for labels, total in models for why in SlowReason
-    ]
-    yield slow.fill(rows)
-    cached = [(labels, total) for labels, total in models if total.cached]
-    for counters, counted in ((_COUNTERS, models), (_CACHE_COUNTERS, cached)):
-        for name, text, of in counters:
-            family = Unknowns(name, text, labels=_MODEL)
-            yield family.fill([(labels, of(total.counts)) for labels, total in counted])
-    first = Histograms(
-        "nv_inference_first_response_histogram_ms", "Time from arrival to the first response, of models with several"
+    yield slow.fill(
+        [((*labels, why.label), total.counts.slow.get(why.label, 0)) for labels, total in models for why in SlowReason]
     )
-    for labels, total in models:
-        if total.streams:
-            counts = total.counts
-            within = counts.first_within_0, counts.first_within_1, counts.first_within_2, counts.first_within_3
-            bounds = [str(bound) for bound in FIRST_RESPONSE_MS]
-            buckets = [*zip(bounds, within, strict=True), ("+Inf", counts.first)]
-            first.observe(_MODEL, labels, buckets, counts.first_ns / 1e6)
-    yield first
-    pending = Gauges("nv_inference_pending_request_count", "Inference requests that wait in queues now", labels=_MODEL)
-    yield pending.fill([(labels, total.pending) for labels, total in models])
-    stateful = [(labels, total, total.sequences) for labels, total in models if total.sequences is not None]
-    live = Gauges(
-        "tensord_model_sequences", "Sequences that have a slot, or wait for one, now", labels=[*_MODEL, "state"]
-    )
-    rows = [((*labels, state), count) for labels, _, of in stateful for state, count in zip(_STATES, of, strict=True)]
-    yield live.fill(rows)
-    lost = Counters(
-        "tensord_model_sequences_lost_total", "Sequences whose state went with an execution that failed", labels=_MODEL
-    )
-    yield lost.fill([(labels, total.counts.lost_sequences) for labels, total, _ in stateful])
-    copied = Counters(
-        "tensord_copied_bytes_total",
-        "Bytes of tensors that workers have copied for requests, in and out",
-        labels=_MODEL,
-    )
-    yield copied.fill([(labels, total.counts.copied_byte_size) for labels, total in models])
+    yield from _of_each(Unknowns, _MODELS, _MODEL, models)
+    yield from _of_each(Unknowns, _CACHED, _MODEL, [(labels, total) for labels, total in models if total.cached])
     busy = Counters(
         "tensord_model_busy_seconds_total",
         "Time of all runs of it, each once however many requests it was for; an ensemble's are its steps'",
         labels=_MODEL,
     )
     yield busy.fill([(labels, total.counts.busy_ns / 1e9) for labels, total in models])
-    rows_of_nobody = Counters(
-        "tensord_padded_rows_total", "Rows of batches that padded a bucket and belonged to no request", labels=_MODEL
+    first = Histograms(
+        "nv_inference_first_response_histogram_ms", "Time from arrival to the first response, of models with several"
     )
-    yield rows_of_nobody.fill([(labels, total.counts.padded_rows) for labels, total in models])
-    padded = Counters(
-        "tensord_padded_elements_total", "Elements of inputs that padded buckets, in rows and in axes", labels=_MODEL
+    for labels, total in models:
+        if total.streams:
+            of = total.counts
+            within = of.first_within_0, of.first_within_1, of.first_within_2, of.first_within_3, of.first
+            buckets = zip((*map(str, FIRST_RESPONSE_MS), "+Inf"), within, strict=True)
+            first.observe(_MODEL, labels, buckets, of.first_ns / 1e6)
+    yield first
+    pending = Gauges("nv_inference_pending_request_count", "Inference requests that wait in queues now", labels=_MODEL)
+    yield pending.fill([(labels, total.pending) for labels, total in models])
+    stateful = [(labels, total) for labels, total in models if total.sequences is not None]
+    live = Gauges(
+        "tensord_model_sequences", "Sequences that have a slot, or wait for one, now", labels=[*_MODEL, "state"]
     )
-    yield padded.fill([(labels, total.counts.padded_elements) for labels, total in models])
-
-
-def _gpus(snapshot: MetricsSnapshot) -> Iterator[Family]:
-    for name, text, of in _GPU:
-        rows = [((gpu.uuid,), value) for gpu in snapshot.gpus if (value := of(gpu)) is not None]
-        yield Gauges(name, text, labels=["gpu_uuid"]).fill(rows)
-    energy = Unknowns("nv_energy_consumption", "Energy in joules since the driver was loaded", labels=["gpu_uuid"])
-    yield energy.fill([((gpu.uuid,), gpu.energy) for gpu in snapshot.gpus if gpu.energy is not None])
-    errors = Counters(
-        "tensord_gpu_errors_total",
-        "Errors of a GPU: XIDs of the driver, and memory errors",
-        labels=["gpu_uuid", "kind"],
+    for labels, total in stateful:
+        slots, backlog = total.sequences or (0, 0)
+        live.fill([((*labels, "slot"), slots), ((*labels, "backlog"), backlog)])
+    yield live
+    lost = Counters(
+        "tensord_model_sequences_lost_total", "Sequences whose state went with an execution that failed", labels=_MODEL
     )
-    yield errors.fill(list(snapshot.gpu_errors.items()))
+    yield lost.fill([(labels, total.counts.lost_sequences) for labels, total in stateful])
 
 
-def _footprints(snapshot: MetricsSnapshot) -> Iterator[Family]:
-    for name, text, of in _FOOTPRINT:
-        rows = [((model, str(version)), of(taken)) for (model, version), taken in snapshot.footprints.items()]
-        yield Gauges(name, text, labels=_MODEL).fill(rows)
-
-
-def _regions(snapshot: MetricsSnapshot) -> Iterator[Family]:
-    kinds = [((regions.kind,), regions) for regions in snapshot.regions]
-    count = Gauges("tensord_regions", "Regions that clients have registered", labels=["kind"])
-    yield count.fill([(kind, regions.count) for kind, regions in kinds])
-    size = Gauges("tensord_region_bytes", "Bytes of registered regions", labels=["kind"])
-    yield size.fill([(kind, regions.byte_size) for kind, regions in kinds])
-    leases = Gauges("tensord_region_leases", "Tensors of requests in regions now", labels=["kind"])
-    yield leases.fill([(kind, regions.leases) for kind, regions in kinds])
-    yield Gauges("tensord_regions_max", "Regions that may be registered", snapshot.max_regions)
-    yield Gauges("tensord_region_bytes_max", "Bytes that all regions together may have", snapshot.max_region_byte_size)
-
-
-def _workers(snapshot: MetricsSnapshot) -> Iterator[Family]:
-    workers = [((slot.name, slot.device), slot) for slot in snapshot.workers]
-    labels = ("worker", "device")
-    up = Gauges("tensord_worker_up", "Whether the worker's process is up", labels=labels)
-    yield up.fill([(of, slot.up) for of, slot in workers])
-    answered = Gauges(
-        "tensord_worker_answered", "Whether it answered this scrape; if not, its last figures are shown", labels=labels
-    )
-    yield answered.fill([(of, slot.answered) for of, slot in workers])
-    restarts = Counters("tensord_worker_restarts_total", "How often it died and was replaced", labels=labels)
-    yield restarts.fill([(of, slot.restarts) for of, slot in workers])
+def _workers(snapshot: MetricsSnapshot, workers: Sequence[tuple[tuple[str, str], WorkerSlot]]) -> Iterator[Family]:
     deaths = Counters(
         "tensord_process_deaths_total",
         "Processes that died and were to be replaced, by cause: memory, hung, version, the signal, or exit",
         labels=["process", "cause"],
     )
     yield deaths.fill(list(snapshot.deaths.items()))
-    compiles = Counters("tensord_worker_compiles_total", "Programs that were compiled, or could not be", labels=labels)
-    yield compiles.fill([(of, slot.compiles.count) for of, slot in workers])
-    seconds = Counters("tensord_worker_compile_seconds_total", "Time of all compilations together", labels=labels)
-    yield seconds.fill([(of, slot.compiles.ns / 1e9) for of, slot in workers])
-    hits = Counters("tensord_worker_compile_cache_hits_total", "Programs that were found in the cache", labels=labels)
-    yield hits.fill([(of, slot.compiles.cache_hits) for of, slot in workers])
-    lost = Counters("tensord_worker_sequences_lost_total", "Sequences that had begun on it when it died", labels=labels)
-    yield lost.fill([(of, slot.lost_sequences) for of, slot in workers])
     programs = Gauges(
         "tensord_worker_load_programs",
         "Of the model that it loads now: the programs that are made, and all that are to be",
-        labels=(*labels, *_MODEL, "state"),
+        labels=(*_WORKER, *_MODEL, "state"),
     )
-    for of, at in [(of, slot.loading) for of, slot in workers]:
-        if at is not None and at.total:
-            model = (*of, at.name, str(at.version))
+    for labels, slot in workers:
+        if (at := slot.loading) is not None and at.total:
+            model = (*labels, at.name, str(at.version))
             programs.fill([((*model, "made"), at.number - 1), ((*model, "all"), at.total)])
     yield programs
-
-
-def _parameters(snapshot: MetricsSnapshot) -> Iterator[Family]:
-    pushed = snapshot.parameters
-    labels = {key: (key[0], str(key[1])) for key in pushed.versions}
-    sets = Gauges("tensord_parameter_sets", "Parameter sets that were pushed and are in force", labels=_MODEL)
-    yield sets.fill([(labels[key], count) for key, (count, _) in pushed.versions.items()])
-    number = Gauges(
-        "tensord_parameter_version", "Number of the parameters of the set main; 0: the repository's", labels=_MODEL
-    )
-    yield number.fill([(labels[key], main) for key, (_, main) in pushed.versions.items()])
-    yield Gauges(
-        "tensord_parameter_kept_bytes",
-        "Pushed parameters that are kept for workers that are replaced",
-        pushed.byte_size,
-    )
-    moved = [
-        ((total.name, str(total.version)), total) for total in snapshot.models if total.set_byte_size or total.misses
-    ]
-    size = Gauges(
-        "tensord_parameter_device_bytes", "Parameter sets that lie on devices now, of all workers", labels=_MODEL
-    )
-    yield size.fill([(of, total.set_byte_size) for of, total in moved])
-    evictions = Counters(
-        "tensord_parameter_evictions_total", "Parameter sets that left a device to make room for others", labels=_MODEL
-    )
-    yield evictions.fill([(of, total.evictions) for of, total in moved])
-    misses = Counters(
-        "tensord_parameter_misses_total",
-        "Runs whose parameter set had to be brought to the device first",
-        labels=_MODEL,
-    )
-    yield misses.fill([(of, total.misses) for of, total in moved])
-    outcomes = Counters(
-        "tensord_parameter_changes_total",
-        "Changes of parameter sets, by what came of them",
-        labels=["model", "outcome"],
-    )
-    yield outcomes.fill(list(pushed.outcomes.items()))
-
-
-def _clients(snapshot: MetricsSnapshot) -> Iterator[Family]:
-    yield Gauges("tensord_clients", "Clients that are connected to the clients' socket now", snapshot.clients)
-    yield Counters("tensord_client_lanes_refused_total", "Requests for lanes that were refused", snapshot.refused_lanes)
-    workers = [((slot.name, slot.device), slot) for slot in snapshot.workers]
-    labels = ("worker", "device")
-    lanes = Gauges("tensord_client_lanes", "Lanes that clients have to the worker now", labels=labels)
-    yield lanes.fill([(of, slot.lanes) for of, slot in workers])
-    requests = Counters(
-        "tensord_client_lane_requests_total", "Inference requests that came on clients' lanes", labels=labels
-    )
-    yield requests.fill([(of, slot.lane_requests) for of, slot in workers])
     answers = Counters(
         "tensord_client_lane_answers_total",
         "Final answers to requests on clients' lanes, by code; OK: good ones",
-        labels=(*labels, "code"),
+        labels=(*_WORKER, "code"),
     )
-    rows = [((*of, code), count) for of, slot in workers for code, count in slot.lane_answers.items()]
-    yield answers.fill(rows)
-    size = Gauges("tensord_client_segment_bytes", "Bytes of clients' segments that lanes have open now", labels=labels)
-    yield size.fill([(of, slot.lane_byte_size) for of, slot in workers])
+    yield answers.fill(
+        [((*labels, code), count) for labels, slot in workers for code, count in slot.lane_answers.items()]
+    )
 
 
 def _fronts(snapshot: MetricsSnapshot) -> Iterator[Family]:
     fronts = [((slot.name, slot.protocol), slot) for slot in snapshot.fronts]
-    labels = ("front", "protocol")
-    up = Gauges("tensord_front_up", "Whether the front's process is up", labels=labels)
-    yield up.fill([(of, slot.up) for of, slot in fronts])
-    connections = Gauges("tensord_front_connections", "Connections of clients now", labels=labels)
-    yield connections.fill([(of, slot.connections) for of, slot in fronts])
+    yield from _of_each(Gauges, _FRONTS, _FRONT, fronts)
     refused = Counters(
-        "tensord_front_refused_total", "Requests that the front answered 503, by reason", labels=(*labels, "reason")
+        "tensord_front_refused_total", "Requests that the front answered 503, by reason", labels=(*_FRONT, "reason")
     )
-    rows = [((*of, why.value), count) for of, slot in fronts for why, count in slot.refused.items()]
-    yield refused.fill(rows)
+    yield refused.fill(
+        [((*labels, why.value), count) for labels, slot in fronts for why, count in slot.refused.items()]
+    )
     answers: collections.Counter[tuple[str, str]] = collections.Counter()
     for slot in snapshot.fronts:
         for code, count in slot.answers.items():
@@ -457,22 +405,6 @@ def _fronts(snapshot: MetricsSnapshot) -> Iterator[Family]:
         labels=["protocol", "code"],
     )
     yield requests.fill(list(answers.items()))
-    known = Gauges(
-        "tensord_front_prepared_requests", "Prepared requests that have a number on the lanes now", labels=labels
-    )
-    yield known.fill([(of, slot.prepared_requests) for of, slot in fronts])
-    numbered = Counters(
-        "tensord_front_prepared_requests_numbered_total", "Prepared requests that were given a number", labels=labels
-    )
-    yield numbered.fill([(of, slot.prepared_numbered) for of, slot in fronts])
-    evicted = Counters(
-        "tensord_front_prepared_requests_evicted_total",
-        "Prepared requests that were forgotten because others took their numbers",
-        labels=labels,
-    )
-    yield evicted.fill([(of, slot.prepared_evicted) for of, slot in fronts])
-    restarts = Counters("tensord_front_restarts_total", "How often it died and was replaced", labels=labels)
-    yield restarts.fill([(of, slot.restarts) for of, slot in fronts])
     if snapshot.spans:
         spans = Counters(
             "tensord_trace_spans_total", "Spans for the collector of traces, by what became of them", labels=["outcome"]
@@ -481,9 +413,9 @@ def _fronts(snapshot: MetricsSnapshot) -> Iterator[Family]:
         dropped = Counters(
             "tensord_front_dropped_traces_total",
             "Traces that the front dropped because the supervisor did not take them",
-            labels=labels,
+            labels=_FRONT,
         )
-        yield dropped.fill([(of, slot.dropped_traces) for of, slot in fronts])
+        yield dropped.fill([(labels, slot.dropped_traces) for labels, slot in fronts])
 
 
 def _memory(processes: Mapping[str, int]) -> Family:
@@ -511,3 +443,95 @@ def _own(own: OwnFamily) -> Family:
             buckets = zip((*bounds, "+Inf"), within, strict=True)
             histogram.observe(names, values, buckets, metric.value)
     return family
+
+
+class Family:
+    """Holds the samples of a metric: ``lines`` has one line of text for each."""
+
+    __slots__ = ("_help", "_labels", "kind", "lines", "name")
+
+    def __init__(self, kind: str, name: str, text: str, value: float | None = None, labels: Sequence[str] = ()) -> None:
+        """Creates a family, with one sample if ``value`` is given.
+
+        Args:
+          kind: the type that OpenMetrics names for it.
+          name: the name of its samples; a counter's must end in ``_total``.
+          text: the help text that describes the metric.
+          value: the value of its only sample, where it has no labels; None: no sample yet.
+          labels: the names of the labels of each sample.
+        """
+        self.kind, self.name = kind, name
+        self.lines: list[str] = []
+        self._help = text.replace("\\", r"\\").replace("\n", r"\n")
+        self._labels = tuple(labels)
+        if value is not None:
+            self.fill([((), value)])
+
+    def fill(self, rows: Iterable[tuple[Sequence[str], float]]) -> Self:
+        """Adds samples, each given as the values of its labels and its own value. Returns the family."""
+        name, names, lines = self.name, self._labels, self.lines
+        for values, value in rows:
+            number = f"{value}.0" if type(value) is int and 0 <= value < _EXPONENTS else floatToGoString(value)
+            lines.append(f"{name}{_labelled(names, tuple(values))} {number}\n")
+        return self
+
+    def add(self, names: Sequence[str], values: Sequence[str], value: float, suffix: str = "") -> None:
+        """Adds a sample whose label names are not the family's but ``names``. ``suffix``: appended to the family's name."""
+        self.lines.append(f"{self.name}{suffix}{_labelled(tuple(names), tuple(values))} {floatToGoString(value)}\n")
+
+    def text(self, is_openmetrics: bool) -> str:
+        """Returns the family as text; "" if it has no samples, because a name without samples would promise some.
+
+        ``is_openmetrics``: in the OpenMetrics format, else in Prometheus's own.
+        """
+        if not self.lines:
+            return ""
+        name, kind, said = self.name, self.kind, self._help
+        if is_openmetrics:
+            said = said.replace('"', r"\"")
+            if kind == "counter":
+                name = name.removesuffix("_total")
+        elif kind == "unknown":
+            # OpenMetrics knows no counters but those that end in _total; Triton's do not, and are unknown there.
+            kind = "counter"
+        return f"# HELP {name} {said}\n# TYPE {name} {kind}\n" + "".join(self.lines)
+
+    def observe(
+        self, names: Sequence[str], values: Sequence[str], buckets: Iterable[tuple[str, int]], total: float
+    ) -> None:
+        """Adds a histogram with these labels (``names`` and ``values``).
+
+        Args:
+          buckets: upper bounds in rising order, the last one "+Inf", each with the number of values that are at most that large.
+          total: the sum of all values.
+        """
+        within = 0
+        for bound, within in buckets:
+            self.add((*names, "le"), (*values, bound), within, "_bucket")
+        self.add(names, values, within, "_count")
+        self.add(names, values, total, "_sum")
+
+    def __repr__(self) -> str:
+        return f"<Family {self.kind} {self.name}: {len(self.lines)} samples>"
+
+
+#: Metrics whose values go up and down; whose values only grow, with names that end in ``_total``; those that grow and have names
+#: that OpenMetrics does not allow for them, such as Triton's; and histograms.
+Gauges = functools.partial(Family, "gauge")
+Counters = functools.partial(Family, "counter")
+Unknowns = functools.partial(Family, "unknown")
+Histograms = functools.partial(Family, "histogram")
+
+
+def escaped(label: str) -> str:
+    """Returns the value of a label, escaped to stand between double quotes."""
+    return label.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+
+
+@functools.lru_cache(_MAX_LABELS)
+def _labelled(names: tuple[str, ...], values: tuple[str, ...]) -> str:
+    """Returns labels as they follow a sample's name, such as ``{model="m",version="1"}``, sorted by name; "" without labels."""
+    if not names:
+        return ""
+    listed = ",".join([f'{name}="{escaped(value)}"' for name, value in sorted(zip(names, values, strict=True))])
+    return f"{{{listed}}}"

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tensord.daemon.metrics.ledger import Total
-from tensord.daemon.metrics.own_metrics import OwnFamily
+from tensord.daemon.metrics.ledger import OwnFamily, Total
 from tensord.daemon.processes.gpu_watch import GpuState
 from tensord.shm.control_records import Footprint
 from tensord.shm.figures import Compiles

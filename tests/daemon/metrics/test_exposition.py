@@ -14,8 +14,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 
 from tensord.daemon.metrics import exposition
 from tensord.daemon.metrics.exposition import render
-from tensord.daemon.metrics.ledger import Total
-from tensord.daemon.metrics.own_metrics import OwnFamily
+from tensord.daemon.metrics.ledger import OwnFamily, Total
 from tensord.daemon.metrics.snapshot import FrontSlot, MetricsSnapshot, ParameterTotals, RegionTotals, WorkerSlot
 from tensord.daemon.processes.gpu_watch import GpuState
 from tensord.shm.control_records import Footprint
