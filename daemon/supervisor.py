@@ -52,12 +52,11 @@ from tensord.daemon.processes.first_signals import FirstSignals
 from tensord.daemon.processes.fronts import Fronts
 from tensord.daemon.processes.gpu_watcher import GpuWatcher
 from tensord.daemon.processes.notify import Notifier
-from tensord.daemon.processes.orphans import Orphans
 from tensord.daemon.processes.process_slots import ProcessSlots
 from tensord.daemon.processes.shutdown import DaemonPhase, Shutdown
 from tensord.daemon.processes.spawned import WORKER, Spawned
 from tensord.daemon.processes.watchdog import Watchdog
-from tensord.daemon.processes.worker_pool import Leftovers, WorkerPool
+from tensord.daemon.processes.worker_pool import Leftovers, Orphans, WorkerPool
 from tensord.daemon.progress_bar import ProgressBar
 from tensord.daemon.regions.region_registry import RegionRegistry
 from tensord.daemon.tracing import span_exporter

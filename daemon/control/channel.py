@@ -1,7 +1,6 @@
 """A control channel on an asyncio loop: calls back for each received record, and sends records once per iteration of the loop.
 
-Used by the supervisor for each child process and by each front for the supervisor. Nothing waits but a front's calls for their
-replies.
+Used by the supervisor for each child process and by each front for the supervisor. Only calls wait, for their replies.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 from tensord.shm import descriptors
 from tensord.shm.channel import Channel, ChannelClosed, DescriptorsLost
 from tensord.shm.control_records import ControlCall, Reply
-from tensord.shm.errors import InvalidArgument, Unavailable, from_code
+from tensord.shm.errors import InvalidArgument, ServingError, Unavailable, from_code
 from tensord.shm.operations import ANONYMOUS, Operation, Peer
 from tensord.shm.record import Record
 
@@ -134,40 +133,55 @@ class ControlChannel:
 
 
 class ControlCalls:
-    """Sends a front's calls to the supervisor over the control channel, and matches the replies to them by number."""
+    """Calls operations of the process at the other end of a control channel, and matches the replies to them by number."""
 
-    def __init__(self, connection: ControlChannel) -> None:
-        self._connection = connection
-        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+    def __init__(self, send: Callable[..., None]) -> None:
+        """Begins without calls. ``send``: sends a record and file descriptors on the channel, as ``ControlChannel.send`` does."""
+        self._send = send
+        self._waiting: dict[int, asyncio.Future[tuple[Reply, list[int]]]] = {}
         self._last = 0
 
-    async def ask(self, operation: Operation, peer: Peer = ANONYMOUS, end: int = -1) -> bytes:
-        """Calls an operation of the supervisor and returns its result, which is JSON or empty.
+    async def call(self, operation: Operation, *fds: int, peer: Peer = ANONYMOUS) -> tuple[bytes, list[int]]:
+        """Calls an operation and returns its result with the file descriptors that come with it, which the caller must close.
 
-        Args:
-          peer: the client on whose behalf the front calls, where that matters.
-          end: a file descriptor that is sent along, and that the caller must close: it becomes readable when a region is to be
-            unregistered, or it is the memory of pushed parameters; -1: none.
+        ``peer``: the client on whose behalf a front calls. Raises the ServingError with which the other process replied.
+        """
+        self._last += 1
+        number = self._last
+        waiter = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._send(ControlCall(number, operation, peer), *fds)
+        try:
+            reply, received = await waiter
+        finally:
+            del self._waiting[number]
+        if reply.code:
+            descriptors.close(received)
+            raise from_code(reply.code, reply.message)
+        return reply.result, received
+
+    async def ask(self, operation: Operation, peer: Peer = ANONYMOUS, end: int = -1) -> bytes:
+        """Calls an operation of the supervisor for a client, and returns its result, which is JSON or empty.
+
+        ``end``: a file descriptor that is sent along, and that the caller must close: it becomes readable when a region is to be
+        unregistered, or it is the memory of pushed parameters; -1: none.
 
         Raises Unavailable: too many calls are waiting for replies; or the ServingError with which the supervisor replied.
         """
         if len(self._waiting) >= _LIMIT:
             raise Unavailable(f"{len(self._waiting)} control requests are waiting, at most {_LIMIT} are allowed")
-        self._last += 1
-        number = self._last
-        waiter: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = waiter
-        self._connection.send(ControlCall(number, operation, peer), *([end] if end >= 0 else []))
-        try:
-            reply = await waiter
-        finally:
-            del self._waiting[number]
-        if reply.code:
-            raise from_code(reply.code, reply.message)
-        return reply.result
+        result, _ = await self.call(operation, *([end] if end >= 0 else []), peer=peer)
+        return result
 
-    def answered(self, reply: Reply) -> None:
-        """Passes the supervisor's reply to the call that waits for it; drops the reply if that call was cancelled."""
+    def answered(self, reply: Reply, fds: list[int]) -> None:
+        """Passes a reply and its file descriptors to the call that waits for it; closes them if that call was cancelled."""
         waiter = self._waiting.get(reply.call_id)
-        if waiter is not None and not waiter.done():
-            waiter.set_result(reply)
+        if waiter is None or waiter.done():
+            descriptors.close(fds)
+        else:
+            waiter.set_result((reply, fds))
+
+    def fail(self, error: ServingError) -> None:
+        """Has every call that waits for a reply raise ``error``, because the other process is gone."""
+        for waiter in self._waiting.values():
+            if not waiter.done():
+                waiter.set_exception(error)

@@ -114,7 +114,7 @@ class Front(ABC):
         self._started: asyncio.Future[Start] = asyncio.get_running_loop().create_future()
         self._serve: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
-        self.calls = ControlCalls(self._connection)
+        self.calls = ControlCalls(self._connection.send)
         self.table = ModelStates()
 
     async def run(self) -> None:
@@ -222,7 +222,7 @@ class Front(ABC):
                 if not self._stop.done():
                     self._stop.set_result(record)
             case Reply():
-                self.calls.answered(record)
+                self.calls.answered(record, fds)
             case ModelState() | ModelGone():
                 self.submitter.model_changed(record)
             case Readiness():

@@ -14,28 +14,26 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from tensord import __version__
-from tensord.daemon.control.channel import ControlChannel
-from tensord.daemon.processes.spawned import Spawned, spawn
+from tensord.daemon.control.channel import ControlCalls, ControlChannel
+from tensord.daemon.processes.spawned import Spawned
 from tensord.shm import child_process, descriptors, device_names, stack_report
 from tensord.shm.channel import Channel
 from tensord.shm.control_records import (
     ChildReady,
-    ControlCall,
     FromFront,
     FromWorker,
     Load,
-    Reply,
     Start,
     StatePublished,
     Stop,
 )
-from tensord.shm.errors import Unavailable, from_code
+from tensord.shm.errors import Unavailable
 from tensord.shm.operations import Operation
 from tensord.shm.progress import Loading
 from tensord.shm.record import Record, decoder
@@ -66,24 +64,21 @@ class Child:
 
     def __init__(
         self,
-        module: str,
         name: str,
         incarnation: int,
         incoming: Any,
         on_record: Callable[[Any, Any, list[int]], None],
         on_exit: Callable[[Any], None],
     ) -> None:
-        """Stores what is needed to start the process, and starts nothing yet.
+        """Stores what is needed once the process runs (``adopt``).
 
         Args:
-          module: the Python module that the process runs.
           name: the process's name in logs, such as "worker-0".
           incarnation: the number that only this process has.
           incoming: the union of the record types that the child may send.
           on_record: called with this object, a record from the child, and the file descriptors that came with it.
           on_exit: called with this object once the process is gone.
         """
-        self.module = module
         self.name = name
         self.incarnation = incarnation
         #: True once it has reported ChildReady.
@@ -110,21 +105,8 @@ class Child:
         #: True if the kernel killed it for want of memory.
         self.out_of_memory = False
         self._connection: ControlChannel | None = None
-        self._calls: dict[int, asyncio.Future[tuple[Reply, list[int]]]] = {}
-        self._next_call = 1
-
-    def spawn(
-        self, options: bytes, arguments: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int] = ()
-    ) -> None:
-        """Starts the process. Raises OSError: no memory, process slot or file descriptor is free.
-
-        Args:
-          options: ``tensord.config.options.Options`` as msgpack.
-          arguments: the process's command-line arguments; the one that names its control channel is added to them.
-          environment: variables that are added to the supervisor's own.
-          pass_fds: file descriptors that the process inherits under the same numbers.
-        """
-        self.adopt(spawn(self.module, arguments, environment, pass_fds), options)
+        #: The calls of the process's operations; gets its replies.
+        self.calls = ControlCalls(self.send)
 
     def adopt(self, spawned: Spawned, options: bytes) -> None:
         """Takes over a process that ``tensord.daemon.processes.spawned`` has started, and sends it a Start record.
@@ -225,19 +207,7 @@ class Child:
         """
         if not self.ready or not self.alive:
             raise Unavailable(f"{self.name} is not running")
-        call_id, self._next_call = self._next_call, self._next_call + 1
-        answer = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = answer
-        self.send(ControlCall(call_id, operation), *fds)
-        try:
-            reply, received = await answer
-        finally:
-            # After a cancellation the reply may still come; ``answered`` then finds no future and closes its descriptors.
-            self._calls.pop(call_id, None)
-        if reply.code:
-            descriptors.close(received)
-            raise from_code(reply.code, reply.message)
-        return reply.result, received
+        return await self.calls.call(operation, *fds)
 
     async def result_of(self, operation: Operation, seconds: float | None = None) -> bytes:
         """Calls an operation whose result comes without file descriptors, and returns the result. Raises ServingError.
@@ -252,25 +222,12 @@ class Child:
         descriptors.close(fds)
         return result
 
-    def answered(self, reply: Reply, fds: list[int]) -> None:
-        """Passes a reply that the process sent, and its file descriptors, to the ``call`` that waits for it.
-
-        If none waits for it any more, the descriptors are closed.
-        """
-        waiting = self._calls.get(reply.call_id)
-        if waiting is None or waiting.done():
-            descriptors.close(fds)
-        else:
-            waiting.set_result((reply, fds))
-
     def release(self) -> None:
         """Wakes every call that waits for a reply from this dead process; each of them raises Unavailable.
 
         Subclasses also close the pages that they share with the process, or end other waits for it.
         """
-        for waiting in self._calls.values():
-            if not waiting.done():
-                waiting.set_exception(Unavailable(f"{self.name} stopped before it answered"))
+        self.calls.fail(Unavailable(f"{self.name} stopped before it answered"))
 
     @property
     def killed_by_others(self) -> bool:
@@ -330,18 +287,14 @@ class FrontProcess(Child):
 
     def __init__(
         self,
-        module: str,
         protocol: str,
         row: int,
         incarnation: int,
         on_record: Callable[[FrontProcess, Any, list[int]], None],
         on_exit: Callable[[FrontProcess], None],
     ) -> None:
-        """Stores what is needed to start the front process, and starts nothing yet; ``Child`` describes the other arguments.
-
-        ``row``: its number from 0 among the fronts of ``protocol``, "http" or "grpc".
-        """
-        super().__init__(module, front_name(protocol, row), incarnation, FromFront, on_record, on_exit)
+        """Stores ``row``, the front's number from 0 among those of ``protocol``; ``Child`` describes the other arguments."""
+        super().__init__(front_name(protocol, row), incarnation, FromFront, on_record, on_exit)
         self.protocol = protocol
         self.row = row
         #: True once it was asked to take clients.
@@ -395,14 +348,13 @@ class WorkerProcess(Child):
 
     def __init__(
         self,
-        module: str,
         name: str,
         incarnation: int,
         device: str,
         on_record: Callable[[WorkerProcess, Any, list[int]], None],
         on_exit: Callable[[WorkerProcess], None],
     ) -> None:
-        super().__init__(module, name, incarnation, FromWorker, on_record, on_exit)
+        super().__init__(name, incarnation, FromWorker, on_record, on_exit)
         self.device = device
         #: The isolated model that it is for; "": models share it.
         self.model = device_names.model_of(device)

@@ -24,6 +24,7 @@ from tensord.daemon.control.shared_counters import SharedCounters
 from tensord.daemon.processes import listening
 from tensord.daemon.processes.child import FrontProcess, MissingParts, front_name
 from tensord.daemon.processes.listening import Listener, ListenError
+from tensord.daemon.processes.spawned import spawn
 from tensord.shm import descriptors
 from tensord.shm.control_records import ChildReady, ControlCall, Reply, Serve, StateAcknowledged, TracesEnded
 from tensord.shm.record import Record
@@ -152,17 +153,12 @@ class Fronts:
 
         Raises OSError: no memory, process slot or file descriptor is free.
         """
-        front = FrontProcess(
-            self._programs[protocol], protocol, row, self._next_incarnation(), self._received, self._exited
-        )
+        front = FrontProcess(protocol, row, self._next_incarnation(), self._received, self._exited)
         counters = self._counters[protocol].fd
         sockets = [listener.socket.fileno() for listener in self._listeners[protocol]]
-        front.spawn(
-            msgspec.msgpack.encode(of_one(self._options(), self._rows(protocol))),
-            ["--listen-fds", ",".join(map(str, sockets)), "--counters-fd", str(counters), "--row", str(row)],
-            {},
-            [*sockets, counters],
-        )
+        words = ["--listen-fds", ",".join(map(str, sockets)), "--counters-fd", str(counters), "--row", str(row)]
+        process = spawn(self._programs[protocol], words, {}, [*sockets, counters])
+        front.adopt(process, msgspec.msgpack.encode(of_one(self._options(), self._rows(protocol))))
         self.by_incarnation[front.incarnation] = front
         self._started(front)
         front.ask(self._edition)
@@ -205,7 +201,7 @@ class Fronts:
         if isinstance(record, ControlCall):
             return self._said(front, record, fds)
         if isinstance(record, Reply):
-            return front.answered(record, fds)
+            return front.calls.answered(record, fds)
         descriptors.close(fds)
         match record:
             case StateAcknowledged(edition):

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from tensord.config.options import Options
-from tensord.daemon.processes.child import OF_JAX, MissingParts, WorkerProcess
+from tensord.daemon.processes.child import OF_JAX, Child, MissingParts, WorkerProcess
 from tensord.daemon.processes.devices import Device
 from tensord.daemon.processes.spawned import Spawned, spawn_worker
 from tensord.shm import child_process, descriptors, device_names, marked_processes
@@ -36,6 +38,8 @@ _AGAIN_SECONDS = 1.0
 _LATE_SECONDS = 2.0
 #: Between two looks whether a worker that is restarted has ended, or come up.
 _LOOK_SECONDS = 0.05
+#: Seconds until a look again behind a child that its owner has yet to wait for.
+_REAP_SECONDS = 0.05
 
 
 class WorkerPool:
@@ -197,7 +201,7 @@ class WorkerPool:
             self.lost_sequences[name] += worker.lost_sequences
             self._died(worker, device)
 
-        worker = WorkerProcess(self._program, name, self._next_incarnation(), device.name, self._received, exited)
+        worker = WorkerProcess(name, self._next_incarnation(), device.name, self._received, exited)
         worker.memory_fraction = device.memory_fraction
         worker.adopt(spawned, msgspec.msgpack.encode(self._shared()))
         self.by_incarnation[worker.incarnation] = worker
@@ -228,7 +232,7 @@ class WorkerPool:
             case ChildReady():
                 return self._reported(worker, record, fds)
             case Reply():
-                return worker.answered(record, fds)
+                return worker.calls.answered(record, fds)
             case Loaded():
                 worker.load_answered(record.name, record.version)
             case Loading():
@@ -288,3 +292,38 @@ class Leftovers:
 
     def __repr__(self) -> str:
         return f"<Leftovers of {len(self._looks)} workers>"
+
+
+class Orphans:
+    """Reaps orphans where the daemon is process 1 of a container: a process that loses its parent there becomes its child.
+
+    Such are processes that models start and leave alone. Nobody else waits for them, and each would stay in the table of
+    processes. A child of ``own()`` is waited for by whoever started it, and never here.
+    """
+
+    def __init__(self, own: Callable[[], Iterable[Child]]) -> None:
+        self._own = own
+
+    def watch(self) -> None:
+        """Begins to reap orphans, now and whenever a child process ends."""
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
+        self._reap()
+
+    def _reap(self) -> None:
+        while (pid := _ended()) and pid not in {child.pid for child in self._own()}:
+            os.waitpid(pid, 0)
+        if pid:
+            # The kernel shows one at a time: those behind it are seen when it is gone.
+            asyncio.get_running_loop().call_later(_REAP_SECONDS, self._reap)
+
+    def __repr__(self) -> str:
+        return f"<Orphans beside {sum(1 for _ in self._own())} children>"
+
+
+def _ended() -> int:
+    """Returns the pid of a child process that has ended and that nobody has waited for; 0: there is none."""
+    try:
+        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return 0
+    return 0 if found is None else found.si_pid

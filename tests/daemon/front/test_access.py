@@ -25,7 +25,7 @@ def endpoints() -> Iterator[Endpoints]:
     """Yields endpoints whose supervisor never answers."""
     ours, theirs = pair()
     connection = ControlChannel(Channel(ours, decoder(ToFront)), lambda *_: None, lambda: None)
-    yield Endpoints(ModelStates(), ControlCalls(connection), Options())
+    yield Endpoints(ModelStates(), ControlCalls(connection.send), Options())
     connection.close()
     theirs.close()
 

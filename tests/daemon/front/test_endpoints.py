@@ -32,7 +32,7 @@ class Settled(ControlCalls):
     """Stands for the supervisor and answers once all fronts act upon what it sent."""
 
     def __init__(self, connection: ControlChannel) -> None:
-        super().__init__(connection)
+        super().__init__(connection.send)
         self.asked = 0
 
     async def ask(self, operation: Operation, peer: Peer = ANONYMOUS, process: int = -1) -> bytes:

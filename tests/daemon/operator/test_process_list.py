@@ -22,9 +22,7 @@ def slots() -> ProcessSlots:
 
 
 def test_workers() -> None:
-    starting, executing = (
-        WorkerProcess("m", f"worker-{n}", n, f"cpu:{n}", lambda *_: None, lambda _: None) for n in (0, 1)
-    )
+    starting, executing = (WorkerProcess(f"worker-{n}", n, f"cpu:{n}", lambda *_: None, lambda _: None) for n in (0, 1))
     executing.started_ns, executing.ready = 3 * SECOND, True
     executing.page = StatusPage.create()
     executing.page.set_state(WorkerState.EXECUTING, 4 * SECOND)
@@ -62,7 +60,7 @@ def test_workers() -> None:
 
 def test_what_a_worker_has_been_at_for_longest() -> None:
     """The list shows the oldest of a worker's runs and loads; a load that waits is not counted."""
-    worker = WorkerProcess("m", "worker-0", 0, "cpu:0", lambda *_: None, lambda _: None)
+    worker = WorkerProcess("worker-0", 0, "cpu:0", lambda *_: None, lambda _: None)
     worker.page = StatusPage.create()
 
     def entry() -> dict[str, Any]:
@@ -97,7 +95,7 @@ def test_fronts() -> None:
         """Their connections by row."""
 
         def __iter__(self) -> Any:
-            return iter([FrontProcess("m", "http", row, row, lambda *_: None, lambda _: None) for row in (0, 1)])
+            return iter([FrontProcess("http", row, row, lambda *_: None, lambda _: None) for row in (0, 1)])
 
         def connections(self, front: FrontProcess) -> int:
             return front.row * 7
@@ -107,7 +105,7 @@ def test_fronts() -> None:
 
 
 def test_a_worker_that_one_model_has_to_itself() -> None:
-    worker = WorkerProcess("m", "worker-1#digits", 3, "cuda:1#digits", lambda *_: None, lambda _: None)
+    worker = WorkerProcess("worker-1#digits", 3, "cuda:1#digits", lambda *_: None, lambda _: None)
     worker.memory_fraction = 0.25
     (entry,) = process_list.of_workers([worker], slots(), MODELS, {}, SECOND)
     assert (entry["device"], entry["isolated"], entry["memory_fraction"]) == ("cuda:1", "digits", 0.25)

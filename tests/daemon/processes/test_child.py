@@ -12,6 +12,7 @@ import pytest
 
 from tensord.config.options import Options
 from tensord.daemon.processes.child import WorkerProcess
+from tensord.daemon.processes.spawned import spawn
 from tensord.shm.control_records import ChildReady, Load, Loaded
 from tensord.shm.errors import Internal, Unavailable
 from tensord.shm.operations import ModelStatistics, RegisterSystemRegion
@@ -26,11 +27,15 @@ class Records:
         self.seen: list[Any] = []
         self.came = asyncio.Event()
         self.ended = asyncio.Event()
-        self.worker = WorkerProcess(module, "worker-0", 7, "cpu:0", self.record, lambda _: self.ended.set())
+        self.module = module
+        self.worker = WorkerProcess("worker-0", 7, "cpu:0", self.record, lambda _: self.ended.set())
+
+    def start(self, variables: dict[str, str]) -> None:
+        self.worker.adopt(spawn(self.module, ["--device", "cpu:0"], variables), OPTIONS)
 
     def record(self, worker: WorkerProcess, record: Any, fds: list[int]) -> None:
         if type(record).__name__ == "Reply":
-            worker.answered(record, fds)
+            worker.calls.answered(record, fds)
         else:
             self.seen.append(record)
             for fd in fds:
@@ -46,7 +51,7 @@ class Records:
 
 async def started(**variables: str) -> Records:
     records = Records()
-    records.worker.spawn(OPTIONS, ["--device", "cpu:0"], variables)
+    records.start(variables)
     assert (await records.wait_for(ChildReady)).incarnation == 7
     return records
 
@@ -105,6 +110,6 @@ async def test_death_with_a_call_open() -> None:
 
 async def test_a_program_that_does_not_start() -> None:
     records = Records("tests.daemon.no_such_program")
-    records.worker.spawn(OPTIONS, ["--device", "cpu:0"], {})
+    records.start({})
     await records.ended.wait()
     assert records.worker.describe_exit() == "exited with status 1"

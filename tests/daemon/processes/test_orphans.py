@@ -17,7 +17,7 @@ from tests.repositories import write_model
 REAPS = """
 import asyncio, ctypes, os, subprocess, sys
 from types import SimpleNamespace
-from tensord.daemon.processes.orphans import Orphans
+from tensord.daemon.processes.worker_pool import Orphans
 
 async def main():
     own = subprocess.Popen(["sh", "-c", "read line; exit 7"], stdin=subprocess.PIPE)

@@ -93,7 +93,7 @@ async def test_life_of_two() -> None:
 async def test_one_that_reports_without_its_page() -> None:
     """A program that is no worker says what a front would say: it is killed, not believed."""
     owner = Owner()
-    worker = WorkerProcess("x", "worker-0", 1, "cpu:0", lambda *_: None, lambda _: None)
+    worker = WorkerProcess("worker-0", 1, "cpu:0", lambda *_: None, lambda _: None)
     owner.worker_pool._reported(worker, ChildReady(1), [])
     assert owner.heard.empty()
     assert worker.page is None
