@@ -10,7 +10,7 @@
  * holds the interpreter's lock, so nothing changes meanwhile.
  */
 
-#include "_spin.h"
+#include "_lane.h"
 
 #include <errno.h>
 #include <string.h>
@@ -42,7 +42,6 @@ enum {
     LOCKED,    /* of the lane's lock ``lock`` */
     PREPARED,  /* the class PreparedAnswer */
     ANSWER,    /* the class Answer */
-    NDARRAY,   /* numpy's */
     OBJECTS
 };
 
@@ -254,7 +253,7 @@ static PyObject *read_answer(const exchange_t *self, const struct msghdr *messag
 }
 
 /* Adds all outputs to an answer. Returns whether they are numbers in its record, or in the caller's places; -1 with an exception. */
-static int put_outputs(const exchange_t *self, PyObject *made, tensord__answer *answer, PyObject *kind, PyObject *call) {
+static int put_outputs(PyObject *made, tensord__answer *answer, PyObject *kind, PyObject *call) {
     PyObject *plan = PyObject_GetAttr(kind, name.plan), *places = plan == NULL ? NULL : PyObject_GetAttr(call, name.places);
     int is = places == NULL ? -1 : PyTuple_Size(plan) > 0;
     uint64_t left = answer->count;
@@ -265,7 +264,7 @@ static int put_outputs(const exchange_t *self, PyObject *made, tensord__answer *
             content = tensord__take_content(&answer->contents);
             left--;
         }
-        is = put_array(made, output, places, (const char *)content.bytes, (Py_ssize_t)content.byte_size, self->object[NDARRAY]);
+        is = put_array(made, output, places, (const char *)content.bytes, (Py_ssize_t)content.byte_size);
     }
     Py_XDECREF(plan);
     Py_XDECREF(places);
@@ -293,7 +292,7 @@ static PyObject *made_of(const exchange_t *self, tensord__answer *answer, PyObje
     if (made != NULL || PyErr_Occurred())
         return made;
     made = PyObject_CallFunctionObjArgs(self->object[ANSWER], NULL);
-    if (made == NULL || put_outputs(self, made, answer, kind, call) <= 0 || copy_attribute(kind, made, name.version) ||
+    if (made == NULL || put_outputs(made, answer, kind, call) <= 0 || copy_attribute(kind, made, name.version) ||
         copy_attribute(kind, made, name.parameters))
         Py_CLEAR(made);
     if (made != NULL && answer->count == 0) {
@@ -414,26 +413,41 @@ static PyObject *ask(exchange_t *self, PyObject *arguments) {
 
 /* --------------------------------------------------------------------------------------------------------------------- type */
 
+/* Where each object is found: the attribute of one that stands before it, or of itself as far as it is found. */
+static const struct {
+    int object, of;
+    const char *attribute;
+} found_at[] = {{SOCKET, LANE, "socket"},        {MEMORY, LANE, "memory"},          {RECEIVED, SOCKET, "received"},  {IN_FLIGHT, LANE, "in_flight"},
+                {QUEUED, LANE, "queued"},        {OUTGOING, LANE, "_outgoing"},     {BACKLOG, SOCKET, "backlog"},    {RELEASES, LANE, "answers"},
+                {RELEASES, RELEASES, "releases"}, {FOLLOWERS, LANE, "followers"},   {NUMBERS, LANE, "_numbers"},     {ONCE, LANE, "_once"},
+                {ANNOUNCED, LANE, "_announced"}, {KNOWN, LANE, "_prepared"},        {IDS, LANE, "ids"},              {RELEASE, LANE, "reading"},
+                {ACQUIRE, RELEASE, "acquire"},   {RELEASE, RELEASE, "release"},     {LOCKED, LANE, "lock"},          {LOCKED, LOCKED, "locked"}};
+
 static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) {
-    static char *names[] = {"lane",  "socket", "memory",  "received", "in_flight", "queued", "outgoing", "backlog", "releases", "followers", "numbers", "once", "announced", "known",
-                            "ids",   "acquire", "release", "locked",  "prepared", "answer",    "ndarray", "fd",     "most",     NULL};
-    PyObject *o[OBJECTS];
+    PyObject *lane, *prepared, *answer;
     int fd;
     Py_ssize_t most;
-    if (!PyArg_ParseTupleAndKeywords(arguments, named, "OOOYO!O!O!OOOO!OOO!OOOOOOOin", names, &o[LANE], &o[SOCKET], &o[MEMORY], &o[RECEIVED], &PyDict_Type,
-                                     &o[IN_FLIGHT], &PyDict_Type, &o[QUEUED], &PyList_Type, &o[OUTGOING], &o[BACKLOG], &o[RELEASES], &o[FOLLOWERS], &PyDict_Type, &o[NUMBERS], &o[ONCE],
-                                     &o[ANNOUNCED], &PyDict_Type, &o[KNOWN], &o[IDS], &o[ACQUIRE], &o[RELEASE], &o[LOCKED], &o[PREPARED], &o[ANSWER], &o[NDARRAY], &fd, &most))
+    (void)named;
+    if (!PyArg_ParseTuple(arguments, "OOOin", &lane, &prepared, &answer, &fd, &most))
         return NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     exchange_t *self = (exchange_t *)allocate(type, 0);
     if (self == NULL)
         return NULL;
-    for (int i = 0; i < OBJECTS; i++) {
-        Py_INCREF(o[i]);
-        self->object[i] = o[i];
-    }
+    self->object[LANE] = (Py_INCREF(lane), lane);
+    self->object[PREPARED] = (Py_INCREF(prepared), prepared);
+    self->object[ANSWER] = (Py_INCREF(answer), answer);
     self->fd = fd;
     self->most = most;
+    for (size_t i = 0; i < sizeof found_at / sizeof *found_at; i++) {
+        PyObject *value = PyObject_GetAttrString(self->object[found_at[i].of], found_at[i].attribute);
+        if (value == NULL) {
+            Py_DECREF(self);
+            return NULL;
+        }
+        Py_XDECREF(self->object[found_at[i].object]);
+        self->object[found_at[i].object] = value;
+    }
     return (PyObject *)self;
 }
 

@@ -10,6 +10,7 @@
 /* Names of attributes, and of what numpy has. */
 static PyObject *base_name, *dtype_name, *nbytes_name, *own_count_name, *shape_name, *tobytes_name;
 static PyTypeObject *answer_type, *output_type;
+PyObject *ndarray;
 
 /* ------------------------------------------------------------------------------------------------------------------ writing */
 
@@ -129,33 +130,14 @@ static void put_place(tensord__writer *to, PyObject *place) {
     tensord__put_uints(to, numbers, 2);
 }
 
-/* Returns a record of numbers alone. */
-static PyObject *numbers(const char *tag, int count, PyObject *arguments) {
+static PyObject *numbers(PyObject *module, PyObject *arguments) {
+    const char *tag;
     uint64_t given[2];
     WRITER(to);
-    if (!PyArg_ParseTuple(arguments, count == 2 ? "O&O&" : "O&", as_uint, &given[0], as_uint, &given[1]))
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "sO&|O&", &tag, as_uint, &given[0], as_uint, &given[1]))
         return NULL;
-    tensord__put_numbers(&to, tag, given, count);
-    return made(&to);
-}
-
-#define NUMBERS(name, tag, count)                                                                                                 \
-    static PyObject *name(PyObject *module, PyObject *arguments) {                                                                \
-        (void)module;                                                                                                             \
-        return numbers(tag, count, arguments);                                                                                    \
-    }
-
-NUMBERS(segment_opened, "S+", 2)
-NUMBERS(segment_closed, "S-", 1)
-NUMBERS(segment_refused, "S!", 1)
-NUMBERS(taken, "T", 2)
-NUMBERS(cancel, "X", 1)
-
-static PyObject *wire_version(PyObject *module, PyObject *nothing) {
-    const uint64_t version = TENSORD_WIRE;
-    WRITER(to);
-    (void)module, (void)nothing;
-    tensord__put_numbers(&to, "V", &version, 1);
+    tensord__put_numbers(&to, tag, given, (int)PyTuple_Size(arguments) - 1);
     return made(&to);
 }
 
@@ -549,7 +531,7 @@ static PyObject *records(PyObject *module, PyObject *arguments) {
 /* --------------------------------------------------------------------------------------------------------- inputs of requests */
 
 /* Returns whether an array is no view, or one of an array that is none; -1 with an exception. */
-static int is_its_own(PyObject *array, PyObject *ndarray) {
+static int is_its_own(PyObject *array) {
     PyObject *base = PyObject_GetAttr(array, base_name), *beneath;
     int is = base == NULL ? -1 : base == Py_None;
     if (is == 0 && (PyObject *)Py_TYPE(base) == ndarray) {
@@ -571,7 +553,7 @@ static int append_attribute(PyObject *list, PyObject *object, PyObject *name) {
 
 /* Appends what is said of an input to its request's kind, and its bytes to the contents. Returns whether it travels inside; -1 with an
  * exception. */
-static int put_small(PyObject *name, PyObject *array, PyObject *ndarray, Py_ssize_t limit, Py_ssize_t *room, PyObject *kind, PyObject *contents) {
+static int put_small(PyObject *name, PyObject *array, Py_ssize_t limit, Py_ssize_t *room, PyObject *kind, PyObject *contents) {
     if ((PyObject *)Py_TYPE(array) != ndarray)
         return 0;
     PyObject *number = PyObject_GetAttr(array, nbytes_name);
@@ -582,7 +564,7 @@ static int put_small(PyObject *name, PyObject *array, PyObject *ndarray, Py_ssiz
     if (size > limit || size > *room)
         return 0;
     *room -= size;
-    int is = is_its_own(array, ndarray);
+    int is = is_its_own(array);
     if (is <= 0)
         return is;
     if (PyList_Append(kind, name) || append_attribute(kind, array, dtype_name) || append_attribute(kind, array, shape_name))
@@ -594,10 +576,10 @@ static int put_small(PyObject *name, PyObject *array, PyObject *ndarray, Py_ssiz
 }
 
 static PyObject *small_inputs(PyObject *module, PyObject *arguments) {
-    PyObject *inputs, *ndarray, *name, *array, *answer = NULL;
+    PyObject *inputs, *name, *array, *answer = NULL;
     Py_ssize_t limit, room, at = 0;
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "O!nnO", &PyDict_Type, &inputs, &limit, &room, &ndarray))
+    if (!PyArg_ParseTuple(arguments, "O!nn", &PyDict_Type, &inputs, &limit, &room))
         return NULL;
     PyObject *kind = PyList_New(0), *contents = PyList_New(0);
     int is = kind == NULL || contents == NULL ? -1 : 1;
@@ -605,7 +587,7 @@ static PyObject *small_inputs(PyObject *module, PyObject *arguments) {
     while (is > 0 && PyDict_Next(inputs, &at, &name, &array)) {
         Py_INCREF(name);
         Py_INCREF(array);
-        is = put_small(name, array, ndarray, limit, &room, kind, contents);
+        is = put_small(name, array, limit, &room, kind, contents);
         Py_DECREF(name);
         Py_DECREF(array);
     }
@@ -635,7 +617,7 @@ static int is_like(PyObject *place, PyObject *shape, PyObject *dtype) {
     return is;
 }
 
-int put_array(PyObject *answer, PyObject *output, PyObject *places, const char *content, Py_ssize_t size, PyObject *ndarray) {
+int put_array(PyObject *answer, PyObject *output, PyObject *places, const char *content, Py_ssize_t size) {
     PyObject *name, *shape, *dtype, *array;
     Py_ssize_t byte_size;
     if (!PyArg_ParseTuple(output, "OOOn", &name, &shape, &dtype, &byte_size))
@@ -660,18 +642,18 @@ int put_array(PyObject *answer, PyObject *output, PyObject *places, const char *
 int has_content(PyObject *output) { return PyLong_AsSsize_t(PyTuple_GetItem(output, 3)) >= 0; }
 
 static PyObject *arrays(PyObject *module, PyObject *arguments) {
-    PyObject *answer, *outputs, *contents, *places, *ndarray;
+    PyObject *answer, *outputs, *contents, *places;
     Py_ssize_t at = 0;
     int is = 1;
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "O!O!O!O!O", &PyDict_Type, &answer, &PyTuple_Type, &outputs, &PyTuple_Type, &contents, &PyDict_Type, &places, &ndarray))
+    if (!PyArg_ParseTuple(arguments, "O!O!O!O!", &PyDict_Type, &answer, &PyTuple_Type, &outputs, &PyTuple_Type, &contents, &PyDict_Type, &places))
         return NULL;
     for (Py_ssize_t i = 0; is > 0 && i < PyTuple_Size(outputs); i++) {
         PyObject *output = PyTuple_GetItem(outputs, i), *given = NULL;
         if (has_content(output) && at < PyTuple_Size(contents))
             given = PyTuple_GetItem(contents, at++);
-        is = given != NULL && PyBytes_CheckExact(given) ? put_array(answer, output, places, PyBytes_AsString(given), PyBytes_Size(given), ndarray)
-                                                        : put_array(answer, output, places, NULL, 0, ndarray);
+        is = given != NULL && PyBytes_CheckExact(given) ? put_array(answer, output, places, PyBytes_AsString(given), PyBytes_Size(given))
+                                                        : put_array(answer, output, places, NULL, 0);
     }
     if (is < 0)
         return NULL;
@@ -683,24 +665,19 @@ static PyObject *arrays(PyObject *module, PyObject *arguments) {
 /* What each does stands in _lane.pyi. */
 static PyMethodDef functions[] = {
     {"arrays", arrays, METH_VARARGS, NULL},
-    {"cancel", cancel, METH_VARARGS, NULL},
     {"datagram", datagram, METH_O, NULL},
     {"datagrams", datagrams, METH_O, NULL},
     {"end_sequence", end_sequence, METH_VARARGS, NULL},
     {"integer", integer, METH_O, NULL},
+    {"numbers", numbers, METH_VARARGS, NULL},
     {"own_fields", (PyCFunction)(void (*)(void))own_fields, METH_VARARGS | METH_KEYWORDS, NULL},
     {"prepare", prepare, METH_VARARGS, NULL},
     {"prepared_request", prepared_request, METH_VARARGS, NULL},
     {"records", records, METH_VARARGS, NULL},
     {"release", release, METH_O, NULL},
     {"request", request, METH_VARARGS, NULL},
-    {"segment_closed", segment_closed, METH_VARARGS, NULL},
-    {"segment_opened", segment_opened, METH_VARARGS, NULL},
-    {"segment_refused", segment_refused, METH_VARARGS, NULL},
     {"small_inputs", small_inputs, METH_VARARGS, NULL},
-    {"taken", taken, METH_VARARGS, NULL},
     {"trace_context", trace_context, METH_VARARGS, NULL},
-    {"wire_version", wire_version, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -734,7 +711,10 @@ PyMODINIT_FUNC PyInit__lane(void) {
     if (exchange_names() || intern(&base_name, "base") || intern(&dtype_name, "dtype") || intern(&nbytes_name, "nbytes") ||
         intern(&own_count_name, "own_count") || intern(&shape_name, "shape") || intern(&tobytes_name, "tobytes"))
         return NULL;
-    PyObject *module = PyModule_Create(&definition);
+    PyObject *numpy = PyImport_ImportModule("numpy");
+    ndarray = numpy == NULL ? NULL : PyObject_GetAttrString(numpy, "ndarray");
+    Py_XDECREF(numpy);
+    PyObject *module = ndarray == NULL ? NULL : PyModule_Create(&definition);
     PyObject *exchange_type = module == NULL ? NULL : PyType_FromSpec(&exchange_spec);
     spin_type = exchange_type == NULL ? NULL : PyType_FromSpec(&spin_spec);
     answer_type = spin_type == NULL ? NULL : PyStructSequence_NewType(&answer_description);

@@ -18,9 +18,11 @@
 
 #include "common/include/tensord_wire.h"
 
+#include <stdint.h>
+
 extern PyType_Spec exchange_spec, spin_spec;
-/* Spin, which is kept for the module's life. */
-extern PyObject *spin_type;
+/* Spin, and numpy's ndarray, which are kept for the module's life. */
+extern PyObject *spin_type, *ndarray;
 
 /* Makes the names of attributes that an exchange looks for. Not 0: there is an exception. */
 int exchange_names(void);
@@ -49,6 +51,23 @@ int has_content(PyObject *output);
 
 /* Adds an output to an answer: an array of the content, or the caller's place for it. Returns whether it is as the output says; -1 with
  * an exception. */
-int put_array(PyObject *answer, PyObject *output, PyObject *places, const char *content, Py_ssize_t size, PyObject *ndarray);
+int put_array(PyObject *answer, PyObject *output, PyObject *places, const char *content, Py_ssize_t size);
+
+/* When to poll for a datagram before sleeping (_spin.c). */
+typedef struct {
+    PyObject_HEAD
+    /* How long to poll at most; when the last wait began and ended; in ns of CLOCK_MONOTONIC. */
+    uint64_t limit, since, ended;
+    /* Whether the last wait was short enough. */
+    int worth;
+} spin_t;
+
+uint64_t now_ns(void);
+
+/* Begins a wait: polls, if it is worth it, until the descriptor is readable. Needs no interpreter. */
+void spin_before(spin_t *self, int fd);
+
+/* Ends a wait. */
+void spin_after(spin_t *self);
 
 #endif

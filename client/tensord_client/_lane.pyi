@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tensord_client.common.results import Answer, Array
@@ -30,17 +30,8 @@ def datagrams(record: bytes) -> list[bytes]:
 def integer(value: int) -> bytes:
     """Encodes an integer, such as a prepared request's number. Raises OverflowError: it needs more than 64 bits."""
 
-def wire_version() -> bytes:
-    """Encodes the first record on a lane, which says the version of the records."""
-
-def segment_opened(segment: int, byte_size: int, /) -> bytes:
-    """Encodes the record that announces a segment of this process to the worker; its descriptor is sent along."""
-
-def segment_closed(segment: int, /) -> bytes:
-    """Encodes the record by which this process says that it has closed a segment and will not name it again."""
-
-def segment_refused(segment: int, /) -> bytes:
-    """Encodes the record by which this process says that it could not map a segment of the worker's."""
+def numbers(tag: str, one: int, other: int = ..., /) -> bytes:
+    """Encodes a record that is its tag ("V", "S+", "S-", "S!", "T" or "X", as in tensord_wire.h) and one or two numbers."""
 
 def prepared_request(
     model: str,
@@ -104,12 +95,6 @@ def trace_context(request_id: int, traceparent: str, /) -> bytes:
 def release(leases: list[tuple[int, int, int]], /) -> bytes:
     """Encodes the record that gives memory of answers back to the worker: (segment, offset, generation) of each lease."""
 
-def taken(request_id: int, byte_size: int, /) -> bytes:
-    """Encodes the record that acknowledges ``byte_size`` more bytes of a request's responses, so the worker may send more."""
-
-def cancel(request_id: int, /) -> bytes:
-    """Encodes the record that tells the worker that nobody waits for a request's answer any more."""
-
 def end_sequence(model: str, sequence_id: int | str, /) -> bytes:
     """Encodes the record that ends a sequence without a request, once its waiting requests have run."""
 
@@ -159,9 +144,7 @@ def records(
 
 # ----------------------------------------------------------------------------------------------------------------- arrays
 
-def small_inputs(
-    inputs: dict[str, Array], limit: int, room: int, ndarray: type[Array], /
-) -> tuple[tuple[Any, ...], list[bytes]] | None:
+def small_inputs(inputs: dict[str, Array], limit: int, room: int, /) -> tuple[tuple[Any, ...], list[bytes]] | None:
     """Returns (name, dtype and shape of each input in turn) and the inputs' bytes, if all of them can travel inside the request.
 
     Returns None: an input is too large, or may lie in shared memory because it is a view of something that is no plain array.
@@ -169,7 +152,6 @@ def small_inputs(
     Args:
       limit: the most bytes of an input.
       room: the most bytes of all together.
-      ndarray: numpy's.
     """
 
 def arrays(
@@ -177,7 +159,6 @@ def arrays(
     outputs: tuple[tuple[str, tuple[int, ...], Any, int], ...],
     contents: tuple[Any, ...],
     places: dict[str, Any],
-    ndarray: type[Array],
     /,
 ) -> bool:
     """Adds an array for each output to an answer. Returns False if one is neither in the record nor in its place; else True.
@@ -186,7 +167,6 @@ def arrays(
       outputs: (name, shape, dtype, byte size) of each output; byte size -1: the worker has written it to its place.
       contents: for each other output its bytes in the answer's record, or their place in the worker's memory.
       places: output name -> the caller's array for it.
-      ndarray: numpy's.
     """
 
 class Spin:
@@ -199,33 +179,15 @@ class Spin:
 class Exchange:
     """Sends requests of threads that wait, and receives their answers, on one lane."""
 
-    def __init__(
-        self,
-        *,
-        lane: Any,
-        socket: Any,
-        memory: Any,
-        received: bytearray,
-        in_flight: dict[int, Any],
-        queued: dict[int, Any],
-        outgoing: list[Any],
-        backlog: Sized,
-        releases: Sized,
-        followers: Sized,
-        numbers: dict[bytes, bytes],
-        once: set[bytes],
-        announced: set[int],
-        known: dict[int, Any],
-        ids: Iterator[int],
-        acquire: Callable[[bool], bool],
-        release: Callable[[], None],
-        locked: Callable[[], bool],
-        prepared: type[Any],
-        answer: type[Answer],
-        ndarray: type[Array],
-        fd: int,
-        most: int,
-    ) -> None: ...
+    def __init__(self, lane: Any, prepared: type[Any], answer: type[Answer], fd: int, most: int, /) -> None:
+        """Takes what it needs of a ``ClientLane`` from the lane's attributes.
+
+        Args:
+          prepared: the class PreparedAnswer.
+          fd: the lane's socket.
+          most: the most requests that the worker takes at a time.
+        """
+
     def ask(
         self, sender: Any, call: Any, placed: Any, own: bytes, until: float | None, /
     ) -> Answer | tuple[Any, tuple[int, list[tuple[int, int, bytes]], int] | None] | None:

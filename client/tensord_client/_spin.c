@@ -6,7 +6,7 @@
  * processor, and the interpreter.
  */
 
-#include "_spin.h"
+#include "_lane.h"
 
 #include <poll.h>
 #include <sched.h>

@@ -45,10 +45,9 @@ from tensord_client.lane_request import LaneRequest, Sender
 from tensord_client.lane_socket import LaneEnded
 from tensord_client.memory import Memory
 from tensord_client.native import say_missing, wire
-from tensord_client.opened_model import OpenedModel
 from tensord_client.parameters import ModelParameters, sealed
 from tensord_client.placement import Placed, Placement, own_fields
-from tensord_client.worker_lane import ClientLane
+from tensord_client.worker_lane import ClientLane, OpenedModel
 
 #: Request ids begin here, so that all of them have the same length on the wire.
 _FIRST_ID = 1 << 32

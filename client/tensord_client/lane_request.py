@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from tensord_client.answer_memory import AnswerLease, HeldResults
+from tensord_client.answer_memory import AnswerLease, HeldResults, made_answer
 from tensord_client.common.call import Call
 from tensord_client.common.pending import Deadlines, Pending, WaitEnded
 from tensord_client.common.results import Answer
@@ -26,11 +26,9 @@ from tensord_client.errors import (
     ServingError,
     Unavailable,
 )
-from tensord_client.lane_answers import made_answer
 from tensord_client.native import wire
-from tensord_client.opened_model import OpenedModel
 from tensord_client.placement import Placed
-from tensord_client.worker_lane import ClientLane
+from tensord_client.worker_lane import ClientLane, OpenedModel
 
 if TYPE_CHECKING:
     from tensord_client._lane import AnswerRecord
@@ -244,7 +242,7 @@ class LaneRequest(Submission, Pending[Answer]):
         """Tells the worker how many bytes of responses were read, once these are at least 1024, so that it may send more."""
         if self._read >= _ACKNOWLEDGED and self.lane is not None:
             read, self._read = self._read, 0
-            self.lane.say(wire.taken(self.request_id, read))
+            self.lane.say(wire.numbers("T", self.request_id, read))
 
     def made(self, arrived: tuple[AnswerRecord, AnswerLease | None]) -> Answer | ServingError:
         """Makes the answer of a record and the lease of its memory, or the error of a record that cannot be read."""

@@ -21,7 +21,7 @@ from tensord_client.common.call import Call
 from tensord_client.errors import InvalidArgument, Unavailable
 from tensord_client.memory import Memory, Place
 from tensord_client.native import wire
-from tensord_client.opened_model import OpenedModel
+from tensord_client.worker_lane import OpenedModel
 
 #: The most bytes of an array that travels inside its request, and of all such arrays of one request together.
 INLINE, _ALL_INLINE = 4096, 32 << 10
@@ -192,7 +192,7 @@ class Placement:
         """
         kind: tuple[Any, ...] | None = None
         if not (call.outputs or call.places or call.parameters):
-            small = wire.small_inputs(call.inputs, INLINE, _ALL_INLINE, np.ndarray)
+            small = wire.small_inputs(call.inputs, INLINE, _ALL_INLINE)
             if small is not None:
                 kind, contents = small
                 prepared = model.small.get(kind)

@@ -1,4 +1,4 @@
-"""A lane: the socket between this process and one worker, the requests in flight on it, and how threads wait for their answers.
+"""A lane: the socket between this process and one worker, the requests in flight on it, and how threads wait for answers.
 
 No thread reads the socket while nobody waits. The first thread that waits reads for all (it holds the lock ``reading``); the
 other threads sleep until their answer has come or it is their turn to read. Callbacks are served by a thread of the lane, and
@@ -20,13 +20,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from tensord_client.answer_memory import AnswerMemory, HeldResults, PreparedAnswer
 from tensord_client.common.pending import WaitEnded
-from tensord_client.common.results import Answer
+from tensord_client.common.results import Answer, Description
+from tensord_client.common.submission import least_busy
 from tensord_client.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable, too_many_waiting
 from tensord_client.lane_socket import AT_ONCE, Datagram, LaneEnded, LaneSocket
 from tensord_client.memory import Memory
@@ -40,26 +39,10 @@ _TRUNCATED = int(socket.MSG_TRUNC)
 _DESCRIPTORS_LOST = int(socket.MSG_CTRUNC)
 #: The most datagrams that an event loop receives in one iteration.
 _TURN = 64
+#: Seconds in which a worker that refuses requests is not asked about again.
+_JUST = 0.25
 #: Seconds until a lane's thread notices that another thread had no room in the socket for what it sent.
 _NOTICED = 0.05
-
-
-class Waiting(Protocol):
-    """Interface of a request: the lane calls it with each answer, and when the socket has ended."""
-
-    #: False once an answer has come or the request has ended.
-    waiting: bool
-    #: Wakes the thread that waits for it.
-    waiter: queue.SimpleQueue[None] | None
-
-    def take(self, lane: ClientLane, answer: AnswerRecord) -> None:
-        """Stores one answer to this request, which its lane has received. Called in any thread; must not wait."""
-
-    def lane_ended(self, left: bool, error: ServingError) -> None:
-        """Is called when the lane ends before this request's last answer has come, because of ``error``.
-
-        ``left``: whether the request had been sent.
-        """
 
 
 class ClientLane:
@@ -101,8 +84,8 @@ class ClientLane:
         self.lock = self.socket.lock
         #: Held by the thread or event loop that reads the socket.
         self.reading = threading.Lock()
-        #: Requests by their ids; None: the part in C waits for the answer, and holds ``reading``.
-        self.in_flight: dict[int, Waiting | None] = {}
+        #: ``LaneRequest``s by their ids; None: the part in C waits for the answer, and holds ``reading``.
+        self.in_flight: dict[int, Any] = {}
         #: True: the lane has ended, and every request in flight has been notified.
         self.ended = False
         #: When it ended, in seconds of ``time.monotonic()``; 0: it has not.
@@ -134,7 +117,7 @@ class ClientLane:
         #: Sends requests of threads that wait, and receives their answers; None: the worker has not told its edition.
         self.exchange: wire.Exchange | None = None
         try:
-            self.socket.send(wire.datagram((wire.wire_version(),)))
+            self.socket.send(wire.datagram((wire.numbers("V", wire.WIRE_VERSION),)))
         except LaneEnded:
             self.socket.close()
             raise
@@ -148,7 +131,7 @@ class ClientLane:
 
     def submit(
         self,
-        request: Waiting,
+        request: Any,
         prepared: bytes,
         contents: list[bytes],
         own: bytes,
@@ -216,13 +199,13 @@ class ClientLane:
             for gone in [number for number in self._announced if self.memory.segment(number) is None]:
                 self._announced.discard(gone)
                 self._flush_outgoing()
-                self.socket.send(wire.datagram((wire.segment_closed(gone),)))
+                self.socket.send(wire.datagram((wire.numbers("S-", gone),)))
         for number in segments:
             if number not in self._announced:
                 segment = self.memory.segment(number)
                 assert segment is not None, "a request holds its arrays, and these their segments"
                 self._flush_outgoing()
-                self.socket.send(wire.datagram((wire.segment_opened(number, segment.byte_size),)), segment.fd)
+                self.socket.send(wire.datagram((wire.numbers("S+", number, segment.byte_size),)), segment.fd)
                 self._announced.add(number)
 
     def publish(self, prepared: bytes) -> bytes:
@@ -348,7 +331,7 @@ class ClientLane:
             if request is not None:
                 self._contexts.pop(request_id, None)
         if request is None:
-            self.say(wire.cancel(request_id))
+            self.say(wire.numbers("X", request_id))
         else:
             request.lane_ended(False, Cancelled("the request was cancelled"))
 
@@ -418,36 +401,13 @@ class ClientLane:
         if self.exchange is None:
             if tag != "V" or record[1] != wire.WIRE_VERSION:
                 raise ValueError(f"the worker speaks another edition of the wire than {wire.WIRE_VERSION}")
-            self.exchange = wire.Exchange(
-                lane=self,
-                socket=self.socket,
-                memory=self.memory,
-                received=self.socket.received,
-                in_flight=self.in_flight,
-                queued=self.queued,
-                outgoing=self._outgoing,
-                backlog=self.socket.backlog,
-                releases=self.answers.releases,
-                followers=self.followers,
-                numbers=self._numbers,
-                once=self._once,
-                announced=self._announced,
-                known=self._prepared,
-                ids=self.ids,
-                acquire=self.reading.acquire,
-                release=self.reading.release,
-                locked=self.lock.locked,
-                prepared=PreparedAnswer,
-                answer=Answer,
-                ndarray=np.ndarray,
-                fd=self.socket.sock.fileno(),
-                most=self._most,
-            )
+            fd = self.socket.sock.fileno()
+            self.exchange = wire.Exchange(self, PreparedAnswer, Answer, fd, self._most)
         elif tag == "C+":
             pass
         elif tag == "S+":
             if not self.answers.open(record[1], record[2], fds, lost):
-                self.say(wire.segment_refused(record[1]))
+                self.say(wire.numbers("S!", record[1]))
         elif tag == "S-":
             self.answers.close(record[1])
         elif tag == "S!":
@@ -467,7 +427,7 @@ class ClientLane:
 
     # ------------------------------------------------------------------------------------------------------ waiting
 
-    def wait(self, request: Waiting, until: float | None) -> None:
+    def wait(self, request: Any, until: float | None) -> None:
         """Waits until an answer to a request has come, or the lane has ended.
 
         ``until``: seconds of ``time.monotonic()``; None: without limit.
@@ -499,7 +459,7 @@ class ClientLane:
             if self.followers:
                 self.promote()
 
-    def _follow(self, request: Waiting, until: float | None) -> bool:
+    def _follow(self, request: Any, until: float | None) -> bool:
         """Sleeps while another thread reads the socket. Returns True if an answer to ``request`` has come or the lane has ended.
 
         Returns False if not: this thread holds the lock ``reading`` now and has to read. Raises WaitEnded: ``until`` has passed.
@@ -669,3 +629,48 @@ class ClientLane:
         lost, self.in_flight = self.in_flight, {}
         self.queued.clear()
         return [request for request in lost.values() if request is not None]
+
+
+class OpenedModel:
+    """Holds a model's description as the daemon gave it, of one version or the newest, and the lanes to its workers."""
+
+    def __init__(self, description: Description, lanes: list[ClientLane], coming: int, opened_at: float) -> None:
+        """Stores what the daemon answered when it was asked for the model.
+
+        Args:
+          lanes: the lanes to the workers that serve the model.
+          coming: how many more workers will serve the model, but do not yet.
+          opened_at: when the daemon answered, in seconds of ``time.monotonic()``.
+        """
+        self.description = description
+        self.lanes = lanes
+        self.coming = coming
+        #: The only lane, if no other is to come.
+        self.alone = lanes[0] if len(lanes) == 1 and not coming else None
+        self.opened_at = opened_at
+        #: Datatypes by name, of the inputs and of the outputs.
+        self.datatypes: dict[str, str] = {each["name"]: each["datatype"] for each in description.metadata["inputs"]}
+        self.outputs: dict[str, str] = {each["name"]: each["datatype"] for each in description.metadata["outputs"]}
+        #: Encoded prepared requests of small tensors alone, by the names, dtypes and shapes of these (``placement``).
+        self.small: dict[tuple[Any, ...], bytes] = {}
+
+    @property
+    def is_told(self) -> bool:
+        """Returns whether the daemon has said only just which workers have the model."""
+        return time.monotonic() - self.opened_at <= _JUST
+
+    @property
+    def lacks(self) -> bool:
+        """Returns whether the daemon may give more lanes: a worker was to come, or one of several ended."""
+        if self.coming:
+            return True
+        lanes = self.lanes
+        # One that is alone, and has ended, is missed by the next request.
+        return len(lanes) > 1 and not all(lane.usable for lane in lanes)
+
+    def choose(self) -> ClientLane | None:
+        """Returns the usable lane with the fewest requests in flight; None: all lanes have ended."""
+        lanes = self.lanes
+        if len(lanes) == 1:
+            return lanes[0] if lanes[0].usable else None
+        return least_busy([lane for lane in lanes if lane.usable])

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tensord_client.common.call import Call
 from tensord_client.memory import Memory
-from tensord_client.opened_model import OpenedModel
 from tensord_client.placement import Placed, Placement, Slot
+from tensord_client.worker_lane import OpenedModel
 
 MIB = 1 << 20
 #: The memory that the daemon allows; free slots may have half of it.
