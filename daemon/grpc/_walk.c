@@ -3,8 +3,8 @@
  *     | model_name | id | parameters: priority | inputs | outputs | ... | raw_input_contents | raw_input_contents |
  *           rest    own            own            rest     rest                 own                  own
  *
- * Python's walk (daemon/grpc/walk.py) says in words what is found; both find the same, and both take only what clients write:
- * fields of the message whose tag is one byte. Everything else, malformed or merely unusual, is None, and the exact reader's.
+ * daemon/grpc/walk.py says in words what is found. Only what clients write is taken: fields of the message whose tag is one byte.
+ * Everything else, malformed or merely unusual, is None, and the exact reader's.
  * Nothing is read outside of the given bytes.
  */
 
@@ -16,7 +16,7 @@
 #define ID 0x1A
 #define PARAMETER 0x22
 #define RAW 0x3A
-/* As in daemon/grpc/walk.py. */
+/* Longer rests hold data, or are rare; more raw tensors than that have few models. */
 #define MAX_REST 2048
 #define MAX_SCHEDULING 512
 #define MAX_RAWS 256

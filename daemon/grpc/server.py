@@ -34,7 +34,7 @@ class GrpcFront(Front):
     protocol = "grpc"
     parts: ClassVar[Mapping[str, str]] = {
         "tensord.daemon.grpc._hpack": "header blocks are decoded in Python",
-        "tensord.daemon.grpc._walk": "messages are walked over in Python",
+        "tensord.daemon.grpc._walk": "every message is decoded in full",
     }
 
     async def open(self, options: Options, endpoints: Endpoints) -> None:

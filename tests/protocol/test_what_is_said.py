@@ -228,7 +228,7 @@ def test_parts_in_c_that_are_missing(start_daemon: Start, tmp_path: Path, broken
         )
         assert of_front == (
             f"header blocks are decoded in Python (tensord.daemon.grpc._hpack: {reason}); "
-            f"messages are walked over in Python (tensord.daemon.grpc._walk: {reason}); {advice}"
+            f"every message is decoded in full (tensord.daemon.grpc._walk: {reason}); {advice}"
         )
         for part in ("tensord.shm._guard", "tensord.workers.native._native"):
             assert f"({part}: {reason})" in said

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tensord.daemon.grpc.walk import walk, walk_in_python
+from tensord.daemon.grpc.walk import walk
 from tensord.shm.control_records import EndedTrace, TraceChanged, TracesEnded
 from tensord.shm.trace_counters import SampleCounter
 from tensord.shm.trace_file import TraceFiles
@@ -28,7 +28,7 @@ NEVER, ALWAYS = 1 << 30, 1
 _HTTP = ROWS[0].request(0)
 protocols = pytest.mark.parametrize(
     "protocol",
-    ["http", pytest.param("grpc", marks=pytest.mark.skipif(walk is walk_in_python, reason="the walk is not in C"))],
+    ["http", pytest.param("grpc", marks=pytest.mark.skipif(walk.__name__ != "walk", reason="the walk is not in C"))],
 )
 
 

@@ -1,4 +1,4 @@
-"""Walks over messages: in C and in Python the same, and what they find is what the exact reader finds."""
+"""Walks over messages find what the exact reader finds."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tensord.daemon.grpc import walk as walks
 from tensord.daemon.grpc.request_fields import RefusedRequest, split
-from tensord.daemon.grpc.walk import MAX_RAWS, MAX_REST, MAX_SCHEDULING, walk_beginning_in_python, walk_in_python
 from tensord.shm.common.scheduling import PARAMETERS
 from tests.daemon.grpc.requests import REQUESTS, Infer, fields
 
 _walk = pytest.importorskip("tensord.daemon.grpc._walk", reason="no compiler was there")
+#: The limits in ``_walk.c``.
+MAX_REST, MAX_SCHEDULING, MAX_RAWS = 2048, 512, 256
 #: Tags, lengths in more bytes than they take, fields that no request has.
 ODD = st.sampled_from(
     [
@@ -42,28 +43,10 @@ def messages(draw: st.DrawFn) -> bytes:
     return message[:at] + draw(st.binary(max_size=3)) + message[at + draw(st.integers(0, 3)) :]
 
 
-def spelled(found: Any) -> Any:
-    """Replaces views by their bytes, so that results can be compared."""
-    return None if found is None else (*found[:3], [(type(raw), bytes(raw)) for raw in found[3]], found[4])
-
-
-@given(
-    st.one_of(st.binary(max_size=40), messages()), st.integers(0, 80), st.sampled_from([0, 100, 4096]), st.booleans()
-)
-@example(b"", 0, 4096, False)
-@example(b"\x0a\x01m\x3a\x05ab", 0, 4096, True)
-def test_both_walks_are_one(message: bytes, before: int, inline: int, view: bool) -> None:
-    content: bytes | memoryview = bytes(before) + message + b"\x3a\x00"
-    content = memoryview(content) if view else content
-    start, end = before, before + len(message)
-    assert spelled(_walk.walk(content, start, end, inline)) == spelled(walk_in_python(content, start, end, inline))
-    assert _walk.walk_beginning(content, start, end) == walk_beginning_in_python(content, start, end)
-
-
 @given(messages())
 def test_what_is_found_is_what_the_exact_reader_finds(message: bytes) -> None:
     """The walk finds the same as the exact reader, and never accepts a message that that reader refuses."""
-    found = walk_in_python(message, 0, len(message), 100)
+    found = _walk.walk(message, 0, len(message), 100)
     try:
         head, client_id, places = split(message)
     except RefusedRequest:
@@ -83,7 +66,7 @@ def test_what_is_found_is_what_the_exact_reader_finds(message: bytes) -> None:
 def test_whatever_protobuf_writes_is_walked_over(request_: Any) -> None:
     """The walk accepts every message that protobuf writes, and reads it as it was written."""
     message = request_.SerializeToString()
-    found = walk_in_python(message, 0, len(message), 4096)
+    found = _walk.walk(message, 0, len(message), 4096)
     assert found is not None or len(message) > MAX_REST
     if found is None:
         return
@@ -99,7 +82,7 @@ def test_whatever_protobuf_writes_is_walked_over(request_: Any) -> None:
 def test_a_beginning(request_: Any, end: int) -> None:
     """The beginning of a message up to its first raw tensor is enough, wherever it is cut behind that."""
     message = request_.SerializeToString()
-    begun = walk_beginning_in_python(message, 0, min(end, len(message)))
+    begun = _walk.walk_beginning(message, 0, min(end, len(message)))
     raws = list(request_.raw_input_contents)
     before = len(message) - sum(len(each) for each in fields(Infer(raw_input_contents=raws)))
     if not raws or end < before + (2 if len(raws[0]) < 128 else 3):
@@ -109,16 +92,16 @@ def test_a_beginning(request_: Any, end: int) -> None:
     rest, client_id, at, size = begun
     assert (client_id.decode(), size, message[at : at + size]) == (request_.id, len(raws[0]), raws[0])
     assert at + size <= len(message)
-    whole = walk_in_python(message, 0, len(message), 4096)
+    whole = _walk.walk(message, 0, len(message), 4096)
     assert whole is not None
     # What stands before the tensors is not parted there: the rest of it may still come.
-    parted = walk_in_python(rest, 0, len(rest), 0)
+    parted = _walk.walk(rest, 0, len(rest), 0)
     assert parted is not None
     assert (parted[0], parted[2]) == (whole[0], whole[2])
 
 
-@pytest.mark.parametrize("walk", [walk_in_python, _walk.walk], ids=["python", "c"])
-def test_limits(walk: Any) -> None:
+def test_limits() -> None:
+    walk = _walk.walk
     for raws, found in ((MAX_RAWS, True), (MAX_RAWS + 1, False)):
         message = b"\x3a\x00" * raws
         assert (walk(message, 0, len(message), 4096) is not None) == found
