@@ -20,7 +20,7 @@ from ctypes import byref, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from typing import Any
 
 from tensord.shm.errors import InvalidArgument, Unavailable
-from tensord.shm.regions import Leased, check_range
+from tensord.shm.regions import Leased, check_range, refused
 
 _HANDLE_SIZE = 64
 #: The driver's sticky errors, after which nothing in this process's context works any more.
@@ -33,17 +33,10 @@ _SONAME = "libcuda.so.1"
 
 
 class LastingCalls:
-    """Driver functions that may take long, called through ctypes, which lets other Python threads run meanwhile.
-
-    Each ``Context`` has one such object, made once the driver is loaded.
-    """
+    """Driver functions that may take long, called through ctypes, which lets other Python threads run meanwhile."""
 
     def __init__(self, code: Callable[[int], Any]) -> None:
-        """Looks the functions up in the driver's library.
-
-        ``code`` turns a number into the result code of the Python bindings; it raises ValueError for a number that they do not
-        know.
-        """
+        """``code`` turns a number into a result code of the Python bindings; it raises ValueError where they do not know it."""
         self._code = code
         library = ctypes.CDLL(_SONAME)
         self.synchronize_stream = self._function(library.cuStreamSynchronize, c_void_p)
@@ -89,7 +82,7 @@ class CudaError(Exception):
 
 
 class DeviceLost(Unavailable):
-    """Raised when the device has failed for good: this process can do nothing on the device any more."""
+    """Raised when the device has failed for good: every later call of this process on the device fails, too."""
 
 
 class Driver:
@@ -101,10 +94,7 @@ class Driver:
         self.lost = ""
 
     def context(self, ordinal: int) -> Context:
-        """Returns the context of the device with that number, as this process counts its devices.
-
-        Raises NoCuda: the driver, its Python bindings or the device are missing, or the device cannot be used.
-        """
+        """Returns the context of a device, by this process's number of it. Raises NoCuda: there is none that can be used."""
         found = self._contexts.get(ordinal)
         if found is None:
             found = self._contexts[ordinal] = Context(self, _bindings(), ordinal)
@@ -153,7 +143,8 @@ def _name(driver: Any, code: Any) -> str:
 class Context:
     """The primary context of one device; every thread may use it, each with a stream of its own.
 
-    The work that one thread queues delays no other thread's copies, and its errors are raised in no other thread.
+    The work that one thread queues delays no other thread's copies, and its errors are raised in no other thread. Its methods
+    raise CudaError where the driver refuses what they ask for or, of ``synchronize``, work that was queued; and DeviceLost.
     """
 
     def __init__(self, owner: Driver, driver: Any, ordinal: int) -> None:
@@ -178,10 +169,7 @@ class Context:
             raise NoCuda(f"GPU {ordinal} has failed ({owner.lost})") from error
 
     def call(self, function: Any, *arguments: Any) -> Any:
-        """Calls a driver function. Returns its result, or a tuple if it has several or none.
-
-        Raises CudaError: this call failed; DeviceLost: the device failed, and every later call will.
-        """
+        """Calls a driver function. Returns its result, or a tuple if it has several or none."""
         code, *results = function(*arguments)
         if code != self.driver.CUresult.CUDA_SUCCESS:
             name = _name(self.driver, code)
@@ -192,17 +180,11 @@ class Context:
         return results[0] if len(results) == 1 else tuple(results)
 
     def enter(self) -> None:
-        """Sets the calling thread's current context to this one.
-
-        Call it before copies, ``clear``, ``synchronize`` and ``stream``.
-        """
+        """Sets the calling thread's current context to this one, as copies, ``clear``, ``synchronize`` and ``stream`` need."""
         self.call(self.driver.cuCtxSetCurrent, self._handle)
 
     def stream(self) -> int:
-        """Returns the handle of the calling thread's stream, as DLPack takes it.
-
-        Raises CudaError: the stream could not be created; DeviceLost: the device failed.
-        """
+        """Returns the handle of the calling thread's stream, as DLPack takes it; the first call creates the stream."""
         found: _Stream | None = getattr(self._own, "stream", None)
         if found is None:
             found = self._own.stream = _Stream(self)
@@ -212,39 +194,23 @@ class Context:
     # ------------------------------------------------------------------------------------------------------- copies
 
     def to_device(self, pointer: int, address: int, byte_size: int) -> None:
-        """Queues a copy from host memory at ``address`` to device memory at ``pointer``.
-
-        The host memory must not change until ``synchronize`` has returned.
-        Raises CudaError: the driver refused the copy; DeviceLost: the device failed.
-        """
+        """Queues a copy from host memory at ``address``, which must not change until ``synchronize`` has returned."""
         self.call(self._lasting.host_to_device, pointer, address, byte_size, self.stream())
 
     def to_host(self, address: int, pointer: int, byte_size: int) -> None:
-        """Queues a copy from device memory at ``pointer`` to host memory at ``address``; ``synchronize`` waits for it.
-
-        Raises CudaError: the driver refused the copy; DeviceLost: the device failed.
-        """
+        """Queues a copy from device memory at ``pointer`` to host memory at ``address``; ``synchronize`` waits for it."""
         self.call(self._lasting.device_to_host, address, pointer, byte_size, self.stream())
 
     def within_device(self, to: int, pointer: int, byte_size: int) -> None:
-        """Queues a copy from device memory at ``pointer`` to device memory at ``to`` on the same device.
-
-        Raises CudaError: the driver refused the copy; DeviceLost: the device failed.
-        """
+        """Queues a copy from device memory at ``pointer`` to device memory at ``to`` on the same device."""
         self.call(self._lasting.within_device, to, pointer, byte_size, self.stream())
 
     def clear(self, pointer: int, byte_size: int) -> None:
-        """Queues filling ``byte_size`` bytes of device memory at ``pointer`` with zeros.
-
-        Raises CudaError: the driver refused; DeviceLost: the device failed.
-        """
+        """Queues filling ``byte_size`` bytes of device memory at ``pointer`` with zeros."""
         self.call(self._lasting.clear, pointer, 0, byte_size, self.stream())
 
     def synchronize(self) -> None:
-        """Waits until all work that the calling thread has queued is done.
-
-        Raises CudaError: some of that work failed; DeviceLost: the device failed.
-        """
+        """Waits until all work that the calling thread has queued is done."""
         self.call(self._lasting.synchronize_stream, self.stream())
 
     def check(self) -> None:
@@ -270,8 +236,7 @@ class Context:
     def pin(self, address: int, byte_size: int) -> None:
         """Page-locks host memory that this process may write to, so that copies to and from the memory need no staging buffer.
 
-        Many drivers refuse memory that may only be read, even with the flag for such memory. Raises CudaError: the driver
-        refused.
+        Many drivers refuse memory that may only be read, even with the flag for such memory.
         """
         self.enter()
         self.call(self._lasting.register_host, address, byte_size, int(self.driver.CU_MEMHOSTREGISTER_PORTABLE))
@@ -284,10 +249,7 @@ class Context:
     # ----------------------------------------------------------------------------------------- memory of other processes
 
     def open(self, raw_handle: bytes) -> tuple[int, int]:
-        """Opens another process's allocation by its IPC handle. Returns its device address and its size in bytes.
-
-        Raises: CudaError: the allocation does not exist (any more), or cannot be opened on this device.
-        """
+        """Opens another process's allocation by its IPC handle. Returns its device address and its size in bytes."""
         self.enter()
         driver = self.driver
         handle = driver.CUipcMemHandle()
@@ -323,7 +285,6 @@ class _Stream:
     """A thread's CUDA stream. It is destroyed when the thread ends or the context is closed."""
 
     def __init__(self, context: Context) -> None:
-        """Creates the stream. Raises CudaError: the driver refused the call; DeviceLost: the device failed."""
         self._call, self.driver = context.call, context.driver
         # The stream waits for no other one: XLA's and the client's are ordered by events and synchronization.
         made = self._call(self.driver.cuStreamCreate, self.driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
@@ -366,7 +327,11 @@ class _Guarded:
 
 
 class CudaRegion(Leased):
-    """A registered allocation of a client's GPU memory, opened in this worker; its bytes can only be reached by copies."""
+    """A registered allocation of a client's GPU memory, opened in this worker; its bytes can only be reached by copies.
+
+    Ranges count from its start. Methods that copy raise InvalidArgument where the range is not inside the region or the memory
+    cannot be used any more, as its owner has freed it, and DeviceLost.
+    """
 
     #: Always 0: no page of GPU memory can be missing here.
     faults = 0
@@ -379,9 +344,8 @@ class CudaRegion(Leased):
         Args:
           raw_handle: the cudaIpcMemHandle_t, 64 bytes.
           byte_size: how many bytes of the allocation, from its start, are registered.
-          elsewhere: if another GPU than the context's has the memory: the numbers of that GPU and of the context's, as the daemon
-            counts them. The driver then maps the memory, if these GPUs have access to each other; it is copied from there, never
-            used in place. None: the context's GPU has it.
+          elsewhere: where another GPU has the memory, the daemon's numbers of that GPU and of the context's. The driver maps the
+            memory if the two have access to each other; it is copied from there, never used in place. None: the context's has it.
         Raises: InvalidArgument: the handle opens no allocation, or one with fewer than ``byte_size`` bytes.
         """
         try:
@@ -393,15 +357,10 @@ class CudaRegion(Leased):
                     f"shared memory region '{name}' is on GPU {there}, and the model runs on GPU {here}, which cannot open it "
                     f"({error.name}): the two have no access to each other, or its owner has freed it or is gone"
                 ) from error
-            raise InvalidArgument(
-                f"failed to register shared memory region '{name}': the CUDA handle cannot be opened ({error.name})"
-            ) from error
+            raise refused(name, f"the CUDA handle cannot be opened ({error.name})") from error
         if byte_size < 1 or byte_size > available:
             context.close_opened(pointer)
-            raise InvalidArgument(
-                f"failed to register shared memory region '{name}': invalid args: {byte_size} bytes, "
-                f"the allocation has {available}"
-            )
+            raise refused(name, f"invalid args: {byte_size} bytes, the allocation has {available}")
         self.name = name
         self.byte_size = byte_size
         self.context = context
@@ -420,11 +379,7 @@ class CudaRegion(Leased):
         return self._start + offset
 
     def read(self, address: int, offset: int, byte_size: int) -> None:
-        """Copies a range of the region to host memory at ``address``, and waits for the copy.
-
-        Raises: InvalidArgument: the range is not inside the region, or the memory cannot be read any more.  DeviceLost: the
-          device failed.
-        """
+        """Copies a range of the region to host memory at ``address``, and waits for the copy."""
         pointer = self.pointer(offset, byte_size)
         with self.guarded():
             self.context.enter()
@@ -432,32 +387,21 @@ class CudaRegion(Leased):
             self.context.synchronize()
 
     def write(self, offset: int, address: int, byte_size: int) -> None:
-        """Queues a copy from host memory at ``address`` into a range of the region.
-
-        Call ``settle`` before the client is told that the bytes are there. Raises InvalidArgument: the range is not inside the
-        region, or the memory cannot be written any more; DeviceLost: the device failed.
-        """
+        """Queues a copy from host memory at ``address``; call ``settle`` before the client is told that the bytes are there."""
         pointer = self.pointer(offset, byte_size)
         with self.guarded():
             self.context.enter()
             self.context.to_device(pointer, address, byte_size)
 
     def copy(self, offset: int, pointer: int, byte_size: int) -> None:
-        """Queues a copy from device memory at ``pointer`` into a range of the region.
-
-        Call ``settle`` before the client is told that the bytes are there. Raises InvalidArgument: the range is not inside the
-        region, or the memory cannot be written any more; DeviceLost: the device failed.
-        """
+        """Queues a copy from device memory at ``pointer``; call ``settle`` before the client is told that the bytes are there."""
         target = self.pointer(offset, byte_size)
         with self.guarded():
             self.context.enter()
             self.context.within_device(target, pointer, byte_size)
 
     def settle(self) -> None:
-        """Waits until the copies that this thread has queued with ``write`` and ``copy`` are done.
-
-        Raises InvalidArgument: a copy failed, because the client's memory is gone; DeviceLost: the device failed.
-        """
+        """Waits until the copies that this thread has queued with ``write`` and ``copy`` are done."""
         with self.guarded():
             self.context.enter()
             self.context.synchronize()

@@ -71,57 +71,15 @@ _REQUESTS = (RequestRecord, Prepare, Cancel, Taken, TraceContext, EndSequence)
 Instruction = RequestRecord | Prepare | Cancel | Taken | TraceContext | EndSequence | SegmentClosed
 
 
-class Announcer:
-    """Tells the process at the other end of a lane which segments an arena has.
-
-    first use ─▶ SegmentOpened with its descriptor ─▶ mapped there ─▶ closed here ─▶ SegmentClosed
-                     ▲                                  ╰─ SegmentRefused: no descriptor is left there ─╮
-                     ╰───────────────────────────────── before its next use ────────────────────────────╯
-    """
-
-    def __init__(self, channel: Channel, arena: Arena, writable: bool) -> None:
-        self._channel = channel
-        self._arena = arena
-        self._writable = writable
-        #: The segments that the peer knows.
-        self.announced: set[int] = set()
-        #: The closures that the peer was told of.
-        self.closures = arena.closures
-
-    def announce(self, segment: int) -> None:
-        """Queues a SegmentOpened with the segment's descriptor for the peer, unless the peer knows the segment already.
-
-        Raises Unavailable: this process has no file descriptor left to send.
-        """
-        if segment not in self.announced:
-            opened = self._arena.segment(segment)
-            with descriptors.needed("sending an arena segment"):
-                self._channel.put(SegmentOpened(segment, opened.byte_size), opened.share(self._writable))
-            self.announced.add(segment)
-
-    def refused(self, segment: int) -> None:
-        """Notes that the peer could not map a segment: the next ``announce`` of it queues a SegmentOpened again."""
-        self.announced.discard(segment)
-
-    def is_published(self, segment: int) -> bool:
-        """Returns whether the peer knows this segment and was told of every closed one: no record about segments need be sent."""
-        return segment in self.announced and self.closures == self._arena.closures
-
-    @property
-    def behind(self) -> bool:
-        """Returns whether the arena has closed segments that the peer was not told of and may still have mapped."""
-        return self.closures != self._arena.closures
-
-    def withdraw_closed(self) -> None:
-        """Queues a SegmentClosed for each closed segment that the peer knows, so that the peer unmaps it and frees its memory."""
-        self.closures = self._arena.closures
-        for gone in self.announced - self._arena.segments.keys():
-            self._channel.put(SegmentClosed(gone))
-            self.announced.discard(gone)
-
-
 class LaneEnd:
-    """What the two ends of a lane have in common: a channel, an arena of their own, and what the other end has of its arena."""
+    """What the two ends of a lane have in common: a channel, an arena of their own, and what the other end has of its arena.
+
+    A segment of an arena:
+
+        announce ─▶ SegmentOpened with its descriptor ─▶ mapped there ─▶ closed here ─▶ SegmentClosed
+           ▲                              ╰─ SegmentRefused: no descriptor is left there ─╮
+           ╰───────────────────────────── before its next use ────────────────────────────╯
+    """
 
     def __init__(
         self, channel: Channel, sock: socket.socket, arena: Arena, theirs: ArenaMap, writable: bool = False
@@ -131,9 +89,10 @@ class LaneEnd:
         Args:
           channel: sends and receives on ``sock``, which it has taken over.
           theirs: the map that gets the segments which the other end opens.
-          writable: whether the other end may map segments writable (``Announcer``).
+          writable: whether the other end may map this end's segments writable, as page-locking for a GPU needs.
         """
-        self._channel = channel
+        #: What is queued here is sent by the next ``flush``.
+        self.channel = channel
         channel.send(WireVersion(WIRE_VERSION))
         #: True once the other end has said that it speaks the same version of the wire.
         self._agreed = False
@@ -145,8 +104,12 @@ class LaneEnd:
         look.register(sock, select.POLLIN)
         #: Polls for something to receive, for so many milliseconds: receiving in vain costs ten times as much.
         self.ready = look.poll
-        self._arena = arena
-        self._announcer = Announcer(channel, arena, writable)
+        self.arena = arena
+        self._writable = writable
+        #: The segments of the arena that the other end knows.
+        self.announced: set[int] = set()
+        #: The closures of segments that the other end was told of.
+        self._closures = arena.closures
         self._theirs = theirs
         #: Returns bytes of the other end's arena, read-only: ``ArenaMap.view``.
         self.view = theirs.view
@@ -157,11 +120,22 @@ class LaneEnd:
         If it has no other records, the next datagram is received and returned in its place. None: no datagram is waiting.
         Raises InvalidArgument: the other end uses another version of the records.
         """
-        received = self._channel.receive()
+        received = self.channel.receive()
         if received is None:
             return None
         self._agreed = _agree(*received)
-        return received if received[0] else self._channel.receive()
+        return received if received[0] else self.channel.receive()
+
+    def announce(self, segment: int) -> None:
+        """Queues a SegmentOpened with a segment's descriptor, unless the other end knows the segment already.
+
+        Raises Unavailable: this process has no file descriptor left to send.
+        """
+        if segment not in self.announced:
+            opened = self.arena.segment(segment)
+            with descriptors.needed("sending an arena segment"):
+                self.channel.put(SegmentOpened(segment, opened.byte_size), opened.share(self._writable))
+            self.announced.add(segment)
 
     def _apply_segment(self, record: object, fds: list[int]) -> None:
         """Does what a record about segments says, of this end's arena or of the other's.
@@ -169,7 +143,7 @@ class LaneEnd:
         Raises InvalidArgument: the record is malformed, or about something else.
         """
         if type(record) is SegmentRefused and not fds:
-            self._announcer.refused(record.segment)
+            self.announced.discard(record.segment)
         elif type(record) is SegmentOpened and len(fds) == 1:
             try:
                 self._theirs.open(record.segment, record.byte_size, fds[0])
@@ -184,12 +158,26 @@ class LaneEnd:
 
     def _refuse(self, segment: int) -> None:
         self._theirs.refuse(segment)
-        self._channel.put(SegmentRefused(segment))
+        self.channel.put(SegmentRefused(segment))
         self.unsaid = True
+
+    def flush(self) -> bool:
+        """Sends all queued records. Returns True if none is left; False: call again when the socket is writable."""
+        self.unsaid = False
+        if self._closures != self.arena.closures:
+            self._withdraw_closed()
+        return self.channel.flush()
+
+    def _withdraw_closed(self) -> None:
+        """Queues a SegmentClosed for each closed segment that the other end knows, so that it unmaps it and frees its memory."""
+        self._closures = self.arena.closures
+        for gone in self.announced - self.arena.segments.keys():
+            self.channel.put(SegmentClosed(gone))
+            self.announced.discard(gone)
 
     def close(self) -> None:
         """Closes the socket and unmaps the other end's arena."""
-        self._channel.close()
+        self.channel.close()
         self._theirs.close()
 
 
@@ -202,78 +190,66 @@ class SubmitterLane(LaneEnd):
     def __init__(self, sock: socket.socket, arena: Arena, writable: bool = False) -> None:
         """Takes the socket over and sends the version of the records to the worker.
 
-        ``writable``: the worker maps the arena writable, because it has a GPU and page-locks the memory
-        (``tensord.shm.segment``).
+        ``writable``: whether the worker maps the arena writable, because it has a GPU and page-locks the memory.
         """
         super().__init__(Channel(sock, _FROM_WORKER), sock, arena, ArenaMap(), writable)
-        #: The segments of the arena that the worker knows. Any other must be announced before a request that lies there.
-        self.announced = self._announcer.announced
-        #: Queues a SegmentOpened for a segment: ``Announcer.announce``.
-        self.announce = self._announcer.announce
         self._releases: list[LeaseKey] = []
         #: Gives an answer's lease back to the worker, once nobody needs its bytes; the next ``flush`` tells the worker.
         self.release = self._releases.append
-        self._published: PublishedNumbers[PreparedRequest] = PublishedNumbers(self._channel, Prepare)
+        self._published: PublishedNumbers[PreparedRequest] = PublishedNumbers(self.channel, Prepare)
         #: Prepared answers by number, each with the number of tensors that its answers carry in their own records.
         self._received: ReceivedNumbers[tuple[PreparedAnswer, int]] = ReceivedNumbers()
 
     def submit(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> None:
         """Queues a request for the worker; its inputs must be written already, and their segments announced (``announce``).
 
-        ``numbered``: the prepared request that ``record`` names by number; it is sent first
-        if the worker does not know it. None: the record carries its prepared request itself.
+        ``numbered``: the prepared request that ``record`` names by number; it is sent first if the worker does not know it. None:
+        the record carries its prepared request itself.
         """
         if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)
-        self._channel.put(record)
+        self.channel.put(record)
 
     def submit_traced(
         self, context: TraceContext, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None
     ) -> None:
-        """Queues a request for the worker, as ``submit`` does, preceded by the trace that it belongs to (``context``).
-
-        For a request of a sequence both records get a datagram of their own, because a worker decodes such a datagram in Python
-        (slowly), together with all that is in it.
-        """
+        """Queues a request for the worker, as ``submit`` does, preceded by the trace that it belongs to (``context``)."""
         if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)
         if record.sequence_id:
-            self._channel.put_apart(context, record)
+            # A worker decodes the datagram of a sequence's traced request in Python (slowly), with all that is in it.
+            self.channel.put_apart(context, record)
             return
-        self._channel.put(context)
-        self._channel.put(record)
+        self.channel.put(context)
+        self.channel.put(record)
 
     def submit_at_once(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> bool:
-        """Sends a request at once if nothing is queued before it. Returns False if the request was queued and needs a flush.
-
-        ``numbered``: the prepared request that ``record`` names by number; None: the record
-        carries its prepared request itself.
-        """
+        """Sends a request at once if nothing is queued before it. Returns False if the request was queued and needs a flush."""
         if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)
-        return self._channel.send_alone(record)
+        return self.channel.send_alone(record)
 
     def cancel(self, request_id: int) -> None:
         """Tells the worker that nobody waits for the answer to this request any more; a final answer still comes."""
-        self._channel.put(Cancel(request_id))
+        self.channel.put(Cancel(request_id))
 
     def taken(self, request_id: int, byte_size: int) -> None:
         """Tells the worker that the client has taken ``byte_size`` more bytes of a request's responses, so more may be sent."""
-        self._channel.put(Taken(request_id, byte_size))
+        self.channel.put(Taken(request_id, byte_size))
 
     def flush(self) -> bool:
-        """Sends all queued records. Returns True if none is left; False: call again when the socket is writable."""
+        """Sends all queued records and releases. Returns True if none is left; False: call again when the socket is writable."""
         self.unsaid = False
-        if self._announcer.closures != self._arena.closures:
-            self._announcer.withdraw_closed()
+        if self._closures != self.arena.closures:
+            self._withdraw_closed()
         if self._releases:
             while len(self._releases) > _MAX_RELEASES:
-                self._channel.put(Release(tuple(self._releases[:_MAX_RELEASES])))
+                self.channel.put(Release(tuple(self._releases[:_MAX_RELEASES])))
                 del self._releases[:_MAX_RELEASES]
             releases = Release(tuple(self._releases))
             self._releases.clear()
-            return self._channel.send_alone(releases) or self._channel.flush()
-        return self._channel.flush()
+            return self.channel.send_alone(releases) or self.channel.flush()
+        return self.channel.flush()
 
     def receive(self) -> list[tuple[PreparedAnswer, AnswerRecord]] | None:
         """Returns the answers in the next datagram, possibly none; None: no datagram is waiting.
@@ -284,7 +260,7 @@ class SubmitterLane(LaneEnd):
           never prepared, or carries more or fewer tensors than were prepared for it.
         """
         try:
-            received = self._channel.receive() if self._agreed else self._first()
+            received = self.channel.receive() if self._agreed else self._first()
         except DescriptorsLost as lost:
             self._refuse(_segment_of(lost))
             return []
@@ -322,7 +298,7 @@ class SubmitterLane(LaneEnd):
 
     def _unreachable(self, request_id: int, lease: LeaseKey) -> AnswerRecord:
         """Returns an error in place of an answer whose segment could not be mapped, and queues a Release of its lease."""
-        self._channel.put(Release((lease,)))
+        self.channel.put(Release((lease,)))
         self.unsaid = True
         try:
             self._theirs.view(Slice(lease[0], lease[1], 0))
@@ -354,10 +330,9 @@ class WorkerLane(LaneEnd):
         Args:
           byte_size, max_byte_size, keep_byte_size: sizes of the response arena (``Arena``).
           on_segment: called with every segment of both arenas.
-          writable: whether to map the submitter's segments writable, so that they can be page-locked (``tensord.shm.segment``).
+          writable: whether to map the submitter's segments writable, so that they can be page-locked.
           segments: for a client's lane, the map that gets the segments which the client opens; None: this is a front's lane.
-          buffer: the receive buffer, if several channels of this thread share one (``Channel``).
-          budget: limits the response arenas of all lanes of one client's user together; None: no such limit.
+          buffer, budget: as ``Channel`` and ``Arena`` have them.
         """
         client = self._client = segments is not None
         channel = Channel(sock, _FROM_SUBMITTER, MAX_CLIENT_RECORD if client else MAX_RECORD, buffer)
@@ -365,30 +340,14 @@ class WorkerLane(LaneEnd):
         arena = Arena(byte_size, max_byte_size, keep_byte_size, on_segment, lazy=client, budget=budget)
         super().__init__(channel, sock, arena, theirs)
         #: Lends room for an answer in the response arena: ``Arena.loan``.
-        self.loan = self._arena.loan
-        self._numbers: Numbers[PreparedAnswer] = Numbers()
+        self.loan = arena.loan
+        #: Closes a segment that a client has shared on its lane: ``ArenaMap.close_segment``.
+        self.close_segment = theirs.close_segment
+        numbers: Numbers[PreparedAnswer] = Numbers()
+        #: Returns a prepared answer with its number on this lane, a new one if it has none.
+        self.number = numbers.number
         #: What the submitter was told that numbers of answers stand for.
-        self.published: PublishedNumbers[PreparedAnswer] = PublishedNumbers(self._channel, PrepareAnswer)
-
-    @property
-    def waiting(self) -> int:
-        """Returns how many records for the submitter are queued and not yet sent."""
-        return self._channel.waiting
-
-    @property
-    def waiting_byte_size(self) -> int:
-        """Returns how many bytes of records for the submitter are queued and not yet sent."""
-        return self._channel.waiting_byte_size
-
-    @property
-    def half(self) -> tuple[int, int]:
-        """Returns how many records that came in parts were whole, and how many bytes have come of the next one."""
-        return self._channel.whole, self._channel.half_byte_size
-
-    @property
-    def arena(self) -> Arena:
-        """Returns the response arena, for statistics."""
-        return self._arena
+        self.published: PublishedNumbers[PreparedAnswer] = PublishedNumbers(self.channel, PrepareAnswer)
 
     def receive(self) -> list[Instruction] | None:
         """Returns the requests and other records for the dispatcher in the next datagram, in order; None: no datagram is waiting.
@@ -398,24 +357,19 @@ class WorkerLane(LaneEnd):
           another version, or it returns a lease that is not outstanding.
         """
         try:
-            received = self._channel.receive() if self._agreed else self._first()
+            received = self.channel.receive() if self._agreed else self._first()
         except DescriptorsLost as lost:
             self._refuse(_segment_of(lost))
             return []
         return None if received is None else self._apply(*received)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> list[Instruction]:
-        """Decodes a datagram that ``tensord.workers.dispatch.fast_path`` has received.
+        """Decodes a datagram that ``tensord.workers.dispatch.fast_path`` has received, with its descriptors and flags.
 
-        Returns the requests and other records for the dispatcher in it, in order, as ``receive`` does.
-
-        Args:
-          fds: the descriptors that came with it.
-          flags: the flags that ``recvmsg`` returned.
-        Raises: InvalidArgument: the datagram is malformed, or it returns a lease that is not outstanding.
+        Returns and raises what ``receive`` does.
         """
         try:
-            records, fds = self._channel.read(content, fds, flags)
+            records, fds = self.channel.read(content, fds, flags)
             if not self._agreed:
                 self._agreed = _agree(records, fds)
             return self._apply(records, fds)
@@ -440,22 +394,15 @@ class WorkerLane(LaneEnd):
             else:
                 self._apply_segment(record, [])
         if returned:
-            if (stale := self._arena.release_all(returned)) is not None:
+            if (stale := self.arena.release_all(returned)) is not None:
                 raise InvalidArgument(f"lease {stale} is given back but not on loan")
-            self.unsaid |= self._announcer.behind
+            # The submitter may have segments mapped that are closed.
+            self.unsaid |= self._closures != self.arena.closures
         return wanted
-
-    def close_segment(self, segment: int) -> None:
-        """Closes a segment that a client has shared on its lane: no later request can use it. An unknown number is ignored."""
-        self._theirs.close_segment(segment)
 
     def is_announced(self, lease: Lease) -> bool:
         """Returns whether the submitter knows the segment of this lease and was told of every closed one."""
-        return self._announcer.is_published(lease.place.segment)
-
-    def number(self, prepared: PreparedAnswer) -> Numbered[PreparedAnswer]:
-        """Returns a prepared answer with its number on this lane, a new one if it has none."""
-        return self._numbers.number(prepared)
+        return lease.place.segment in self.announced and self._closures == self.arena.closures
 
     def complete(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
         """Queues an answer for the submitter; its outputs must be written already.
@@ -463,23 +410,20 @@ class WorkerLane(LaneEnd):
         A segment that is new to the submitter is announced first; if this process has no descriptor left for that, an error is
         queued in place of the answer.
 
-        ``numbered``: the prepared answer that ``record`` names by number; it is sent first
-        if the submitter does not know it. None: the record carries its prepared answer itself.
+        ``numbered``: the prepared answer that ``record`` names by number; it is sent first if the submitter does not know it.
+        None: the record carries its prepared answer itself.
         """
         if numbered is not None and numbered not in self.published:
             self.published.publish(numbered)
         if record.lease is not None:
             record = self._announced(record.request_id, record.lease) or record
-        self._channel.put(record)
+        self.channel.put(record)
 
     def complete_encoded(self, numbered: Numbered[PreparedAnswer], records: list[bytes]) -> None:
-        """Queues encoded answers (``AnswerRecord``) that carry their outputs in the records and share one prepared answer.
-
-        ``numbered``: the prepared answer, with the number that stands for it; sent first if it is new.
-        """
+        """Queues encoded answers (``AnswerRecord``) that carry their outputs in the records and share one prepared answer."""
         if numbered not in self.published:
             self.published.publish(numbered)
-        self._channel.put_encoded(records)
+        self.channel.put_encoded(records)
 
     def _announced(self, request_id: int, lease: LeaseKey) -> AnswerRecord | None:
         """Announces the segment of a lease to the submitter, if it is new there. Returns None on success.
@@ -487,30 +431,16 @@ class WorkerLane(LaneEnd):
         If this process has no descriptor left, it releases the lease and returns the error to answer the request with.
         """
         try:
-            self._announcer.announce(lease[0])
+            self.announce(lease[0])
         except Unavailable as error:
-            self._arena.release(lease)
+            self.arena.release(lease)
             return AnswerRecord(request_id, LAST, code=error.code, message=error.message)
         return None
-
-    def adopt(self, datagram: bytes) -> None:
-        """Queues a datagram of answers that other code has packed, and could not send because this lane's socket was full.
-
-        Call it only while nothing else is queued.
-        """
-        self._channel.adopt(datagram)
-
-    def flush(self) -> bool:
-        """Sends all queued records. Returns True if none is left; False: call again when the socket is writable."""
-        self.unsaid = False
-        if self._announcer.closures != self._arena.closures:
-            self._announcer.withdraw_closed()
-        return self._channel.flush()
 
     def close(self) -> None:
         """Closes the socket, unmaps the request arena and closes the response arena."""
         super().close()
-        self._arena.close()
+        self.arena.close()
 
 
 def _agree(records: list[Any], fds: list[int]) -> bool:

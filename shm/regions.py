@@ -1,4 +1,4 @@
-"""A region is a range of a client's POSIX shared memory: opened with care, mapped in workers only, leased to each request.
+"""A region is a range of a client's POSIX shared memory: opened with care, used in workers only, leased to each request.
 
 The object belongs to somebody else. ``open_object`` accepts regular files of the shared-memory file system and nothing else: no
 path, no symbolic link, no FIFO, device or directory, no semaphore. Whose objects are accepted is decided in
@@ -6,13 +6,13 @@ path, no symbolic link, no FIFO, device or directory, no semaphore. Whose object
 again: the client may unlink it or use it for something else.
 
     shared-memory object   | ...... | offset ......... offset + byte_size | ...... |
-    Region.view                     | 0 ...................... byte_size |
+    the region                      | 0 ...................... byte_size |
 
 Three ways to use a region (docs/shared-memory.md says what each costs and promises):
 
-    guarded    mapped; pages that go missing turn into zeros and an error (``tensord.shm.guard``)
-    sealed     mapped; a memfd that its owner cannot shrink any more, handed over by descriptor
-    snapshot   not mapped: read and written with system calls (``tensord.shm.snapshot_region``)
+    guarded    ``Region``: mapped; pages that go missing turn into zeros and an error (``tensord.shm.guard``)
+    sealed     ``Region``: mapped; a memfd that its owner cannot shrink any more, handed over by descriptor
+    snapshot   ``SnapshotRegion``: not mapped; read and written with system calls
 """
 
 from __future__ import annotations
@@ -49,11 +49,9 @@ _SEALS = {"F_SEAL_SHRINK": fcntl.F_SEAL_SHRINK, "F_SEAL_GROW": fcntl.F_SEAL_GROW
 
 
 def check_range(offset: int, byte_size: int, limit: int, region: str) -> None:
-    """Checks that ``[offset, offset + byte_size)`` lies inside a client's region of ``limit`` bytes.
+    """Raises InvalidArgument unless ``[offset, offset + byte_size)`` lies inside a region of ``limit`` bytes, of that name.
 
-    Every access to a region passes through here. Python integers are compared, so nothing can overflow. ``region``: its name.
-
-    Raises: InvalidArgument: the range is not wholly inside the region.
+    Every access to a region passes through here. Python integers are compared, so nothing can overflow.
     """
     if 0 <= offset < limit and 0 <= byte_size <= limit - offset:
         return
@@ -64,13 +62,18 @@ def check_range(offset: int, byte_size: int, limit: int, region: str) -> None:
     raise InvalidArgument(f"Invalid offset + byte size for shared memory region: '{region}'")
 
 
+def refused(name: str, why: str) -> InvalidArgument:
+    """Returns the error for a region, of that name, that cannot be registered."""
+    return InvalidArgument(f"failed to register shared memory region '{name}': {why}")
+
+
 def open_object(name: str, key: str) -> int:
     """Opens a client's shared-memory object for reading and writing. Returns its descriptor, which the caller owns.
 
     Args:
       name: the region's name, for error messages; the key appears only in messages to its owner.
       key: the object's name as ``shm_open`` takes it, with or without the leading slash.
-    Raises: InvalidArgument: no client may register a key or an object of this kind.  Internal: there is no such object or it may
+    Raises: InvalidArgument: no client may register a key or an object of this kind.  Internal: the object does not exist, or may
       not be opened (Triton's classification).  Unavailable: this process has reached its limit of open files.
     """
     bare = key.lstrip("/")
@@ -115,41 +118,18 @@ def _shm_open(bare: str) -> int:
 
 
 def check_sealed(name: str, fd: int) -> None:
-    """Checks that a descriptor is a memfd whose size nobody can change any more, not even its owner. ``name``: the region's.
-
-    Raises: InvalidArgument: it is no memfd, lacks one of the seals, or has pages of another size than the ordinary one.
-    """
+    """Raises InvalidArgument unless a descriptor is a memfd of ordinary pages that nobody can resize. ``name``: the region's."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         pages = os.fstatvfs(fd).f_bsize
     except OSError:
-        raise InvalidArgument(
-            f"failed to register shared memory region '{name}': the descriptor is not a memfd"
-        ) from None
+        raise refused(name, "the descriptor is not a memfd") from None
     missing = [label for label, seal in _SEALS.items() if not seals & seal]
     if missing:
-        raise InvalidArgument(
-            f"failed to register shared memory region '{name}': the memfd lacks the seals {', '.join(missing)}"
-        )
+        raise refused(name, f"the memfd lacks the seals {', '.join(missing)}")
     if pages != mmap.PAGESIZE:
         # Huge pages come from a pool that can be empty when a hole is touched.
-        raise InvalidArgument(
-            f"failed to register shared memory region '{name}': pages of {pages} bytes, only {mmap.PAGESIZE} are accepted"
-        )
-
-
-def check_object_range(name: str, fd: int, offset: int, byte_size: int) -> os.stat_result:
-    """Checks that a range of a shared-memory object (``fd``) can be registered as region ``name``. Returns its ``os.fstat``.
-
-    Raises InvalidArgument: the range is empty, or not inside the object.
-    """
-    found = os.fstat(fd)
-    if byte_size <= 0 or offset < 0 or offset + byte_size > found.st_size:
-        raise InvalidArgument(
-            f"failed to register shared memory region '{name}': invalid args: {byte_size} bytes at offset {offset}, "
-            f"the object has {found.st_size}"
-        )
-    return found
+        raise refused(name, f"pages of {pages} bytes, only {mmap.PAGESIZE} are accepted")
 
 
 class Leased:
@@ -167,27 +147,44 @@ class Leased:
         self.leases -= 1
 
 
-class Region(Leased):
-    """A registered range of a client's shared-memory object, mapped read-write in this worker.
+class _ObjectRegion(Leased):
+    """Base of regions in a shared-memory object, which have its descriptor. Offsets count from the region's start."""
 
-    Used for the accesses "guarded" and "sealed", where an object that shrinks does no harm. ``SnapshotRegion`` is for "snapshot".
-    """
+    def __init__(self, name: str, fd: int, offset: int, byte_size: int) -> None:
+        """Takes the descriptor over; if it raises, it closes the descriptor.
 
-    def __init__(
-        self, name: str, key: str, fd: int, offset: int, byte_size: int, populate: int = _POPULATE_LIMIT
-    ) -> None:
+        Raises InvalidArgument: the range is empty, or not inside the object.
+        """
+        found = os.fstat(fd)
+        if byte_size <= 0 or offset < 0 or offset + byte_size > found.st_size:
+            os.close(fd)
+            raise refused(name, f"invalid args: {byte_size} bytes at offset {offset}, the object has {found.st_size}")
+        self.name = name
+        self.fd = fd
+        #: Identifies the object, whatever names it has: two regions can be of the same memory.
+        self.file = (found.st_dev, found.st_ino)
+        self.offset = offset
+        self.byte_size = byte_size
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r} {self.offset}+{self.byte_size} leases={self.leases}>"
+
+
+class Region(_ObjectRegion):
+    """A registered range of a client's shared-memory object, mapped read-write in this worker ("guarded" and "sealed")."""
+
+    def __init__(self, name: str, fd: int, offset: int, byte_size: int, populate: int = _POPULATE_LIMIT) -> None:
         """Maps the range and takes the descriptor over; if it raises, it closes the descriptor.
 
-        Args:
-          name, key: of the region, and of the shared-memory object.
-          populate: a region of up to so many bytes gets its existing pages mapped at once; of a larger one the first request maps
-            them.
+        ``populate``: a region of up to so many bytes gets its existing pages mapped at once, a larger one by its first request.
+
         Raises: InvalidArgument: the range is empty, not page-aligned, or not inside the object, or cannot be mapped.
           Unavailable: as many mappings are guarded (``tensord.shm.guard``) as one process can guard.
         """
         guard.install()
+        super().__init__(name, fd, offset, byte_size)
         try:
-            self._mapping = _map(name, fd, offset, byte_size, populate)
+            self._mapping = self._map(populate)
             self._guard = guard.Guarded(self._mapping) if guard.available else None
         except OverflowError as error:
             os.close(fd)
@@ -195,23 +192,30 @@ class Region(Leased):
         except BaseException:
             os.close(fd)
             raise
-        self.name = name
-        self.key = key
-        self.fd = fd
-        found = os.fstat(fd)
-        #: Identifies the object, whatever names it has: two regions can be of the same memory.
-        self.file = (found.st_dev, found.st_ino)
-        self.offset = offset
-        self.byte_size = byte_size
         #: Whether only one lane can name it: its name says nothing to anybody else.
         self.private = False
         self._whole = memoryview(self._mapping)
 
-    def view(self, offset: int, byte_size: int) -> memoryview:
-        """Returns the bytes of a range, counted from the region's start, as a writable view.
+    def _map(self, populate: int) -> mmap.mmap:
+        offset, byte_size = self.offset, self.byte_size
+        if offset % mmap.PAGESIZE:
+            raise refused(self.name, f"offset {offset} is not a multiple of the page size {mmap.PAGESIZE}")
+        try:
+            mapping = mmap.mmap(self.fd, byte_size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
+        except ValueError:  # mmap looks at the size itself: its owner has cut the object down since we did
+            needs = f"offset {offset} and byte_size {byte_size} need {offset + byte_size}"
+            raise refused(self.name, f"its object has {os.fstat(self.fd).st_size} bytes now, {needs}") from None
+        except OSError as error:  # sealed against writing, or no address space left
+            raise refused(self.name, f"it cannot be mapped: {os.strerror(error.errno or 0)}") from None
+        # Only existing pages are mapped: populating a sparse object would allocate memory nobody asked for.
+        if self.backed and byte_size <= populate:
+            # The first request then pays no page faults. Kernels without this call, and full memory, are no errors here.
+            with contextlib.suppress(OSError):
+                mapping.madvise(_MADV_POPULATE_WRITE)
+        return mapping
 
-        Raises InvalidArgument: the range is not wholly inside the region.
-        """
+    def view(self, offset: int, byte_size: int) -> memoryview:
+        """Returns the bytes of a range as a writable view. Raises InvalidArgument: it is not wholly inside the region."""
         check_range(offset, byte_size, self.byte_size, self.name)
         return self._whole[offset : offset + byte_size]
 
@@ -231,18 +235,15 @@ class Region(Leased):
         return 0 if self._guard is None else self._guard.faults
 
     def hold(self, held: bool) -> None:
-        """Notes that a GPU's driver has locked the region's pages (True), or will now unlock them (False).
+        """Notes that a GPU's driver has locked the region's pages (True), or will now unlock them (False). For any thread.
 
-        Locked pages cannot vanish for the driver (``tensord.shm.guard.may_be_missing``). Any thread may call this.
+        Locked pages cannot vanish for the driver (``tensord.shm.guard.may_be_missing``).
         """
         if self._guard is not None:
             self._guard.hold(held)
 
     def write(self, offset: int, content: memoryview | bytes) -> None:
-        """Writes contiguous bytes at ``offset`` from the region's start.
-
-        Raises InvalidArgument: the range is not wholly inside the region.
-        """
+        """Writes contiguous bytes at an offset. Raises InvalidArgument: the range is not wholly inside the region."""
         byte_size = len(content)
         check_range(offset, byte_size, self.byte_size, self.name)
         self._whole[offset : offset + byte_size] = content
@@ -271,31 +272,68 @@ class Region(Leased):
             if self._guard is not None:
                 self._guard.release()
 
-    def __repr__(self) -> str:
-        return f"<Region {self.name!r} {self.offset}+{self.byte_size} leases={self.leases}>"
 
+class SnapshotRegion(_ObjectRegion):
+    """A registered range of a client's shared-memory object, never mapped ("snapshot"): its owner cannot take mapped pages away.
 
-def _map(name: str, fd: int, offset: int, byte_size: int, populate: int) -> mmap.mmap:
-    found = check_object_range(name, fd, offset, byte_size)
-    if offset % mmap.PAGESIZE:
-        raise InvalidArgument(
-            f"failed to register shared memory region '{name}': "
-            f"offset {offset} is not a multiple of the page size {mmap.PAGESIZE}"
+    Bytes that were read are a copy, which the owner cannot change any more. If the owner writes during a read, the copy is a
+    mixture of the bytes before and after.
+    """
+
+    #: Always 0: no memory is mapped that could go missing, and every call finds out for itself.
+    faults = 0
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fills ``buffer`` (contiguous bytes) from an offset on.
+
+        Raises InvalidArgument: the range is outside the region, or the object was truncated.
+        """
+        size = buffer.nbytes
+        check_range(offset, size, self.byte_size, self.name)
+        at = self.offset + offset
+        done = 0
+        while done < size:
+            # One call takes at most 2 GiB.
+            count = os.preadv(self.fd, [buffer[done:]], at + done)
+            if count == 0:
+                raise self._short("read", done, size)
+            done += count
+
+    def read(self, offset: int, byte_size: int) -> bytes:
+        """Returns a copy of a range. Raises InvalidArgument: the range is outside the region, or the object was truncated."""
+        check_range(offset, byte_size, self.byte_size, self.name)
+        made = bytearray(byte_size)
+        self.read_into(offset, memoryview(made))
+        return bytes(made)
+
+    def write(self, offset: int, content: memoryview | bytes) -> None:
+        """Writes contiguous bytes at an offset.
+
+        Raises InvalidArgument: the range is outside the region, the object was truncated, or the host has no memory left for it.
+        """
+        content = memoryview(content)
+        size = content.nbytes
+        check_range(offset, size, self.byte_size, self.name)
+        at = self.offset + offset
+        done = 0
+        while done < size:
+            # Writing beyond the object's end would make it grow.
+            left = os.fstat(self.fd).st_size - at - done
+            count = 0
+            with contextlib.suppress(OSError):  # no space left
+                count = os.pwritev(self.fd, [content[done : done + left]], at + done) if left > 0 else 0
+            if count == 0:
+                raise self._short("written", done, size)
+            done += count
+
+    def _short(self, verb: str, done: int, size: int) -> InvalidArgument:
+        return InvalidArgument(
+            f"shared memory region '{self.name}': {done} of {size} bytes could be {verb}: its object was truncated, or the host "
+            "has no memory left for it"
         )
-    try:
-        mapping = mmap.mmap(fd, byte_size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
-    except ValueError:  # mmap looks at the size itself: its owner has cut the object down since we did
-        raise InvalidArgument(
-            f"failed to register shared memory region '{name}': its object has {os.fstat(fd).st_size} bytes now, "
-            f"offset {offset} and byte_size {byte_size} need {offset + byte_size}"
-        ) from None
-    except OSError as error:  # sealed against writing, or no address space left
-        raise InvalidArgument(
-            f"failed to register shared memory region '{name}': it cannot be mapped: {os.strerror(error.errno or 0)}"
-        ) from None
-    # Only existing pages are mapped: populating a sparse object would allocate memory nobody asked for.
-    if found.st_blocks * 512 >= found.st_size and byte_size <= populate:
-        # The first request then pays no page faults. Kernels without this call, and full memory, are no errors here.
-        with contextlib.suppress(OSError):
-            mapping.madvise(_MADV_POPULATE_WRITE)
-    return mapping
+
+    def close(self) -> None:
+        """Closes the object's descriptor. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

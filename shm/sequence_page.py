@@ -8,7 +8,7 @@ The page is nameless and sealed like every segment. Only the worker writes to it
 It is an open-addressed hash table. The entry of a key is at its home, the top bits of ``low * multiplier``, or behind it with no
 free entry between. Clients choose the ids of sequences but cannot know the multiplier, so they cannot make the search long.
 When an entry is removed, those behind it move up, so the search stays short however many ids come and go. There are two kinds of
-keys (``tensord.shm.sequence_keys``) and of values:
+keys (``SequenceKeys``) and of values:
 
     a sequence         since (CLOCK_MONOTONIC ns) << 2 | SequenceState
     a model version    edition << 42 | free slots << 22 | backlog << 2 | 0
@@ -26,18 +26,59 @@ import os
 import secrets
 from collections import deque
 from collections.abc import Iterator
+from hashlib import blake2b
+from struct import Struct
 from typing import NamedTuple
 
 from tensord.shm.errors import InvalidArgument
+from tensord.shm.messages import SequenceId
 from tensord.shm.segment import Segment
-from tensord.shm.sequence_keys import Key
 
+#: Neither half of a key is 0.
+Key = tuple[int, int]
+_HALVES = Struct("<QQ")
+#: Keys are cached: a sequence has many requests, and a key costs as much as looking for it on two pages.
+_MOST_KNOWN = 4096
 _LAYOUT = 1
 _HEADER, _ENTRY = 4, 3
 _MASK = (1 << 64) - 1
 _MOST_SLOTS = (1 << 20) - 1
 #: Model versions whose slots are published; of more nothing is known.
 _MOST_MODELS = 1024
+
+
+class SequenceKeys:
+    """Makes the keys of 128 bits by which sequence pages list one model version's sequences, the same in every process.
+
+    Every loading of the version has the same keys: when it is loaded again, its sequences go on in the loading they began in. If
+    two sequences have the same key by chance, a request may be sent to the wrong worker. The worker compares whole ids, so the
+    request fails, and never gets another sequence's state.
+    """
+
+    __slots__ = ("_digest", "_known", "slots")
+
+    def __init__(self, model: str, version: int) -> None:
+        self._digest = blake2b(repr((model, version)).encode("utf-8", "surrogatepass"), digest_size=16)
+        #: The key of the model version itself.
+        self.slots = _halves(self._digest.digest())
+        self._known: dict[SequenceId, Key] = {}
+
+    def key(self, sequence: SequenceId) -> Key:
+        """Returns the key of the sequence with this id. The ids 5 and "5" are two sequences."""
+        key = self._known.get(sequence)
+        if key is None:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            digest = self._digest.copy()
+            text = "'" + sequence if isinstance(sequence, str) else f"#{sequence}"
+            digest.update(text.encode("utf-8", "surrogatepass"))
+            key = self._known[sequence] = _halves(digest.digest())
+        return key
+
+
+def _halves(digest: bytes) -> Key:
+    low, high = _HALVES.unpack(digest)
+    return low or 1, high or 1
 
 
 class SequenceState(enum.IntEnum):
@@ -62,10 +103,7 @@ class FreeSlots(NamedTuple):
 
 
 class SequencePage:
-    """Shared memory in which a worker lists its sequences, and how many more each model version can take (its free slots).
-
-    It is writable in the worker that created it; other processes only read it, at any time.
-    """
+    """Shared memory in which a worker lists its sequences, and how many more each model version can take (its free slots)."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
@@ -135,10 +173,7 @@ class SequencePage:
         return FreeSlots(value >> 42, value >> 22 & _MOST_SLOTS, value >> 2 & _MOST_SLOTS) if value else None
 
     def sequences(self) -> Iterator[tuple[Key, SequenceState, int]]:
-        """Yields the key of each sequence, its state, and when it was admitted (CLOCK_MONOTONIC ns).
-
-        The page of a dead worker still has the sequences that the worker had.
-        """
+        """Yields the key of each sequence, its state, and when it was admitted (CLOCK_MONOTONIC ns)."""
         words = self._words
         for number, low in enumerate(words[_HEADER::_ENTRY].tolist()):
             at = _HEADER + _ENTRY * number
@@ -150,8 +185,7 @@ class SequencePage:
     def value(self, key: Key) -> int:
         """Returns the word that is stored under a key; 0: there is none. The module's docstring says what its bits mean.
 
-        It has a sequence's admission time and state or, under the key of a model version, that version's free slots. Of two
-        sequences, the one that was admitted later has the larger value.
+        Of two sequences, the one that was admitted later has the larger value.
         """
         low, high = key
         words = self._words
@@ -176,10 +210,9 @@ class SequencePage:
     # ---------------------------------------------------------------------------------------------------------- writing
 
     def admit(self, key: Key, now_ns: int) -> int:
-        """Enters a sequence on the page in the state WAITING.
+        """Enters a sequence on the page in the state WAITING. Returns the time of its admission, CLOCK_MONOTONIC ns.
 
-        Returns the time of its admission, CLOCK_MONOTONIC ns, which differs from that of every earlier sequence with the same
-        key.
+        The time differs from that of every earlier sequence with the same key.
         """
         self._last_ns = since_ns = max(self._last_ns + 1, now_ns)
         self._sequences += self._store(key, since_ns << 2 | SequenceState.WAITING)
@@ -194,10 +227,7 @@ class SequencePage:
             self._store(key, since_ns << 2 | SequenceState.BEGUN)
 
     def end(self, key: Key, since_ns: int) -> None:
-        """Changes the state of a sequence to ENDED; ``settle`` removes it from the page.
-
-        ``since_ns``: its time of admission; if a later sequence with the same key has replaced it, nothing changes.
-        """
+        """Changes the state of a sequence to ENDED; ``settle`` removes it from the page. ``since_ns``: as for ``begin``."""
         if self.value(key) in (since_ns << 2 | SequenceState.WAITING, since_ns << 2 | SequenceState.BEGUN):
             self._store(key, since_ns << 2 | SequenceState.ENDED)
             self._ended.append((key, since_ns))

@@ -4,25 +4,48 @@
 
 A request that is not sampled costs a subtraction (``Tracer.passes``), unless models have settings of their own. Times are
 CLOCK_MONOTONIC in nanoseconds, which all processes share. Source of the names and the JSON: Triton docs/user_guide/trace.md.
+
+Where traces go to a collector, a sampled request is a span of its client's trace. Its ids are made here, because a worker and the
+log name them while the request runs; all other work for spans is the supervisor's, and costs the front's requests nothing.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import random
 import time
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from tensord.shm import trace_stamps
+from tensord.shm.common.scheduling import sampled
 from tensord.shm.control_records import EndedTrace, TraceChanged, TraceCleared, TracesEnded
-from tensord.shm.exemplars import Exemplars
+from tensord.shm.durations import COMPUTE, FIRST_RESPONSE, QUEUE, REQUEST
 from tensord.shm.messages import RequestRecord, Timeline
-from tensord.shm.spans import Later, SpanIds, Spans, without_tensors
+from tensord.shm.seldom import Seldom
 from tensord.shm.trace_counters import Passes, SampleCounter, TraceBudget
 from tensord.shm.trace_file import TraceFiles
 
+_log = logging.getLogger(__name__)
+#: Traces that are handed over together, and seconds after which fewer are.
+_TOGETHER = 64
+_SECONDS = 0.5
+#: Has a function called in so many seconds.
+Later = Callable[[float, Callable[[], None]], None]
+#: Model versions that have exemplars; the one that was traced longest ago makes room.
+MAX_EXEMPLARS = 1024
+#: The kind of a duration -> the stamps at its two ends.
+_ENDS = (
+    (REQUEST, trace_stamps.REQUEST_START, trace_stamps.COMPUTE_END),
+    (QUEUE, trace_stamps.REQUEST_START, trace_stamps.COMPUTE_START),
+    (COMPUTE, trace_stamps.COMPUTE_START, trace_stamps.COMPUTE_END),
+    (FIRST_RESPONSE, trace_stamps.REQUEST_START, trace_stamps.RESPONSE_START),
+)
 #: The bit of ``RequestRecord.trace`` that asks for timestamps.
 _TIMESTAMPS = 1
 #: Trace ids are unique among the fronts of a daemon: the upper bits are the front's incarnation.
@@ -30,6 +53,109 @@ _ID_BITS = 32
 _UNTOLD = Timeline(())
 #: Protocol -> its code of an answer with outputs.
 _GOOD = {"http": "200", "grpc": "OK", "lane": "OK"}
+
+
+class Exemplars:
+    """Remembers a front's last traced request in each bucket of the duration histograms: the bucket's exemplar.
+
+        Trace.end ─▶ Exemplars ─▶ TraceExemplars, when somebody scrapes OpenMetrics ─▶ supervisor ─▶ ``# {trace_id="..."} 0.01``
+
+    ``buckets``: upper bounds of the histograms, in seconds.
+    """
+
+    def __init__(self, buckets: Sequence[float]) -> None:
+        self._buckets = buckets
+        #: Model and version -> kind of duration and number of the bucket -> trace id, seconds, and seconds since 1970.
+        self._versions: dict[tuple[str, int], dict[tuple[int, int], tuple[str, float, float]]] = {}
+
+    def note(self, model: str, version: int, trace_id: str, moments: Mapping[str, int]) -> None:
+        """Stores a traced request, answered without an error, as the exemplar of each bucket that its durations fall into.
+
+        ``moments``: CLOCK_MONOTONIC ns of each timestamp, by its name.
+        """
+        found = self._versions.pop((model, version), {})
+        while len(self._versions) >= MAX_EXEMPLARS:
+            del self._versions[next(iter(self._versions))]
+        self._versions[model, version] = found
+        now = time.time()
+        for kind, begins, ends in _ENDS:
+            if begins in moments and ends in moments:
+                seconds = max(0, moments[ends] - moments[begins]) / 1e9
+                found[kind, bisect_left(self._buckets, seconds)] = trace_id, seconds, now
+
+    def told(self) -> list[tuple[str, int, list[tuple[int, int, str, float, float]]]]:
+        """Returns (model, version, exemplars) of each model version: the answer to the supervisor's ``TraceExemplars``.
+
+        An exemplar is: the kind of duration (``tensord.shm.durations``), the number of the bucket, the trace's id, the duration
+        in seconds, and when it was noted, in seconds since 1970.
+        """
+        return [
+            (model, version, [(*bucket, *exemplar) for bucket, exemplar in found.items()])
+            for (model, version), found in self._versions.items()
+        ]
+
+
+class SpanIds(NamedTuple):
+    """Identifies a span by its trace id and span id, in hexadecimal digits as in W3C Trace Context."""
+
+    trace_id: str
+    span_id: str
+
+    @classmethod
+    def within(cls, parent: SpanIds | None) -> SpanIds:
+        """Makes the ids of a new span inside ``parent``; None: the span begins a new trace."""
+        trace_id = f"{random.getrandbits(128) or 1:032x}" if parent is None else parent.trace_id
+        return cls(trace_id, f"{random.getrandbits(64) or 1:016x}")
+
+
+class Spans:
+    """Hands the ended traces of a front or a worker to the supervisor, several at a time. Used in its loop only."""
+
+    def __init__(self, hand_over: Callable[[TracesEnded], bool], later: Later | None = None) -> None:
+        """Starts without traces; ``hand_over`` and ``later`` as for ``Tracer``."""
+        self._hand_over = hand_over
+        self._later = later or _in_loop
+        self._waiting: list[EndedTrace] = []
+        #: Whether a flush is due.
+        self._due = False
+        #: Traces that were dropped so far.
+        self.dropped = 0
+        self._seldom = Seldom()
+
+    def ended(self, trace: EndedTrace) -> None:
+        """Adds an ended trace, which is handed to the supervisor within half a second, with others."""
+        self._waiting.append(trace)
+        if len(self._waiting) >= _TOGETHER:
+            self.flush()
+        elif not self._due:
+            self._due = True
+            self._later(_SECONDS, self._flush_due)
+
+    def _flush_due(self) -> None:
+        self._due = False
+        self.flush()
+
+    def flush(self) -> None:
+        """Hands all waiting traces to the supervisor now."""
+        if not self._waiting:
+            return
+        traces, self._waiting = tuple(self._waiting), []
+        if not self._hand_over(TracesEnded(traces)):
+            self.dropped += len(traces)
+            if self._seldom.is_due():
+                _log.warning("the supervisor does not take traces: %d were dropped so far", self.dropped)
+
+
+def _in_loop(seconds: float, call: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_later(seconds, call)
+
+
+def without_tensors(timeline: Timeline) -> Timeline:
+    """Returns a timeline without tensors, also in its children, because spans do not show them."""
+    if timeline.tensors or timeline.children:
+        children = tuple(map(without_tensors, timeline.children))
+        return msgspec.structs.replace(timeline, tensors=(), children=children)
+    return timeline
 
 
 class Tracer:
@@ -47,8 +173,8 @@ class Tracer:
         """Makes a tracer without settings, so that it samples nothing until ``changed`` is called.
 
         Args:
-          files: writes traces to files; the tracer closes it.
           incarnation: the process's number, the upper bits of trace ids.
+          files: writes traces to files; the tracer closes it.
           buckets: upper bounds of the histograms that traced requests are exemplars of, in seconds.
           hand_over: sends traces to the collector; returns False if it drops them. None: there is no collector.
           protocol: "http", "grpc" or "lane".
@@ -109,7 +235,8 @@ class Tracer:
         sampler = self._samplers.get(model) or self._samplers.get("")
         if sampler is None:
             return None
-        parent = SpanIds.parse(traceparent) if traceparent and self._spans is not None else None
+        ids = sampled(traceparent) if traceparent and self._spans is not None else None
+        parent = ids and SpanIds(*ids)
         if parent is None:
             turn = sampler.turn
             if turn is None:
@@ -143,10 +270,7 @@ class Sampler:
     """Decides by the settings of one scope (a model, or all models) which requests are traced, and writes their traces."""
 
     def __init__(self, settings: TraceChanged, fds: list[int], files: TraceFiles) -> None:
-        """Opens the shared counters of the settings.
-
-        ``fds``: the descriptors of the shared counters that came with the settings; the sampler owns them then.
-        """
+        """Takes over ``fds``, the descriptors of the shared counters that came with the settings."""
         self.level = settings.level
         #: None: nothing is traced.
         self.turn = SampleCounter(fds[0], settings.rate) if fds else None
@@ -195,34 +319,13 @@ class Sampler:
 class Trace:
     """Collects the trace of one sampled request, and writes it when the request has ended."""
 
-    __slots__ = (
-        *(
-            "_began_ns",
-            "_exemplars",
-            "_id",
-            "_model",
-            "_next_id",
-            "_own",
-            "_parent",
-            "_protocol",
-            "_record",
-            "_sampler",
-            "_spans",
-            "_stamps",
-            "_timeline",
-            "_version",
-        ),
-        *("client_id", "code", "context", "error"),
-    )
-
     def __init__(
         self, next_id: Callable[[], int], sampler: Sampler, model: str, exemplars: Exemplars, protocol: str
     ) -> None:
         self._exemplars = exemplars
         self._protocol = protocol
         self._spans: Spans | None = None
-        #: Where it is sent to a collector: the request's own span, the client's, and when it began.
-        self._own: SpanIds | None = None
+        #: Where it is sent to a collector: the client's span, and when the request began.
         self._parent: SpanIds | None = None
         self._began_ns = 0
         self._next_id = next_id
@@ -234,7 +337,7 @@ class Trace:
         #: The part of the trace that the worker has reported, or None.
         self._timeline: Timeline | None = None
         #: Ids of the trace and of the request's span there, in hexadecimal digits; else its number in its file, and "".
-        self.context = str(self._id), ""
+        self.context: tuple[str, str] = (str(self._id), "")
         #: The request's ``id``, once it is known.
         self.client_id = ""
         #: The record in which it was sent to a worker; None: it was not.
@@ -249,8 +352,7 @@ class Trace:
         ``parent``: the client's span; None: the request begins a new trace. ``began_ns``: when it began, CLOCK_MONOTONIC.
         """
         self._spans, self._parent, self._began_ns = spans, parent, began_ns
-        self._own = SpanIds.within(parent)
-        self.context = self._own.trace_id, self._own.span_id
+        self.context = SpanIds.within(parent)
 
     @property
     def level(self) -> int:
@@ -271,7 +373,7 @@ class Trace:
         self.code, self.error = code, error
 
     def responded(self, version: int) -> None:
-        """Stores which model version sent a response that is not the last one; 0: the response is an error, nothing is stored."""
+        """Stores which model version sent a response that is not the last one; 0, an error's version, is not stored."""
         self._version = version or self._version
 
     def completed(self, version: int, timeline: Timeline | None) -> None:
@@ -298,7 +400,7 @@ class Trace:
         moments = tuple([(name, ns) for ns, name in self._stamps])
         if not self.error and self._version > 0:
             self._exemplars.note(self._model, self._version, self.context[0], dict(moments))
-        if self._spans is not None and self._own is not None:
+        if self._spans is not None:
             said: dict[str, str | int | bool] = {"model": self._model, "protocol": self._protocol, "code": self.code}
             if self._version > 0:
                 said["version"] = self._version

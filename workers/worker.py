@@ -282,7 +282,7 @@ class Worker:
         if self.lanes.watched:
             self.lanes.passed()
         for fd, answers in woken.unsent:
-            self._submitters[fd].lane.adopt(answers)
+            self._submitters[fd].lane.channel.adopt(answers)
             self._submitters[fd].flush_soon()
         for fd, datagram in woken.datagrams:
             submitter = self._submitters.get(fd)
@@ -358,7 +358,7 @@ class Worker:
 
         Raises: InvalidArgument: the user's requests hold all bytes that they may.
         """
-        number, byte_size = submitter.lane.half
+        number, byte_size = submitter.lane.channel.whole, submitter.lane.channel.half_byte_size
         known = self._halves.get(submitter)
         if byte_size == 0 and known is None:
             return
@@ -379,7 +379,7 @@ class Worker:
         for submitter, (_, since_ns) in list(self._halves.items()):
             if since_ns + self._body_ns > now_ns:
                 break
-            byte_size, seconds = submitter.lane.half[1], self._options.clients.body_timeout
+            byte_size, seconds = submitter.lane.channel.half_byte_size, self._options.clients.body_timeout
             why = f"{byte_size} bytes of a record came, and not its end within {seconds:g} s (clients.body_timeout)"
             self._refuse_lane(submitter, why, now_ns)
         self._watch_halves()
@@ -527,7 +527,7 @@ class Worker:
         Returns how many clients' lanes are left open.
         """
         for submitter in list(self._clients.values()):
-            if not (submitter.in_flight or submitter.lane.waiting or submitter.lane.ready(0)):
+            if not (submitter.in_flight or submitter.lane.channel.waiting or submitter.lane.ready(0)):
                 self._close_lane(submitter)
         return len(self._clients)
 
@@ -571,7 +571,7 @@ class Worker:
                 self._watch(fd, writing)
             waiting ^= {fd}
         if client and (writing or submitter.unsent_byte_size):
-            submitter.unsent_byte_size = lane.waiting_byte_size
+            submitter.unsent_byte_size = lane.channel.waiting_byte_size
             submitter.count_waiting()
         if lane.published.renumbered != submitter.renumbered:
             submitter.renumbered = lane.published.renumbered
@@ -642,7 +642,7 @@ class Worker:
         Begins to end the models when every request in flight is answered and the answers are sent.
         """
         for fd, submitter in self._submitters.items():
-            if submitter.in_flight or (submitter.lane.waiting and fd not in self._stalled):
+            if submitter.in_flight or (submitter.lane.channel.waiting and fd not in self._stalled):
                 return False
         for version in (*self._models, *self._models.held.values()):
             self._models.remove(version.name, version.version, lambda: None)

@@ -18,8 +18,7 @@ from tensord.shm.errors import DEFECT, Internal, ServingError
 from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import LAST, AnswerRecord, PreparedAnswer, PreparedRequest, RequestRecord
 from tensord.shm.prepared import Numbered
-from tensord.shm.sequence_keys import Key
-from tensord.shm.sequence_page import SequencePage
+from tensord.shm.sequence_page import Key, SequencePage
 from tensord.shm.status_page import StatusPage
 
 _log = logging.getLogger(__name__)

@@ -25,8 +25,7 @@ from tensord.daemon.submit.model_states import configured
 from tensord.shm.common.submission import lost_sequence
 from tensord.shm.control_records import ModelState
 from tensord.shm.device_names import gpu_of
-from tensord.shm.sequence_keys import Key, SequenceKeys
-from tensord.shm.sequence_page import SequenceState
+from tensord.shm.sequence_page import Key, SequenceKeys, SequenceState
 
 _log = logging.getLogger(__name__)
 

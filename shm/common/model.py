@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import tensors
-from .call import FOREVER, Call, Own, read, seconds
+from .call import FOREVER, Call, Own, read_arguments, seconds, traced
 from .errors import InvalidArgument, Unavailable
 from .latest import Latest
 from .pending import Pending
@@ -91,7 +91,7 @@ class Calls:
             raise InvalidArgument(f"model '{self.name}' answers a request with several responses: use stream()")
         scheduling, others = self._scheduling, _NOTHING
         if own:
-            scheduling, others = read(own, scheduling.parameter_set)
+            scheduling, others = read_arguments(own, scheduling.parameter_set, traceparent=traced)
         if isinstance(outputs, str):
             raise InvalidArgument(f"outputs are the text {outputs!r}, a sequence of names is expected")
         for name, place in (places or {}).items():

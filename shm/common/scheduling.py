@@ -9,6 +9,7 @@ A parameter that is added here, as the last one, and as the last field of ``shm.
 from __future__ import annotations
 
 import enum
+import re
 import reprlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypedDict, Union
@@ -19,6 +20,7 @@ SequenceId = Union[int, str]
 Parameter = Union[bool, int, float, str]
 #: The request parameter that names a parameter set.
 SET_PARAMETER = "parameter_set"
+_TRACEPARENT = re.compile(r"[ \t]*([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?[ \t]*")
 
 
 class Scheduling(NamedTuple):
@@ -120,3 +122,17 @@ def checked_set_name(name: str) -> str:
     if not name:
         raise InvalidArgument(f"parameter '{SET_PARAMETER}' is empty, the name of a parameter set is expected")
     return name
+
+
+def sampled(traceparent: str) -> tuple[str, str] | None:
+    """Returns the trace id and the span id in a ``traceparent``; None: it is malformed, or its sender has not sampled the trace.
+
+    Source: W3C Trace Context.
+    """
+    found = _TRACEPARENT.fullmatch(traceparent)
+    if found is None:
+        return None
+    version, trace_id, span_id, flags, more = found.groups()
+    if version == "ff" or (version == "00" and more) or not int(trace_id, 16) or not int(span_id, 16):
+        return None
+    return (trace_id, span_id) if int(flags, 16) & 1 else None

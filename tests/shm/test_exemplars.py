@@ -6,9 +6,9 @@ import json
 
 import msgspec
 
-from tensord.shm import exemplars
+from tensord.shm import tracer
 from tensord.shm.durations import COMPUTE, FIRST_RESPONSE, QUEUE, REQUEST
-from tensord.shm.exemplars import Exemplars
+from tensord.shm.tracer import Exemplars
 
 MS = 10**6
 
@@ -63,10 +63,10 @@ def test_what_did_not_run_has_no_durations() -> None:
 
 def test_a_bounded_number_of_versions() -> None:
     made = Exemplars([0.01])
-    for number in range(exemplars._MAX_VERSIONS + 10):
+    for number in range(tracer.MAX_EXEMPLARS + 10):
         made.note("m", number, "a", moments(1, 1))
         made.note("kept", 1, "a", moments(1, 1))
     found = [(model, version) for model, version, _ in told(made)]
-    assert len(found) == exemplars._MAX_VERSIONS
+    assert len(found) == tracer.MAX_EXEMPLARS
     assert ("kept", 1) in found
     assert ("m", 0) not in found

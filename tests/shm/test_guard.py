@@ -29,7 +29,7 @@ def region_of(byte_size: int) -> Region:
     fd = os.memfd_create("a client's")
     os.ftruncate(fd, byte_size)
     os.pwrite(fd, b"\x01" * byte_size, 0)
-    return Region("r", "k", fd, 0, byte_size)
+    return Region("r", fd, 0, byte_size)
 
 
 def test_a_truncated_region_reads_as_zeros_and_counts() -> None:

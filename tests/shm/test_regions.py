@@ -48,7 +48,7 @@ def make(key: str, byte_size: int) -> None:
 
 def test_a_region_reads_and_writes_the_clients_object(key: str) -> None:
     make(key, 3 * 4096)
-    region = Region("r", key, open_object("r", "/" + key), 4096, 8192)
+    region = Region("r", open_object("r", "/" + key), 4096, 8192)
     region.view(8, 4)[:] = b"here"
     assert (SHM / key).read_bytes()[4096 + 8 : 4096 + 12] == b"here"
     (SHM / key).unlink()
@@ -122,13 +122,13 @@ def test_ranges_that_cannot_be_mapped(key: str, offset: int, byte_size: int) -> 
     make(key, 8192)
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(InvalidArgument, match="failed to register shared memory region 'r'"):
-        Region("r", key, open_object("r", key), offset, byte_size)
+        Region("r", open_object("r", key), offset, byte_size)
     assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_sparse_object_is_not_filled_by_registering_it(key: str) -> None:
     make(key, 1 << 40)
-    region = Region("r", key, open_object("r", key), 0, 1 << 40)
+    region = Region("r", open_object("r", key), 0, 1 << 40)
     assert (SHM / key).stat().st_blocks == 0
     region.close()
 
@@ -153,7 +153,7 @@ def test_an_object_cut_down_while_it_is_registered_is_a_bad_request(key: str) ->
     try:
         while mapped < 500 or refused < 500:
             try:
-                Region("r", key, open_object("r", key), 0, 8192).close()
+                Region("r", open_object("r", key), 0, 8192).close()
                 mapped += 1
             except InvalidArgument:
                 refused += 1

@@ -14,8 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.segment import Segment
-from tensord.shm.sequence_keys import Key, SequenceKeys
-from tensord.shm.sequence_page import FreeSlots, SequencePage, SequenceState
+from tensord.shm.sequence_page import FreeSlots, Key, SequenceKeys, SequencePage, SequenceState
 from tests.generated import examples
 
 _KEYS = 12

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.regions import open_object
-from tensord.shm.snapshot_region import SnapshotRegion
+from tensord.shm.regions import SnapshotRegion, open_object
 
 
 @pytest.fixture
@@ -24,7 +23,7 @@ def path() -> Iterator[Path]:
 
 @pytest.fixture
 def region(path: Path) -> Iterator[SnapshotRegion]:
-    made = SnapshotRegion("r", path.name, open_object("r", path.name), 4096, 8192)
+    made = SnapshotRegion("r", open_object("r", path.name), 4096, 8192)
     yield made
     made.close()
     made.close()
@@ -64,5 +63,5 @@ def test_a_truncated_object(region: SnapshotRegion, path: Path) -> None:
 def test_it_must_be_inside_the_object(path: Path) -> None:
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(InvalidArgument, match="failed to register shared memory region 'r'"):
-        SnapshotRegion("r", path.name, open_object("r", path.name), 4096, 8193)
+        SnapshotRegion("r", open_object("r", path.name), 4096, 8193)
     assert set(os.listdir("/proc/self/fd")) <= before

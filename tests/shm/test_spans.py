@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 
+from tensord.shm.common.scheduling import sampled
 from tensord.shm.control_records import EndedTrace, TracesEnded
 from tensord.shm.messages import Timeline, TracedTensor
-from tensord.shm.spans import SpanIds, Spans, without_tensors
+from tensord.shm.tracer import SpanIds, Spans, without_tensors
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 KNOWN = SpanIds(TRACE, SPAN)
@@ -32,7 +33,7 @@ KNOWN = SpanIds(TRACE, SPAN)
     ],
 )
 def test_what_a_traceparent_refers_to(traceparent: str, wanted: SpanIds | None) -> None:
-    assert SpanIds.parse(traceparent) == wanted
+    assert sampled(traceparent) == wanted
 
 
 def test_ids_of_spans() -> None:

@@ -23,8 +23,7 @@ from tensord.shm.channel import pair
 from tensord.shm.control_records import LaneOpened, ModelState
 from tensord.shm.lane import WorkerLane
 from tensord.shm.messages import Prepare, RequestRecord, TraceContext
-from tensord.shm.sequence_keys import SequenceKeys
-from tensord.shm.sequence_page import SequencePage
+from tensord.shm.sequence_page import SequenceKeys, SequencePage
 from tensord.shm.status_page import StatusPage
 from tensord.shm.trace_file import TraceFiles
 from tensord.shm.tracer import Tracer

@@ -328,7 +328,7 @@ def test_who_reads_nothing_is_asked_nothing_more_and_costs_bounded_memory(loop: 
         loop.worker.iterate()
     submitter = next(each for each in loop.worker._submitters.values() if each.peer == CLIENT)
     assert 10 < asked < 10_000
-    waiting = submitter.lane.waiting
+    waiting = submitter.lane.channel.waiting
     assert 0 < waiting <= 2 * LIMITS.in_flight
     # Others are served as ever, outside of Python, too.
     other = loop.open_client(CLIENT + 1)
@@ -336,7 +336,7 @@ def test_who_reads_nothing_is_asked_nothing_more_and_costs_bounded_memory(loop: 
         add(loop, other)
     other.close()
     # What was being computed then has been answered since.
-    assert waiting <= submitter.lane.waiting <= 2 * LIMITS.in_flight
+    assert waiting <= submitter.lane.channel.waiting <= 2 * LIMITS.in_flight
     lane.last_id -= 1  # the one that was not sent
     answers = loop.client_answers(lane, asked)
     assert sorted(answer.request_id for answer in answers) == list(range(1, asked + 1))

@@ -188,7 +188,7 @@ class WorkerProcess:
         request = WholeRequest(self._requests, model, version, tuple(tensors), tuple(outputs), **fields)
         for tensor in tensors:
             if isinstance(tensor.place, Slice) and tensor.place.segment in self.arena.segments:
-                self.lane._announcer.announce(tensor.place.segment)
+                self.lane.announce(tensor.place.segment)
         self.lane.submit(request.record)
         if flush:
             wait_until(self.lane.flush)

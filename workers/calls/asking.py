@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from tensord.shm.arrays import Array, as_strings, datatype_of
-from tensord.shm.common.arguments import natural, read_arguments
+from tensord.shm.common.call import natural, read_arguments
 from tensord.shm.common.scheduling import MAX_SEQUENCE_ID, Arguments
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.messages import PreparedRequest, RequestRecord

@@ -15,7 +15,7 @@ import numpy as np
 
 from tensord.shm.arrays import Array
 from tensord.shm.cuda_regions import CudaRegion
-from tensord.shm.snapshot_region import SnapshotRegion
+from tensord.shm.regions import SnapshotRegion
 
 
 class LateTensor:

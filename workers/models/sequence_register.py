@@ -10,8 +10,7 @@ import time
 from typing import Any
 
 from tensord.shm.errors import Unavailable
-from tensord.shm.sequence_keys import Key, SequenceKeys
-from tensord.shm.sequence_page import SequencePage
+from tensord.shm.sequence_page import Key, SequenceKeys, SequencePage
 from tensord.workers.scheduling.sequence_table import SequenceTable
 
 

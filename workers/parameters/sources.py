@@ -36,8 +36,7 @@ from tensord.shm.operations import (
     MemorySource,
     RegionSource,
 )
-from tensord.shm.regions import Region, check_range
-from tensord.shm.snapshot_region import SnapshotRegion
+from tensord.shm.regions import Region, SnapshotRegion, check_range
 from tensord.workers.devices.late_tensor import CudaTensor, RegionTensor
 from tensord.workers.parameters import layout
 from tensord.workers.parameters.layout import LaidLeaf, leaf_of

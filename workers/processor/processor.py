@@ -11,8 +11,7 @@ import numpy as np
 from tensord.shm.arena import ALIGNMENT
 from tensord.shm.arrays import Array, address_of
 from tensord.shm.cuda_regions import CudaRegion
-from tensord.shm.regions import Region
-from tensord.shm.snapshot_region import SnapshotRegion
+from tensord.shm.regions import Region, SnapshotRegion
 from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.processor import output_memory
 from tensord.workers.processor.output_memory import OutputMemory

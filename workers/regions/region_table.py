@@ -16,8 +16,7 @@ from tensord.shm import descriptors, guard
 from tensord.shm.cuda_regions import CudaRegion, Driver, NoCuda
 from tensord.shm.errors import AlreadyExists, InvalidArgument, NotFound
 from tensord.shm.operations import Peer, RegisterCudaRegion, RegisterSystemRegion
-from tensord.shm.regions import Region, check_sealed, open_object
-from tensord.shm.snapshot_region import SnapshotRegion
+from tensord.shm.regions import Region, SnapshotRegion, check_sealed, open_object
 from tensord.workers.devices.pinned_memory import PinnedMemory
 
 _log = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ class RegionTable:
             os.close(fd)
             return held, access
         kind = SnapshotRegion if access == "snapshot" else Region
-        region = kind(record.name, record.key, fd, record.offset, record.byte_size)
+        region = kind(record.name, fd, record.offset, record.byte_size)
         self._pin(region)
         self._adopt(region)
         return region, access
@@ -107,7 +106,7 @@ class RegionTable:
         except BaseException:
             os.close(fd)
             raise
-        region = Region(name, "", fd, 0, byte_size, _POPULATE_PRIVATE)
+        region = Region(name, fd, 0, byte_size, _POPULATE_PRIVATE)
         region.private = True
         self._pin(region)
         self.private_byte_size += byte_size

@@ -38,8 +38,7 @@ from tensord.shm.messages import (
 from tensord.shm.open_shape import OPEN, closed, elements
 from tensord.shm.open_shape import check as check_shape
 from tensord.shm.operations import MAIN_SET
-from tensord.shm.regions import Region, check_range
-from tensord.shm.snapshot_region import SnapshotRegion
+from tensord.shm.regions import Region, SnapshotRegion, check_range
 from tensord.workers.devices.late_tensor import CudaTensor, LateTensor, RegionTensor
 from tensord.workers.regions.lane_segments import LaneSegments
 from tensord.workers.regions.region_table import AnyRegion, RegionTable

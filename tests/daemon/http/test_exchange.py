@@ -134,7 +134,7 @@ def test_a_dead_workers_answer_is_still_read_to_its_end() -> None:
 
 def test_a_worker_that_sends_garbage_gets_nothing_more() -> None:
     with serving(2) as (front, (bad, good)), front.client() as client:
-        bad.lane._channel._sock.send(b"\1garbage")
+        bad.lane.channel._sock.send(b"\1garbage")
         front.sync()
         front.sync()
         for _ in range(4):
@@ -146,7 +146,7 @@ def test_requests_of_a_worker_that_sends_garbage_are_answered() -> None:
     with serving() as (front, (worker,)), front.client() as client:
         client.send(json_request(b"\1"))
         worker.next()
-        worker.lane._channel._sock.send(b"\1garbage")
+        worker.lane.channel._sock.send(b"\1garbage")
         answer = client.answer()
         assert (answer.status, answer.error) == (500, "the worker's answer could not be understood")
         front.fence(worker)

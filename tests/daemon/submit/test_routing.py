@@ -14,8 +14,7 @@ from tensord.shm.control_records import ModelGone, ModelState, RegionPlace
 from tensord.shm.errors import NotFound, Unavailable
 from tensord.shm.messages import PreparedRequest, RegionSlice, RequestedOutput, RequestRecord
 from tensord.shm.prepared import MAX_NUMBERS, Numbered
-from tensord.shm.sequence_keys import SequenceKeys
-from tensord.shm.sequence_page import SequencePage
+from tensord.shm.sequence_page import SequenceKeys, SequencePage
 from tests.fakes import CalledBack
 from tests.records import Tensor, WholeRequest
 

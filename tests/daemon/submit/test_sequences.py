@@ -20,8 +20,7 @@ from tensord.shm.control_records import ModelState
 from tensord.shm.errors import Unavailable
 from tensord.shm.messages import RequestRecord
 from tensord.shm.prepared import Numbered
-from tensord.shm.sequence_keys import Key, SequenceKeys
-from tensord.shm.sequence_page import SequencePage, SequenceState
+from tensord.shm.sequence_page import Key, SequenceKeys, SequencePage, SequenceState
 from tests.fakes import CalledBack
 from tests.records import Tensor, WholeRequest
 from tests.work.counter import Work

@@ -39,7 +39,7 @@ from tensord.shm.messages import (
     Slice,
 )
 from tensord.shm.prepared import MAX_NUMBERS, Numbered, Numbers
-from tensord.shm.sequence_keys import SequenceKeys
+from tensord.shm.sequence_page import SequenceKeys
 from tests.fakes import INCARNATION, CalledBack, EchoWorker
 from tests.generated import examples
 from tests.records import Tensor, WholeAnswer, WholeRequest, whole_answer, whole_request
@@ -800,9 +800,9 @@ def test_a_worker_that_answers_with_a_kind_it_never_told(setting: Setting, told:
     formed, whole = Repeated.ask(setting, kind_of(setting)), setting.ask()
     setting.turn()
     if told is None:
-        worker.lane._channel.put(AnswerRecord(formed.request_id, 3, (b"ab",)))  # our own end would tell it first
+        worker.lane.channel.put(AnswerRecord(formed.request_id, 3, (b"ab",)))  # our own end would tell it first
     else:
-        worker.lane._channel.put(PrepareAnswer(told, PreparedAnswer()))
+        worker.lane.channel.put(PrepareAnswer(told, PreparedAnswer()))
     assert worker.lane.flush()
     while not (formed.finals and whole.finals):
         setting.turn()

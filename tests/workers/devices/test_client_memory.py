@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not guard.available, reason="the C extension was
 def region_of_ones() -> Region:
     fd = os.memfd_create("a client's")
     os.pwrite(fd, b"\x01" * SIZE, 0)
-    return Region("r", "k", fd, 0, SIZE)
+    return Region("r", fd, 0, SIZE)
 
 
 @pytest.mark.parametrize("held", [False, True])

@@ -11,7 +11,7 @@ import pytest
 
 from tensord.shm.cuda_regions import CudaRegion, Driver
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.snapshot_region import SnapshotRegion
+from tensord.shm.regions import SnapshotRegion
 from tensord.workers.devices.late_tensor import CudaTensor, RegionTensor
 from tests.cuda_owner import CudaOwner
 from tests.cuda_stub.library import CudaStub
@@ -64,7 +64,7 @@ def test_the_range_is_checked(region: CudaRegion, offset: int, shape: tuple[int,
 def snapshot() -> Iterator[SnapshotRegion]:
     fd = os.memfd_create("tensord-test")
     os.write(fd, bytes(4096))
-    made = SnapshotRegion("r", "", fd, 0, 4096)
+    made = SnapshotRegion("r", fd, 0, 4096)
     yield made
     made.close()
 

@@ -140,7 +140,7 @@ def test_classification(lane: ALane) -> None:
 def test_regions_are_written_all_or_not_at_all(lane: ALane) -> None:
     name = f"/tensord-test-answers-{os.getpid()}"
     made = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, size=4096)
-    region = Region("r", name, made.fd, 0, 4096)
+    region = Region("r", made.fd, 0, 4096)
     try:
         result = {"y": np.arange(4, dtype=np.float32), "z": np.array([b"abc"], np.object_)}
         fits, short = RegionSlice("r", 3, 16), RegionSlice("r", 100, 6)
@@ -180,7 +180,7 @@ SHM = 4096
 def region() -> Iterator[Region]:
     name = f"/tensord-test-planned-{os.getpid()}"
     made = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, size=SHM)
-    region = Region("r", name, made.fd, 0, SHM)
+    region = Region("r", made.fd, 0, SHM)
     yield region
     region.close()
     posix_ipc.unlink_shared_memory(name)

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tensord.shm.sequence_keys import SequenceKeys
-from tensord.shm.sequence_page import SequenceState
+from tensord.shm.sequence_page import SequenceKeys, SequenceState
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.native.extensions import available
 from tests.records import Tensor, WholeAnswer

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tensord.shm.errors import Unavailable
-from tensord.shm.sequence_keys import SequenceKeys
-from tensord.shm.sequence_page import SequencePage, SequenceState
+from tensord.shm.sequence_page import SequenceKeys, SequencePage, SequenceState
 from tensord.workers.models.sequence_register import RegisteredSequences, SequenceRegister
 from tensord.workers.scheduling.sequence import Controls, Sequenced
 from tensord.workers.scheduling.sequence_table import SequenceRules, SequenceTable

@@ -19,8 +19,7 @@ from tensord.shm.arena import ALIGNMENT, Arena, Lease
 from tensord.shm.cuda_regions import CudaRegion
 from tensord.shm.errors import Internal, InvalidArgument
 from tensord.shm.messages import RegionSlice, RequestedOutput
-from tensord.shm.regions import Region, open_object
-from tensord.shm.snapshot_region import SnapshotRegion
+from tensord.shm.regions import Region, SnapshotRegion, open_object
 from tensord.workers.dispatch.answers import find_places
 from tensord.workers.processor import output_memory
 from tensord.workers.processor.output_memory import OutputMemory
@@ -96,7 +95,7 @@ class Objects:
         self.places = {"whole": (0, 0), "behind": (0, 8192), "snapshot": (0, 4096), "other": (1, 0)}
 
     def _region(self, kind: Any, name: str, key: str, offset: int) -> AnyRegion:
-        region: AnyRegion = kind(name, key, open_object(name, key), offset, self.BYTE_SIZE - offset)
+        region: AnyRegion = kind(name, open_object(name, key), offset, self.BYTE_SIZE - offset)
         return region
 
     def close(self) -> None:
