@@ -114,13 +114,8 @@ class Supervisor:
     ) -> None:
         """Creates the parts of the daemon, and starts nothing yet.
 
-        Args:
-          configured: the configuration that the daemon starts with.
-          reread: reads the configuration again, after SIGHUP; raises ConfigurationError if it cannot be used.
-          environment: the daemon's environment variables.
-          spawned: the first workers, already started. The supervisor owns them once its sockets are bound.
-          programs: the modules that child processes run.
-          first_signals: has handled signals until now, and knows whether one came.
+        ``reread``: reads the configuration again, or raises ConfigurationError. ``spawned``: the first workers, already started;
+        the supervisor owns them once its sockets are bound. ``first_signals``: has handled signals until now.
         """
         self.phase = DaemonPhase.STARTING
         options = configured.options
@@ -205,7 +200,7 @@ class Supervisor:
         """Runs the daemon, from binding its sockets to the end of its last child process. Returns the exit status.
 
         Raises: ListenError, OSError: a socket cannot be opened or a process not started; InvalidArgument: the configuration
-          cannot be used, such as a package that is not installed, or a repository that cannot be read.
+        cannot be used.
         """
         loop = asyncio.get_running_loop()
         _raise_open_files(self.options)
@@ -275,10 +270,7 @@ class Supervisor:
     # --------------------------------------------------------------------------------------------------------- starting
 
     def _tell(self, front: FrontProcess) -> None:
-        """Sends a new front everything that it needs: lanes to the workers, regions, model states and trace settings.
-
-        Lanes come before the model states, which name the lanes' workers.
-        """
+        """Sends a new front everything that it needs; lanes come before the model states, which name the lanes' workers."""
         for worker in self.workers.ready():
             self._open_lane(front, worker)
         for place in self._regions.places():
@@ -298,10 +290,7 @@ class Supervisor:
             worker.send(LaneOpened(front.incarnation, protocol=front.protocol), theirs.fileno())
 
     async def _join(self, worker: WorkerProcess) -> None:
-        """Sends a new worker the registered regions, then lanes to the fronts, trace settings, and models to load.
-
-        Regions come first, so that no request can name one that the worker lacks.
-        """
+        """Sends a new worker all that it needs; regions come first, so that no request can name one that it lacks."""
         await self._regions.restore(worker)
         if not worker.alive or worker.stopping:
             return
@@ -337,10 +326,7 @@ class Supervisor:
             _log.info("try: curl %s/v2/models/%s", url, next(iter(served)))
 
     async def _all_up(self) -> None:
-        """Waits until every front and worker process is ready, and every worker has loaded its models, or the daemon stops.
-
-        Meanwhile the service manager is told which are missing, and to wait.
-        """
+        """Waits until every child is ready and has loaded its models, or the daemon stops; tells the service manager to wait."""
         told = 0.0
         while self.phase is DaemonPhase.STARTING and (missing := self._missing()):
             if time.monotonic() - told >= _TOLD_SECONDS:
@@ -352,7 +338,7 @@ class Supervisor:
     def _missing(self) -> list[str]:
         """Returns the names of the fronts and workers that a start waits for.
 
-        Left out are workers that were ready once and whose device cannot be used any more: the other workers serve without them.
+        Not those that were ready once and whose device cannot be used any more: the other workers serve without them.
         """
         usable, slots = self.workers.usable, self.workers.slots
         lost = {name for name, device in slots.items() if device not in usable and self._slots.was_filled(name)}
@@ -365,10 +351,7 @@ class Supervisor:
         _log.log(logging.INFO if self.models.readiness.ready else logging.WARNING, "%s", line)
 
     def model_changed(self, record: ModelState | ModelGone | Readiness) -> None:
-        """Passes a model's new state, or the daemon's readiness, to every front and ``ClientLanes``, which serves local clients.
-
-        Changed readiness is also shown: on the progress bar at the start, later in the log and to systemd.
-        """
+        """Passes a model's new state, or the daemon's readiness, to all fronts and to ``ClientLanes``; shows readiness."""
         self.fronts.publish(record)
         self.lanes.model_changed(record)
         self.parameters.tell()
@@ -391,10 +374,7 @@ class Supervisor:
             self._child_said(record)
 
     def _worker_said(self, worker: WorkerProcess, record: Record) -> None:
-        """Acts on a record of a worker that concerns other parts of the daemon.
-
-        A ``Loaded`` goes through ``Parameters``, which first sends the worker pushed parameters and then passes the report on.
-        """
+        """Acts on a record of a worker. A ``Loaded`` goes to ``Parameters``, which first sends pushed parameters."""
         match record:
             case Loading():
                 self.models.loading(worker.incarnation, record)
@@ -449,10 +429,7 @@ class Supervisor:
     # ----------------------------------------------------------------------------------------------------------- deaths
 
     def _worker_died(self, worker: WorkerProcess, device: Device) -> None:
-        """Tells the fronts, and the parts for models, regions, lanes and parameters, that a worker died.
-
-        Also arranges for the worker to be replaced.
-        """
+        """Tells the fronts and all parts of the daemon that a worker died, and arranges for it to be replaced."""
         self._look(worker)
         self._regions.worker_left(worker.incarnation)
         self.lanes.worker_left(worker)
@@ -472,11 +449,7 @@ class Supervisor:
             self.models.outdated(f"{dead.name} {dead.describe_exit()}")
 
     def isolate(self, wanted: Mapping[str, float]) -> None:
-        """Starts the workers that isolated models need, and stops those that are needed no more.
-
-        Args:
-          wanted: the device of each such worker that is needed -> the part of a GPU's memory that the worker may use (0 to 1).
-        """
+        """Starts and stops workers of isolated models. ``wanted``: devices -> the part of a GPU's memory (0 to 1)."""
         if self.phase is DaemonPhase.STOPPING:
             return
         before = self.workers.slots.keys()
@@ -493,18 +466,16 @@ class Supervisor:
     def _needs(self, child: Child) -> bool:
         """Returns whether a dead child process is to be replaced now.
 
-        A front is replaced until the daemon begins to stop; a worker until the fronts have finished their requests, but not if it
-        was told to stop, nor if its slot was removed or has another worker.
+        A worker is replaced while the fronts finish their requests, unless it was told to stop or its slot is gone or taken.
         """
         if isinstance(child, WorkerProcess):
             return self.phase is not DaemonPhase.STOPPING and not child.stopping and self.workers.is_vacant(child.name)
         return self.phase not in (DaemonPhase.STOPPING, DaemonPhase.DRAINING)
 
     def _gives_up(self, child: Child) -> bool:
-        """Stops the daemon if it is still starting and cannot do without ``child``, a dead process that will not be replaced.
+        """Stops the daemon if it is still starting, and cannot do without ``child``, which will not be replaced.
 
-        A child is not replaced after too many deaths, or after one that would recur. Returns whether the daemon stops. False: it
-        serves already, or lacks only the worker of an isolated model.
+        Returns whether it stops. False: it serves already, or lacks only the worker of an isolated model.
         """
         if self.phase is not DaemonPhase.STARTING or (isinstance(child, WorkerProcess) and child.model):
             return False
@@ -521,7 +492,7 @@ class Supervisor:
     async def reload(self) -> list[asyncio.Future[str]]:
         """Reads configuration and repositories again, and applies the changes that need no restart.
 
-        Returns: a future for each model load that it began; its result is why the load failed; "": it succeeded.
+        Returns a future for each model load that it began: why the load failed; "": it succeeded.
 
         Raises InvalidArgument: the new configuration cannot be used; nothing has changed then.
         """
@@ -639,10 +610,7 @@ class Supervisor:
 
 
 def _raise_open_files(options: Options) -> None:
-    """Raises the limit of open files of this process, and so of its children, to the most that the host allows.
-
-    Logs a warning if the limit is smaller than the connections or regions that the options allow.
-    """
+    """Raises the limit of open files for this process and its children; warns if it is less than the options allow."""
     allowed = descriptors.raise_limit()
     wanted = max(
         options.http.max_connections, options.grpc.max_connections, options.regions.max_count, options.clients.max_count

@@ -93,10 +93,7 @@ class ClientLanes:
     # -------------------------------------------------------------------------------------------------------- clients
 
     def admit(self, peer: Peer) -> ClientConnection:
-        """Registers a client's new connection.
-
-        Raises Unavailable: there are too many connections, of all users or of this user.
-        """
+        """Registers a client's new connection. Raises Unavailable: there are too many, of all users or of this user."""
         options = self._options
         if len(self._connections) >= options.max_count:
             raise Unavailable(
@@ -122,10 +119,7 @@ class ClientLanes:
 
     @property
     def offered(self) -> bool:
-        """Returns whether clients may have lanes.
-
-        False if the options turn lanes off, or restrict inference to clients that send a key in a header.
-        """
+        """Returns whether clients may have lanes: the options allow them, and inference needs no key in a header."""
         return self._options.lanes and not self._restricted
 
     async def find(self, connection: ClientConnection, wanted: OpenLanes) -> ModelState:
@@ -134,8 +128,8 @@ class ClientLanes:
         First waits until lanes that the client reports as ended are closed here too: if their worker has died, the client may
         know first, and would be given another lane to that worker.
 
-        Raises Unsupported: clients get no lanes here; NotFound: no such version serves; Unavailable: the server is draining, or a
-        worker for the version does not come within ``wanted.wait`` seconds, or a worker is too busy to close an ended lane.
+        Raises Unsupported: clients get no lanes here; NotFound: no such version serves; Unavailable: the server is draining, no
+        worker comes within ``wanted.wait`` seconds, or one is too busy to close an ended lane.
         """
         if not self._options.lanes:
             raise Unsupported("clients get no lanes on this server (clients.lanes = false): ask over HTTP")
@@ -175,10 +169,9 @@ class ClientLanes:
     def open(
         self, connection: ClientConnection, wanted: OpenLanes, state: ModelState
     ) -> tuple[OpenAnswer, list[socket.socket]]:
-        """Opens a lane to each worker that serves a version and to which the client has none yet.
+        """Opens a lane to each worker that serves a version (``state``) and to which the client has none yet.
 
-        Returns the answer to ``wanted``, and the client's ends of the new lanes, which the caller must close. ``state``: the
-        version's, which ``find`` has returned.
+        Returns the answer, and the client's ends of the new lanes, which the caller must close.
 
         Raises Unavailable: the user has too many lanes, or no file descriptor is free; Unsupported: the model's description is
         too large. After an error no lane was opened.
@@ -197,10 +190,7 @@ class ClientLanes:
         return self._answer(state, wanted.version, entries), sockets
 
     def _opened(self, connection: ClientConnection, workers: list[WorkerProcess], model: str) -> list[socket.socket]:
-        """Opens a lane to each of these workers, and returns the client's ends; after an error none is open.
-
-        ``model``: named in errors. Raises Unavailable: the user would have too many lanes, or no file descriptor is free.
-        """
+        """Opens a lane to each of these workers, and returns the client's ends; after an error none is open."""
         owner, options = connection.peer.owner, self._options
         if workers and self._owned[owner] + len(workers) > options.max_owner_lanes:
             raise Unavailable(

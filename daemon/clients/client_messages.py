@@ -50,10 +50,7 @@ class OpenLanes(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Register(msgspec.Struct, forbid_unknown_fields=True):
-    """Asks to register the memfd that comes with this message as a shared-memory region.
-
-    Offset and size are in bytes; the offset must be a multiple of the page size.
-    """
+    """Asks to register the memfd sent along as a region; offset (a multiple of the page size) and size are in bytes."""
 
     name: str
     byte_size: int

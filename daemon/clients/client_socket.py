@@ -79,10 +79,7 @@ _BESIDE_LIST = 1 << 10
 
 
 class ClientSocket:
-    """Serves the Unix socket on which local clients ask for lanes and hand over memory.
-
-    Each client's connection has a task, which answers the client's questions.
-    """
+    """Serves the Unix socket on which local clients ask for lanes and hand over memory, with a task for each connection."""
 
     def __init__(
         self,
@@ -113,8 +110,7 @@ class ClientSocket:
     def listen(self) -> None:
         """Binds the clients' socket and listens on it; clients that connect wait until ``serve`` is called.
 
-        Without a configured path, and outside of systemd, it is bound in the control socket's folder; if that fails, a warning is
-        logged.
+        Without a configured path it is bound in the control socket's folder; if that fails, a warning is logged.
 
         Raises InvalidArgument: the configured path cannot be used.
         """
@@ -168,10 +164,7 @@ class ClientSocket:
                 self.path.unlink()
 
     def close(self) -> None:
-        """Closes the listening socket and ends the clients' connections; clients' regions are not unregistered here.
-
-        A second call does nothing.
-        """
+        """Closes the listening socket and ends the clients' connections; their regions stay. Idempotent."""
         self.stop_accepting()
         for task in self._clients:
             task.cancel()
@@ -226,7 +219,7 @@ class ClientSocket:
     ) -> None:
         """Sends a client an answer with sockets, which are closed here. Raises OSError: the client is gone.
 
-        If descriptors or memory are lacking for the sockets, ends the lanes that were opened for the answer, and sends an error.
+        If descriptors or memory are lacking for the sockets, ends the lanes that were opened, and sends an error.
         """
         with contextlib.ExitStack() as closing:
             for sock in sockets:
@@ -248,10 +241,7 @@ class ClientSocket:
     ) -> tuple[Any, list[socket.socket]]:
         """Carries out a client's question. Returns the answer (ClientError: it failed), and the sockets to send with the answer.
 
-        Args:
-          content: the question as JSON.
-          fds: the file descriptors that came with the question, which the caller must close.
-          end: tells other processes when the client's connection ends, for regions that are to end with it.
+        The caller must close ``fds``, which came with it. ``end`` tells other processes when the client's connection ends.
         Raises OSError: the client is gone.
         """
         try:
@@ -333,10 +323,7 @@ class ClientSocket:
 
 
 def _operation(question: ClientQuestion, fds: list[int]) -> Operation:
-    """Returns the operation that a question about regions or parameters asks for. ``fds``: the descriptors that came with it.
-
-    Raises InvalidArgument: the question of a push does not say where its parameters are, or too many descriptors came.
-    """
+    """Returns the operation that a question about regions or parameters asks for. Raises InvalidArgument: it is wrong."""
     if question.unregister is not None:
         return UnregisterRegion("system", question.unregister.name)
     if (listed := question.parameters) is not None:
@@ -363,9 +350,9 @@ def _refuse(client: socket.socket, error: ServingError) -> None:
 
 
 async def _receive(client: socket.socket) -> tuple[bytes, list[int]] | None:
-    """Receives a message with its file descriptors, which the caller must close; None: the client closed its connection.
+    """Receives a message with its file descriptors, which the caller must close; None: the connection has ended.
 
-    Raises ConnectionError: the message is too long, or has too many file descriptors.
+    Raises ConnectionError: it is too long, or has too many descriptors.
     """
     loop = asyncio.get_running_loop()
     await _ready(loop.add_reader, loop.remove_reader, client.fileno())
@@ -380,10 +367,7 @@ async def _receive(client: socket.socket) -> tuple[bytes, list[int]] | None:
 
 
 async def _send(client: socket.socket, content: bytes, fds: list[int]) -> None:
-    """Sends an answer with file descriptors, as soon as the client's socket has room.
-
-    Raises OSError: the client is gone, or the host lacks memory or file descriptors.
-    """
+    """Sends an answer as soon as the client's socket has room. Raises OSError: the client is gone, or the host lacks memory."""
     loop = asyncio.get_running_loop()
     while True:
         try:
@@ -397,10 +381,7 @@ async def _send(client: socket.socket, content: bytes, fds: list[int]) -> None:
 
 
 async def _ready(add: Callable[..., None], remove: Callable[[int], bool], fd: int) -> None:
-    """Waits until a file descriptor can be read from or written to.
-
-    ``add`` and ``remove``: the loop's functions that begin and end to watch the descriptor, for reading or for writing.
-    """
+    """Waits until a descriptor can be read or written: ``add`` and ``remove`` are the loop's functions for one of these."""
     ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def now() -> None:
@@ -415,10 +396,7 @@ async def _ready(add: Callable[..., None], remove: Callable[[int], bool], fd: in
 
 
 async def _unless_gone(client: socket.socket, finding: Coroutine[Any, Any, ModelState]) -> ModelState:
-    """Awaits ``finding``, which a client waits for, and returns its result; cancels it if the client goes.
-
-    Raises ConnectionError: the client closed its connection first.
-    """
+    """Awaits ``finding`` for a client; cancels it and raises ConnectionError if the client closes its connection first."""
     loop = asyncio.get_running_loop()
     task = loop.create_task(finding)
     gone = False

@@ -53,10 +53,7 @@ class Certificates:
         self.context = tls_context(options)
 
     def look(self) -> None:
-        """Reads the PEM files again if any of them has changed.
-
-        If they cannot be used, that is logged and the former context stays.
-        """
+        """Reads the PEM files again if one has changed. If they cannot be used, that is logged and the former context stays."""
         if self.context is None or (stamps := self._stamps()) == self._seen:
             return
         self._seen = stamps

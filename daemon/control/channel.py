@@ -48,10 +48,7 @@ class ControlChannel:
         self._loop.add_reader(self._channel.fileno(), self._readable)
 
     def send(self, record: Record, *fds: int) -> None:
-        """Queues a record for the peer, with duplicates of the file descriptors; does nothing once the channel is closed.
-
-        All records queued in one iteration of the loop are sent together.
-        """
+        """Queues a record for the peer, with duplicates of the file descriptors; does nothing once the channel is closed."""
         if self._closed:
             return
         self._channel.put(record, *fds)
@@ -114,8 +111,7 @@ class ControlChannel:
     def _received(self) -> tuple[list[Any], list[int]] | None:
         """Receives the records of one datagram and their file descriptors; None: none is waiting.
 
-        Replies whose file descriptors were lost are returned without them. Raises InvalidArgument: the datagram is malformed, or
-        records that are no replies lost them, as too many files are open; ChannelClosed: the peer is gone.
+        Replies whose descriptors were lost, as too many files are open, come without them; for other records that is an error.
         """
         try:
             return self._channel.receive()

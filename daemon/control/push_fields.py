@@ -56,9 +56,7 @@ class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     move_sequences: bool = False
 
     def source(self, memory_byte_size: int) -> ParameterSource:
-        """Returns the place of the pushed parameters: a file, a region, arrays in regions, or memory that came with the push.
-
-        ``memory_byte_size``: how many bytes were sent with the push itself; below 0: none were.
+        """Returns where the pushed parameters are. ``memory_byte_size``: of memory that came with the push; below 0: none.
 
         Raises InvalidArgument: the push names no place, several places, or too many arrays.
         """
@@ -88,9 +86,7 @@ class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def operation(self, model: str, version: int, name: str, memory_byte_size: int = -1) -> PushParameters:
         """Builds the operation that pushes parameters into the set ``name`` ("": main) of a model's version (0: the newest).
 
-        ``memory_byte_size``: how many bytes were sent with the push itself; below 0: none were.
-
-        Raises InvalidArgument: the push names no place of the parameters, several places, or too many arrays.
+        ``memory_byte_size`` and errors are those of ``source``.
         """
         return PushParameters(
             model,

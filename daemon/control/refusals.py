@@ -50,10 +50,7 @@ class Refusals:
         self._settle_later()
 
     def mistaken(self, model: str, code: str, message: str) -> None:
-        """Counts a request answered with an error that its client caused, for the next line in the log, not in the metrics.
-
-        ``code``, ``message``: of the error.
-        """
+        """Counts a request whose client caused the error (``code``, ``message``) for the next line in the log alone."""
         self._mistakes.note(model, code, time.monotonic_ns(), message)
         self._settle_later()
 

@@ -37,10 +37,7 @@ def _first(environment: Mapping[str, str], variable: str) -> Path | None:
 
 
 def own(environment: Mapping[str, str]) -> Path:
-    """Returns the user's folder for sockets, and creates it if needed.
-
-    Raises OSError: the folder cannot be created, or other users may enter it.
-    """
+    """Returns the user's folder for sockets, and creates it if needed. Raises OSError: it cannot be used safely."""
     *first, last = _owns(environment)
     for path in first:
         with contextlib.suppress(OSError):
@@ -55,19 +52,13 @@ def _made(path: Path) -> Path:
 
 
 def searched(environment: Mapping[str, str]) -> list[Path]:
-    """Returns the folders in which tensorctl looks for a daemon's socket, in order.
-
-    They are $RUNTIME_DIRECTORY (if set), the user's folders, and the service's folder /run/tensord.
-    """
+    """Returns the folders in which tensorctl looks for a daemon's socket: $RUNTIME_DIRECTORY, the user's, the service's."""
     service = of_service(environment)
     return [*([service] if service else ()), *(path for path in _owns(environment) if not _bad(path)), SERVICE]
 
 
 def further(name: str, pid: int) -> str:
-    """Returns the name of the socket of a user's second or later daemon, such as ``control-4711.sock``.
-
-    ``name``: that of the first daemon's socket, such as ``control.sock``. ``pid``: the later daemon's process id.
-    """
+    """Returns the name of the socket of a user's later daemon, by its process id, such as ``control-4711.sock``."""
     stem, dot, suffix = name.rpartition(".")
     return f"{stem}-{pid}{dot}{suffix}"
 
@@ -78,10 +69,7 @@ def sockets(folder: Path, name: str) -> list[Path]:
 
 
 def _owns(environment: Mapping[str, str]) -> list[Path]:
-    """Returns the paths that the user's folder for sockets may have: in $XDG_RUNTIME_DIR, and in /tmp.
-
-    A shell may lack the XDG_RUNTIME_DIR with which the daemon was started, so there can be two.
-    """
+    """Returns the user's possible folders for sockets: a shell may lack the XDG_RUNTIME_DIR that the daemon was started with."""
     temporary = TEMPORARY / f"tensord-{os.geteuid()}"
     runtime = environment.get("XDG_RUNTIME_DIR", "")
     return [Path(runtime, "tensord"), temporary] if runtime else [temporary]

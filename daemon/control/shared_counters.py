@@ -46,16 +46,10 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedCounters:
-    """Counters in one page of shared memory, with a row for each front of one protocol. Owns the page's file descriptor.
-
-    A front that replaces a dead one has its row.
-    """
+    """Counters in one page of shared memory, with a row for each front of one protocol. Owns the page's file descriptor."""
 
     def __init__(self, fd: int) -> None:
-        """Maps a page that ``create`` made, in this process or another, and owns the file descriptor from then on.
-
-        Raises OSError or ValueError: the file descriptor is not such a page.
-        """
+        """Maps a page that ``create`` made, and owns its descriptor. Raises OSError or ValueError: it is no such page."""
         self.fd = fd
         self._mapping = mmap.mmap(fd, _BYTE_SIZE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         self._words = memoryview(self._mapping).cast("Q")
@@ -83,10 +77,7 @@ class SharedCounters:
         return self._words[row * _WORDS + 1]
 
     def prepared_requests(self, row: int) -> tuple[int, int, int]:
-        """Returns three counts of a row's prepared requests: those with a number now, ever given one, and ever evicted.
-
-        A prepared request is the constant part of many requests, sent to a worker once and then named by its number.
-        """
+        """Returns three counts of a row's prepared requests: those with a number now, ever given one, and ever evicted."""
         at = row * _WORDS + _PREPARED
         return self._words[at], self._words[at + 1], self._words[at + 2]
 
@@ -136,10 +127,7 @@ class FrontCounters:
         self._connections[self._row] = connections
 
     def note_number(self, numbered: int, evicted: int) -> None:
-        """Counts a prepared request that was given the number by which workers know it.
-
-        ``numbered``: how many have a number now; ``evicted``: how many lost theirs to make room for this one.
-        """
+        """Counts a prepared request that was given a number. ``numbered`` have one now; ``evicted`` lost theirs for it."""
         at = self._at + _PREPARED
         self._words[at] = numbered
         self._words[at + 1] += 1
@@ -155,10 +143,7 @@ class FrontCounters:
 
     @property
     def codes(self) -> tuple[memoryview, int]:
-        """Returns the 64-bit words of all fronts' rows, and the index of this front's first count of answers.
-
-        From there on stands one count for each code of the protocol, in the order of ``CODES``.
-        """
+        """Returns the words of all rows, and the index of this front's first count of answers (in the order of ``CODES``)."""
         return self._words, self._at + _CODES
 
     def own(self) -> int:

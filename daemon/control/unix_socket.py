@@ -20,10 +20,7 @@ def path(configured: str, name: str, environment: Mapping[str, str]) -> Path | N
 
 
 def bind(path: Path, kind: int, mode: int) -> socket.socket:
-    """Binds a Unix socket, which does not listen yet, to a path whose file has this mode from the start.
-
-    ``kind``: the socket type, such as SOCK_STREAM. Raises OSError: the path cannot be bound.
-    """
+    """Binds a Unix socket, which does not listen yet, to a path whose file has this mode from the start. Raises OSError."""
     sock = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC)
     try:
         remove_stale(path, kind)
@@ -39,11 +36,9 @@ def bind(path: Path, kind: int, mode: int) -> socket.socket:
 
 
 def remove_stale(path: Path, kind: int) -> None:
-    """Removes the path of a socket on which no process listens, as a killed daemon leaves it; does nothing to any other file.
+    """Removes the path of a socket on which no process listens, as a killed daemon leaves it; no other file.
 
     It never waits: a process that listens and accepts nothing has a full backlog, in which a connection would wait for ever.
-
-    Raises OSError: the path or the socket cannot be accessed.
     """
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):

@@ -41,10 +41,9 @@ class Models:
     def __init__(
         self, options: Options, supervisor: Supervisor, kept: Path | None = None, place: Path | None = None
     ) -> None:
-        """Begins without models.
+        """Begins without models. None: there is no such folder.
 
-        ``kept``: a folder that outlives a crash of the daemon, but no orderly end; ``place``: one for the daemon's data; None:
-        there is none.
+        ``kept``: a folder that outlives a crash of the daemon, but no orderly end. ``place``: one for the daemon's data.
         """
         self._supervisor = supervisor
         self._placing = options
@@ -99,10 +98,9 @@ class Models:
             self._given.drop_unused(request.name, self.lifecycle.folders(request.name))
 
     async def _load_found(self, name: str, config: str) -> None:
-        """Loads the model ``name`` from its repository, because a client asked for it.
+        """Loads a model from its repository, because a client asked for it.
 
-        ``config``: the client's configuration in JSON, used in place of config.pbtxt; "": that of an earlier load of the same
-        files, if a client gave one, else config.pbtxt. Raises InvalidArgument, Internal or Unsupported: the load failed.
+        ``config``: the client's configuration in JSON; "": that of an earlier load of the same files, else config.pbtxt.
         """
         found = await asyncio.to_thread(repository.find, self._paths(), name)
         given = config or self._overrides.of(found)
@@ -121,11 +119,7 @@ class Models:
         self._overrides.keep(found, given)
 
     async def _load_given(self, name: str, files: Mapping[str, bytes], config: str) -> None:
-        """Loads a model from files that a client sent (path in its folder -> content); they are written to a new private folder.
-
-        ``config``: the model's configuration in JSON; "" is refused. Raises InvalidArgument, Unavailable or Unsupported: the load
-        failed.
-        """
+        """Loads a model from files that a client sent (path in its folder -> content), with a configuration in JSON."""
         if not config:
             raise InvalidArgument(repository.given_error(name, "files are given without a 'config'"))
         if not repository.NAME.fullmatch(name):
@@ -183,9 +177,7 @@ class Models:
     async def index(self, ready: bool, detailed: bool = False) -> list[dict[str, str | int]]:
         """Returns the repository index, an entry (name, version, state, reason) for each version, after listing the repositories.
 
-        Args:
-          ready: list only versions that serve.
-          detailed: also say how many bytes each version takes.
+        ``ready``: list only versions that serve. ``detailed``: also say how many bytes each version takes.
         """
         folders = Counter(folder.name for folder in await asyncio.to_thread(repository.readable_folders, self._paths()))
         self.lifecycle.known = set(folders)
@@ -237,10 +229,7 @@ class Models:
         return [self._bring_wanted(name, found.get(name)) for name in wanted]
 
     async def follow(self, found: Mapping[str, FoundModel], changed: Sequence[FoundModel], gone: Sequence[str]) -> None:
-        """Loads the models that have changed in the repositories, unloads those that are gone, and waits for the loads.
-
-        ``found``: all models that the repositories have now, by name.
-        """
+        """Loads models that have changed in the repositories, which hold ``found`` now, and unloads those that are gone."""
         self.lifecycle.known = set(found)
         for name in gone:
             self._wanted.discard(name)
@@ -259,10 +248,7 @@ class Models:
             self._dismiss(name)
 
     def _bring_wanted(self, name: str, found: FoundModel | None) -> asyncio.Task[str]:
-        """Begins to load the model ``name``. The task's result is why the load failed; "": it succeeded.
-
-        ``found``: the model as the last scan of the repositories found it; None: not found, so it is looked for again.
-        """
+        """Begins to load a model, which is looked for if not ``found``. The task's result is why that failed, or ""."""
         task = self._latest[name] = asyncio.get_running_loop().create_task(self._bring_found(name, found))
         task.add_done_callback(functools.partial(_drop_if_same, self._latest, name))
         return task
@@ -331,11 +317,7 @@ class Models:
     async def _with_members(self, found: FoundModel, within: tuple[str, ...], again: bool) -> FoundModel:
         """Loads the members of an ensemble (models that it uses) that do not serve, or waits for running loads of them.
 
-        Returns the ensemble with what follows from its members: configuration, devices, fingerprint (digest of all their files).
-
-        Args:
-          within: the ensembles for which this one is loaded, outermost first.
-          again: load no members, but only check that they serve.
+        Returns the ensemble with what follows from its members. ``within`` and ``again`` are those of ``_bring``.
 
         Raises InvalidArgument: the ensemble cannot be loaded.
         """
@@ -434,31 +416,20 @@ class Models:
     # ----------------------------------------------------------------------------------------------- workers and fronts
 
     def worker_joined(self, incarnation: int, device: str) -> None:
-        """Sends the loads of all models that belong on a device to the worker process that has started there.
-
-        ``incarnation``: the number that only this worker process has.
-        """
+        """Sends a worker that has started (``incarnation``) the loads of all models that belong on its device."""
         self._begin(self.lifecycle.worker_joined(incarnation, device))
 
     def worker_left(self, incarnation: int, how: str, usable: Sequence[str]) -> None:
-        """Tells the fronts that a dead worker serves nothing any more, and passes on the loads that it has not answered.
+        """Tells the fronts that a dead worker serves nothing any more; the loads that it owes are passed on or given up.
 
-        A load goes to the worker's replacement, or is given up if too many workers died during it or none can use the devices.
-
-        Args:
-          incarnation: the number that only this worker process had.
-          how: how the worker ended, as the end of a sentence, such as "was killed by SIGSEGV".
-          usable: the devices that workers can still use.
+        ``how``: how it ended, such as "was killed by SIGSEGV". ``usable``: the devices that workers can still use.
         """
         self._readiness.loads(incarnation, None)
         left = self.lifecycle.worker_left(incarnation, how)
         self._begin([*left, *self.lifecycle.stranded(usable, self._readiness.outdated)])
 
     def worker_dismissed(self, incarnation: int) -> None:
-        """Marks versions as not served by a worker that was stopped because no model needs it.
-
-        Its end does not count as a death of what it was loading.
-        """
+        """Marks versions as not served by a worker that no model needs; its end is no death of what it was loading."""
         self._begin(self.lifecycle.worker_left(incarnation, dismissed=True))
 
     def fill(self, name: str, number: int) -> None:
@@ -466,10 +437,7 @@ class Models:
         self._begin(self.lifecycle.fill(name, number))
 
     def loading(self, incarnation: int, at: Loading) -> None:
-        """Stores how far a worker is with a load (loading of a model version), as it reported in ``at``.
-
-        Publishes that to the fronts with the daemon's readiness, if a model is not served.
-        """
+        """Stores a worker's progress with a load, which is published with the daemon's readiness if a model is not served."""
         self._readiness.loads(incarnation, at)
         self._check_readiness()
 
@@ -558,10 +526,7 @@ class Outcomes:
         self._loads: dict[str, asyncio.Future[str]] = {}
 
     def expect(self, load: str = "") -> tuple[int, asyncio.Future[str]]:
-        """Creates the token of a new load or unload, and the future of its outcome: why it failed; "": it succeeded.
-
-        ``load``: the model to load; "" for an unload.
-        """
+        """Creates the token of a new operation, and the future of its outcome. ``load``: the model to load; "": an unload."""
         token = self.token()
         outcome = self._waiting[token] = asyncio.get_running_loop().create_future()
         if load:

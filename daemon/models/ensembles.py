@@ -56,10 +56,7 @@ class Ensembles:
     ) -> FoundModel:
         """Checks that an ensemble's members are loaded, and returns it with its configuration, devices and fingerprint set.
 
-        Args:
-          found: the ensemble as it was read from its folder.
-          devices: the devices of all workers.
-          reasons: why members failed to load, by name.
+        ``devices``: of all workers. ``reasons``: why members failed to load, by name.
 
         Raises InvalidArgument: a member is not loaded (Triton's sentence), or no worker has all members.
         """
@@ -97,10 +94,7 @@ class Ensembles:
         return model_config.parse_json(version.described.config.decode(), name)
 
     def _devices(self, found: FoundModel) -> tuple[str, ...]:
-        """Returns the devices of the workers that have all members of an ensemble; empty: all workers have them.
-
-        Raises InvalidArgument: no worker has all members.
-        """
+        """Returns the devices of the workers that have all members; empty: all do. Raises InvalidArgument: none has all."""
         places = {name: self._ready(name, number) for name, number in found.members}
         named = {name: version.devices for name, version in places.items() if version is not None and version.devices}
         if not named:
@@ -156,10 +150,7 @@ class Ensembles:
         return gone
 
     def lost(self) -> list[str]:
-        """Returns the ensembles to unload now, because a member of theirs, or of an ensemble that they use, serves no more.
-
-        Marks them as unloaded until their members serve again, as ``take_down`` does.
-        """
+        """Returns the ensembles to unload now, because a member serves no more, and marks them as ``take_down`` does."""
         gone = [name for name, built in self._built.items() if not self._whole(built.found)]
         return self.take_down(dict.fromkeys(each for name in gone for each in (*self.users(name), name)))
 
@@ -169,10 +160,7 @@ class Ensembles:
             self._built[found.name].down = not self._whole(found)
 
     def returned(self) -> list[FoundModel]:
-        """Returns the ensembles to load again now, because a missing member is served again or a member was replaced.
-
-        Each is returned once for such a change: its members' present fingerprints are stored.
-        """
+        """Returns, once for each change, the ensembles to load again: a missing member serves again, or a member was replaced."""
         found: list[FoundModel] = []
         for name, built in self._built.items():
             now = self._fingerprints(built.found)
@@ -185,10 +173,7 @@ class Ensembles:
         return found
 
     def only_used_by(self, name: str, kept: Collection[str]) -> list[str]:
-        """Returns the members of an ensemble, direct or nested, that no remaining ensemble uses and ``kept`` does not name.
-
-        Each ensemble comes before its members.
-        """
+        """Returns the members of an ensemble that no other uses and ``kept`` does not name; ensembles before their members."""
         gone = [name]
         for each in gone:
             for member, _ in self._members(each):
@@ -229,11 +214,7 @@ class Ensembles:
 
 
 def check_found(name: str, members: Mapping[str, FoundModel]) -> None:
-    """Checks that the folder of each of an ensemble's members can be loaded.
-
-    ``name``: the ensemble's. ``members``: name -> the member as it was read from its folder.
-    Raises InvalidArgument: a folder is missing or wrong.
-    """
+    """Raises InvalidArgument: the folder of one of an ensemble's ``members`` (by name) is missing or wrong."""
     # A folder that is missing, or exists twice, has no path.
     if missing := [member for member, found in members.items() if found.path == Path()]:
         raise InvalidArgument(
@@ -247,10 +228,7 @@ def check_found(name: str, members: Mapping[str, FoundModel]) -> None:
 
 
 class LoadWaits:
-    """Knows which models' loads wait for loads of other models, and prevents circles of waits.
-
-    One per daemon. Does no I/O.
-    """
+    """Knows which models' loads wait for loads of other models, and prevents circles of waits. One per daemon."""
 
     def __init__(self) -> None:
         #: (model that waits, model it waits for) -> on how many workers.
@@ -258,10 +236,9 @@ class LoadWaits:
 
     @contextlib.contextmanager
     def waiting(self, model: str, other: str) -> Iterator[None]:
-        """Stores, for the time of a ``with`` block, that the load of ``model`` waits for the load of ``other``.
+        """Notes in a ``with`` block that the load of ``model`` ("": no load) waits for the load of ``other``.
 
-        If ``model`` is "", nothing is stored. Raises InvalidArgument: the load of ``other`` already waits for the load of
-        ``model``.
+        Raises InvalidArgument: the load of ``other`` already waits for the load of ``model``.
         """
         if not model:
             yield
@@ -299,10 +276,7 @@ class LoadWaits:
 
 
 class Coming:
-    """Tells the fronts that an ensemble is being loaded while it waits for its members, so that requests for it wait too.
-
-    One per daemon.
-    """
+    """Tells the fronts that an ensemble is being loaded while it waits for its members, so that requests for it wait too."""
 
     def __init__(self, publish: Callable[[ModelState | ModelGone], None]) -> None:
         self._publish = publish
@@ -311,12 +285,10 @@ class Coming:
 
     @contextlib.contextmanager
     def published(self, found: FoundModel, known: ModelEntry | None) -> Iterator[None]:
-        """Tells the fronts that an ensemble is LOADING while its members are loaded in the ``with`` block.
+        """Tells the fronts that an ensemble is LOADING while its members are loaded in the block, unless it is in use.
 
-        If the block raises, the fronts are told the ensemble's former state; else the ensemble's load, which follows, publishes
-        its state. Nothing is told of an ensemble that serves already, or is being loaded or unloaded.
-
-        ``known``: the lifecycle's entry of the ensemble; None: it has none.
+        If the block raises, the fronts are told its former state (``known``; None: it had none); else its load, which follows,
+        publishes its state.
         """
         serves = known is not None and any(version.in_use for version in known.versions.values())
         versions = [(found.name, number) for number in (() if serves else found.chosen)]

@@ -55,8 +55,7 @@ class GivenModels:
     def keep(self, name: str, files: Mapping[str, bytes]) -> Path:
         """Writes a model's files (``<version>/<name>`` -> content) to a new folder named as the model, and returns that folder.
 
-        Every path is taken as relative to that folder, even with a slash before it, as in Triton. On an error nothing stays on
-        the disk.
+        A slash before a path is left out, as in Triton. On an error nothing stays on the disk.
 
         Raises InvalidArgument: a path is not allowed or given twice; OSError: the disk has no room or cannot be written.
         """
@@ -77,7 +76,7 @@ class GivenModels:
 
     @contextlib.asynccontextmanager
     async def coming(self, name: str, files: Mapping[str, bytes]) -> AsyncIterator[Path]:
-        """Writes a model's files and yields their folder, which ``drop_unused`` does not remove within the ``async with`` block.
+        """Writes a model's files and yields their folder, which stays at least for the ``async with`` block.
 
         Raises InvalidArgument: a path is not allowed; Unavailable: the disk has no room.
         """
@@ -96,10 +95,7 @@ class GivenModels:
             self._coming.discard(folder)
 
     def serves(self, name: str, needed: Collection[str]) -> bool:
-        """Returns whether the model is served from files of a client: one of its folders is among the paths ``needed``.
-
-        ``needed``: the folders from which its versions are loaded.
-        """
+        """Returns whether a model is served from files of a client: ``needed``, its versions' folders, has one of ours."""
         return any(str(folder) in needed for folder in self._folders.get(name, ()))
 
     def drop_unused(self, name: str, needed: Collection[str]) -> None:
@@ -141,10 +137,7 @@ def _locked(folder: Path) -> int:
 
 
 def _checked(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Returns the files by their paths relative to the model's folder.
-
-    Raises InvalidArgument: a path is not that of a file in a model, or is given twice, or is given as a file and as a folder.
-    """
+    """Returns the files by their paths relative to the model's folder. Raises InvalidArgument: a path is wrong or given twice."""
     found: dict[str, bytes] = {}
     for given, content in files.items():
         path = given.lstrip("/")
@@ -162,10 +155,7 @@ def _checked(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 class Overrides:
-    """Configurations that clients sent with a load. Each holds for later loads until the files change, or the model is unloaded.
-
-    One per daemon. Only the configuration of a load that succeeded is kept.
-    """
+    """Configurations that clients sent with a load that succeeded. Each holds until the files change or the model is unloaded."""
 
     def __init__(self) -> None:
         #: name -> (fingerprint of the files it was given for, configuration in JSON).

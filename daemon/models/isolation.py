@@ -16,10 +16,7 @@ from tensord.shm.errors import InvalidArgument
 
 
 def wanted(lifecycle: Lifecycle, options: Workers) -> dict[str, float]:
-    """Returns the devices of the workers that isolated models (whose workers serve no other model) need now.
-
-    Each device comes with its fraction of a GPU's memory (0 to 1).
-    """
+    """Returns the devices of isolated models' workers that are needed now, each with its fraction of a GPU's memory (0 to 1)."""
     return {
         device: model_checks.isolated_fraction(model_config.from_bytes(config), options.isolated_memory_fraction)
         for device, config in lifecycle.isolated().items()
@@ -27,10 +24,7 @@ def wanted(lifecycle: Lifecycle, options: Workers) -> dict[str, float]:
 
 
 def own(found: FoundModel, options: Workers) -> dict[str, float]:
-    """Returns the devices of the workers that serve only this model, each with its fraction of a GPU's memory (0 to 1).
-
-    The model's devices must be set already (``found.devices``). Empty: the model is not isolated.
-    """
+    """Returns the devices (of ``found.devices``) of the workers that serve only this model, as ``wanted`` does; empty: none."""
     devices = [device for device in found.devices if model_of(device) == found.name]
     if not devices:
         return {}
@@ -39,13 +33,9 @@ def own(found: FoundModel, options: Workers) -> dict[str, float]:
 
 
 def check(found: FoundModel, taken: Mapping[str, float], options: Workers) -> None:
-    """Checks that there is room for an isolated model's workers. The model's devices (``found.devices``) must be set already.
+    """Checks that there is room for an isolated model's workers, on ``found.devices``; ``taken``: what ``wanted`` returns.
 
-    Args:
-      taken: the devices of all isolated models' workers, with their fractions of a GPU's memory, as ``wanted`` returns them.
-
-    Raises InvalidArgument: there are too many isolated models, or not enough memory on a GPU. A model that is not isolated always
-    passes.
+    Raises InvalidArgument: there are too many isolated models, or not enough memory on a GPU.
     """
     name, devices = found.name, own(found, options)
     others = {device: part for device, part in taken.items() if model_of(device) != name}

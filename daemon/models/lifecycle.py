@@ -93,29 +93,20 @@ class Lifecycle:
     def load(self, found: FoundModel, token: int, again: bool = False) -> list[Instruction]:
         """Queues a load of a model's versions ``found.chosen``, and begins it if no other load or unload of the model runs.
 
-        Returns the instructions to carry out now. A Settled instruction with this token follows once all workers have answered.
-
-        Args:
-          found: the model, read from its folder without error.
-          again: also load versions that already serve from the same files.
+        A Settled instruction with this token follows once all workers have answered. ``again``: also load versions that already
+        serve from the same files.
         """
         model = self.models.setdefault(found.name, ModelEntry())
         return self._follow(found.name, model, Operation((token,), found, again))
 
     def unload(self, name: str, token: int) -> list[Instruction]:
-        """Queues an unload of a model, and begins it if no other load or unload of the model runs. Returns instructions for now.
-
-        A Settled instruction with this token follows once all workers have answered; at once if the model is not loaded.
-        """
+        """Queues an unload of a model, and begins it if no other operation on it runs. ``Settled`` follows as for ``load``."""
         if name not in self.models:
             return [Settled(token)]
         return self._follow(name, self.models[name], Operation((token,), None))
 
     def _follow(self, name: str, model: ModelEntry, later: Operation) -> list[Instruction]:
-        """Queues a load or unload (``later``), and drops earlier loads that it makes pointless. Returns instructions.
-
-        Who waits for a dropped load gets the outcome of a later load, or that the model was unloaded.
-        """
+        """Queues a load or unload, and drops earlier loads that it makes pointless; who waits for these gets its outcome."""
         overtaken: list[Operation] = []
         while model.waiting and model.waiting[-1].overtaken_by(later):
             overtaken.insert(0, model.waiting.pop())
@@ -143,7 +134,7 @@ class Lifecycle:
     def _give_up(self, name: str, model: ModelEntry, heir: FoundModel | None) -> list[Instruction]:
         """Ends a model's running load without an outcome, and has workers cancel it; versions that serve keep serving.
 
-        ``heir``: the model as the next operation loads it; None: the next operation unloads it. Returns instructions.
+        ``heir``: the model as the next operation loads it; None: the next operation unloads it.
         """
         out: list[Instruction] = []
         for number in model.bringing:
@@ -230,10 +221,7 @@ class Lifecycle:
         return [i for number in sorted(model.versions) for i in self._retire(name, number)]
 
     def _retire(self, name: str, number: int) -> list[Instruction]:
-        """Begins to unload a version if it serves, and returns instructions.
-
-        A version that failed to load stays in the repository index with its reason, as in Triton.
-        """
+        """Begins to unload a version if it serves; one that failed to load stays in the index with its reason, as in Triton."""
         version = self.models[name].versions[number]
         was_awaited = bool(version.given_up)
         version.wanted, version.postponed = False, set()
@@ -253,10 +241,7 @@ class Lifecycle:
         return [self._publish(number, version)]
 
     def _finish(self, name: str, model: ModelEntry) -> list[Instruction]:
-        """Ends the model's running load or unload, with a Settled instruction for its outcome, if every worker has answered.
-
-        After a load, the versions that were replaced are unloaded before it ends.
-        """
+        """Ends the model's running load or unload if every worker has answered, after unloading what a load replaced."""
         operation = model.running
         if operation is None:
             return []
@@ -304,10 +289,7 @@ class Lifecycle:
     # -------------------------------------------------------------------------------------------------------- workers
 
     def worker_joined(self, worker: int, device: str) -> list[Instruction]:
-        """Registers a worker that has become ready, and returns instructions to send it the versions that belong on its device.
-
-        ``worker``: its incarnation, the number that only this process has.
-        """
+        """Registers a worker (an incarnation) that has become ready; it is sent the versions that belong on its device."""
         self._workers[worker] = device
         versions = (version for model in self.models.values() for version in model.versions.values())
         wanted = [version for version in versions if version.wanted and (version.due or not version.given_up)]
@@ -320,10 +302,7 @@ class Lifecycle:
         return {worker for worker, device in self._workers.items() if version.belongs(device)}
 
     def fill(self, name: str, number: int) -> list[Instruction]:
-        """Returns instructions that load a version on the workers that should serve it and do not; none if it is being loaded.
-
-        Called when parameters that clients push have come, for lack of which workers failed to load it.
-        """
+        """Loads a version on the workers that failed to load it for lack of pushed parameters, unless it is being loaded."""
         version = self.version(name, number)
         if version is None or version.given_up or self.models[name].running is not None:
             return []
@@ -338,10 +317,9 @@ class Lifecycle:
         return out
 
     def retry(self, name: str, number: int, deaths: int) -> list[Instruction]:
-        """Tells one worker to try again to load a version that was given up; called when a ``Retry`` instruction's time has come.
+        """Tells one worker to try again to load a version that was given up, because a ``Retry`` instruction's time has come.
 
-        ``deaths``: the number in that instruction: how many workers had died of loading the version. If that number has changed,
-        nothing is done. If no worker is free for it, the next one to join loads it. Returns instructions.
+        Does nothing if ``deaths`` has changed since. If no worker is free for it, the next one to join loads it.
         """
         version = self.version(name, number)
         if version is None or not version.given_up or version.deaths != deaths:
@@ -354,14 +332,10 @@ class Lifecycle:
         return self._send_load(free[0][1], version)
 
     def worker_left(self, worker: int, how: str = "died", dismissed: bool = False) -> list[Instruction]:
-        """Marks versions as not served by a worker that has ended, and passes on its unanswered loads. Returns instructions.
+        """Marks versions as not served by a worker that has ended; its unanswered loads go to its replacement, or are given up.
 
-        The loads go to its replacement; a version that too many workers died of loading is given up until its next try.
-
-        Args:
-          worker: the worker's incarnation.
-          how: the end of a sentence about the worker, such as "died".
-          dismissed: the worker was stopped because no model needs it, so its end is not blamed on what it was loading.
+        ``how``: the end of a sentence, such as "died". ``dismissed``: it was stopped because no model needs it, so its end is not
+        blamed on what it was loading.
         """
         self._workers.pop(worker, None)
         out: list[Instruction] = []
@@ -396,10 +370,7 @@ class Lifecycle:
         return out
 
     def loaded(self, worker: int, answer: Loaded) -> list[Instruction]:
-        """Marks a version as served by a worker that has loaded it, or as failed there. Returns what to send and publish.
-
-        A version that is not wanted any more is unloaded. The model's running load ends if this was the last answer.
-        """
+        """Marks a version as served by a worker, or as failed there. If nobody wants it any more, it is unloaded again."""
         version = self.version(answer.name, answer.version)
         if version is None or worker not in version.loading:
             return []
@@ -477,10 +448,7 @@ class Lifecycle:
         return [Send(worker, version.load)]
 
     def _send_postponed(self, worker: int) -> list[Instruction]:
-        """Returns instructions to begin the loads that were put off on a worker and can begin there now.
-
-        They waited until it had answered another load, or had loaded an ensemble's members.
-        """
+        """Begins the loads that waited until a worker had answered another load, or had loaded an ensemble's members."""
         out: list[Instruction] = []
         for name, model in list(self.models.items()):
             for version in model.versions.values():
@@ -494,10 +462,9 @@ class Lifecycle:
         return out
 
     def stranded(self, usable: Collection[str], why: str = "") -> list[Instruction]:
-        """Marks versions as given up if no worker can use their devices now; the first worker that joins on one loads them.
+        """Gives up versions whose devices no worker can use now; the first worker that joins on one loads them.
 
         ``usable``: the devices that workers can use. ``why``: what keeps workers from all devices; "": only these are broken.
-        Returns instructions.
         """
         out: list[Instruction] = []
         for name, model in list(self.models.items()):
@@ -519,10 +486,7 @@ class Lifecycle:
     # ------------------------------------------------------------------------------------------------------ questions
 
     def isolated(self) -> dict[str, bytes]:
-        """Returns the devices of the workers that isolated models (whose workers serve no other model) need now.
-
-        Each device comes with the model's serialised configuration.
-        """
+        """Returns the devices of isolated models' workers that are needed now, each with its model's serialised configuration."""
         found: dict[str, bytes] = {}
         for name, model in self.models.items():
             for version in model.versions.values():

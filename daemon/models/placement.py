@@ -33,11 +33,8 @@ _LEAST_SHARE = 4
 def place(message: ModelConfig, devices: Sequence[str], rate_limited: bool, each: int = 1) -> tuple[str, ...]:
     """Returns the devices whose workers load a model; for an isolated model, the devices of the workers that serve only it.
 
-    Args:
-      message: the model's configuration.
-      devices: the devices of the workers that models share.
-      rate_limited: whether the rate limiter is on: a model that needs its shared resources then goes where these are counted.
-      each: how many GPUs each worker has; the worker's device is the first of them.
+    ``devices``: of the workers that models share. ``rate_limited``: a model that needs shared resources goes where these are
+    counted. ``each``: how many GPUs each worker has; the worker's device is the first of them.
 
     Raises InvalidArgument: the model names GPUs that no worker has, or two of its settings ask for different single workers.
     """
@@ -46,10 +43,7 @@ def place(message: ModelConfig, devices: Sequence[str], rate_limited: bool, each
 
 
 def _alone(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the devices of the workers that serve only this model: one on each GPU of ``chosen``, and one for its CPU devices.
-
-    ``chosen``: the devices of the shared workers that would load the model if it were not isolated.
-    """
+    """Returns an isolated model's devices: one on each GPU of ``chosen``, its shared devices, and one for the CPU ones."""
     gpus = dict.fromkeys(gpu for device in chosen if (gpu := gpu_of(device)))
     cpus = [device for device in chosen if not gpu_of(device)]
     beside = [choose(("isolated", message.name), cpus)] if cpus else []
@@ -57,10 +51,7 @@ def _alone(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _shared(message: ModelConfig, devices: Sequence[str], rate_limited: bool, each: int) -> tuple[str, ...]:
-    """Returns the devices of the shared workers that load a model, or that would load it if it were not isolated.
-
-    The arguments and errors are those of ``place``.
-    """
+    """Returns the devices of the shared workers that load a model, or would if it were not isolated, as ``place`` does."""
     chosen = _named(message, devices, each)
     together = message.parameters[TOGETHER].string_value if TOGETHER in message.parameters else ""
     if rate_limited and model_checks.is_isolated(message) and _needs(message):
@@ -118,18 +109,14 @@ def _named(message: ModelConfig, devices: Sequence[str], each: int) -> tuple[str
 
 
 def _first(gpu: int, each: int) -> str:
-    """Returns the device name of the worker that has this GPU, which is that of its first GPU.
-
-    ``each``: how many GPUs a worker has.
-    """
+    """Returns the device of the worker that has this GPU: that of the first of its ``each`` GPUs."""
     return device_name(gpu - gpu % each)
 
 
 def _sharing(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
     """Returns those devices of ``chosen`` on which the rate-limiter resources that a model needs are counted.
 
-    All of ``chosen`` if it needs none; one device if a resource is global (one for all devices); else one of each GPU and of the
-    CPU.
+    One device if a resource is global; else one of each GPU and of the CPU.
     """
     needs = _needs(message)
     if len(chosen) < 2 or not needs:

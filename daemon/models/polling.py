@@ -40,10 +40,7 @@ class Changes:
         self._seen: dict[str, State] = dict(self._acted)
 
     def look(self, found: Mapping[str, FoundModel]) -> tuple[list[FoundModel], list[str]]:
-        """Compares the models found now with those of earlier polls; returns the models to load and the names to unload.
-
-        A change counts once two polls in a row have found the same.
-        """
+        """Compares ``found`` with earlier polls; returns the models to load, and the names to unload, after two equal polls."""
         states = {name: State.of(model) for name, model in found.items()}
         quiet = {name for name in states.keys() | self._seen.keys() if states.get(name) == self._seen.get(name)}
         quiet |= self._acted.keys() - states.keys() - self._seen.keys()
@@ -60,10 +57,7 @@ class Polling:
     """Task that in the control mode "poll" loads models whose folders have changed and unloads those whose folders are gone."""
 
     def __init__(self, models: Models, options: Callable[[], Repository], found: Mapping[str, FoundModel]) -> None:
-        """Starts from ``found``, the models that the daemon's start has begun to load, so that only later changes count.
-
-        ``options``: returns the options that hold now.
-        """
+        """Starts from ``found``, what the daemon's start has begun to load. ``options``: returns those that hold now."""
         self._models = models
         self._options = options
         self._changes = Changes(found)

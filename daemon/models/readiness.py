@@ -53,11 +53,7 @@ class Standing:
 def standings(
     wanted: Collection[str], required: Iterable[str], refused: Mapping[str, str], lifecycle: Lifecycle
 ) -> list[Standing]:
-    """Returns the readiness of every wanted or required model, sorted by name.
-
-    ``wanted``: the models that should be served. ``required``: those that the option ``repository.required`` names.
-    ``refused``: the models that were refused before a worker was asked to load them, with the reason.
-    """
+    """Returns the readiness of each model that is wanted or ``required``, sorted. ``refused``: name -> why no worker is asked."""
     return [
         _standing(name, refused.get(name, ""), lifecycle)
         if name in wanted
@@ -89,11 +85,7 @@ def readiness(standing: Iterable[Standing], strict: bool, counted: Collection[st
     """Decides whether the daemon is ready: every model that counts must be served. Also lists models that are not served.
 
     A model whose device is broken does not count as long as other models are served; if no model has a usable device, all count.
-
-    Args:
-      standing: the readiness of each model.
-      strict: models that failed to load count as well (``repository.strict_readiness``).
-      counted: names of models that keep the daemon from being ready while they serve nothing.
+    ``strict``: models that failed to load count as well. ``counted``: models that must serve something.
     """
     every = list(standing)
     unserved = [model for model in every if not model.served]
@@ -109,16 +101,10 @@ def readiness(standing: Iterable[Standing], strict: bool, counted: Collection[st
 
 
 class ReadinessCheck:
-    """Publishes the daemon's readiness to the fronts when it changes, and the progress of loads while a model is not served.
-
-    Used on the supervisor's event loop only.
-    """
+    """Publishes the daemon's readiness to the fronts when it changes, and the progress of loads while a model is not served."""
 
     def __init__(self, standings: Callable[[], Iterable[Standing]], publish: Callable[[Readiness], None]) -> None:
-        """Begins without models.
-
-        ``standings``: returns each wanted model's readiness. ``publish``: sends the daemon's readiness to the fronts.
-        """
+        """``standings`` returns each wanted model's readiness; ``publish`` sends the daemon's to the fronts."""
         self._standings = standings
         self._publish = publish
         #: The readiness that was published last; nothing is published before it is known what is wanted.
@@ -137,31 +123,21 @@ class ReadinessCheck:
         self._loading: dict[int, Loading] = {}
 
     def begin(self, wanted: Iterable[str], required: Iterable[str]) -> None:
-        """Sets which models must be served before the daemon is ready, at the start or after a reload.
-
-        ``wanted``: the models that must be served at the start; only those of the first call count. ``required``: the models that
-        the option ``repository.required`` names; if there are any, only they count.
-        """
+        """Sets which models must be served before the daemon is ready: ``required``, or if it is empty the first ``wanted``."""
         if not self._begun:
             self._first = set(wanted)
         self._required = frozenset(required)
         self._begun = True
 
     def loads(self, worker: int, at: Loading | None) -> None:
-        """Stores what a worker loads now, which ``check`` publishes; None: it has answered the load, or is gone.
-
-        ``worker``: its incarnation, the number that only this process has.
-        """
+        """Stores what a worker (an incarnation) loads now, which ``check`` publishes; None: nothing any more."""
         if at is None:
             self._loading.pop(worker, None)
         else:
             self._loading[worker] = at
 
     def check(self, strict: bool) -> None:
-        """Publishes the daemon's readiness to the fronts if it has changed.
-
-        ``strict``: whether models that failed to load keep the daemon from being ready.
-        """
+        """Publishes the daemon's readiness if it has changed. ``strict``: models that failed to load count as not ready."""
         standings = list(self._standings())
         names = {model.name for model in standings}
         self._first &= names

@@ -45,10 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Returns whether a directory entry is a folder or a link to one; False for dangling and circular links.
-
-    Raises OSError: the entry cannot be read.
-    """
+    """Returns whether an entry is a folder or a link to one, not a dangling or circular one. Raises OSError: it is unreadable."""
     try:
         return entry.is_dir()
     except OSError as error:
@@ -60,10 +57,7 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 def fingerprints(path: Path, config: bytes) -> tuple[str, str, list[str]]:
     """Computes two digests of the files that can be reached from a model's folder; returns them and the links to nowhere in it.
 
-    The first digest changes with any file and with ``config``, the whole configuration. The second one ignores both that and
-    config.pbtxt.
-
-    Raises OSError: the folder cannot be read.
+    The first one changes with any file and with ``config``; the second one ignores that and config.pbtxt. Raises OSError.
     """
     all_of_it, rest, nowhere = hashlib.sha256(config), hashlib.sha256(), list[str]()
     for name, status in itertools.islice(model_folder.walk(path), model_folder.MAX_ENTRIES):
@@ -140,8 +134,7 @@ def placed(found: FoundModel, devices: Sequence[str], options: Options) -> Found
 def scan(repositories: Sequence[Path], known: Collection[str] = ()) -> dict[str, FoundModel]:
     """Reads every model folder of the repositories; returns the models by name, sorted.
 
-    Args:
-      known: names that were models before: a folder of such a name that lost its versions is a model with an error.
+    ``known``: names that were models before: such a folder that lost its versions is a model with an error.
 
     Raises InvalidArgument: a repository is not a readable folder.
     """
@@ -166,18 +159,12 @@ def unreadable(repositories: Sequence[Path]) -> dict[Path, str]:
 
 
 def folders(repositories: Sequence[Path], known: Collection[str] = ()) -> list[Path]:
-    """Returns the model folders of the repositories. Raises InvalidArgument: a repository cannot be read.
-
-    ``known``: names that were models before; a folder of such a name is one even without versions.
-    """
+    """Returns the model folders, as ``scan`` finds them. Raises InvalidArgument: a repository cannot be read."""
     return [path for path in _all_folders(repositories) if path.name in known or not no_model(path)]
 
 
 def others(repositories: Sequence[Path]) -> dict[Path, str]:
-    """Returns the folders in the repositories that are not models, each with the reason.
-
-    Raises InvalidArgument: a repository cannot be read.
-    """
+    """Returns the folders that are not models, each with the reason. Raises InvalidArgument: a repository cannot be read."""
     return {path: why for path in _all_folders(repositories) if (why := no_model(path))}
 
 
@@ -307,10 +294,7 @@ def _choose(message: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _guess_backend(path: Path, message: ModelConfig, version: int) -> str:
-    """Guesses a model's backend from the names that its code file defines at the top level.
-
-    The file is only parsed: no process but the model's worker may import it. Raises InvalidArgument: the backend cannot be told.
-    """
+    """Guesses a model's backend from the names that its code file defines; it is parsed, as only its worker may import it."""
     file = message.default_model_filename or "model.py"
     code = _read(path / str(version) / file, _MAX_CODE_BYTE_SIZE)
     if code is None:

@@ -1,7 +1,6 @@
 """Adds up the statistics of models over all workers, each of which counts its own requests. Does no I/O.
 
-The format is Triton's (docs/protocol/extension_statistics.md): counters and nanoseconds are added, ``last_inference`` is the
-latest, and entries of ``batch_stats`` are added to those with the same ``batch_size``.
+Source: Triton docs/protocol/extension_statistics.md.
 """
 
 from __future__ import annotations

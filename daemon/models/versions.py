@@ -136,10 +136,7 @@ class ModelEntry:
 
 
 def has_members(models: Mapping[str, ModelEntry], version: VersionEntry, worker: int) -> bool:
-    """Returns whether the worker with the incarnation ``worker`` serves every member of an ensemble's version.
-
-    True for a model that is no ensemble.
-    """
+    """Returns whether a worker (an incarnation) serves every member of an ensemble's version; True for any other model."""
     return all(any(worker in one.ready for one in _named(models, *member)) for member in version.members)
 
 

@@ -27,13 +27,9 @@ _SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F
 
 
 def check(wanted: PushParameters, memory: int, most: int) -> None:
-    """Checks a push of parameters: the set's name, number and source, the checksum's form, and the memory that came along.
+    """Raises InvalidArgument: a push's set name, number, source or checksum is malformed, or its memory is.
 
-    Args:
-      memory: the file descriptor that was sent along; -1: none.
-      most: how many bytes a push may have.
-
-    Raises InvalidArgument: one of these is wrong.
+    ``memory``: the file descriptor that was sent along; -1: none. ``most``: how many bytes a push may have.
     """
     if not _NAME.fullmatch(wanted.set):
         raise InvalidArgument(
@@ -61,10 +57,7 @@ def check(wanted: PushParameters, memory: int, most: int) -> None:
 
 
 def check_memory(memory: int, most: int) -> None:
-    """Checks memory (a file descriptor) that was sent along with a push; ``most``: how many bytes it may have.
-
-    Raises InvalidArgument: the descriptor is not a memfd of ordinary pages, or is too large or too small.
-    """
+    """Raises InvalidArgument: memory that came with a push is not a memfd of ordinary pages, or has no allowed size."""
     try:
         fcntl.fcntl(memory, fcntl.F_GET_SEALS)
         pages = os.fstatvfs(memory).f_bsize
@@ -78,10 +71,7 @@ def check_memory(memory: int, most: int) -> None:
 
 
 def check_size(byte_size: int, most: int) -> None:
-    """Checks the size of pushed parameters.
-
-    Raises InvalidArgument: more than ``most`` bytes, or too few for a safetensors file.
-    """
+    """Raises InvalidArgument: pushed parameters have more than ``most`` bytes, or too few for a safetensors file."""
     if byte_size > most:
         raise InvalidArgument(
             f"{byte_size} bytes of parameters are pushed, at most {most} are allowed (workers.max_parameter_byte_size)"
@@ -98,10 +88,7 @@ def is_sealed(memory: int) -> bool:
 
 
 def check_owner(owners: Sequence[str], peer: Peer) -> None:
-    """Checks that a client on a Unix socket may change parameters; other clients always pass.
-
-    ``owners``: the users who may, besides root and the daemon's user; empty: all may. Raises Unsupported: this user may not.
-    """
+    """Raises Unsupported: a client on a Unix socket is none of ``owners`` (empty: all may), root or the daemon's user."""
     if peer.kind != "unix" or not owners or peer.uid in (0, os.geteuid()):
         return
     if peer.uid not in {accounts.user_id(owner) for owner in owners}:
@@ -109,9 +96,9 @@ def check_owner(owners: Sequence[str], peer: Peer) -> None:
 
 
 def fingerprint(folders: Sequence[Path], name: str) -> str:
-    """Returns a digest of the sizes and times of a file, or of all files in a folder; "": it exists in none of ``folders``.
+    """Returns a digest of the sizes and times of a file, or of all files in a folder, in the first of ``folders`` with ``name``.
 
-    The first of ``folders`` that contains ``name`` counts. Raises Unavailable: the folder ``name`` has too many files.
+    "": none has it. Raises Unavailable: the folder ``name`` has too many files.
     """
     for folder in folders:
         path = folder / name

@@ -42,10 +42,7 @@ class Content:
     deaths: int = 0
 
     def close(self) -> None:
-        """Closes the memory of these parameters. A second call does nothing.
-
-        Large memory is closed in a thread, because freeing its pages takes a while.
-        """
+        """Closes the memory of these parameters, in a thread if it is large: freeing its pages takes a while. Idempotent."""
         memory, self.memory = self.memory, -1
         if memory >= 0 and self.byte_size >= _LARGE:
             asyncio.get_running_loop().run_in_executor(None, os.close, memory)
@@ -53,10 +50,7 @@ class Content:
             os.close(memory)
 
     def describe(self) -> dict[str, Any]:
-        """Returns number, size, time and client of the push, and where its parameters are now (such as "memory" or "file").
-
-        It is what ``GET /v2/models/M/parameters`` answers for a set.
-        """
+        """Returns number, size, time and client of the push, and where its parameters are now, as clients see them."""
         if self.pushed_by is None:
             return {"number": self.number, "kept": "repository"}
         return {
@@ -113,10 +107,9 @@ class PushedSets:
         }
 
     def put(self, key: VersionKey, name: str, content: Content) -> None:
-        """Stores new parameters of a set as those in force, and owns their memory from then on.
+        """Stores a set's parameters as those in force, whose memory it owns, and those before as its former ones.
 
-        The parameters that were in force stay as the set's former ones. If all sets take more than ``limit``, former parameters
-        lose their memory, the oldest first, and if need be the new ones, too.
+        If all sets take more than ``limit``, former ones lose their memory, the oldest first, and if need be the new ones, too.
         """
         sets = self._sets.setdefault(key, {})
         there = sets.get(name)

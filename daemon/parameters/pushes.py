@@ -106,13 +106,9 @@ class Parameters:
     # ------------------------------------------------------------------------------------------------ clients' operations
 
     async def push(self, wanted: PushParameters, peer: Peer, memory: int) -> bytes:
-        """Carries out a push: sends new parameters of a set to every worker of a version, or to none.
+        """Carries out a push: sends new parameters of a set to every worker of a version, or to none. Returns JSON (``_answer``).
 
-        Args:
-          peer: the client that pushes.
-          memory: the file descriptor of a MemorySource's memory, which the caller must close; -1: none.
-
-        Returns: JSON {"model", "version", "set", "number", "byte_size"}.
+        ``memory``: the descriptor of a MemorySource's memory, which the caller must close; -1: none.
 
         Raises Replaced: the number is not higher than another push's; another ServingError: the push was refused. Nothing has
         changed then.
@@ -144,9 +140,7 @@ class Parameters:
         return _answer(key, wanted.set, content)
 
     async def revert(self, wanted: RevertParameters, peer: Peer) -> bytes:
-        """Puts the former parameters of a set into force again, on every worker.
-
-        Returns: JSON {"model", "version", "set", "number", "byte_size"}.
+        """Puts the former parameters of a set into force again, on every worker. Returns JSON (``_answer``).
 
         Raises NotFound: the set has no former parameters; another ServingError: the change was refused. Nothing has changed then.
         """
@@ -215,9 +209,7 @@ class Parameters:
     def _resolved(self, model: str, number: int, lacking: bool = False) -> int:
         """Returns the number of a version that serves or, if none does, is being loaded; with ``number`` 0 the newest.
 
-        ``lacking``: also accepts a version that does not serve only because a new worker cannot have its pushed parameters.
-
-        Raises NotFound: there is none; Unavailable: it is to be served, and cannot be now.
+        ``lacking``: also one that does not serve only because a new worker cannot have its pushed parameters.
         """
         models = self._models.lifecycle.models
         asked = {n: v for n, v in models[model].versions.items() if number in (0, n)} if model in models else {}
@@ -249,11 +241,7 @@ class Parameters:
         return version is not None and version.state is IndexState.LOADING
 
     def _claim(self, key: VersionKey, wanted: PushParameters) -> int:
-        """Reserves the number of a push, so that no later push can have it, and returns it.
-
-        Raises Replaced: the number is not higher than another push's; InvalidArgument: there is no higher number; Unavailable:
-        the version has too many sets.
-        """
+        """Reserves the number of a push, so that no later push can have it, and returns it. Raises ServingError: none is left."""
         found = self.sets.find(key, wanted.set)
         highest = max(0 if found is None else found.highest, self._claimed.get((key, wanted.set), 0))
         number = wanted.number or highest + 1
@@ -272,10 +260,7 @@ class Parameters:
         return number
 
     async def _pushed(self, key: VersionKey, wanted: PushParameters, number: int, peer: Peer, memory: int) -> Content:
-        """Sends pushed parameters to every worker of a version, and puts them into force (in ``sets``). Returns them.
-
-        Raises ServingError: the push was refused, and nothing has changed.
-        """
+        """Gives every worker of a version pushed parameters, and puts them into force. Raises ServingError: nothing changed."""
         content = Content(number, pushed_at=time.time(), pushed_by=peer)
         if isinstance(wanted.source, FileSource) and not wanted.partial:
             # Before it is read: a file that changes meanwhile is another one.
@@ -308,12 +293,7 @@ class Parameters:
             raise
 
     async def _brought_back(self, key: VersionKey, wanted: PushParameters, content: Content, memory: int) -> Content:
-        """Puts pushed parameters into force for a version that is not served because it lacks them, and loads it again.
-
-        ``memory``: sealed memory with all parameters of the set, which the caller must close.
-
-        Raises ServingError: the memory is not sealed or not complete, or the version could not be loaded.
-        """
+        """Puts whole pushed parameters into force for a version that is not served because it lacks them, and loads it again."""
         of = f"model '{key[0]}' version {key[1]}"
         if memory < 0 or wanted.partial or wanted.checksum or not push_checks.is_sealed(memory):
             raise Unavailable(
@@ -339,9 +319,7 @@ class Parameters:
     async def _made(self, key: VersionKey, wanted: PushParameters, memory: int) -> int:
         """Returns sealed memory with all parameters of a push, which the caller must close.
 
-        It is a duplicate of ``memory`` (-1: none sent) if this is sealed, complete and needs no check; else a worker makes it.
-
-        Raises _NoWorker: no worker is there to make it, or the worker died; ServingError: the worker refused.
+        It is a duplicate of ``memory`` if this is sealed, complete and needs no check; else a worker makes it.
         """
         if memory >= 0 and not wanted.partial and not wanted.checksum and push_checks.is_sealed(memory):
             with descriptors.needed(f"parameters of model '{key[0]}'"):
@@ -350,9 +328,7 @@ class Parameters:
         return await self._make(next(iter(self._serving(key)), None), operation, memory)
 
     async def _make(self, worker: WorkerProcess | None, operation: MakeParameters, memory: int = -1) -> int:
-        """Asks a worker to make sealed memory with parameters. Returns its descriptor, which the caller must close.
-
-        ``memory``: a descriptor of the pushed bytes, for the worker; -1: none.
+        """Has a worker make sealed memory with parameters. Returns its descriptor, which the caller must close.
 
         Raises _NoWorker: there is no worker, or it died; ServingError: the worker refused.
         """
@@ -375,12 +351,9 @@ class Parameters:
             descriptors.close(fds)
 
     async def _copied(self, key: VersionKey, name: str, content: Content, worker: WorkerProcess | None = None) -> int:
-        """Returns a descriptor of the memory of a set's parameters, which the caller must close.
+        """Returns a descriptor of the memory of a set's parameters, which the caller must close; -1: nothing is left of them.
 
-        -1: neither their memory nor the unchanged file that they came from is left. From a file a worker makes the memory again.
-        ``worker``: that worker; None: any that serves the version.
-
-        Raises _NoWorker: there is no such worker, or it died; ServingError: the worker refused.
+        From an unchanged file a worker makes it again: ``worker``, or any that serves the version. Raises what ``_make`` raises.
         """
         if content.memory >= 0:
             return os.dup(content.memory)
@@ -407,12 +380,8 @@ class Parameters:
     ) -> None:
         """Stages parameters on every worker, puts them into force (``put``), and has every worker commit them.
 
-        Args:
-          stage: sent to each worker, with the memory.
-          memory: a descriptor of the parameters' memory; -1: the workers use the former parameters, which they still have.
-          move_sequences: whether sequences, and requests of several steps, that have begun go on with the new parameters.
-          put: stores the parameters as those in force, once every worker has them.
-          check: raises if these parameters are not wanted any more.
+        ``memory``: a descriptor of theirs; -1: the workers use the former parameters, which they still have. ``move_sequences``:
+        sequences that have begun go on with the new ones. ``check`` raises if these are not wanted any more.
 
         Raises _NoWorker: all workers died before; ServingError: a worker refused the parameters. Nothing has changed then.
         """
@@ -451,10 +420,7 @@ class Parameters:
         descriptors.close(fds)
 
     async def _obeyed(self, worker: WorkerProcess, operation: Operation) -> bool:
-        """Tells a worker to carry out a decided step, such as a commit, and returns whether it did.
-
-        A worker that fails at it is killed and replaced.
-        """
+        """Has a worker carry out a decided step, such as a commit, or kills it. Returns whether it did."""
         try:
             await self._call(worker, operation)
         except ServingError as error:
@@ -478,12 +444,9 @@ class Parameters:
                 del self._waiting[model], self._turns[model]
 
     async def _in_turn(self, key: VersionKey, change: Callable[[], Awaitable[Content]]) -> Content:
-        """Runs ``change`` of a version's parameters while no other change of its model runs. Repeats it if all workers died.
+        """Runs ``change`` while no other change of the model runs, once a worker serves the version. Again if all workers died.
 
-        A version that is being loaded is waited for, as one whose workers are being replaced.
-
-        Raises Unavailable: too many changes are waiting, or no worker serves the version for longer than a request would wait;
-        ServingError: the change was refused.
+        Raises Unavailable: too many changes are waiting, or no worker serves the version for longer than a request would wait.
         """
         if self._waiting.total() >= _MAX_WAITING:
             raise Unavailable(
@@ -513,12 +476,10 @@ class Parameters:
     # ------------------------------------------------------------------------------------------------- loads and workers
 
     def sent(self, worker: int, load: Load) -> Load:
-        """Returns the Load record, which tells a worker to load a version, as it is to be sent to ``worker``.
+        """Returns a Load record as it is to be sent to ``worker`` (an incarnation).
 
-        ``worker``: its incarnation, which is the number of this one run of a worker process.
-
-        If parameters were pushed into the version, it is marked ``held``: the worker then waits for the call ServeLoaded, after
-        it got these parameters, before it lets requests find the version.
+        If parameters were pushed into the version, it is marked ``held``: the worker gets them, and then the call ServeLoaded,
+        before it lets requests find the version.
         """
         key = load.name, load.version
         if not (self.sets.of(key) or key in self._changing):
@@ -558,10 +519,7 @@ class Parameters:
             self._pass_on(worker, answer)
 
     async def _restore(self, worker: WorkerProcess, key: VersionKey) -> None:
-        """Sends a worker that has loaded a version the parameters pushed into it, and reports the load to ``Models``.
-
-        If the worker cannot have them, it unloads the version, and the load is reported as failed.
-        """
+        """Gives a worker that has loaded a version what was pushed into it, and reports the load, as failed if it cannot."""
         waiting = self._restoring[worker.incarnation, key]
         try:
             while waiting:
@@ -579,9 +537,9 @@ class Parameters:
             del self._restoring[worker.incarnation, key]
 
     async def _restored(self, worker: WorkerProcess, key: VersionKey) -> str:
-        """Sends a worker all pushed parameter sets of a version, and has it serve the version with them.
+        """Sends a worker all pushed sets of a version, and has it serve the version. Returns why it cannot have them, or "".
 
-        Returns why the worker cannot have them; "": it serves with them. Raises _NoWorker: the worker is dying.
+        Raises _NoWorker: the worker is dying.
         """
         push = self._next()
         free = asyncio.Semaphore(_AT_ONCE)
@@ -660,10 +618,7 @@ class Parameters:
 
 
 def _check_death(worker: WorkerProcess, what: str) -> None:
-    """Raises Internal if a worker died of parameters that it was given: no other worker is given them.
-
-    ``what``: names the parameters. A worker that somebody else killed did not die of them.
-    """
+    """Raises Internal if a worker died of parameters (``what``) that it was given, so that no other worker is given them."""
     if worker.ended_by_work:
         raise Internal(f"{what}: the worker process that was given them {worker.describe_exit()}")
 

@@ -72,12 +72,8 @@ class Child:
     ) -> None:
         """Stores what is needed once the process runs (``adopt``).
 
-        Args:
-          name: the process's name in logs, such as "worker-0".
-          incarnation: the number that only this process has.
-          incoming: the union of the record types that the child may send.
-          on_record: called with this object, a record from the child, and the file descriptors that came with it.
-          on_exit: called with this object once the process is gone.
+        ``incarnation``: the number that only this process has. ``incoming``: the union of the record types that it may send.
+        ``on_record``: called with this object, a record and its descriptors. ``on_exit``: called once the process is gone.
         """
         self.name = name
         self.incarnation = incarnation
@@ -200,10 +196,9 @@ class Child:
         self._on_exit(self)
 
     async def call(self, operation: Operation, *fds: int) -> tuple[bytes, list[int]]:
-        """Calls an operation of the process and waits for its result and the file descriptors that come with it.
+        """Calls an operation of the process, as ``ControlCalls.call`` does.
 
-        The caller must close the descriptors. Raises Unavailable: the process is not running or died before it answered; or the
-        ServingError with which it answered.
+        Raises Unavailable: the process is not running, or died before it answered.
         """
         if not self.ready or not self.alive:
             raise Unavailable(f"{self.name} is not running")
@@ -223,10 +218,7 @@ class Child:
         return result
 
     def release(self) -> None:
-        """Wakes every call that waits for a reply from this dead process; each of them raises Unavailable.
-
-        Subclasses also close the pages that they share with the process, or end other waits for it.
-        """
+        """Wakes every call that waits for a reply from this dead process: each raises Unavailable. Subclasses end more waits."""
         self.calls.fail(Unavailable(f"{self.name} stopped before it answered"))
 
     @property
@@ -251,11 +243,7 @@ class Child:
 
     @property
     def cause(self) -> str:
-        """Returns why the process died, one of ``CAUSES``.
-
-        "memory": the kernel killed it for want of memory; "hung": ``kill`` was given a reason; "version": it is of another
-        version of tensord than the supervisor; "exit": it exited by itself.
-        """
+        """Returns why the process died, one of ``CAUSES``; "hung": ``kill`` was given a reason; "exit": it exited by itself."""
         if self.out_of_memory:
             return "memory"
         if self._killing:
@@ -315,10 +303,7 @@ class FrontProcess(Child):
         self.send(StatePublished(edition))
 
     def acknowledge(self, edition: int) -> None:
-        """Stores that the front has applied all published records up to number ``edition``.
-
-        Ends the waits for that (``wait_acknowledged``).
-        """
+        """Stores that the front has applied all published records up to number ``edition``, and ends the waits for that."""
         self.acknowledged = max(self.acknowledged, edition)
         if edition >= self._asked:
             self.owes_since_ns = 0
@@ -390,10 +375,7 @@ class WorkerProcess(Child):
 
     @property
     def oldest_load(self) -> tuple[str, int, int] | None:
-        """Returns the model version that the worker has been loading for longest; None: it is loading nothing.
-
-        The three values are the model's name, its version, and the time at which the load began (CLOCK_MONOTONIC ns).
-        """
+        """Returns name, version and start (CLOCK_MONOTONIC ns) of the load that has run for longest; None: there is none."""
         return self._begun[0] if self._begun else None
 
     def load_answered(self, name: str, version: int) -> None:
@@ -405,10 +387,7 @@ class WorkerProcess(Child):
         self.load_progress_ns = time.monotonic_ns()
 
     def describe_load(self) -> str:
-        """Describes the load that the worker has to answer next, such as ``compiling digits 3/16, 1 from the cache, 4 s``.
-
-        Returns "" if it has none to answer.
-        """
+        """Describes the load to be answered next, such as ``compiling digits 3/16, 1 from the cache, 4 s``; "": there is none."""
         if not self.owed:
             return ""
         seconds = (time.monotonic_ns() - self.load_progress_ns) / 1e9
@@ -445,10 +424,7 @@ def front_name(protocol: str, row: int) -> str:
 
 
 class MissingParts:
-    """Logs which optional parts (in C, or of JAX) the workers or the fronts lack.
-
-    That is logged once, not for each process, as they all run the same files.
-    """
+    """Logs which optional parts (in C, or of JAX) the workers or the fronts lack: once, as all of them run the same files."""
 
     def __init__(self, what: str = IN_C) -> None:
         """Stores ``what``, with which each warning begins, before the names of the parts. Nothing counts as logged yet."""

@@ -47,10 +47,7 @@ class Device:
     memory_fraction: float = 0.0
 
     def alone(self, name: str, memory_fraction: float) -> Device:
-        """Returns the device of a worker for one isolated model, on the same GPU or CPU as this device.
-
-        ``name``: the new device's name. ``memory_fraction``: the part of the GPU's memory (0 to 1) that the worker may take.
-        """
+        """Returns the device ``name`` of an isolated model's worker, on the same GPU or CPU, with this part of its memory."""
         if not device_names.gpu_of(name):
             return Device(name, self.environment, self.cores)
         # The setting for shared workers must not apply there, whichever variable has it.
@@ -63,10 +60,7 @@ def find_devices(
 ) -> list[Device]:
     """Returns a device for each worker process to start. A GPU that exists but cannot be used is logged.
 
-    Args:
-      environment: variables, of which CUDA_VISIBLE_DEVICES says which GPUs may be used; without it all may.
-      folder: where the driver's device nodes are.
-      system: the root of sysfs, which tells which cores are near which GPU.
+    CUDA_VISIBLE_DEVICES in ``environment`` says which GPUs may be used. ``folder``: of the driver's device nodes.
 
     Raises MissingDevice: ``workers.device`` is "cuda" and no GPU can be used, or this process may not use a core of
     ``workers.cores``.
@@ -95,20 +89,14 @@ def find_devices(
 
 
 def _cpu_workers(options: Workers) -> list[Device]:
-    """Makes the devices of the CPU workers: "cpu:0", "cpu:1" and so on.
-
-    Raises MissingDevice: this process may not use a core of ``workers.cores``.
-    """
+    """Makes the devices of the CPU workers: "cpu:0", "cpu:1" and so on."""
     _check_cores(options.cores)
     # GPUs stay visible to CPU workers: JAX is told to leave them alone, and clients may hand over tensors in CUDA regions.
     return [Device(f"cpu:{i}") for i in range(options.cpu)]
 
 
 def _check_cores(lists: Sequence[str]) -> None:
-    """Checks that this process may use all cores of ``lists``: systemd or a container can forbid some.
-
-    ``lists``: the cores of each CPU worker, such as "0-3,8". Raises MissingDevice: one of the cores is forbidden.
-    """
+    """Raises MissingDevice: systemd or a container forbids a core of ``lists``, the cores of each CPU worker ("0-3,8")."""
     ours = os.sched_getaffinity(0)
     for i, text in enumerate(lists):
         missing = set(core_list.parse(text)) - ours
@@ -168,11 +156,8 @@ def _has_plugin() -> bool:
 def near(addresses: Sequence[str], system: Path = Path("/sys")) -> str:
     """Returns the cores, as Linux lists them, that this process may use on the NUMA nodes of the GPUs with these PCI addresses.
 
-    A worker that runs there has its memory there as well, as the kernel places a page where it is first touched: page-locked
-    memory then crosses no link between sockets on its way to the GPU.
-
-    "": the host has no other node, or a GPU's node is not known, or this process may use none of these cores.
-    ``system``: the root of sysfs.
+    The kernel places a page where it is first touched, so page-locked memory then crosses no link between sockets on its way to
+    the GPU. "": the host has one node, or a GPU's node is not known, or this process may use none of these cores.
     """
     nodes = {_node(address, system) for address in addresses}
     others = [path for path in (system / "devices/system/node").glob("node[0-9]*") if path.name not in nodes]
@@ -186,10 +171,7 @@ def near(addresses: Sequence[str], system: Path = Path("/sys")) -> str:
 
 
 def _node(address: str, system: Path) -> str:
-    """Returns the name of the NUMA node of a PCI address, such as "node0"; "": the kernel does not tell.
-
-    ``system``: the root of sysfs.
-    """
+    """Returns the name of the NUMA node of a PCI address, such as "node0"; "": the kernel does not tell."""
     with contextlib.suppress(OSError, ValueError):
         number = int((system / "bus/pci/devices" / address.lower() / "numa_node").read_text())
         return f"node{number}" if number >= 0 else ""

@@ -22,10 +22,7 @@ class FirstSignals:
         self.came: signal.Signals | None = None
 
     def watch(self) -> None:
-        """Installs handlers of SIGTERM and SIGINT, and of SIGHUP, SIGUSR1 and SIGUSR2; call it from the main thread.
-
-        The last three have no effect so early. They get handlers that do nothing, because child processes would inherit SIG_IGN.
-        """
+        """Installs handlers of SIGTERM and SIGINT, and some that do nothing: child processes would inherit SIG_IGN."""
         for number in _ENDING:
             signal.signal(number, self._ending)
         for number in _PASSED_OVER:

@@ -49,14 +49,10 @@ class Fronts:
         said: Callable[[FrontProcess, Record, list[int]], None],
         died: Callable[[FrontProcess], None],
     ) -> None:
-        """Stores which programs to run, and starts nothing yet.
+        """Stores which programs to run (protocol -> Python module), and starts nothing yet.
 
-        Args:
-          programs: protocol -> Python module.
-          devices: the first workers' devices, by which the number of fronts of a protocol is chosen (``automatic``).
-          options: returns the options in force.
-          started: sends a new front what it needs.
-          said: acts on a record of a front that is not about the front itself, and closes its descriptors.
+        ``devices``: of the first workers; the number of fronts follows from them. ``started``: sends a new front what it needs.
+        ``said``: acts on a record of a front that is not about the front itself, and closes its descriptors.
         """
         self._options = options
         self._next_incarnation = next_incarnation
@@ -149,10 +145,7 @@ class Fronts:
         return self._automatic if asked == "auto" else asked
 
     def start(self, protocol: str, row: int) -> None:
-        """Starts the front process number ``row`` of a protocol.
-
-        Raises OSError: no memory, process slot or file descriptor is free.
-        """
+        """Starts front number ``row`` of a protocol. Raises OSError: no memory, process slot or file descriptor is free."""
         front = FrontProcess(protocol, row, self._next_incarnation(), self._received, self._exited)
         counters = self._counters[protocol].fd
         sockets = [listener.socket.fileno() for listener in self._listeners[protocol]]
@@ -166,17 +159,11 @@ class Fronts:
     # ---------------------------------------------------------------------------------------------------------- telling
 
     def publish(self, record: Record, *fds: int) -> None:
-        """Sends a record to every front process as part of the published state, with duplicates of the file descriptors.
-
-        ``settled`` waits until all fronts have applied it.
-        """
+        """Sends every front a record, with duplicates of the file descriptors, as part of the published state (``settled``)."""
         self.publish_each(lambda front: front.send(record, *fds))
 
     def publish_each(self, send: Callable[[FrontProcess], None]) -> None:
-        """Calls ``send`` with every front process; all that it sends counts as one record of the published state.
-
-        The record's number is the edition: fronts acknowledge it when they have applied the record, which ``settled`` awaits.
-        """
+        """Calls ``send`` with every front; all that it sends counts as one record of the published state, which has a number."""
         self._edition += 1
         for front in self.by_incarnation.values():
             send(front)
@@ -188,10 +175,9 @@ class Fronts:
         await asyncio.gather(*(front.wait_acknowledged(edition) for front in behind))
 
     def ask_idle(self, now_ns: int, interval_ns: int) -> None:
-        """Asks each serving front that was not asked in the last ``interval_ns`` ns to acknowledge its state.
+        """Asks each serving front that was not asked for ``interval_ns`` to acknowledge its state; 0: asks none.
 
-        A front whose loop hangs does not answer, by which the watchdog notices it. ``interval_ns`` 0: asks no front. ``now_ns``:
-        CLOCK_MONOTONIC.
+        The watchdog notices a front whose loop hangs because it does not answer. ``now_ns``: CLOCK_MONOTONIC.
         """
         for front in self.by_incarnation.values():
             if interval_ns and front.serves and not front.owes_since_ns and now_ns - front.asked_ns > interval_ns:
@@ -280,14 +266,10 @@ class Fronts:
 
 
 def automatic(cores: int, devices: Sequence[str]) -> int:
-    """Decides how many fronts a protocol has where ``processes`` is "auto".
+    """Decides how many fronts a protocol has where ``processes`` is "auto". ``cores``: how many the daemon may use.
 
     One front carries what a few cores of clients ask. A GPU worker keeps one core busy and leaves the others; CPU workers compute
     on all of them, and a front takes its core from models.
-
-    Args:
-      cores: how many cores the daemon may use.
-      devices: the devices of the workers, such as "cpu:0" or "cuda:0".
     """
     gpus = sum(device.startswith("cuda") for device in devices)
     wanted = (cores - gpus) // 8 if gpus else cores // 16

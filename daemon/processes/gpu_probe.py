@@ -39,10 +39,7 @@ class Probed:
 
 
 def probe(environment: Mapping[str, str]) -> Probed:
-    """Asks the CUDA driver for the visible GPUs, in a separate process with this environment.
-
-    ``environment``: its CUDA_VISIBLE_DEVICES says which GPUs the driver shows.
-    """
+    """Asks the CUDA driver in a separate process for the GPUs that CUDA_VISIBLE_DEVICES of ``environment`` shows."""
     try:
         done = subprocess.run(
             _COMMAND, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PATIENCE

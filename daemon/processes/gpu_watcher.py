@@ -50,10 +50,7 @@ class GpuWatcher:
         return self._gpus if time.monotonic() - self._said_at < _STALE else ()
 
     async def run(self, environment: Mapping[str, str]) -> None:
-        """Runs the process that watches the GPUs until this task is cancelled; if it ends, starts it again 60 s later.
-
-        ``environment``: variables that the process gets besides the supervisor's own.
-        """
+        """Runs the process that watches the GPUs until this task is cancelled; if it ends, starts it again 60 s later."""
         try:
             while True:
                 reason = await self._watch(environment)
@@ -66,10 +63,7 @@ class GpuWatcher:
                 self._process.kill()
 
     async def _watch(self, environment: Mapping[str, str]) -> str:
-        """Runs the watching process until it ends. Returns why: the last line of its standard error, or what went wrong here.
-
-        ``environment``: variables that the process gets besides the supervisor's own.
-        """
+        """Runs the watching process until it ends. Returns why: the last line of its standard error, or what went wrong here."""
         loop = asyncio.get_running_loop()
         try:
             self._process = process = subprocess.Popen(

@@ -32,10 +32,7 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)
 
 
 class ListenError(Exception):
-    """A listening socket cannot be bound or taken over; the message names its address and the reason.
-
-    ``key``: the key of a section that the operator has to change, "address" or "port".
-    """
+    """A listening socket cannot be bound or taken over. ``key``: which key of a section is at fault, "address" or "port"."""
 
     def __init__(self, message: str, key: str = "address") -> None:
         super().__init__(message)
@@ -44,10 +41,7 @@ class ListenError(Exception):
 
 @contextlib.contextmanager
 def named(section: str, port: str = "port") -> Iterator[None]:
-    """Puts the key of the configuration, such as ``http.port``, before the message of a ListenError raised in the block.
-
-    ``section``: "http", "grpc" or "metrics". ``port``: the name of its key for the port.
-    """
+    """Puts the configuration's key, such as ``http.port``, before a ListenError's message. ``port``: the section's key for it."""
     try:
         yield
     except ListenError as error:
@@ -108,12 +102,7 @@ def listen(address: str, port: int, protocol: str, mode: str = "0660") -> Listen
 
 
 def listen_all(addresses: Sequence[str], port: int, protocol: str, mode: str) -> list[Listener]:
-    """Binds a listening socket for each address.
-
-    ``port`` is used for TCP only, ``mode`` (octal) for the files of Unix sockets. ``protocol``: "http" or "grpc".
-
-    Raises ListenError: an address cannot be bound; the sockets that were bound before are closed.
-    """
+    """Binds a listening socket for each address, as ``listen`` does. An error closes those that were bound before."""
     made: list[Listener] = []
     try:
         for address in addresses:
@@ -171,9 +160,8 @@ def _bound(family: int, kind: int, proto: int, where: tuple[Any, ...]) -> socket
 def _never_pace(sock: socket.socket) -> None:
     """Chooses Reno (congestion control) for TCP connections over the loopback interface, so that none waits for a pacing timer.
 
-    If the host's congestion control is one that paces (bbr), each 64 KiB of a large answer would wait for a timer, though nothing
-    within a host can be congested. Reno paces nothing, is in every kernel, and any process may choose it. Connections inherit it
-    from the listening socket; setting it once they exist is too late.
+    With one that paces (bbr) each 64 KiB of a large answer would wait for a timer. Any process may choose Reno, every kernel has
+    it, and connections inherit it from the listening socket; setting it once they exist is too late.
     """
     host = sock.getsockname()[0]
     if ipaddress.ip_address(host).is_loopback:

@@ -35,10 +35,7 @@ class Notifier:
         self._send(f"STOPPING=1\nSTATUS={_line(status)}")
 
     def reloading(self) -> None:
-        """Tells the service manager that a reload of the options begins. Call ``ready`` when the reload has ended.
-
-        The message contains the time, as Type=notify-reload requires.
-        """
+        """Tells the service manager that a reload begins, and when (Type=notify-reload); ``ready`` says that it has ended."""
         self._send(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def alive(self) -> None:

@@ -40,10 +40,7 @@ class MemoryKills:
 
     @classmethod
     def own(cls) -> MemoryKills:
-        """Returns a detector for the innermost control group of this process that counts kills for want of memory.
-
-        If no group counts them, ``grew`` always returns False.
-        """
+        """Returns a detector for this process's innermost control group that counts such kills; without one, none is detected."""
         return cls(next((group for group in memory_groups() if group.kills is not None), None))
 
     def grew(self) -> bool:
@@ -59,10 +56,7 @@ class MemoryKills:
 
 
 class ProcessSlots:
-    """Replaces dead child processes, each after a delay, and counts deaths and replacements by slot.
-
-    A slot ("worker-0", "http-1") is the place of one child process: the process in it may change.
-    """
+    """Replaces dead child processes, each after a delay, and counts deaths and replacements by slot."""
 
     def __init__(self, options: Expert, needs: Callable[[Child], bool], gives_up: Callable[[Child], bool]) -> None:
         """
@@ -83,10 +77,7 @@ class ProcessSlots:
         self._filled: set[str] = set()
 
     def deaths(self, name: str) -> int:
-        """Returns how many processes have died in a row in the slot of this name.
-
-        A process that lived for 60 s or longer ends the row: its death is the first of the next one.
-        """
+        """Returns how many processes have died in a row in a slot; the death of one that lived for 60 s begins a new row."""
         history = self._histories.get(name)
         return 0 if history is None else history.deaths
 
@@ -99,17 +90,11 @@ class ProcessSlots:
         return name in self._filled
 
     def deaths_by_cause(self, names: Iterable[str]) -> dict[tuple[str, str], int]:
-        """Returns how many processes have died while they were needed, by their slot's name and the cause, also where none has.
-
-        ``names``: the names of all slots.
-        """
+        """Returns how many needed processes have died, by slot (of ``names``) and cause, also where none has."""
         return {(name, cause): self._deaths[name, cause] for name in names for cause in CAUSES}
 
     def look(self, dead: Child) -> None:
-        """Finds out whether a process died for want of memory, and counts its death by cause if the process was still needed.
-
-        Must be called before ``Child.describe_exit``, which names want of memory only if it was found out here.
-        """
+        """Finds out whether a process lacked memory, for ``Child.describe_exit``; counts its death if it was still needed."""
         dead.out_of_memory = self._memory.grew() and dead.killed_by_others
         if self._needs(dead):
             self._deaths[dead.name, dead.cause] += 1
@@ -168,16 +153,10 @@ class ProcessSlots:
 
 
 class Backoff:
-    """Decides how long to wait before a dead process is replaced: short at first, then doubling, and a little at random.
-
-    One object holds the history of one slot: the slot stays, the processes in it change. Does no I/O.
-    """
+    """Decides how long to wait before a dead process in a slot is replaced: short at first, then doubling. Does no I/O."""
 
     def __init__(self, first: float, maximum: float, chance: random.Random) -> None:
-        """Begins a history without deaths.
-
-        ``first`` and ``maximum``: delays in seconds. ``chance``: random numbers, which shorten each delay by up to a tenth.
-        """
+        """Begins without deaths, for delays in seconds; ``chance`` shortens each by up to a tenth."""
         self._first = first
         self._maximum = maximum
         self._chance = chance

@@ -45,10 +45,7 @@ class Shutdown:
         self._death = asyncio.Event()
 
     def signalled(self) -> None:
-        """Asks the daemon to stop; must be called for each SIGTERM or SIGINT.
-
-        The second call asks it to kill its child processes at once.
-        """
+        """Asks the daemon to stop, for each SIGTERM or SIGINT; the second one asks it to kill its child processes at once."""
         if self.requested.is_set():
             self._hurry.set()
         self.requested.set()
@@ -59,10 +56,7 @@ class Shutdown:
         self.requested.set()
 
     def child_died(self) -> None:
-        """Wakes ``finish`` and ``bury``, which wait for deaths of child processes.
-
-        Must be called for each child that has died, once it is removed from the mapping that ``finish`` was given.
-        """
+        """Wakes ``finish`` and ``bury``. Call it once a dead child is removed from the mapping that ``finish`` was given."""
         self._death.set()
 
     async def hurried(self, seconds: float) -> None:

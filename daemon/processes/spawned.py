@@ -46,10 +46,7 @@ def spawn(
 ) -> Spawned:
     """Starts ``python -m module`` as a child process. Raises OSError: no memory, process slot or file descriptor is free.
 
-    Args:
-      arguments: the command-line arguments after the one that names the control channel.
-      environment: variables that are added to this process's own.
-      pass_fds: file descriptors that the process inherits under the same numbers.
+    ``environment`` is added to this process's own; the child inherits ``pass_fds`` under the same numbers.
     """
     ours, theirs = pair()
     stack_fd = -1

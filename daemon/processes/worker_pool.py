@@ -54,13 +54,10 @@ class WorkerPool:
         died: Callable[[WorkerProcess, Device], None],
         dismissed: Callable[[WorkerProcess], None],
     ) -> None:
-        """Creates a pool without workers.
+        """Creates a pool without workers; they run the module ``program``.
 
-        Args:
-          program: the module that workers run (``python -m``).
-          options: returns the options in force.
-          said: acts on a record of a worker that is not about the worker alone, such as that it is ready.
-          dismissed: called with a worker that is told to end because it is not needed any more.
+        ``said``: acts on a record of a worker that is not about the worker alone, such as that it is ready.
+        ``dismissed``: called with a worker that is told to end because it is not needed any more.
         """
         self._options = options
         self._next_incarnation = next_incarnation
@@ -79,10 +76,7 @@ class WorkerPool:
         self._jax_lacks = MissingParts(OF_JAX)
 
     def start_all(self, spawned: Sequence[tuple[Device, Spawned]]) -> None:
-        """Takes over the first workers, which were started already, one for each device.
-
-        Raises OSError: no file descriptor is free.
-        """
+        """Takes over the first workers, one for each device, which run already. Raises OSError: no file descriptor is free."""
         self._shared_slots = {f"worker-{index}": device for index, (device, _) in enumerate(spawned)}
         for name, (device, process) in zip(self._shared_slots, spawned, strict=True):
             self._adopt(name, device, process)
@@ -114,9 +108,7 @@ class WorkerPool:
     def isolate(self, wanted: Mapping[str, float]) -> None:
         """Starts a worker on each device in ``wanted`` that has none, and stops the isolated models' workers on other devices.
 
-        Args:
-          wanted: the devices on which isolated models (each has workers of its own) need a worker, named as by
-            ``tensord.shm.device_names.alone``, each with the part of a GPU's memory (0 to 1) that XLA takes there.
+        ``wanted``: devices named as by ``tensord.shm.device_names.alone``, with the part of a GPU's memory (0 to 1) for each.
         """
         known = {device.name: name for name, device in self._isolated.items()}
         for name in [name for device, name in known.items() if device not in wanted]:
@@ -129,10 +121,7 @@ class WorkerPool:
             self._fill(name)
 
     def _fill(self, name: str) -> None:
-        """Starts a worker in the slot of an isolated model, if it is vacant.
-
-        If no memory, process slot or file descriptor is free, it tries again 1 s later.
-        """
+        """Starts a worker in the slot of an isolated model, if it is vacant. If that fails, it tries again 1 s later."""
         if not self.is_vacant(name):
             return
         try:
@@ -186,10 +175,7 @@ class WorkerPool:
         self._dismissed(worker)
 
     def start(self, name: str, device: Device) -> None:
-        """Starts a worker on ``device`` in the slot of this name.
-
-        Raises OSError: no memory, process slot or file descriptor is free.
-        """
+        """Starts a worker in a slot. Raises OSError: no memory, process slot or file descriptor is free."""
         self._adopt(name, device, spawn_worker(self._program, device))
 
     def _adopt(self, name: str, device: Device, spawned: Spawned) -> None:
@@ -272,11 +258,7 @@ class Leftovers:
         self._looks: set[asyncio.Task[None]] = set()
 
     def end(self, worker: str, mark: str) -> None:
-        """Begins to kill the processes that a dead worker's models left running.
-
-        ``worker``: its name, for the log. ``mark``: the value of the variable in their environment by which they are found; "":
-        there is none, so nothing is done.
-        """
+        """Begins to kill what the models of a dead worker left running, found by its ``mark``; "": it started nothing."""
         if mark:
             task = asyncio.get_running_loop().create_task(self._end(worker, mark))
             self._looks.add(task)

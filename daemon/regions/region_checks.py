@@ -17,7 +17,7 @@ _HANDLE_SIZE = 64
 
 
 def check_enabled(options: RegionsOptions) -> None:
-    """Checks that the options allow shared-memory regions. Raises Unsupported: they do not."""
+    """Raises Unsupported: the options allow no shared-memory regions."""
     if not options.enabled:
         raise Unsupported(
             "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
@@ -25,10 +25,7 @@ def check_enabled(options: RegionsOptions) -> None:
 
 
 def check_form(options: RegionsOptions, request: Registration) -> None:
-    """Checks that regions are allowed, and that the request's name and CUDA handle are well formed.
-
-    Raises Unsupported: regions are not allowed; InvalidArgument: the name or the handle is malformed.
-    """
+    """Raises Unsupported: regions are not allowed; InvalidArgument: the request's name or CUDA handle is malformed."""
     check_enabled(options)
     if isinstance(request, RegisterCudaRegion) and len(request.raw_handle) != _HANDLE_SIZE:
         raise InvalidArgument(
@@ -66,9 +63,7 @@ def repeats(region: RegisteredRegion, request: Registration, peer: Peer, sealed:
     """Returns whether a registration repeats the existing ``region``: the same owner and the same memory.
 
     A client that was restarted repeats its registration: its memory has the same key, but may be another object by now.
-
-    Args:
-      sealed: the memfd that was sent with the registration; it repeats ``region`` only if that has the same memfd. -1: none.
+    ``sealed``: the memfd that came with it, which must be that of ``region``; -1: none.
     """
     there = region.request
     if peer.owner != region.peer.owner or request.byte_size != there.byte_size:
@@ -90,11 +85,7 @@ def check_bounds(
 ) -> None:
     """Checks that one more region of this size is within every limit, for all regions together and for those of its owner.
 
-    An owner is the user (on Unix sockets) or the host (on TCP) of the client that registers, not the memory object's owner.
-
-    Args:
-      peer: the client that registers the region.
-      registered: the client and the size in bytes of each existing region.
+    The owner is the user or host of ``peer``. ``registered``: the client and the size in bytes of each existing region.
 
     Raises InvalidArgument: the region itself is too large; Unavailable: it is too much together with existing ones.
     """

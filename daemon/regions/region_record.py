@@ -69,12 +69,7 @@ class RegisteredRegion:
             self.fd = -1
 
     def record(self, workers: list[str], leases: int) -> dict[str, Any]:
-        """Returns all that is known of the region as JSON values, for operators.
-
-        Args:
-          workers: the names of the workers that have it.
-          leases: how many tensors of requests are in it now.
-        """
+        """Returns all that is known of the region, for operators. ``leases``: how many tensors of requests are in it now."""
         request, peer = self.request, self.peer
         system = request if isinstance(request, RegisterSystemRegion) else None
         registered = datetime.datetime.fromtimestamp(self.registered_at, datetime.UTC)
@@ -96,11 +91,7 @@ class RegisteredRegion:
 
 
 def is_owner(peer: Peer, owner: Peer) -> bool:
-    """Returns whether a client (``peer``) may unregister a region that ``owner`` registered.
-
-    On Unix sockets a user may unregister its own regions; on TCP every client may unregister any region that was registered over
-    TCP; the operator may unregister all.
-    """
+    """Returns whether a client (``peer``) may unregister a region that ``owner`` registered: its own, or on TCP any of TCP's."""
     return peer.kind == "operator" or (peer.kind == owner.kind and (peer.kind == "tcp" or peer.uid == owner.uid))
 
 

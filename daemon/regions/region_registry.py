@@ -78,13 +78,8 @@ class RegionRegistry:
     async def register(self, request: Registration, peer: Peer, end: int = -1, sealed: int = -1) -> None:
         """Registers a region on every worker that can use it; the same region of the same owner is renewed.
 
-        Args:
-          peer: the client that asks.
-          end: a file descriptor that becomes readable when the region is to be unregistered
-            (``tensord.daemon.front.peer.end_of``); -1: none.
-          sealed: a memfd whose seals were checked, to be used instead of the object of the request's key; -1: none.
-
-        The caller must close both descriptors.
+        ``end``: a descriptor that becomes readable when the region is to be unregistered; -1: none. ``sealed``: a memfd, whose
+        seals were checked, to be used instead of the object of the request's key; -1: none. The caller must close both.
 
         Raises AlreadyExists: the name has another region; InvalidArgument, Unsupported or Unavailable: the request is wrong, not
         allowed or beyond a limit; or the ServingError of a worker. After an error the registered regions are as before.
@@ -119,11 +114,7 @@ class RegionRegistry:
         self._watch(region, end)
 
     def _region(self, request: Registration, peer: Peer, sealed: int) -> RegisteredRegion:
-        """Makes the record of a region that no worker has yet.
-
-        ``sealed``: a memfd to be used instead of the object of the request's key; -1: none. Raises InvalidArgument: no worker has
-        the GPU of a CUDA region; Unavailable: no descriptor is free.
-        """
+        """Makes the record of a region that no worker has yet. Raises InvalidArgument: no worker has its GPU."""
         if isinstance(request, RegisterCudaRegion):
             return RegisteredRegion("cuda", request, peer, time.time(), self._device_of(request))
         request = msgspec.structs.replace(request, peer=peer, access="sealed" if sealed >= 0 else "")
@@ -133,8 +124,7 @@ class RegionRegistry:
     async def _renew(self, region: RegisteredRegion, renewal: RegisteredRegion, end: int) -> None:
         """Replaces a region on every worker with the memory that its key or handle names now (``renewal``).
 
-        ``end``: a descriptor that becomes readable when the region is to be unregistered; -1: none. Raises ServingError: a worker
-        refused the memory, or none that can use it runs; the former region stays then.
+        The former region stays after a ServingError: a worker refused the memory, or none that can use it runs.
         """
         name = region.request.name
         region.state = RegionState.RENEWING
@@ -183,10 +173,7 @@ class RegionRegistry:
         task.add_done_callback(self._tasks.discard)
 
     def _device_of(self, request: RegisterCudaRegion) -> str:
-        """Returns the device name of the workers on the request's GPU; "": no worker has a GPU at all.
-
-        Raises InvalidArgument: workers have GPUs, but not this one.
-        """
+        """Returns the device of the workers on the request's GPU; "": none has a GPU at all. Raises InvalidArgument."""
         gpus = {gpu for device in self._workers.devices if (gpu := gpu_of(device))}
         if not gpus:
             return ""
@@ -204,10 +191,9 @@ class RegionRegistry:
         return bool(region.device) and len(self._workers.devices) > 1
 
     async def _spread(self, region: RegisteredRegion, renews: bool = False) -> None:
-        """Registers a region on every worker that can use it, also on workers that join meanwhile.
+        """Registers a region on every worker that can use it, also on those that join meanwhile; ``renews``: in place of one.
 
-        ``renews``: workers replace the former region of this name. Raises ServingError: a worker refused, or none that can use it
-        runs.
+        Raises ServingError: a worker refused, or none that can use it runs.
         """
         while missing := [worker for worker in self._workers.ready() if worker.incarnation not in region.holders]:
             # All others get the descriptor of the first: one object, whatever becomes of the name.
@@ -424,10 +410,7 @@ class RegionRegistry:
 
 
 async def _tell(worker: WorkerProcess, request: UnregisterRegion | AwaitRegion) -> int:
-    """Asks a worker to unregister a region, or to answer when no request uses the region any more.
-
-    Returns how many tensors of requests are still in the region; 0 if the worker is gone or refused.
-    """
+    """Asks a worker to unregister a region, or to say when no request uses it. Returns how many tensors still are in it."""
     try:
         answer, fds = await worker.call(request)
         descriptors.close(fds)
@@ -439,10 +422,7 @@ async def _tell(worker: WorkerProcess, request: UnregisterRegion | AwaitRegion) 
 
 
 async def _ask_use(worker: WorkerProcess, name: str) -> dict[str, tuple[int, int]]:
-    """Asks a worker how many tensors of requests are in region ``name``, or in every region (""). Empty: the worker is gone.
-
-    Returns, by name: tensors in the region that has the name now, and tensors in unregistered regions that had it.
-    """
+    """Asks a worker how many tensors of requests are in region ``name`` ("": each), and in unregistered ones of that name."""
     try:
         answer, fds = await worker.call(RegionRecords(name))
     except ServingError:

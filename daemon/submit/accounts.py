@@ -59,10 +59,7 @@ class ClientAccount(Holdings):
         self.sent: set[int] = set()
 
     def limit_of(self, byte_size: int) -> int:
-        """Returns how many bytes of request memory the client may hold in all, if it asks for a piece of ``byte_size`` bytes.
-
-        The limit is larger for medium leases than for large ones, and is the whole arena for small ones.
-        """
+        """Returns how many bytes of requests a client may hold if it asks for ``byte_size`` more: most for a small lease."""
         small, medium, whole = self.sizes
         if byte_size <= small:
             return whole
@@ -99,20 +96,14 @@ class Account(Holdings):
         return self.answers >= self.limit
 
     def note_bulky(self, kind: Hashable) -> None:
-        """Records that requests of ``kind`` have large answers: they wait while the client's unread answers fill its share.
-
-        ``kind``: model, version and input shapes, as ``throttle.kind_of`` returns them.
-        """
+        """Records that requests of a kind (``throttle.kind_of``) have large answers, and wait while answers fill the share."""
         bulky = self.client.bulky
         if len(bulky) >= _MAX_BULKY:
             bulky.clear()
         bulky.add(kind)
 
     def may_send(self, kind: Hashable) -> bool:
-        """Returns whether the connection's next request may be sent to a worker now; False: its client must first read answers.
-
-        ``kind``: model, version and input shapes of the request, as ``throttle.kind_of`` returns them.
-        """
+        """Returns whether a request of this kind may be sent to a worker now; False: its client must first read answers."""
         return not self.is_full and not (self.client.answers >= self.client.limit and kind in self.client.bulky)
 
     def describe(self) -> str:
@@ -140,12 +131,7 @@ class Accounts:
     """Opens and closes the accounts of a front's connections, which count the shared memory that connections and clients hold."""
 
     def __init__(self, options: Arenas, small_byte_size: int, medium_byte_size: int) -> None:
-        """Begins without clients.
-
-        Args:
-          small_byte_size: the most bytes of a small lease.
-          medium_byte_size: the most bytes of a medium lease.
-        """
+        """Begins without clients. The sizes are the most bytes of a small and of a medium lease."""
         self._sizes = small_byte_size, medium_byte_size, options.max_byte_size
         self._connection_limit = part(options, options.connection_share)
         self._client_limit = part(options, options.client_share)
@@ -154,10 +140,7 @@ class Accounts:
         self._many = _MANY
 
     def open(self, owner: str) -> Account:
-        """Opens an account for a new connection: its shared memory counts for it alone, and for all connections of its client.
-
-        ``owner``: the client (a host or a local user), as ``Peer.owner`` names it.
-        """
+        """Opens the account of a new connection, which counts for its client as well. ``owner``: the client, as in ``Peer``."""
         client = self._clients.get(owner)
         if client is None:
             self._forget_gone()
@@ -166,10 +149,7 @@ class Accounts:
         return Account(client, self._connection_limit)
 
     def close(self, account: Account) -> None:
-        """Closes the account of a connection that is gone.
-
-        Arena memory that the account still holds counts for its client until that memory is given back.
-        """
+        """Closes the account of a connection that is gone. Memory that it still holds counts for its client until given back."""
         account.client.accounts -= 1
 
     def _forget_gone(self) -> None:
@@ -188,8 +168,5 @@ class Accounts:
 
 
 def part(options: Arenas, share: float) -> int:
-    """Returns how many bytes of an arena the fraction ``share`` is.
-
-    A share of 1 is ``sys.maxsize`` bytes: only the arena's size is a limit then.
-    """
+    """Returns how many bytes of an arena a share is; a share of 1 has no limit but the arena's size."""
     return int(options.max_byte_size * share) if share < 1 else sys.maxsize

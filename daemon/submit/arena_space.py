@@ -90,19 +90,16 @@ class ArenaSpace:
         return lease
 
     def _others_first(self, byte_size: int, account: Account | None) -> bool:
-        """Returns whether a waiting request of similar size comes before a new request of ``account`` for ``byte_size`` bytes.
-
-        True if the waiting request's client holds no more memory than the new one's, and no limit makes it wait.
-        """
+        """Returns whether a waiting request of similar size, whose client holds no more memory, comes before a new one."""
         held = _held(account)
         return any(_held(waiter.account) <= held and self._admitted(waiter) for waiter in self._line(byte_size))
 
     def wait(
         self, byte_size: int, on_lease: OnLease, now: float, account: Account | None = None, arriving: bool = False
     ) -> None:
-        """Queues a request for memory. Later calls ``on_lease`` with a lease, or with Unavailable after ``wait_seconds``.
+        """Queues a request for memory, after ``loan`` has returned None for the same arguments.
 
-        To be called after ``loan`` has returned None, with the arguments that ``loan`` got. ``now``: loop time.
+        Later calls ``on_lease`` with a lease, or with Unavailable after ``wait_seconds``. ``now``: loop time.
         """
         self._line(byte_size).append(_Waiter(now + self._wait_seconds, byte_size, on_lease, account, arriving))
         self._count += 1
@@ -237,10 +234,7 @@ def _held(account: Account | None) -> int:
 
 
 def _tell(on_lease: OnLease, given: Lease | ServingError) -> bool:
-    """Calls ``on_lease`` with a lease or an error.
-
-    Returns False if ``on_lease`` raised an exception, which is logged and not raised, so that other waiting requests are served.
-    """
+    """Calls ``on_lease``. Returns False if it raised, which is only logged, so that other waiting requests are served."""
     try:
         on_lease(given)
     except Exception:

@@ -1,9 +1,7 @@
 """Keeps a front's process awake while the answers of a few requests are about to come.
 
-A process that sleeps on an idle processor takes tens of microseconds to wake up, and the process that wakes it pays as well. With
-a few requests in flight every answer would find the front asleep. So its loop keeps running for a moment after each flush, and
-gives the processor away in each iteration. With many requests in flight there is always something to do; with slow models polling
-does not pay, which ``tensord.shm.spin`` finds out.
+A process that sleeps on an idle processor takes tens of microseconds to wake up, and the process that wakes it pays as well.
+With many requests in flight there is always something to do; with slow models polling does not pay (``tensord.shm.spin``).
 """
 
 from __future__ import annotations
@@ -24,12 +22,7 @@ T = TypeVar("T")
 
 
 class BusyPoll:
-    """Keeps a front's event loop awake while answers are about to come, because waking up costs more than polling.
-
-    Args:
-      spin: decides how long polling pays.
-      in_flight: the requests in flight.
-    """
+    """Keeps a front's event loop awake while answers to its requests in flight are about to come, as long as ``spin`` says."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, spin: Spin, in_flight: Sized) -> None:
         self._loop = loop
@@ -41,10 +34,7 @@ class BusyPoll:
         self._turning = False
 
     def flushed(self) -> None:
-        """Called after requests were sent: keeps the event loop awake for a moment, or until all requests are answered.
-
-        Does nothing if many requests are in flight.
-        """
+        """Keeps the event loop awake for a moment after requests were sent, if only a few are in flight."""
         if count := len(self._in_flight):
             self._lone = 0
             if count <= _FEW:
@@ -54,10 +44,7 @@ class BusyPoll:
         """Polls for a moment for the answer to the only request in flight, which was sent just now.
 
         If other requests were in flight lately, keeps the loop awake instead: a request or a connection may come meanwhile.
-
-        Args:
-          ready: returns whether an answer comes within so many milliseconds (``SubmitterLane.ready``).
-          receive: receives answers from ``worker``; returns False if the answer has come, or can come no more.
+        ``ready``: as ``SubmitterLane.ready``. ``receive`` returns False if the answer has come, or can come no more.
         """
         self._lone += 1
         if self._lone < _MANY:
@@ -76,10 +63,7 @@ class BusyPoll:
             self._loop.call_soon(self._turn)
 
     def answered(self) -> None:
-        """Reports to ``spin`` that answers have arrived, so that it learns how long polling pays.
-
-        Call it before their requests are removed from ``in_flight``.
-        """
+        """Tells ``spin`` that answers have come; called before their requests are removed from ``in_flight``."""
         if len(self._in_flight) <= _FEW:
             self._spin.end(monotonic_ns())
 

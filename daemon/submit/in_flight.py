@@ -1,7 +1,4 @@
-"""Defines a request in flight, and a front's link to a worker.
-
-Each protocol has its own subclasses of ``InFlight``, which know what to do with an answer.
-"""
+"""Defines a request in flight, of which each protocol has subclasses, and a front's link to a worker."""
 
 from __future__ import annotations
 
@@ -27,10 +24,7 @@ _UNSENT = RequestRecord(0, PreparedRequest(""))
 
 
 class WorkerLink:
-    """Connects a front with one worker: their lane, and the pages on which the worker publishes status and sequences.
-
-    Also holds the front's requests that are in flight there.
-    """
+    """A front's lane to one worker, the worker's pages of status and sequences, and the front's requests in flight there."""
 
     __slots__ = (
         *("closed", "device", "dirty", "in_flight", "incarnation", "lane"),
@@ -65,10 +59,7 @@ class WorkerLink:
 
 
 class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
-    """Tracks a request from its sending until its one final answer; base class for the requests of all protocols.
-
-    (A Struct, because one is made for every request.)
-    """
+    """A request from its sending until its one final answer, for all protocols. (A Struct, because every request has one.)"""
 
     #: With its id; 0: it is not sent, so far.
     record: RequestRecord = _UNSENT
@@ -118,18 +109,13 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
         return "", ""
 
     def left_line(self) -> None:
-        """Called when the request no longer waits for shared memory, because it was sent or answered; here it does nothing.
-
-        Not called if the request was cancelled.
-        """
+        """Called when a request that was not cancelled no longer waits for shared memory: it was sent or answered."""
 
     def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
         """Sends an answer to the client; called with each answer to the request, and never again after the final one.
 
-        Args:
-          prepared: the constant part of the answer, which many answers have in common.
-          own: the rest of this answer.
-          lane: the channel to the worker, with the arena that the answer's slices lie in; None: the answer is an error made here.
+        ``prepared`` is the part that many answers share, ``own`` the rest. Its slices are in the arena of ``lane``; None: it is
+        an error made here.
         """
         raise NotImplementedError
 
@@ -147,10 +133,7 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
             self.fail_delivery()
 
     def undelivered(self) -> None:
-        """Called after an exception while an answer was delivered: answers with an internal error.
-
-        A subclass cuts the connection instead if part of the answer may have been sent.
-        """
+        """Answers with an internal error after an answer failed; a subclass cuts the connection if part of one was sent."""
         own = AnswerRecord(self.record.request_id, LAST, code=Internal.code, message=DEFECT)
         self.completed(LAST, own, None)
 

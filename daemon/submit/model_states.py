@@ -1,7 +1,4 @@
-"""Keeps a front's copy of the state of all models: the last ModelState of each version that the supervisor sent.
-
-With this copy a front answers metadata and refuses unknown models without asking the supervisor.
-"""
+"""Keeps a front's copy of the state of all models: the last ModelState of each version that the supervisor sent."""
 
 from __future__ import annotations
 
@@ -96,10 +93,9 @@ class ModelStates:
         raise NotFound(f"{UNKNOWN_MODEL}{of} {missing}{why and ': '}{why}")
 
     def expect(self, name: str, version: int = 0) -> ModelState:
-        """Returns the state of a model version that serves requests, or that is being loaded: then requests for it must wait.
+        """Returns the state of a version that serves or is being loaded; requests for it may have to wait.
 
-        ``version`` 0: the newest that serves or, if none serves, the newest that is being loaded.
-        Raises what ``find`` raises where there is no such version.
+        ``version`` 0: the newest that serves, or else that is being loaded. Raises what ``find`` raises.
         """
         versions = self._models.get(name, {})
         if version:

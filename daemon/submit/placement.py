@@ -69,11 +69,8 @@ class UnsentRequest(msgspec.Struct):
 
 
 def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None:
-    """Sends a request now, or once shared memory has room for its tensors. Never calls ``asked.completed`` before it returns.
+    """Sends a request now, or once shared memory has room for its tensors; ``asked`` gets its answers, after this returns.
 
-    A request that is refused later gets an answer with an error code.
-    Args:
-      asked: gets the answers to ``request``; it was not sent before.
     Raises: InvalidArgument: the arena could never hold the tensors.  Unavailable: too many requests are in flight.
     """
     size = room(request.contents, submitter.inline_byte_size)
@@ -94,10 +91,7 @@ def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None
 
 
 def room(contents: Iterable[InputContent | Unconverted], inline_byte_size: int) -> int:
-    """Returns how many bytes of shared memory to reserve for a request: for tensors too large for its record and not there yet.
-
-    ``inline_byte_size``: the most bytes of a tensor that is sent within the record.
-    """
+    """Returns the bytes of shared memory that a request needs, for tensors too large for its record that are not there yet."""
     size = 0
     for content in contents:
         if isinstance(content, _BYTES):
@@ -111,12 +105,10 @@ def room(contents: Iterable[InputContent | Unconverted], inline_byte_size: int) 
 def place(
     contents: Iterable[InputContent | Unconverted], lease: Lease | None, inline_byte_size: int
 ) -> tuple[Content, ...]:
-    """Returns the tensor contents for a request's record (message): small ones as bytes, large ones as slices of shared memory.
+    """Returns the tensor contents for a request's record: small ones as bytes, large ones as slices of shared memory.
 
-    Large contents are copied into the lease, unless they lie in the arena already. Contents in regions are left out; unconverted
-    ones only get their place.
-    Args:
-      lease: has room for all contents of more than ``inline_byte_size`` bytes; None: there are none.
+    Large contents are copied into the lease (None: there are none), unless they are in the arena already. Contents in regions are
+    left out; unconverted ones only get their place.
     """
     used = 0
     placed: list[Content] = []
@@ -142,9 +134,8 @@ def place(
 def fill(
     inputs: Sequence[InputContent | Unconverted], contents: tuple[Content, ...], lease: Lease
 ) -> Generator[None, None, tuple[Content, ...]]:
-    """Converts the inputs that are still JSON into the shared memory that ``place`` chose for them; yields after each piece.
+    """Converts inputs that are JSON into the memory that ``place`` chose, in pieces; returns ``contents`` with the final sizes.
 
-    Returns: ``contents``, which ``place`` returned for these inputs, with the final sizes of these tensors.
     Raises InvalidArgument: the data is wrong or does not fit the shape.
     """
     filled: list[Content] = []
@@ -179,10 +170,7 @@ def _granted(submitter: Submitter, asked: InFlight, request: UnsentRequest, leas
 
 
 def _send(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: Lease | None) -> None:
-    """Copies a request's tensors to their places and sends the request.
-
-    Raises Unavailable: too many requests are in flight. After an exception the leases are given back; ``asked`` gets no answer.
-    """
+    """Copies a request's tensors to their places and sends it. After an exception the leases are given back."""
     trace = request.trace
     leases = () if lease is None else (lease,)
     if request.lease is not None:

@@ -29,12 +29,9 @@ class Routing:
     """Chooses the worker of each request; owns the front's links to its workers."""
 
     def __init__(self, table: ModelStates, row: int, in_flight: Mapping[int, InFlight], max_sequences: int) -> None:
-        """Begins without workers.
+        """Begins without workers, for the front number ``row`` of its protocol: each front prefers another idle worker.
 
-        Args:
-          row: the front's index among the fronts of its protocol, so that each front prefers another idle worker.
-          in_flight: all requests of the front, by id.
-          max_sequences: the most sequences that one worker keeps.
+        ``in_flight``: all requests of the front, by id. ``max_sequences``: the most sequences that one worker keeps.
         """
         self._table = table
         self._row = row
@@ -63,10 +60,7 @@ class Routing:
         self._forget()
 
     def bury(self, worker: WorkerLink) -> set[InFlight]:
-        """Removes a worker whose process is certainly gone.
-
-        Returns those of its unanswered requests that are lost, because their sequences are.
-        """
+        """Removes a worker whose process is gone. Returns those of its unanswered requests whose sequences are lost with it."""
         del self.workers[worker.incarnation]
         for request in worker.in_flight.values():
             request.worker = None
@@ -91,9 +85,8 @@ class Routing:
         self._forget()
 
     def find(self, request: InFlight, state: ModelState | None = None) -> WorkerLink | None:
-        """Returns the worker for a request; None: no worker can run it now.
+        """Returns the worker for a request (``state``: its model's, None: not known here); None: no worker can run it now.
 
-        ``state``: the current state of its model; None: it is looked up.
         Raises: NotFound: there is no such model.  Unavailable: it cannot be served now, or its sequence was lost with its worker.
         """
         numbered = request.numbered
@@ -161,8 +154,7 @@ class Routing:
 class RegionPlaces(dict[str, str]):
     """Maps the name of each region in GPU memory to its GPU, as the supervisor published it.
 
-    Empty unless there are several workers, some of them on GPUs, and clients have registered CUDA regions: all other regions are
-    equally near to each worker. A worker on another device can use such a region as well, by a copy between the devices.
+    It publishes that only to choose among several workers, some of them on GPUs; a worker elsewhere can use such a region too.
     """
 
     __slots__ = ()

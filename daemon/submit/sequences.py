@@ -37,12 +37,7 @@ _MORE_STARTS = 256
 
 
 class SequenceRouting:
-    """Chooses the workers for those of a front's requests that belong to sequences.
-
-    Args:
-      in_flight: all requests of the front, by id.
-      workers: the workers whose process is not certainly gone, by incarnation.
-    """
+    """Chooses the workers for those of a front's requests that belong to sequences."""
 
     def __init__(
         self,
@@ -72,11 +67,9 @@ class SequenceRouting:
         return model
 
     def find(self, request: InFlight, model: SequencedModel, gpu: str) -> WorkerLink | None:
-        """Returns the worker for a request of a sequence; None: the sequence's worker cannot be used now, or there is no worker.
+        """Returns the worker for a request of a sequence; None: there is none, or the sequence's cannot be used now.
 
-        Args:
-          gpu: the GPU that has the request's regions; "": any. A sequence stays on its worker, whatever its requests name.
-        Raises: Unavailable: the sequence was lost with its worker.
+        ``gpu``: where its regions are; "": anywhere. A sequence stays on its worker. Raises: Unavailable: that was lost.
         """
         record, state = request.record, model.state
         key = request.sequence = model.keys.key(record.sequence_id)
@@ -103,10 +96,9 @@ class SequenceRouting:
         return worker
 
     def bury(self, worker: WorkerLink, orphans: Iterable[InFlight]) -> set[InFlight]:
-        """Reads on a dead worker's sequence page which sequences it had, and remembers them as lost.
+        """Reads on a dead worker's page which sequences it had, and remembers them as lost.
 
-        Returns those of ``orphans``, the worker's unanswered requests, that are lost with their sequences. The caller sends the
-        other requests again, in their order: nothing of their sequences has run.
+        Returns those of ``orphans``, its unanswered requests, that are lost; nothing has run of the other sequences.
         """
         runs: dict[Key, list[InFlight]] = {}
         for request in orphans:
@@ -148,21 +140,15 @@ class SequenceRouting:
         return found
 
     def _candidates(self, state: ModelState, gpu: str) -> Sequence[WorkerLink]:
-        """Returns the workers that may take a new sequence of a model.
-
-        ``gpu``: the GPU that has the regions of the sequence's first request; "": none has.
-        """
+        """Returns the workers that may take a new sequence of a model. ``gpu``: as for ``find``."""
         found = [self._workers[number] for number in state.workers if number in self._workers]
         found = [worker for worker in found if not worker.closed]
         return nearest(found, gpu, state) if gpu else found
 
     def _place(self, key: Key, slots: Key, state: ModelState, gpu: str) -> WorkerLink | None:
-        """Returns the worker that a new sequence goes to, and counts the sequence for that worker; None: there is no worker.
+        """Returns the worker that a new sequence goes to, and counts the sequence for it; None: there is no worker.
 
-        Args:
-          key: of the sequence.
-          slots: the key under which each worker publishes how many more sequences of the model it can run.
-          gpu: the GPU that has the regions of the sequence's first request; "": none has.
+        ``slots``: the key under which each worker publishes how many more sequences of the model it can run.
         """
         best, best_rank = None, (0, -1)
         for worker in self._candidates(state, gpu):
@@ -187,8 +173,8 @@ class SequenceRouting:
 def _unharmed(run: list[InFlight], state: SequenceState | None) -> list[InFlight]:
     """Returns those requests of one sequence that a dead worker has not begun: the last ones of ``run``, which is in order.
 
-    ``state``: what the worker's sequence page says of the sequence; None: nothing. The result is empty if the worker has begun
-    the sequence, or if a request is missing from ``run``, because another front had sent it or a client cancelled it.
+    ``state``: what the worker's page says. Empty if it has begun the sequence, or if a request is missing from ``run``, because
+    another front had sent it or a client cancelled it.
     """
     if state is SequenceState.BEGUN or state is SequenceState.ENDED:
         return []
@@ -207,10 +193,7 @@ def _rank(key: Key, worker: WorkerLink) -> int:
 
 
 def _spare(worker: WorkerLink, slots: Key) -> int:
-    """Returns how many more sequences of a model a worker can run: as it published, minus those waiting there or sent later.
-
-    ``slots``: the key under which the worker publishes how many it can run. 0 if it has published nothing.
-    """
+    """Returns how many more sequences a worker can run: as published under ``slots``, minus those that were sent since."""
     published = worker.sequences.slots(slots)
     if published is None:
         return 0
@@ -235,10 +218,7 @@ class SequencedModel:
 
 
 def nearest(workers: Sequence[WorkerLink], gpu: str, state: ModelState) -> Sequence[WorkerLink]:
-    """Returns those of a model's workers that are on ``gpu``; all of its workers, if the model is not loaded on that GPU.
-
-    Empty while the workers on that GPU are being replaced.
-    """
+    """Returns those of a model's workers that are on ``gpu``, maybe none now; all of them if it is not loaded there."""
     if not is_meant_for(state, gpu):
         return workers
     return [worker for worker in workers if gpu_of(worker.device) == gpu]
@@ -253,10 +233,7 @@ def is_meant_for(state: ModelState, gpu: str) -> bool:
 
 
 class LostSequences:
-    """Remembers sequences that were lost with their worker, so that later requests of them are refused.
-
-    At most ``most`` are remembered: the earliest are forgotten first.
-    """
+    """Remembers the last ``most`` sequences that were lost with their worker, so that later requests of them are refused."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -271,10 +248,7 @@ class LostSequences:
         self._since[key] = now
 
     def holds(self, key: Key, idle: float, now: float) -> bool:
-        """Returns whether a sequence was lost at most ``idle`` seconds before ``now``, seconds of the clock that ``add`` gets.
-
-        After that a living worker would have forgotten it as well.
-        """
+        """Returns whether a sequence was lost at most ``idle`` seconds before ``now``: later a worker had forgotten it too."""
         since = self._since.get(key)
         if since is not None and now - since > idle:
             del self._since[key]

@@ -70,12 +70,9 @@ class Submitter:
         counted: OnRefusal = uncounted,
         on_number: OnNumber | None = None,
     ) -> None:
-        """Creates the request arena; there are no workers yet.
+        """Creates the request arena of a front process (``incarnation``), number ``row`` of its protocol, without workers.
 
-        Args:
-          incarnation, row: the number of this front's process, never used again; its index among its protocol's fronts.
-          counted: called for every request that is refused.
-          on_number: called for every prepared request that gets a number.
+        ``counted`` is called for every request that is refused, ``on_number`` for every prepared request that gets a number.
         """
         self._incarnation = incarnation
         self._max_in_flight = self._most_in_flight = options.requests.max_in_flight
@@ -131,12 +128,10 @@ class Submitter:
     # ------------------------------------------------------------------------------------------------ sending
 
     def send(self, request: InFlight, state: ModelState | None = None) -> None:
-        """Sends a request to a worker. Its inputs must lie in its record (message), its leases or in regions.
+        """Sends a request to a worker. Its inputs must lie in its record, in regions, or in its leases, which are owned here.
 
-        Its ``completed`` is called with exactly one final answer, never before ``send`` returns.
-        ``state``: the state of its model, if the caller has just looked it up; None: it is looked up here.
+        Its ``completed`` gets exactly one final answer, never before ``send`` returns. ``state``: of its model; None: looked up.
         Raises: Unavailable: too many requests are in flight.  After any exception the request was not sent and gets no answer.
-          The submitter owns the leases of the request from now on, also after an exception.
         """
         everything = self._in_flight
         try:
@@ -173,10 +168,7 @@ class Submitter:
         self._max_in_flight = 0 if refuses else self._most_in_flight
 
     def _route(self, request: InFlight, state: ModelState | None = None) -> None:
-        """Sends a request to the worker that ``routing`` chooses, or lets it wait for a worker. ``state``: as ``send`` gets it.
-
-        A ServingError of ``routing`` becomes the request's answer later. Other exceptions are raised: the request is not sent.
-        """
+        """Sends a request to the worker that ``routing`` chooses, or lets it wait. A ServingError becomes its answer later."""
         try:
             worker = self._routing.find(request, state)
         except ServingError as error:
@@ -246,10 +238,7 @@ class Submitter:
     # --------------------------------------------------------------------------------------- records leave for workers
 
     def _put(self, worker: WorkerLink, request: InFlight) -> None:
-        """Queues a request on a worker's lane. If this raises, the request is on no lane.
-
-        An idle worker gets the record at once, so that it begins while this front reads other requests.
-        """
+        """Queues a request on a worker's lane, or sends it at once if the worker is idle. If this raises, it is on no lane."""
         record, numbered, in_flight = request.record, request.numbered, worker.in_flight
         request.worker = worker
         in_flight[record.request_id] = request
@@ -379,10 +368,7 @@ class Submitter:
         return True
 
     def _take(self, worker: WorkerLink, prepared: PreparedAnswer, own: AnswerRecord) -> None:
-        """Passes an answer that is an error, or a response that is not the last, to its request.
-
-        But a request that was withdrawn before it began waits again, and one whose worker does not have its model is routed anew.
-        """
+        """Passes on an error or a response that is not the last, unless its request waits again or is routed anew."""
         take = worker.in_flight.pop if prepared.final else worker.in_flight.get
         request, lease = take(own.request_id, None), own.lease
         if lease is not None:
@@ -430,10 +416,7 @@ class Submitter:
             self._fail(request, from_code(answer.code, answer.message))
 
     def _note_lease(self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, own: AnswerRecord) -> None:
-        """Counts an answer's bytes in shared memory (lease ``key``) for its connection and client until ``release``.
-
-        Withdraws and throttles their requests if answers then fill their share. ``request`` None: nobody waits for the answer.
-        """
+        """Counts an answer's lease for its connection and client until ``release``; throttles them if their share is full."""
         size = 0
         for content in own.contents:
             if type(content) is Slice:
@@ -455,11 +438,7 @@ class Submitter:
                 self._recall(lambda other: other.account is account)
 
     def _recall(self, concerned: Callable[[InFlight], bool]) -> None:
-        """Withdraws from the workers the requests that ``concerned`` selects.
-
-        Those that have not begun come back as cancelled and are throttled: they wait in their connection's queue until answers
-        have left, so that the connection's and the client's share have room again. The others run on.
-        """
+        """Withdraws from the workers the requests that ``concerned`` selects; those that have not begun come back and wait."""
         for worker in self._routing.workers.values():
             for request_id, request in worker.in_flight.items():
                 if not (request.cancelled or request.recalled) and concerned(request) and self._may_come_back(request):
@@ -473,10 +452,7 @@ class Submitter:
         return state is not None and state.repeatable and not state.sticky and not state.streams
 
     def release(self, lane: SubmitterLane, key: LeaseKey) -> None:
-        """Returns an answer's memory (lease) to the worker behind ``lane``, because the answer's bytes were sent to its client.
-
-        Does nothing if it was returned before.
-        """
+        """Gives an answer's lease back to the worker behind ``lane``, because its bytes were sent. Idempotent."""
         found = self._outstanding.pop((lane, key), None)
         if found is None:
             return
@@ -494,10 +470,7 @@ class Submitter:
                 self._send_again(request)
 
     def taken(self, lane: SubmitterLane, response: AnswerRecord) -> None:
-        """Releases the memory of a response that was sent and is not the last, and acknowledges its bytes to the worker.
-
-        A worker sends only a limited number of bytes before they are acknowledged.
-        """
+        """Gives back the memory of a response that was sent, and acknowledges its bytes: a worker sends only so many ahead."""
         if response.lease is not None:
             self.release(lane, response.lease)
         request = self._in_flight.get(response.request_id)
@@ -516,10 +489,7 @@ class Submitter:
     ) -> None:
         """Queues for request memory: later calls ``on_lease`` with a lease, or with Unavailable after ``arenas.wait``.
 
-        Args:
-          model: named where the refusal is counted and logged.
-          account: the account of the memory; None: it counts for nobody.
-          arriving: whether the content is still arriving from a client.
+        ``model``: named where the refusal is counted. ``arriving``: the content is still arriving from a client.
         """
         self._space.wait(byte_size, self.refusals.of_room(model, on_lease), self._loop.time(), account, arriving)
         self._start_timer()
@@ -605,10 +575,7 @@ class Submitter:
                 worker.writing = False
 
     def _give_up(self, worker: WorkerLink, error: ServingError) -> None:
-        """Answers with ``error`` the requests in flight on a worker whose process still lives.
-
-        Their memory is given back only once the worker's process is certainly gone.
-        """
+        """Answers requests in flight on a living worker with an error; their memory is given back once its process is gone."""
         for request in list(worker.in_flight.values()):
             if not request.cancelled:
                 request.cancelled = True

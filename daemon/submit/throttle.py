@@ -30,10 +30,7 @@ class _Line:
 
 
 class Throttle:
-    """Decides which requests wait until their clients, whose unread answers fill their share of response memory, have read some.
-
-    ``in_flight``: all requests of the front, by id. ``seconds``: how long a request waits at most.
-    """
+    """Decides which requests of clients that fill their share of response memory wait, at most ``seconds``."""
 
     def __init__(self, in_flight: Mapping[int, InFlight], seconds: float) -> None:
         self._in_flight = in_flight
@@ -48,11 +45,7 @@ class Throttle:
     # ---------------------------------------------------------------------------------------------------- who holds its share
 
     def fills_client(self, account: Account, request: InFlight) -> bool:
-        """Returns whether the client of an answered request has just reached its share of response memory.
-
-        Called once the answer's bytes are counted in ``account``. If the share is reached and the answer large, records that
-        requests of its kind (model, version and input shapes) have large answers.
-        """
+        """Returns whether the client of an answered request has just reached its share; notes which kinds are large."""
         client = account.client
         if client.answers < client.limit:
             return False
@@ -105,10 +98,7 @@ class Throttle:
             self._barred.setdefault(account.client, {})[account] = None
 
     def let_go(self, account: Account) -> list[InFlight]:
-        """Removes and returns the waiting requests that may be sent, after an answer of ``account`` has left response memory.
-
-        They may be of any connection of the same client.
-        """
+        """Removes and returns the waiting requests of a client that may be sent, after an answer of ``account`` has left."""
         going = self._take(account)
         barred = self._barred.get(account.client)
         while barred:
@@ -121,7 +111,7 @@ class Throttle:
     def let_all_go(self) -> list[InFlight]:
         """Removes and returns the waiting requests of all connections that may be sent now.
 
-        A request for whose answer others wait goes although there is no room, one at a time: its answer makes room.
+        One for whose answer others wait goes without room, one at a time: its answer makes room.
         """
         going: list[InFlight] = []
         for account, line in list(self.lines.items()):
@@ -187,20 +177,13 @@ class Throttle:
 
 
 def _has_own_room(account: Account, line: _Line) -> bool:
-    """Returns whether a connection's share of response memory has room for one more answer.
-
-    Counted as used: unread answers, and those expected to throttled requests that were sent before.
-    """
+    """Returns whether a connection's share has room for one more answer, beside those unread and those expected."""
     expected = account.answers + (len(line.sent) + 1) * account.last
     return not account.is_full and (expected <= account.limit or not (line.sent or account.answers))
 
 
 def _has_common_room(client: ClientAccount, kind: Hashable) -> bool:
-    """Returns whether a client's share of response memory has room for one more answer.
-
-    Counted as used: unread answers, and those expected to throttled requests that were sent before.
-    ``kind``: model, version and input shapes of the request; small answers always have room.
-    """
+    """Returns whether a client's share has room for one more answer of this kind; a small one always has."""
     expected = client.answers + (len(client.sent) + 1) * client.last
     return kind not in client.bulky or expected <= client.limit or not (client.sent or client.answers)
 
