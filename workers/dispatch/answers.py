@@ -43,10 +43,7 @@ _INLINE_TENSORS = 8
 
 
 def failure(request_id: int, error: ServingError, version: int = 0, final: bool = True) -> AnswerRecord:
-    """Returns the answer record that reports an error to the client, with the message cut at 8192 characters.
-
-    ``version``: of the model; 0: not known. ``final``: whether no further response to the request follows.
-    """
+    """Returns the answer record that reports an error, with the message cut. ``version``: of the model; 0: not known."""
     message = bounded(error.message, _MAX_MESSAGE)
     if not message.isascii():
         message = message.encode("utf-8", "replace").decode()
@@ -54,13 +51,10 @@ def failure(request_id: int, error: ServingError, version: int = 0, final: bool 
 
 
 def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -> AnswerPlan | None:
-    """Plans the answers to requests like this one: each output goes into the answer's record (message), or into a region.
+    """Plans the answers to requests like this one: each output goes into the answer's record, or into a region.
 
-    ``layout``: where each output is in a run's results. ``inline_byte_size``: the most bytes that all outputs of an answer may
-    have.
-
-    Returns: None if they have more bytes, if one is wanted as class labels (classification), or if one does not fit into its
-    region.
+    Returns None if all outputs together have more than ``inline_byte_size`` bytes, if one is wanted as class labels, or if one
+    does not fit into its region.
     """
     rows, wishes = request.rows, request.outputs
     if rows * layout.row_byte_size > inline_byte_size:
@@ -86,10 +80,8 @@ def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -
 def complete_planned(plan: AnswerPlan, request: Request, made: BatchOutputs, row: int) -> AnswerRecord | None:
     """Writes a request's outputs that go to regions, and returns the record of its answer, which has the other outputs.
 
-    Args:
-      made: the outputs of the request's batch.
-      row: the batch's row at which the request begins.
-    Returns: the record; None if a region of the request is GPU memory by now: nothing was written then.
+    None: a region of the request is GPU memory by now, and nothing was written. ``row``: where the request begins in the batch.
+
     Raises: InvalidArgument: a region does not exist any more.
     """
     rows, contents = request.rows, made.contents
@@ -116,10 +108,8 @@ def complete_planned(plan: AnswerPlan, request: Request, made: BatchOutputs, row
 def find_places(request: Request, sizes: Mapping[str, int], inline_byte_size: int) -> Places | None:
     """Chooses places for outputs of these sizes in bytes, and reserves memory of the response arena if needed.
 
-    None: the arena is full now.
+    None: the arena is full now. ``inline_byte_size``: the most bytes of an output that goes into the answer's record.
 
-    Args:
-      inline_byte_size: the most bytes of an output that goes into the answer's record.
     Raises: Internal: an output does not fit into the region that the client wants it in.  InvalidArgument: the outputs are
     larger than the whole arena.
     """
@@ -146,10 +136,7 @@ def find_places(request: Request, sizes: Mapping[str, int], inline_byte_size: in
 
 
 def _fit(request: Request, sizes: Mapping[str, int]) -> dict[str, tuple[RegionSlice, AnyRegion]]:
-    """Returns, for each output that goes to a region, its place there and the region (by output name); checks that all fit.
-
-    Raises: Internal: an output is larger than its place.  InvalidArgument: a place is not inside its region.
-    """
+    """Returns place and region of each output that goes to a region, by its name. Raises what ``find_places`` raises."""
     places: dict[str, tuple[RegionSlice, AnyRegion]] = {}
     for name, wanted in request.outputs.items():
         if wanted.region is None or name not in sizes:
@@ -180,12 +167,9 @@ def complete(
 
     Returns None if the response arena is full: nothing was written then, and the caller tries again later.
 
-    Args:
-      inline_byte_size: outputs up to this size go into the record.
-      places: reserved before the program ran, which may have written outputs there itself; released here if this raises.
-      final: whether no further response to the request follows.
-    Raises Internal: an output does not fit where the client wants it; InvalidArgument: the outputs are larger than the complete
-    response arena.
+    ``places``: reserved before the program ran, which may have written outputs there itself; released here if this raises.
+
+    Raises what ``find_places`` raises.
     """
     try:
         chosen = _choose(request, result, signature)
@@ -209,9 +193,7 @@ def _put(
 ) -> tuple[list[PreparedTensor], list[SentContent]]:
     """Writes the outputs to their places, except those that the program has written there itself.
 
-    ``chosen``: output name -> (datatype, shape, content).
-
-    Returns the descriptions of all outputs, and the contents or arena places of the outputs that are not in regions.
+    Returns the descriptions of all outputs, and the contents or arena places of those that are not in regions.
 
     Raises InvalidArgument: the memory of a region is not there any more.
     """
@@ -232,7 +214,11 @@ def _put(
                 elif isinstance(region, CudaRegion):
                     queued.write(region, place.offset, content)
                 elif isinstance(region, SnapshotRegion):
-                    _write_snapshot(region, place.offset, content)
+                    # It is not mapped here, but written by system calls.
+                    if isinstance(content, bytes):
+                        region.write(place.offset, content)
+                    elif size:
+                        region.write(place.offset, np.ascontiguousarray(content).reshape(-1).view(np.uint8).data)
                 elif size:
                     _write(region.view(place.offset, size), content)
             elif (own := places.in_arena(name)) is not None:
@@ -280,7 +266,7 @@ def _byte_size(content: Content) -> int:
 
 
 class _Queued:
-    """Copies of one answer's outputs into GPU memory, which run until ``settle``; keeps their source arrays alive until then."""
+    """Copies of one answer's outputs into GPU memory, which run until ``settle`` or ``abandon``; keeps their sources alive."""
 
     __slots__ = ("_regions", "_sources")
 
@@ -289,10 +275,7 @@ class _Queued:
         self._sources: list[Array | GpuArray] = []
 
     def write(self, region: CudaRegion, offset: int, content: Content) -> None:
-        """Begins to copy an output into a region; ``settle`` or ``abandon`` must follow.
-
-        Raises InvalidArgument: the region is no longer writable; DeviceLost: the GPU failed.
-        """
+        """Begins to copy an output. Raises InvalidArgument: the region is no longer writable; DeviceLost: the GPU failed."""
         if not _byte_size(content):
             return
         self._regions.append(region)
@@ -307,29 +290,15 @@ class _Queued:
         region.write(offset, address_of(flat), flat.nbytes)
 
     def settle(self) -> None:
-        """Waits until all copies have finished.
-
-        Raises InvalidArgument: a region is no longer writable; DeviceLost: the GPU failed.
-        """
+        """Waits until all copies have finished. Raises what ``write`` raises."""
         for region in self._regions:
             region.settle()
 
     def abandon(self) -> None:
-        """Waits for copies after the answer has become an error, so that their sources can be freed. Ignores their errors."""
+        """Waits for the copies of an answer that has become an error. Ignores their errors."""
         for region in self._regions:
             with contextlib.suppress(ServingError):
                 region.settle()
-
-
-def _write_snapshot(region: SnapshotRegion, offset: int, content: Content) -> None:
-    """Copies an output into a snapshot region: memory of a client that is not mapped here, but written by system calls.
-
-    Raises InvalidArgument: the bytes of the region are not there any more.
-    """
-    if isinstance(content, bytes):
-        region.write(offset, content)
-    elif content.nbytes:
-        region.write(offset, np.ascontiguousarray(content).reshape(-1).view(np.uint8).data)
 
 
 def _write(view: memoryview, content: Content) -> None:
@@ -351,8 +320,6 @@ def classify(spec: TensorSpec, values: Array, count: int, batches: bool) -> Arra
 
     They are BYTES [k], or [batch, k] if the model batches, ordered from the largest; among equals the lower index comes first.
 
-    Args:
-      batches: whether the first dimension of ``values`` is the batch; then each row is classified for itself.
     Raises: InvalidArgument: the extension is not defined for the datatype, or more elements are asked for than are told.
     """
     datatype = datatype_of(values.dtype)

@@ -43,9 +43,7 @@ class CachedAnswers:
     def answer(self, version: ModelVersion, request: Request, cache: ResponseCache) -> bool:
         """Answers a request from the cache, or with an error if its parameter set or a region's memory is gone.
 
-        Returns whether the request was answered; False: there is no cached answer, and the request must be run.
-
-        Copies inputs that lie in a client's region first, so that the client cannot change them while they are compared.
+        Returns whether it was answered. Inputs in a client's region are copied first: they could change while they are compared.
         """
         began_ns = self._clock()
         if request.regions:
@@ -80,10 +78,7 @@ class CachedAnswers:
         return True
 
     def keep(self, version: ModelVersion, execution: Execution, cache: ResponseCache) -> None:
-        """Stores the results of an execution in the response cache, for later requests with the same inputs.
-
-        Leaves out errors, and results if parameters were replaced since the request came. A failure to store is only logged.
-        """
+        """Stores the results of an execution in the response cache. A failure to store is only logged."""
         for request, result in zip(execution.requests, execution.results, strict=True):
             if isinstance(result, ServingError):
                 continue
@@ -95,9 +90,7 @@ class CachedAnswers:
                 continue  # other parameters were put into use while it waited, or an ensemble's models changed
             try:
                 kept = cache.insert(question, result)
-            except (
-                Exception
-            ) as error:  # no memory, or an array no one expected: what is not kept is answered nevertheless
+            except Exception as error:  # no memory, or an array no one expected: it is answered nevertheless
                 _log.error("%san answer of model '%s' is not kept: %r", named(request.client_id), version.name, error)
                 continue
             if kept is Insertion.TOO_LARGE:
@@ -113,7 +106,7 @@ class CachedAnswers:
     def _parameters_of(self, version: ModelVersion, request: Request) -> tuple[object, ...]:
         """Returns what stands for the parameters that a request would be answered with now; an ensemble's are its models'.
 
-        Raises: NotFound: there is no such parameter set, or no such model; InvalidArgument: a model takes no requests.
+        Raises: NotFound: the parameter set or a model does not exist; InvalidArgument: a model takes no requests.
         """
         graph = version.loaded.ensemble
         if graph is not None:

@@ -62,7 +62,7 @@ def path(call: ModelCall) -> list[str]:
 
 
 class CallCircles:
-    """Finds deadlocked calls between a worker's models: every instance that could run such a call waits until it has ended."""
+    """Finds deadlocked calls between a worker's models."""
 
     def __init__(self, calls: dict[ModelCall, InnerRequest], ensembles: EnsembleRuns, limiter: RateLimiter) -> None:
         """``calls``: each call that has not ended, with the request made for it, oldest first; the caller keeps it up to date."""
@@ -73,9 +73,9 @@ class CallCircles:
         self._by_thread = False
 
     def find(self, now_ns: int) -> tuple[ModelCall | None, int]:
-        """Returns the latest call that is deadlocked (waits for its own end; None: there is none), and when to search again.
+        """Returns the latest call that is deadlocked, or None, and when to search again, in ns.
 
-        That is a time in ns; ``NEVER``: a search is not needed before a call begins, is answered or ends.
+        ``NEVER``: not before a call begins, is answered or ends.
         """
         again_ns = NEVER
         for call in reversed(self._calls):
@@ -94,7 +94,7 @@ class CallCircles:
 
     @staticmethod
     def is_within(version: ModelVersion, origin: Request | None) -> bool:
-        """Returns whether a request, or any request that it was made for in turn, is a request to that model version."""
+        """Returns whether a request, or any that it was made for, is a request to that model version."""
         while origin is not None:
             if origin.version is version:
                 return True
@@ -158,10 +158,7 @@ class CallCircles:
         return threads
 
     def _taker(self, request: Request) -> Instance | None:
-        """Returns the instance whose model made the call that a request belongs to, and so receives its responses.
-
-        None: a client or a model's own thread receives them.
-        """
+        """Returns the instance whose model receives a request's responses; None: a client or a model's own thread does."""
         origin: Request | None = request
         while isinstance(origin, InnerRequest):
             for call, inner in self._calls.items():
@@ -177,8 +174,7 @@ class CallCircles:
 def is_stuck(node: N, waits_for: Callable[[N], Iterable[N]]) -> bool:
     """Returns whether a node is deadlocked: no node that it waits for, directly or through others, can go on by itself.
 
-    Args:
-      waits_for: returns the nodes of which any one would let the given node go on; empty: it can go on by itself.
+    ``waits_for`` returns the nodes of which any one would let a node go on; none: it can go on by itself.
     """
     visited, left = {node}, [node]
     while left:
@@ -269,7 +265,7 @@ class Calls:
     # ---------------------------------------------------------------------------------------------------------- the loop
 
     def cancelled(self, request: Request) -> None:
-        """Ends the calls that are made for a cancelled request, unless another request that is not cancelled needs them too."""
+        """Ends the calls that are made for a cancelled request, and for none that is not cancelled."""
         waiting = [call for call in self._waiting if request in call.requests]
         for call in [*self._of.get(request, ()), *waiting]:
             if all(each.cancelled for each in call.requests):
@@ -278,9 +274,8 @@ class Calls:
     def settle(self, now_ns: int) -> None:
         """Ends one deadlocked call, if there is any, with the error Internal.
 
-        A call is deadlocked if every instance that could run it waits for its end.
-
-        Runs after a call has begun, was answered or has ended, and now and then while calls wait.
+        A call is deadlocked if every instance that could run it waits for its end. The agenda asks after a call has begun, was
+        answered or has ended, and now and then while calls wait.
         """
         found, again_ns = self._circles.find(now_ns)
         self._agenda.put(self.settle, again_ns)
@@ -352,10 +347,7 @@ class Calls:
             self.daemon.is_ready(call.prepared.model, call.prepared.version, said)
 
     def _made(self, call: ModelCall, now_ns: int) -> InnerRequest:
-        """Creates the request to the called model that a call is run as.
-
-        Raises NotFound: this worker does not have the model; another ServingError: the call is not allowed or not valid.
-        """
+        """Makes the request of a call. Raises NotFound: the model is not here; another ServingError: the call is not valid."""
         caller, prepared = call.caller, call.prepared
         if caller.in_flight >= self._max_calls:
             raise Unavailable(

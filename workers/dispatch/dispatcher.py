@@ -66,7 +66,7 @@ _CALLS = 32
 
 
 def _at_once(call: Callable[[], None]) -> None:
-    """Calls a function at once: the ``post`` (which asks the loop to call a function) of a worker with only one thread."""
+    """Posts a call to the loop, where no other thread runs."""
     call()
 
 
@@ -145,8 +145,7 @@ class Dispatcher:
     def submit(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> None:
         """Validates a received request and queues it, or answers it with an error.
 
-        Raises: InvalidArgument: a request with its id is in flight already, or the number that it names for its constant part (a
-        prepared request) is unknown.
+        Raises: InvalidArgument: a request with its id is in flight already, or the number of its prepared request is unknown.
         """
         if record.request_id in submitter.in_flight:
             raise InvalidArgument(f"request id {record.request_id} is in flight already")
@@ -173,10 +172,7 @@ class Dispatcher:
         self._queue(version, request, now_ns)
 
     def submit_of_client(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> None:
-        """Submits a request of a client that is connected directly, not through a front.
-
-        Answers it with Unavailable above the limits of the client's lane; clears the fields that only a front may set.
-        """
+        """Submits a request of a client with a lane: clears the fields that only a front may set, and checks the limits."""
         assert submitter.segments is not None
         self.lane_requests += 1
         if record.received_ns or record.strikes or record.trace & ~TIMING:
@@ -197,18 +193,12 @@ class Dispatcher:
         self.submit(submitter, record, now_ns)
 
     def enter(self, version: ModelVersion, request: Request, now_ns: int) -> None:
-        """Queues a request that was made inside the worker, by a call of a model or as a step of an ensemble.
-
-        Raises ServingError: the model cannot take such a request.
-        """
+        """Queues a request that was made inside the worker. Raises ServingError: the model cannot take such a request."""
         version.loaded.join(request)
         self._queue(version, request, now_ns)
 
     def _queue(self, version: ModelVersion, request: Request, now_ns: int) -> None:
-        """Answers a request from the response cache, or queues it. Answers it with an error if the queue is full.
-
-        Answers a waiting request that the new one replaces, because both have the same replace key, with an error.
-        """
+        """Queues a request, or answers it: from the response cache, or with an error. One that it replaces gets an error."""
         if version.cache is not None and self._cached.answer(version, request, version.cache):
             return
         waiting = version.compiling.get(request.key) if version.sequences is None else None
@@ -236,7 +226,7 @@ class Dispatcher:
             request.submitter.sequences = True
 
     def _changed(self, version: ModelVersion) -> None:
-        """Tells the next iteration to ask a version's planner: after a change its waiting requests may be ready to run."""
+        """Has the next iteration ask a version's planner: after a change its waiting requests may be ready to run."""
         if version in self._active:
             self.agenda.wake(version)
 
@@ -271,9 +261,7 @@ class Dispatcher:
     def taken(self, submitter: SubmitterLink[Request], record: Taken) -> None:
         """Counts bytes of responses as taken by the client of a request, so that the request's model may send more.
 
-        Ignores a request that is not in flight.
-
-        Raises: InvalidArgument: a client that is connected directly says that it has taken more bytes than were sent.
+        Raises: InvalidArgument: a client with a lane says that it has taken more bytes than were sent.
         """
         request = submitter.in_flight.get(record.request_id)
         if request is not None:
@@ -288,18 +276,14 @@ class Dispatcher:
             self.withdraw(request)
         now_ns = self._clock()
         if submitter.segments is not None and submitter.sequences:
-            self._end_sequences(submitter)
+            for version in self._models:
+                if version.sequences is not None:
+                    version.sequences.close_client(submitter.peer)
         for request in submitter.held:
             request.version.executing -= 1
             self._outbox.fail_all(request.version.planner.dropped(request, now_ns), now_ns)
         self.ask_all()
         self._outbox.drop(submitter)
-
-    def _end_sequences(self, submitter: SubmitterLink[Request]) -> None:
-        """Ends the sequences whose last request came from a directly connected client that has disconnected."""
-        for version in self._models:
-            if version.sequences is not None:
-                version.sequences.close_client(submitter.peer)
 
     def end_sequence(self, submitter: SubmitterLink[Request], record: EndSequence) -> None:
         """Ends a sequence whose last request came on this submitter's lane. Ignores any other.
@@ -318,7 +302,7 @@ class Dispatcher:
     def run_due(self, now_ns: int) -> int | None:
         """Does the work of one loop iteration: runs steps and the due batches of one model, and gives batches to other threads.
 
-        Returns: the time by which to call this again (``now_ns`` or earlier: at once); None: not before the next event.
+        Returns when to call this again (``now_ns`` or earlier: at once); None: not before the next event.
         """
         agenda, blocked, kept = self.agenda, self._outbox.blocked, self.responses.kept
         if blocked or kept:
@@ -400,9 +384,6 @@ class Dispatcher:
         """Runs a version's next batch in the loop; with ``alone`` also further ones, while many requests to short programs wait.
 
         The answers of these batches leave together, with one system call and one wake-up of the receiver.
-
-        Args:
-          alone: whether no other model has requests.
         """
         done = self._run_batch(version, now_ns)
         while alone and done < 1 and len(version.planner) >= _MANY:
@@ -448,10 +429,7 @@ class Dispatcher:
         return executable.share if len(version.planner) >= _MANY else math.inf
 
     def _take(self, version: ModelVersion, now_ns: int, instance: int = 0) -> list[Request]:
-        """Removes the next batch of a version from its queue and returns it, without the requests that are held back.
-
-        Those are requests whose submitter has too many large answers waiting for room; they run once there is room again.
-        """
+        """Removes the next batch of a version from its queue and returns it, without the requests that the outbox holds."""
         batch = version.take(now_ns, instance)
         if not self._outbox.blocked:
             return batch
@@ -460,7 +438,7 @@ class Dispatcher:
         return kept
 
     def _restore(self, version: ModelVersion, requests: list[Request]) -> None:
-        """Queues requests again that were taken from the queue and could not run, ahead of later requests."""
+        """Queues requests again that could not run, ahead of later ones."""
         now_ns = self._clock()
         waiting = [request for request in requests if not self._gone(request, now_ns)]
         self._outbox.fail_all(version.planner.restore(waiting, now_ns), now_ns)
@@ -468,10 +446,7 @@ class Dispatcher:
         self.agenda.wake(version)
 
     def _gone(self, request: Request, now_ns: int) -> bool:
-        """Answers a request that has not run with Cancelled, if it was cancelled or its submitter's lane has ended.
-
-        Returns whether it did; False: the request is still to be run. Requests that fail with it are answered too.
-        """
+        """Answers a request that has not run, and those that fail with it, if it was cancelled or its lane has ended."""
         if not request.submitter.closed and not request.cancelled:
             return False
         others = request.version.planner.dropped(request, now_ns)
@@ -503,10 +478,7 @@ class Dispatcher:
         self.uncounted.append((version, execution, failed, now_ns))
 
     def count(self) -> list[tuple[ModelVersion, Execution]]:
-        """Adds the executions since the last call to the statistics and returns them.
-
-        Called after their answers have left, so that no client waits for the counting.
-        """
+        """Adds the executions since the last call, whose answers have left, to the statistics and returns them."""
         uncounted, self.uncounted = self.uncounted, []
         for version, execution, failed, now_ns in uncounted:
             version.statistics.executed(execution, failed, now_ns)
@@ -551,10 +523,7 @@ class Expiry:
             self._agenda.put(self.end, silent_ns)
 
     def end(self, now_ns: int) -> None:
-        """Ends the sequences of all models that got no request for too long; refuses their requests that waited too long.
-
-        The loop then asks the model versions whose requests wait, because slots may have become free.
-        """
+        """Ends the sequences of all models that got no request for too long; refuses their requests that waited too long."""
         self.next_ns = NEVER
         self._agenda.put(self.end, NEVER)
         for version in self._models.everyone():
@@ -562,13 +531,11 @@ class Expiry:
                 self.refuse(version, version.planner.tick(now_ns), now_ns)
                 self.note(version.sequences, now_ns)
                 if len(version.planner):
+                    # Slots may have become free.
                     self._agenda.wake(version)
 
     def refuse(self, version: ModelVersion, answers: list[tuple[Request, ServingError]], now_ns: int) -> None:
-        """Answers requests with their errors, because they waited too long (Unavailable) or a newer request replaced them.
-
-        If the model answers in order, each answer leaves after the answers to earlier requests.
-        """
+        """Answers requests with their errors, in order if the model answers so: they waited too long or were replaced."""
         for request, error in answers:
             if isinstance(error, Unavailable):
                 version.statistics.failed(now_ns - request.arrived_ns)

@@ -80,12 +80,7 @@ class EnsembleRuns:
         finish: Callable[[ModelVersion, Execution], None],
         withdraw: Callable[[Request], None],
     ) -> None:
-        """
-        Args:
-          enter: queues a step's request; gets its model version, the request and the time (ns).
-          finish: answers the requests of an execution that has run.
-          withdraw: cancels a step's request.
-        """
+        """``enter`` queues, ``withdraw`` cancels a step's request; ``finish`` answers the requests of a run."""
         self._models = models
         self._outbox = outbox
         self._responses = responses
@@ -126,10 +121,7 @@ class EnsembleRuns:
         batch: list[Request],
         now_ns: int,
     ) -> bool:
-        """Runs a batch through a pipeline and answers it. Returns False, with no answer given, if the pipeline failed.
-
-        The caller then runs the requests step by step, which shows which of them fails.
-        """
+        """Runs a batch through a pipeline and answers it. Returns False, with no answer given, if the pipeline failed."""
         execution = Execution(batch, now_ns)
         self._page.begin(
             LOOP_SLOT, [(request.submitter.peer, request.request_id) for request in batch], version.page_key, now_ns
@@ -145,7 +137,7 @@ class EnsembleRuns:
         return True
 
     def begin(self, version: ModelVersion, graph: EnsembleGraph, request: Request) -> None:
-        """Begins the first steps of a request to an ensemble; answers it with an error if a model or parameter set is missing."""
+        """Begins the first steps of a request, or answers it with an error if a model or parameter set is missing."""
         run = self._runs[request] = _Run(version, graph, request, self._clock())
         try:
             for number in graph.needed(request.outputs).numbers:
@@ -174,9 +166,7 @@ class EnsembleRuns:
         run = self._runs.get(request)
         if run is None:
             return
-        run.error = run.error or Cancelled()
-        run.untaken.clear()
-        self._stop(run)
+        self._set_error(run, Cancelled())
         self._due.append((run, None))
         self._work()
 
@@ -184,10 +174,6 @@ class EnsembleRuns:
         """Returns the step requests that a request to an ensemble waits for, or None if it has not begun or has ended."""
         run = self._runs.get(request)
         return None if run is None else list(run.waiting)
-
-    def _stop(self, run: _Run) -> None:
-        for inner in list(run.waiting):
-            self._withdraw(inner)
 
     def _go_on(self, run: _Run, instructions: list[StepStart[Array] | EnsembleAnswer[Array]]) -> None:
         for instruction in instructions:
@@ -294,10 +280,7 @@ class EnsembleRuns:
         self._work()
 
     def _take(self, run: _Run) -> None:
-        """Takes the waiting responses of a run's streaming steps, oldest first, and starts the steps that use their outputs.
-
-        Stops when as many responses as allowed are being worked on, or when the client has not taken enough of the answers.
-        """
+        """Starts the steps that use waiting responses of streaming steps, oldest first, as many as may be worked on."""
         while run.untaken and run.error is None:
             start, inner, result = run.untaken[0]
             if run.run.running:
@@ -334,21 +317,19 @@ class EnsembleRuns:
         return run.sender is not None and run.sender.is_full and run.sender.when_room(go_on)
 
     def _fail(self, run: _Run, error: ServingError) -> None:
-        """Sets the error that answers a run's request, unless it has one already, and cancels the run's other steps.
-
-        The error is sent once all steps have ended.
-        """
+        """Sets the error that answers a run's request once all steps have ended, unless it has one; cancels the other steps."""
         if run.error is None:
-            run.error = from_code(error.code, f"in ensemble '{run.version.name}', {error.message}")
-            run.untaken.clear()
-            self._stop(run)
+            self._set_error(run, from_code(error.code, f"in ensemble '{run.version.name}', {error.message}"))
         self._due.append((run, None))
 
-    def _end(self, run: _Run) -> None:
-        """Answers the request of a run if none of its steps runs any more.
+    def _set_error(self, run: _Run, error: ServingError) -> None:
+        run.error = run.error or error
+        run.untaken.clear()
+        for inner in list(run.waiting):
+            self._withdraw(inner)
 
-        Otherwise only sends the newest response of a streaming ensemble, which was held back because it might be the last.
-        """
+    def _end(self, run: _Run) -> None:
+        """Answers the request of a run if none of its steps runs any more; otherwise sends a response that was held back."""
         request, version = run.request, run.version
         if run.run.running or run.untaken or self._runs.get(request) is not run:
             self._send_unsent(run)
@@ -381,19 +362,13 @@ class EnsembleRuns:
 
     @staticmethod
     def _send_unsent(run: _Run) -> None:
-        """Sends the response that a streaming ensemble has held back, if there is one; further responses may follow.
-
-        Each response is held back until it is known whether it is the last.
-        """
+        """Sends the response that a streaming ensemble has held back, until it was known whether it is the last."""
         outputs, run.unsent = run.unsent, None
         if outputs is not None and run.sender is not None:
             run.sender.send(outputs, wait=False)
 
     def _end_stream(self, run: _Run, sender: ResponseSender) -> None:
-        """Ends the request of a streaming ensemble: sends the newest response, which was held back until now, as the last one.
-
-        After an error, sends that response (if any), then the error as the last one; Cancelled if the client has cancelled.
-        """
+        """Ends the request of a streaming ensemble: sends the response that was held back, and behind it an error, if any."""
         error, sender.returned = run.error, True
         if error is None:
             outputs, run.unsent = run.unsent, None
@@ -410,9 +385,8 @@ class EnsembleRuns:
 
 
 def members_of(models: ModelTable, graph: EnsembleGraph, outputs: Collection[str] = ()) -> Iterator[ModelVersion]:
-    """Yields the versions that the steps for some outputs of an ensemble run on now, and those of the ensembles among them.
+    """Yields the versions that the steps for some outputs (none: all) run on now, and those of the ensembles among them.
 
-    ``outputs``: empty: all.
     Raises: NotFound, InvalidArgument: a model takes no requests.
     """
     for number in graph.needed(outputs).numbers:
@@ -433,8 +407,7 @@ def told_by(
 
     Args:
       before: what the answer says about the steps before.
-      name: the model of the added step.
-      ensemble: whether that is an ensemble, whose answer names its models itself.
+      ensemble: whether the step's model is an ensemble, whose answer names its models itself.
       told: what the added step's answer says.
     """
     said = dict(before)
@@ -446,39 +419,31 @@ def told_by(
 
 
 def _has_set(member: ModelVersion, name: str) -> bool:
-    """Returns whether a model has a parameter set with that name; always True for an ensemble, whose own steps check it."""
+    """Returns whether a model has a parameter set with that name; True for an ensemble, whose own steps check it."""
     if member.loaded.ensemble is not None:
         return True
     return member.sets is not None and member.sets.newest(name) is not None
 
 
 def _check_set(request: Request, members: Iterable[ModelVersion]) -> None:
-    """Checks the parameter set that a request names. Raises NotFound: no model of the ensemble has a set with that name."""
+    """Raises NotFound: no model of the ensemble has the parameter set that a request names."""
     name = request.own.parameter_set
     if name and not any(_has_set(member, name) for member in members):
         raise NotFound(f"{request.label}no model of the ensemble has a parameter set '{name}'")
 
 
 def _fitted(arrays: dict[str, Array], specs: dict[str, TensorSpec], batches: bool) -> dict[str, Array]:
-    """Reshapes tensors to the shapes that a model declares: adds or removes the batch dimension.
-
-    Args:
-      specs: the model's inputs or outputs by name; tensors of other names are returned as they are.
-      batches: whether the model has a batch dimension.
-    """
+    """Adds or removes the batch dimension of tensors as a model (its inputs or outputs: ``specs``) declares them."""
     return {
         name: fitting(array, specs[name].dims, batches) if name in specs else array for name, array in arrays.items()
     }
 
 
 def controls_said(parameters: Mapping[str, Parameter], controls: Controls) -> Controls | None:
-    """Returns the sequence controls (id, START, END) that a model's answer sets for later steps of its ensemble; None: none.
+    """Returns the sequence controls that a model's answer sets for later steps of its ensemble, or None.
 
-    A flag (START or END) that the answer does not set is False.
+    A flag (START or END) that the answer does not set is False; its sequence id is that of the request (``controls``).
 
-    Args:
-      parameters: of the answer.
-      controls: of the request that was answered; its sequence id is used if the answer has none.
     Raises: InvalidArgument: a parameter has the wrong type, with Triton's message.
     Source: triton-inference-server/core, src/ensemble_scheduler/ensemble_scheduler.cc, ConsumeResponse.
     """

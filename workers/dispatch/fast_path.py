@@ -64,10 +64,7 @@ Regions = dict[str, Region]
 
 
 class _Batch:
-    """Describes a group of repeated requests that can share a run, for the C extension that answers them.
-
-    The group are the requests to one loaded model version with inputs of one shape.
-    """
+    """Describes requests to one load of a model version, with inputs of one shape, that can share a run, for the C part."""
 
     def __init__(
         self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Shapes, runs: SequenceRuns | None = None
@@ -93,11 +90,11 @@ class _Batch:
 
     @property
     def inputs(self) -> list[tuple[str, int, int]]:
-        """For each input: its name, the address of its first row, and the bytes from row to row; the same for all programs."""
+        """Name, address of the first row, and bytes from row to row, of each input; the same for all programs."""
         return next((program.memory for program in self.programs if program is not None), [])
 
     def native(self) -> _native.Batch:
-        """Returns this batch as the tuple that ``learn`` of the C extension's ``FastPath`` takes."""
+        """Returns this batch as the C part takes it."""
         made: list[AnyProgram] = []
         by_rows: list[int] = []
         for program in self.programs:
@@ -128,10 +125,7 @@ class _Batch:
 
 
 class _Alone:
-    """Describes a group of repeated requests that are large and run alone, for the C extension that answers them.
-
-    The group are the requests to one loaded model version with inputs of one shape.
-    """
+    """Describes large requests to one load of a model version, with inputs of one shape, that run alone, for the C part."""
 
     def __init__(self, version: ModelVersion, model: JaxModel, executable: Executable) -> None:
         self._version = version
@@ -139,10 +133,7 @@ class _Alone:
         self.executable = executable
 
     def native(self) -> _native.Batch:
-        """Returns the tuple that ``learn_alone`` of the C extension's ``FastPath`` takes.
-
-        It has the fields of the tuple that ``_Batch.native`` returns, but no programs, because no requests are run together.
-        """
+        """Returns this as ``_Batch.native`` does, but without programs, because no requests are run together."""
         sizes = self._version.batcher.at_once(self.executable.wanted.shapes)
         most = min(max((some[-1] for some in sizes), default=0), _native.MAX_ROWS)
         return _native_batch(self, self._version, self.executable.share / self.executable.rows, (-1,) * max(1, most))
@@ -394,10 +385,7 @@ class FastPath(Poller):
         return None
 
     def _found(self, places: Sequence[RegionSlice | None], submitter: SubmitterLink[Request]) -> Regions | None:
-        """Returns the regions (name -> region) in which ``places`` lie; None: one is not mapped here, or a place is empty.
-
-        ``places``: of tensors; None: a tensor lies in no region. ``submitter``: has regions of its own, if it is a client.
-        """
+        """Returns the regions in which these places lie; None: one is not mapped here, or a place is empty."""
         regions: RegionTable | LaneSegments = submitter.segments or self._regions
         found: Regions = {}
         for place in places:
@@ -417,10 +405,7 @@ class FastPath(Poller):
 
     @staticmethod
     def _count(figures: list[tuple[Any, ...]]) -> None:
-        """Adds requests that were answered in C to the statistics of their model versions.
-
-        ``figures``: each a ``_Batch`` or ``_Alone``, followed by the fields of ``NativeRuns``.
-        """
+        """Adds what was answered in C to the statistics: a ``_Batch`` or ``_Alone``, then the fields of ``NativeRuns``."""
         for batch, *counts in figures:
             batch.count(NativeRuns(*counts))
 
@@ -441,11 +426,9 @@ class FastPath(Poller):
 
 
 def _plan_single(execution: Execution, preparation: Preparation) -> tuple[AnswerPlan, Mapping[int, str]] | None:
-    """Plans the answers to repeats of a prepared request. Returns the plan and its names.
+    """Plans the answers to repeats of a prepared request from an execution of a single one; None: repeats are run as batches.
 
-    The names are those of outputs: ``PlannedOutput.content`` -> name. None: no plan is possible; repeats are run as batches.
-
-    ``execution``: a run that has ended, of a single request that used the prepared request; the plan is taken from its answer.
+    Returns the plan, and ``PlannedOutput.content`` -> name of the output.
     """
     (request,), made, places = execution.requests, execution.outputs, execution.places
     plan = None if made is None else preparation.plans.get(made.layout)
@@ -479,10 +462,7 @@ def _says_what_holds(request: Request, execution: Execution) -> bool:
 
 
 def _timeline_end(version: ModelVersion) -> bytes | None:
-    """Returns the encoded last part of a traced request's timeline; the C extension writes the moments before that part.
-
-    The part names the parameter set ``main`` and its version, if that was pushed.
-    """
+    """Returns the end of a traced request's timeline, behind the moments; it names the version of the set ``main``."""
     main = None if version.sets is None else version.sets.main
     return timeline_end((main.name, main.number) if main is not None and main.number else None)
 
@@ -490,7 +470,7 @@ def _timeline_end(version: ModelVersion) -> bytes | None:
 def _sets_of(request: Request) -> dict[str, ParameterSet] | None:
     """Returns the parameter sets, by name, with which the C part may run repeats of a request; None: only with the main set.
 
-    The dict is that of the model version, which changes with each push.
+    The dict is the model version's own: it changes with each push.
     """
     version = request.version
     # The planner of sequences knows their sets, and answers that name their set are prepared for main alone.
@@ -498,7 +478,7 @@ def _sets_of(request: Request) -> dict[str, ParameterSet] | None:
 
 
 def _is_large(request: Request, preparation: Preparation, checked: Checked) -> bool:
-    """Returns whether a request's inputs are too large to be copied into a batch, even if other requests could share its run."""
+    """Returns whether a request's inputs are too large to be copied into a batch."""
     return not request.small if preparation.own else sum(checked.sizes) >= _LARGE
 
 
@@ -509,9 +489,7 @@ def _holds(numbered: Numbered[PreparedAnswer], request: Request) -> bool:
 
 
 def _take_back(submitter: SubmitterLink[Request], datagram: bytes) -> bool:
-    """Frees leases that a submitter gives back in a datagram.
-
-    Returns whether the submitter's lane has something to send afterwards.
+    """Frees leases that a submitter gives back in a datagram. Returns whether its lane has something to send afterwards.
 
     Raises InvalidArgument: a lease that is given back is not outstanding.
     """
@@ -522,8 +500,5 @@ def _take_back(submitter: SubmitterLink[Request], datagram: bytes) -> bool:
 
 
 def _address(place: RegionSlice | None, byte_size: int, regions: Regions) -> int:
-    """Returns the memory address of a tensor in a region; 0: the tensor came inside the request's record (message).
-
-    Raises InvalidArgument: the place is not completely inside the region.
-    """
+    """Returns a tensor's address in a region; 0: it is in the record. Raises InvalidArgument: it is not inside the region."""
     return 0 if place is None else address_of(regions[place.region].view(place.offset, byte_size))

@@ -40,9 +40,9 @@ class InstanceRuns:
         """
         Args:
           prepare: reserves places for the outputs of an execution before the run; gets output name -> bytes.
-          take: takes the next batch from a version's queue; gets the version, the time, and the index of the instance.
+          take: takes the next batch from a version's queue, at a time (ns), for the instance of that index.
           finish: answers the requests of an execution that has run.
-          changed: tells the loop to ask a version's planner again.
+          changed: has the loop ask a version's planner again.
         """
         self._limiter = limiter
         self._compiler = compiler
@@ -53,10 +53,7 @@ class InstanceRuns:
         self._changed = changed
 
     def fill(self, version: ModelVersion, now_ns: int) -> int:
-        """Gives due batches of a version to its free instances.
-
-        Returns the time at which the next batch is due; ``NEVER``: not before a request arrives or an instance becomes free.
-        """
+        """Gives due batches of a version to its free instances. Returns when the next one is due, or ``NEVER``."""
         next_ns = NEVER
         for number, instance in enumerate(version.loaded.instances):
             while not instance.busy:
@@ -125,10 +122,7 @@ class InstanceRuns:
 
     @staticmethod
     def take_back(version: ModelVersion, request: Request) -> bool:
-        """Takes a request back from an instance that has not begun to run it.
-
-        Returns whether it did; False: nothing was done, because the request runs already or no instance has it.
-        """
+        """Takes a request back from an instance, unless that runs it already. Returns whether it did."""
         for instance in version.loaded.instances:
             for execution in instance.given:
                 if request in execution.requests:
@@ -140,10 +134,7 @@ class InstanceRuns:
 
 
 def _count_ahead(version: ModelVersion) -> None:
-    """Tells a version's queue how many batches the only instance has got, but not begun to run: they count as still queued.
-
-    Does nothing for a version whose instances get no batch before the last one has run.
-    """
+    """Tells a version's queue how many batches its instance has got ahead, if it does: they count as still queued."""
     if version.runs_ahead:
         version.queue.ahead = max(0, len(version.loaded.instances[0].given) - 1)
 
@@ -151,9 +142,7 @@ def _count_ahead(version: ModelVersion) -> None:
 def in_order(version: ModelVersion, taken: object, answer: Callable[[], None]) -> None:
     """Calls ``answer`` at once; if the model answers in order, after the answers to all requests that left the queue earlier.
 
-    Args:
-      taken: the execution or request that was noted in ``version.order`` when it was taken from the queue.
-      answer: sends the answers.
+    ``taken``: the execution or request that was noted in ``version.order`` when it was taken from the queue.
     """
     if version.order is None:
         answer()

@@ -55,7 +55,7 @@ class LaneAnswers:
         self._channel: Channel | None = None
 
     def begin(self, poller: Poller, access: int) -> None:
-        """Begins to tell the C part how many requests may pass. ``access``: as ``log_every``."""
+        """Begins to tell the C part how many requests may pass."""
         self._poller = poller
         self.log_every(access)
 

@@ -58,10 +58,7 @@ class Outbox:
         self._agenda: Agenda[AgendaPart] = agenda or Agenda()
 
     def fail(self, request: Request, error: ServingError) -> None:
-        """Answers a request with an error and ends it.
-
-        If its model answers in order and earlier answers still wait for room, the error is queued behind them instead.
-        """
+        """Answers a request with an error and ends it: in order, if its model answers so and earlier answers wait for room."""
         if request.sink is not None:
             hand_over(request, error)
         elif self._overtakes(request):
@@ -71,10 +68,7 @@ class Outbox:
 
     @staticmethod
     def _overtakes(request: Request) -> bool:
-        """Returns whether an answer that is sent now would overtake another one which must leave first.
-
-        It would if the request's model answers in order and an earlier answer of this model still waits for room.
-        """
+        """Returns whether the request's model answers in order and an earlier answer of it waits for room."""
         submitter, version = request.submitter, request.version
         if not submitter.blocked or not version.ordered or submitter.closed or request.cancelled:
             return False
@@ -130,9 +124,6 @@ class Outbox:
         """Reserves places for the large outputs of an execution of one request, so that its program can write them there itself.
 
         Where no place is found nothing is reported: the answer looks for places again after the run, and reports the error then.
-
-        Args:
-          sizes: output name -> bytes.
         """
         (request,) = execution.requests
         if request.sink is not None:
@@ -170,10 +161,7 @@ class Outbox:
         return failed
 
     def _answer_long(self, execution: Execution, i: int, now_ns: int) -> Failure | None:
-        """Answers the request with index ``i`` of an execution in the general way, which is right for all requests and outputs.
-
-        Returns the reason to count an error under; None: it got no error.
-        """
+        """Answers a request in the general way, which is right for all. Returns the reason to count an error under, or None."""
         request, result = execution.requests[i], execution.results[i]
         if request.timeline is not None:
             request.timeline.executed(execution.moments, request.arrays, result)
@@ -187,12 +175,7 @@ class Outbox:
 
     @staticmethod
     def _hand_over(request: Request, result: Result, moments: Moments | None) -> Result:
-        """Hands the result of a request made inside the worker to the model's call or the ensemble's step that made it.
-
-        Returns what was handed over: ``result``, or Cancelled if the request was cancelled.
-
-        ``moments``: when its execution began, had its inputs and had computed; None: not known.
-        """
+        """Hands the result, or Cancelled, to the model's call or the ensemble's step that made the request, and returns it."""
         if request.cancelled:
             result = Cancelled()
         hand_over(request, result, moments)
@@ -201,8 +184,7 @@ class Outbox:
     def _place_small(self, request: Request, made: BatchOutputs, row: int) -> bool:
         """Answers a client's request with small outputs, copied from the batch's rows from ``row`` on by a stored or new plan.
 
-        Returns False, without an answer, if no plan fits the request (it is traced, cancelled or made inside the worker, for
-        example), its answer must wait, or writing it fails; the caller then answers it in the general way.
+        Returns False, without an answer, if it has to be answered in the general way.
         """
         submitter = request.submitter
         if submitter.closed or request.cancelled or request.timeline is not None or request.sink is not None:
@@ -232,10 +214,7 @@ class Outbox:
         return True
 
     def _plan(self, request: Request, layout: OutputLayout) -> AnswerPlan | None:
-        """Plans how to answer a request whose batch has outputs of this layout: which bytes of the batch go where.
-
-        Stores the plan for later requests with the same prepared request. None: no plan is possible.
-        """
+        """Plans how to answer a request whose batch has outputs of this layout, and stores the plan; None: none is possible."""
         plan, preparation = plan_answer(request, layout, self._options.inline_byte_size), request.preparation
         if plan is not None and preparation is not None and preparation.load is request.version.checked:
             plan = plan.number(request.submitter.lane.number(cast(PreparedAnswer, plan.said)))
@@ -245,9 +224,7 @@ class Outbox:
     def answer(self, request: Request, result: Result, now_ns: int, places: Places | None = None) -> Result:
         """Answers a request with a result, or queues the answer until the response arena has room for it.
 
-        Returns what the client gets: the result, or the error that it gets instead because the result cannot be sent.
-
-        ``places``: reserved for the outputs by ``prepare`` before the run; the caller releases them. None: none are reserved.
+        Returns what the client gets: the result, or an error instead. ``places``: by ``prepare``; the caller releases them.
         """
         if isinstance(result, ServingError):
             self.fail(request, result)
@@ -308,10 +285,7 @@ class Outbox:
     # ---------------------------------------------------------------------------------------------------------- waiting
 
     def _block(self, answer: BlockedAnswer[Request], now_ns: int) -> ServingError | bool:
-        """Queues an answer until the response arena has room for it.
-
-        Returns True if it was queued; an error: to answer with instead, as too many bytes of answers to the submitter wait.
-        """
+        """Queues an answer until the response arena has room. Returns the error to answer with if too many bytes wait already."""
         submitter, request = answer.request.submitter, answer.request
         if submitter.blocked and submitter.blocked_byte_size + answer.byte_size > _MAX_BLOCKED * self._bound(submitter):
             return self.no_room(request, answer.byte_size, now_ns)
@@ -404,10 +378,7 @@ class Outbox:
         return min([submitter.blocked[0].give_up_ns for submitter in self.blocked], default=NEVER)
 
     def drop(self, submitter: SubmitterLink[Request]) -> None:
-        """Ends, without answering them, requests of a submitter whose lane has closed.
-
-        These are the requests that are held back, and those whose answers wait for room.
-        """
+        """Ends, without an answer, requests of a submitter whose lane has closed that are held or whose answers wait for room."""
         for waiting in submitter.blocked:
             self.end(waiting.request)
         for request in submitter.held:
@@ -424,11 +395,7 @@ class Outbox:
 
 
 def _numbered(request: Request, answer: AnswerRecord) -> tuple[AnswerRecord, Numbered[PreparedAnswer] | None]:
-    """Replaces a large answer's constant part (prepared answer: names, datatypes, shapes, regions) by a number.
-
-    Returns the answer with that number, and the constant part with its number; or the answer unchanged, and None, if the answer
-    is small, or its constant part is not that of other answers.
-    """
+    """Replaces a large answer's prepared answer by its number. Also returns it with the number; None: no other answer has it."""
     preparation, prepared = request.preparation, cast(PreparedAnswer, answer.prepared)
     # Parameters are each answer's own, but for what it says of the parameter set.
     if preparation is None or len(prepared.parameters) > len(request.told):

@@ -33,8 +33,7 @@ class Woken(NamedTuple):
 class Poller:
     """Waits for events on an epoll file descriptor. ``look_ns``: how long it polls before it sleeps; 0: it sleeps at once.
 
-    The methods about lanes and requests do nothing here: ``FastPath`` overrides them to
-    answer requests while it waits.
+    The methods about lanes and requests do nothing here: ``FastPath`` answers requests while it waits.
     """
 
     def __init__(self, epoll: select.epoll, look_ns: int) -> None:
@@ -45,10 +44,7 @@ class Poller:
         self.missed = 0
 
     def open(self, submitter: SubmitterLink[Request]) -> None:
-        """Adds a submitter's lane, so that ``wait`` also answers its requests.
-
-        The caller has registered the lane with the epoll.
-        """
+        """Adds a submitter's lane, which the epoll has, so that ``wait`` also answers its requests."""
 
     def close_lane(self, submitter: SubmitterLink[Request]) -> None:
         """Unregisters a submitter's lane that has ended: ``wait`` no longer answers its requests."""
@@ -57,10 +53,7 @@ class Poller:
         """Stores how an execution's requests were answered, so that ``wait`` may answer later ones that differ only in data."""
 
     def forget(self, submitter: SubmitterLink[Request], number: int) -> None:
-        """Drops what ``learn`` stored for a submitter's prepared request.
-
-        ``number``: by which requests refer to it; from now on it stands for another prepared request.
-        """
+        """Drops what ``learn`` stored for a submitter's prepared request: its number now stands for another one."""
 
     def forget_all(self, submitter: SubmitterLink[Request]) -> None:
         """Drops everything that ``learn`` has stored for a submitter's requests, so that it is learned anew."""
@@ -70,14 +63,11 @@ class Poller:
 
     @property
     def lane_requests(self) -> int:
-        """The number of requests that ``wait`` has answered so far, of clients with their own socket to the worker."""
+        """The number of requests on clients' lanes that ``wait`` has answered so far."""
         return 0
 
     def let_pass(self, most: int, joins: bool) -> None:
-        """Sets how many further requests of clients with their own socket ``wait`` may answer; the loop then looks at each.
-
-        ``joins``: whether the loop looks at every request whose client says that it belongs to a trace.
-        """
+        """Sets how many further requests on clients' lanes ``wait`` may answer. ``joins``: none that belongs to a trace."""
 
     def close(self) -> None:
         """Releases everything that ``learn`` has stored, before the worker's loop ends."""

@@ -86,8 +86,7 @@ class Responses(ResponseReceiver):
     def _sender(self, request: Request, now_ns: int, single: bool = False) -> ResponseSender:
         """Creates the sender of a request's responses. ``single``: it sends exactly one.
 
-        For a client that is connected directly (not through a front) the bytes that may be sent before it has taken them are
-        limited so that all its requests together keep within the limit of its lane.
+        Of a client's lane, all requests together keep within the lane's limit of bytes that were sent and not taken.
         """
         segments, max_ahead = request.submitter.segments, self.max_ahead
         if segments is not None:
@@ -122,9 +121,9 @@ class Responses(ResponseReceiver):
                 request.version.senders[request] = self._sender(request, now_ns)
 
     def returned(self, execution: Execution) -> None:
-        """Removes from an execution, whose model has returned, the requests that are answered through senders.
+        """Moves the requests that are answered through senders from an execution to its ``streamed``.
 
-        They are moved to ``execution.streamed``; each is ended if the model failed for it or if it was cancelled.
+        The model has returned: each of them is ended if the model failed for it or if it was cancelled.
         """
         self._take()
         requests, results = execution.requests, execution.results
@@ -146,10 +145,7 @@ class Responses(ResponseReceiver):
                 self._end_cancelled(sender)
 
     def respond(self, sender: ResponseSender, result: Result | None, final: bool) -> None:
-        """Sends a response that the loop itself made: at once, or behind earlier ones that wait for room in the response arena.
-
-        ``result``: None: only the mark that no further response follows.
-        """
+        """Sends a response that the loop itself made, behind earlier ones. None: only the mark that none follows."""
         sent = result, final, sender.posted(result, final)
         if sender in self.kept:
             self.kept[sender][0].append(sent)
@@ -157,16 +153,9 @@ class Responses(ResponseReceiver):
             self._respond(sender, sent)
 
     def takes_small(self, sender: ResponseSender) -> bool:
-        """Returns whether a sender's next small response may be sent together with those of other requests.
-
-        False: the request chose outputs, uses regions, is traced, cancelled or made inside the worker, or its responses wait.
-        """
-        return (
-            not sender.request.outputs
-            and sender.leaves_as_it_is
-            and sender not in self.kept
-            and not sender.is_cancelled
-        )
+        """Returns whether a sender's next small response may be sent together with those of other requests."""
+        free = sender not in self.kept and not sender.is_cancelled
+        return free and not sender.request.outputs and sender.leaves_as_it_is
 
     def taken(self, request: Request, byte_size: int) -> None:
         """Counts ``byte_size`` more bytes of a request's responses as taken by its client, so that its model may send more."""
@@ -284,10 +273,9 @@ class Responses(ResponseReceiver):
         request.timeline.executed((sender.began_ns, sender.began_ns, self._clock()), request.arrays, shown)
 
     def _place(self, sender: ResponseSender, result: Result | None, final: bool) -> int | ServingError | None:
-        """Writes a response to the lane of the request's submitter, a front or a client.
+        """Writes a response to the lane of the request's submitter.
 
-        Returns the bytes that count until the client has taken them; None: the response arena is full; an error: send this error
-        instead of the response.
+        Returns the bytes that count until the client has taken them; None: the response arena is full; an error: to send instead.
         """
         request = sender.request
         version, submitter = request.version, request.submitter

@@ -32,10 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class SequenceRuns:
-    """Runs requests of one model version with sequences for the C extension that answers repeated requests.
-
-    It does so while no request of that version waits.
-    """
+    """Runs requests of one model version with sequences for the C part, while no request of that version waits."""
 
     def __init__(
         self,
@@ -60,14 +57,11 @@ class SequenceRuns:
         self._given: list[dict[str, Array]] = []
 
     def choose(self, asked: list[Asked], clients: list[int] | None = None) -> int:
-        """Chooses the requests that may run now, for the function that ``program`` returns, which then runs them.
-
-        Returns how many, counted from the first; the others (all, if 0) go the ordinary way through Python.
+        """Chooses the requests that may run now. Returns how many, from the first one on.
 
         Args:
           asked: (correlation id, START, END) of each request.
-          clients: for each request the file descriptor of its client's lane, or -1 if it came from a front; None: all came
-            from fronts.
+          clients: for each request the file descriptor of its client's lane, -1: a front's; None: all came from fronts.
         """
         if self._sequences.table.holding:
             return 0  # not all of them are computed with the same parameters
@@ -77,30 +71,19 @@ class SequenceRuns:
                 asked = asked[: len(self._given)]
             self._asked = asked
             self._chosen = self._sequences.run_now(asked, time.monotonic_ns())
-            if clients is not None:
-                self._note_clients(clients)
+            for live, fd in zip(self._chosen, clients or (), strict=False):
+                # With that client's lane the sequence ends.
+                submitter = self._submitters.get(fd)
+                live.client = 0 if submitter is None else submitter.peer
+                if submitter is not None:
+                    submitter.sequences = True
         except Exception:  # a defect of ours: the ordinary way says what becomes of them
             _log.exception("finding the sequences of requests for model '%s' failed", self._version.name)
             return 0
         return len(self._chosen)
 
-    def _note_clients(self, clients: list[int]) -> None:
-        """Notes which client each sequence chosen by ``choose`` belongs to; the sequence ends when that client's lane ends.
-
-        ``clients``: for each request the file descriptor of the lane on which it came; -1:
-        it came from a front, and its sequence belongs to no client.
-        """
-        for live, fd in zip(self._chosen, clients, strict=False):
-            submitter = self._submitters.get(fd)
-            live.client = 0 if submitter is None else submitter.peer
-            if submitter is not None:
-                submitter.sequences = True
-
     def program(self, executable: Executable) -> Callable[[], list[Content]]:
-        """Returns a function that runs the requests that ``choose`` has chosen, and returns the contents of the outputs.
-
-        The C extension has gathered their inputs in the executable's memory before.
-        """
+        """Returns a function that runs the chosen requests, whose inputs the C part has gathered, and returns the outputs."""
         step = self._model.gathered_run(executable)
         columns = {name: array.reshape(executable.rows, -1) for name, array in executable.gathered.items()}
 
@@ -130,7 +113,7 @@ class SequenceRuns:
 
         Args:
           requests: file descriptor of the lane, request id, and time of arrival (monotonic, ns) of each.
-          error: what the run raised; None: it raised nothing, but its outputs were wrong.
+          error: what the run raised; None: its outputs were wrong.
         """
         name, model, version = self._version.name, self._model, self._version
         lost = isinstance(error, StateLost)

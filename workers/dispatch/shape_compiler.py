@@ -53,7 +53,6 @@ class ShapeCompiler:
         Args:
           max_shapes: how many shapes of one model version may be compiled or wait for it at a time.
           check: raises an error if the worker's device has failed.
-          restore: queues requests again that could not run.
         """
         self._models = models
         self._thread = thread
@@ -69,10 +68,9 @@ class ShapeCompiler:
         self._grouped: deque[tuple[ModelVersion, GroupedCalls, Executable]] = deque()
 
     def park(self, version: ModelVersion, batch: list[Request], wanted: Wanted) -> None:
-        """Asks a thread to compile a batch's program ``wanted``, and parks its requests: they wait outside the queue until then.
+        """Has a thread compile a batch's program, and parks its requests: they wait outside the queue until then.
 
-        Answers them with Unavailable if too many shapes compile. Requests in the queue with the same batching key (shapes and
-        parameter set) are parked too; others go on.
+        Answers them with Unavailable if too many shapes compile. Requests in the queue with the same batching key are parked too.
         """
         model = version.jitted
         if model is None:
@@ -115,8 +113,7 @@ class ShapeCompiler:
     ) -> Executable:
         """Compiles a program; called in the compiler's thread. Raises what the compiler raises, or the failure of the device.
 
-        ``running``: submitter and request id of each waiting request; the status page shows them meanwhile, because a compilation
-        may kill the process.
+        ``running``: submitter and request id of each waiting request, for the status page: a compilation may kill the process.
         """
         self._page.begin(COMPILER_SLOT, running, version.page_key, self._clock())
         try:
@@ -158,10 +155,7 @@ class ShapeCompiler:
         return compiled
 
     def _next_grouped(self) -> None:
-        """Begins to compile programs that run several requests in one call, for the shape that has waited longest for them.
-
-        Does nothing while anything else is being compiled. Until then the requests of that shape are run one by one.
-        """
+        """Begins to compile programs for grouped calls of the shape that has waited longest, unless anything else is compiled."""
         if self._under_way or not self._grouped:
             return
         version, grouped, single = self._grouped.popleft()

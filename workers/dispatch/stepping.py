@@ -88,10 +88,7 @@ class _Lane:
 
 
 class StepRows:
-    """Sends each step's responses at once to all requests of a model version that have joined, instead of one by one.
-
-    The model version runs requests step by step. ``joined[slot]`` is True where the slot's request has joined.
-    """
+    """Sends each step's responses at once to all requests that have joined. ``joined[slot]``: whether the slot's request has."""
 
     def __init__(self, slots: int, layout: Rows, responses: Responses, statistics: VersionStatistics) -> None:
         self.joined = [False] * slots
@@ -111,10 +108,7 @@ class StepRows:
         self._lanes: dict[SubmitterLink[Request], _Lane] = {}
 
     def join(self, slot: int, sender: ResponseSender) -> None:
-        """Joins a request: from the next step on, its responses are sent together with those of other joined requests.
-
-        Does nothing if the request does not take plain small responses, or if its client is too far behind in reading them.
-        """
+        """Sends a request's responses together with others from the next step on, unless they must be sent by themselves."""
         room = sender.room
         if room <= 0 or not self._responses.takes_small(sender):
             return
@@ -125,10 +119,7 @@ class StepRows:
         sender.counted = functools.partial(self.leave, slot)
 
     def leave(self, slot: int) -> None:
-        """Answers a slot's request separately from now on; adds its responses so far to the statistics.
-
-        Ignores a slot that has not joined.
-        """
+        """Answers a slot's request separately from now on, if it has joined; adds its responses so far to the statistics."""
         member = self.members.pop(slot, None)
         if member is None:
             return
@@ -152,10 +143,7 @@ class StepRows:
     def send(self, slots: list[int], rows: Array, now_ns: int) -> list[ResponseSender]:
         """Sends a step's responses to the requests in these slots, which have joined, all at once.
 
-        Returns the senders that are answered separately from now on, because their clients may be too far behind.
-
-        Args:
-          rows: the outputs of the step, UINT8[all slots, size].
+        Returns the senders that are answered separately from now on. ``rows``: the outputs of the step, UINT8[all slots, size].
         """
         if slots != self._ready:
             self._prepare(slots)
@@ -166,10 +154,7 @@ class StepRows:
         return self._look() if len(self._left_ns) >= self._look_at else []
 
     def _prepare(self, slots: list[int]) -> None:
-        """Assigns each of these slots to the lane of its request's submitter, on which ``send`` answers it.
-
-        Joined requests in other slots are answered separately again.
-        """
+        """Assigns each of these slots to the lane of its request's submitter; requests in other slots leave."""
         going = set(slots)
         for slot in [slot for slot in self.members if slot not in going]:
             self.leave(slot)
@@ -185,10 +170,7 @@ class StepRows:
         self._ready = slots
 
     def _look(self) -> list[ResponseSender]:
-        """Answers requests separately from now on if their clients may be too far behind; after 4096 steps, all requests.
-
-        Returns the senders of these requests.
-        """
+        """Returns, and answers separately from now on, senders whose clients may be too far behind; after 4096 steps, all."""
         steps = len(self._left_ns)
         full = [member.sender for member in self.members.values() if steps >= min(member.until, _MOST)]
         for sender in full:
@@ -237,11 +219,9 @@ class SteppingRuns:
         return any(len(version.planner) for version in self.living)
 
     def step(self, now_ns: int, wait: bool) -> bool:
-        """Launches each version's next insertions of requests into slots and next steps; sends the answers of finished ones.
+        """Launches each version's next insertions and steps; sends the answers of finished ones. ``wait``: as ``Stepping.read``.
 
-        Args:
-          wait: whether to wait until the oldest launch (insertion or step on the device) of each version has finished.
-        Returns: whether there is more to do at once: results of a launch to be read, or a request that may get a slot.
+        Returns whether there is more to do at once: results of a launch to be read, or a request that may get a slot.
         """
         pending = False
         for version, stepping in list(self.living.items()):
@@ -288,7 +268,7 @@ class Stepping:
     def dispatch(self, now_ns: int) -> bool:
         """Launches insertions of requests into free slots, and steps, on the device, as many as the planner allows.
 
-        Returns: whether results of an insertion or step are to be read, or a waiting request may get a slot.
+        Returns what ``SteppingRuns.step`` returns.
         """
         batcher, given = self._batcher, self.given
         if given and given[0].run.ready:
@@ -388,11 +368,9 @@ class Stepping:
             self._answer(answers, rows, now_ns, join=many)
 
     def _answer(self, answers: list[SlotAnswer[Request]], rows: Array, now_ns: int, join: bool = False) -> None:
-        """Answers requests one by one.
+        """Answers requests one by one. ``rows``: the outputs; each answer names its row.
 
-        Args:
-          rows: the outputs; each answer names its row.
-          join: whether requests that go on are answered together from the next step on; row numbers are slot numbers then.
+        ``join``: whether requests that go on are answered together from the next step on; row numbers are slot numbers then.
         """
         if not answers:
             return
@@ -432,10 +410,7 @@ class Stepping:
             self._batcher.pause(request)
 
     def _lose(self, error: BaseException) -> None:
-        """Ends all requests with a slot with an error, because their state on the device is lost after ``error``.
-
-        Requests that wait for a slot are not affected: they begin with a new state.
-        """
+        """Ends all requests with a slot with an error, because their state on the device is lost; waiting ones begin anew."""
         cause = (error.__cause__ or error) if isinstance(error, StateLost) else self._model.lost() and error
         _log.error("%s, and with it all requests that had a slot", self._model.describe(cause), exc_info=cause)
         self.given.clear()

@@ -26,7 +26,7 @@ if available:
 
 
 class PlannedOutput(NamedTuple):
-    """Describes where the bytes of one output are in the results of a run, and where an answer's part of them goes.
+    """Describes where one output is in the results of a run, and where an answer's part of it goes.
 
     Row n of the batch begins at ``start + n * step`` in the results. An output in a lease of the response arena begins at
     ``start`` of the lease; its program writes all its rows there.
@@ -43,10 +43,7 @@ class PlannedOutput(NamedTuple):
 
 
 class AnswerPlan(NamedTuple):
-    """Describes how answers are built from a run's outputs: everything about them but the bytes of the tensors.
-
-    It holds for requests with the same prepared request.
-    """
+    """Describes how answers to requests with one prepared request are built from a run's outputs."""
 
     #: As the record has it: its number, or all of it where it has none.
     said: int | PreparedAnswer
@@ -61,10 +58,7 @@ class AnswerPlan(NamedTuple):
     told: Mapping[str, Parameter]
 
     def number(self, numbered: Numbered[PreparedAnswer]) -> AnswerPlan:
-        """Returns a copy of the plan whose answers do not carry their constant part, but name it by its number.
-
-        ``numbered``: that part (the prepared answer), with its number.
-        """
+        """Returns a copy of the plan whose answers name their prepared answer by its number."""
         return self._replace(said=numbered.number, numbered=numbered)
 
 
@@ -72,10 +66,9 @@ def answers(number: int, request_ids: list[int], sizes: tuple[int, ...], content
     """Encodes an answer to each of many requests that share one prepared answer.
 
     Args:
-      number: the number of the prepared answer.
+      number: of the prepared answer.
       sizes: how many bytes each output has.
-      contents: the bytes of each request's outputs one after the other, without gaps.
-
+      contents: each request's outputs one after the other, without gaps.
     Raises ValueError: the contents have more or fewer bytes.
     """
     if available:
@@ -104,7 +97,7 @@ Inputs = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 class Checked(NamedTuple):
-    """The result of checking inputs of certain names, datatypes and shapes for one load (one loading) of a model version."""
+    """The result of checking inputs of certain names, datatypes and shapes for one load of a model version."""
 
     #: What requests must have in common to run together.
     key: Hashable
@@ -116,35 +109,27 @@ class Checked(NamedTuple):
 
 
 class CheckedInputs(dict[Inputs, Checked]):
-    """A bounded cache of inputs that were checked for one load (one loading) of a model version.
-
-    Other code compares the object's identity to learn whether a result holds for this load. Belongs to the worker's loop.
-    """
+    """A bounded cache of inputs that were checked for one load of a model version. Its identity stands for the load."""
 
     __slots__ = ()
 
     def learn(self, inputs: Inputs, checked: Checked) -> None:
-        """Stores the result of checking inputs that were found valid. Clears the cache first if it is full."""
+        """Stores the result of checking valid inputs. Clears the cache first if it is full."""
         if len(self) >= _MAX_CHECKED:
             self.clear()
         self[inputs] = checked
 
 
 class Preparation:
-    """A prepared request of one submitter, with the results of validating it.
+    """A prepared request of one submitter, with the results of validating it and the plans of its answers.
 
-    It also has the plans of its answers. Results and plans hold for one load (one loading) of a model version: after another load
-    they are made anew.
+    Results and plans hold for one load of a model version: after another load they are made anew.
     """
 
     __slots__ = ("checked", "large", "load", "number", "outputs", "own", "plans", "prepared")
 
     def __init__(self, prepared: PreparedRequest, number: int = INLINE) -> None:
-        """
-        Args:
-          number: the number by which the lane names the prepared request; ``INLINE``: the prepared request came inside one
-            request, and no other request uses it.
-        """
+        """``number``: by which the lane names the prepared request; ``INLINE``: it came inside the only request that uses it."""
         self.number = number
         self.prepared = prepared
         #: Whether all of its tensors are each request's own, and none lies in a region.
@@ -164,7 +149,7 @@ class Preparation:
         """Stores the results of validating a request that uses this preparation, for later ones, and drops the answer plans.
 
         Args:
-          load: the load (one loading) of the model version that the results hold for.
+          load: that the results hold for.
           checked: the result of checking the inputs; None: shapes differ from request to request.
           outputs: the requested outputs by name.
         """
@@ -174,10 +159,7 @@ class Preparation:
         self.large = None
 
     def plan(self, layout: OutputLayout, plan: AnswerPlan) -> None:
-        """Stores how answers are made from a run's outputs with this layout (compared by identity).
-
-        Clears the stored plans first if there are too many.
-        """
+        """Stores the plan of answers from outputs of this layout. Clears the stored plans first if there are too many."""
         if len(self.plans) >= _MAX_PLANS:
             self.plans.clear()
         self.plans[layout] = plan

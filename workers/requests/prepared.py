@@ -28,7 +28,6 @@ from tensord.shm.messages import (
     TELLING_PARAMETER,
     PreparedRequest,
     PreparedTensor,
-    RegionSlice,
     RequestedOutput,
     RequestRecord,
     Slice,
@@ -38,7 +37,7 @@ from tensord.shm.messages import (
 from tensord.shm.open_shape import OPEN, closed, elements
 from tensord.shm.open_shape import check as check_shape
 from tensord.shm.operations import MAIN_SET
-from tensord.shm.regions import Region, SnapshotRegion, check_range
+from tensord.shm.regions import Region, check_range
 from tensord.workers.devices.late_tensor import CudaTensor, LateTensor, RegionTensor
 from tensord.workers.regions.lane_segments import LaneSegments
 from tensord.workers.regions.region_table import AnyRegion, RegionTable
@@ -77,15 +76,17 @@ def validate(
     """Validates a received request, and returns it.
 
     Args:
-      own: the request's record: what differs from request to request.
-      preparation: the prepared request that the record names by number or carries inside.
-      regions: where the request's regions are looked up: among all registered ones, or among those that a client's lane can name.
+      own: the request's record.
+      preparation: of the prepared request that the record names by number or carries inside.
+      regions: those that the request may name.
       now_ns: when the record was received.
     Raises: ServingError: the request is invalid; the message is for the client, and nothing stays leased.
     """
     prepared, signature = preparation.prepared, version.signature
     if submitter.segments is not None and preparation.load is None:
-        _check_shapes(prepared, own)
+        # Fronts check this before they send.
+        for tensor in prepared.inputs:
+            check_shape(tensor.shape, f"{label(own.client_id)}input '{tensor.name}' shape")
     if own.replace_key:
         _check_replace_key(own)
     known = preparation.load is version.checked
@@ -153,7 +154,7 @@ def validate(
 def _chosen(own: RequestRecord, version: ModelVersion) -> str | None:
     """Returns the parameter set that a request names; None: main, or the model has no parameter sets.
 
-    Raises: NotFound: the model has no set of this name.  InvalidArgument: the name is too long.
+    Raises: NotFound: the set does not exist.  InvalidArgument: its name is too long.
     """
     name, sets = own.parameter_set, version.sets
     _check_size(own, SET_PARAMETER, name)
@@ -166,8 +167,7 @@ def _chosen(own: RequestRecord, version: ModelVersion) -> str | None:
 def _tells(prepared: PreparedRequest, own: RequestRecord, version: ModelVersion) -> bool:
     """Returns whether a request asks that answers name their parameter set; False if the model has no parameter sets.
 
-    Raises InvalidArgument: the request parameter that asks for this is no boolean, or the name of a set was given as a request
-    parameter: it has a field of its own.
+    Raises InvalidArgument: the parameter that asks for this is no boolean, or a set is named by a parameter.
     """
     sets, tells = version.sets, prepared.parameters.get(TELLING_PARAMETER)
     if sets is None:
@@ -184,11 +184,7 @@ def _tells(prepared: PreparedRequest, own: RequestRecord, version: ModelVersion)
 
 
 def _key_of(version: ModelVersion, key: Hashable, name: str) -> Hashable:
-    """Returns the batch key of a request that names a parameter set: requests with equal keys may share a batch.
-
-    That is ``key``, the key of its shapes, and also ``name``, that of the set, where requests of different sets cannot share a
-    batch.
-    """
+    """Returns the batching key of a request whose shapes have the key ``key`` and that names the parameter set ``name``."""
     assert version.sets is not None
     # The planner of sequences knows their sets, and a stack has room for all of a batch.
     mixes = version.sequences is not None or version.sets.stack is not None
@@ -196,7 +192,7 @@ def _key_of(version: ModelVersion, key: Hashable, name: str) -> Hashable:
 
 
 def _check_replace_key(own: RequestRecord) -> None:
-    """Checks a request's replace key. Raises InvalidArgument: the key is too long, or the request is of a sequence."""
+    """Raises InvalidArgument: a request's replace key is too long, or the request belongs to a sequence."""
     _check_size(own, "tensord_replace", own.replace_key)
     if own.sequence_id:
         raise InvalidArgument(
@@ -205,7 +201,7 @@ def _check_replace_key(own: RequestRecord) -> None:
 
 
 def _check_size(own: RequestRecord, parameter: str, value: str) -> None:
-    """Checks the text that a parameter of the table gives. Raises InvalidArgument, which names it: the text is too long."""
+    """Raises InvalidArgument: a parameter's text is too long."""
     size, most = len(value.encode()), PARAMETERS[parameter].most
     if size > most:
         raise InvalidArgument(
@@ -229,10 +225,8 @@ def validate_inner(
     Its tensors are arrays that nobody writes to: none is copied.
 
     Args:
-      prepared, own: all but inputs and outputs: model, parameters and such; and id, priority, timeout, sequence.
       arrays: the inputs, in the shapes that a client would send (``fitting`` reshapes them).
       outputs: names of the wanted outputs; empty: all.
-      sink: the function that takes the responses to the request.
       origin: the request for whose sake this one is made; None: there is none.
     Raises: ServingError: the request is invalid; the message is for the code that made it.
     """
@@ -260,10 +254,9 @@ def validate_inner(
 
 
 def fitting(array: Array, dims: tuple[int, ...], batches: bool) -> Array:
-    """Returns a tensor reshaped for a model whose input has these dims (without batch axis).
+    """Returns a tensor with the batch axis that a model's tensor of these ``dims`` (without it) needs; others as they are.
 
-    A model that batches gets a tensor without batch axis as a batch of one row; a model that does not gets a batch of one row
-    without its batch axis. Every other tensor is returned as it is.
+    A model that batches gets a batch of one row; a model that does not gets a batch of one row without its batch axis.
     """
     shape = array.shape
     if batches and len(shape) == len(dims):
@@ -289,13 +282,10 @@ def _check(
     version: ModelVersion,
     contents: Sequence[Content] = (),
 ) -> Checked:
-    """Returns the result of checking names, datatypes and shapes of a request's inputs, from the version's cache if it is there.
+    """Checks names, datatypes and shapes of a request's inputs. Returns the result, from the version's cache if it is there.
 
-    Args:
-      inputs: what is checked; name, datatype and shape of each input.
-      prepared, own: the constant part and the record of the request, for error messages.
-      contents: the bytes of the inputs. If an input is refused, the bytes of the inputs after it in ``inputs`` are checked first,
-        as in Triton.
+    ``contents``: the bytes of the inputs. If an input is refused, the bytes of those after it are checked first, as in Triton.
+
     Raises: ServingError: the inputs do not fit the model.
     """
     described = tuple([(tensor.name, tensor.datatype, tensor.shape) for tensor in inputs])
@@ -328,22 +318,10 @@ def _check(
     return checked
 
 
-def _check_shapes(prepared: PreparedRequest, own: RequestRecord) -> None:
-    """Checks the inputs' shapes. Raises InvalidArgument: one is malformed. ``own``: names the request in the error.
-
-    Fronts check this before they send; clients with a lane may not have.
-    """
-    for tensor in prepared.inputs:
-        check_shape(tensor.shape, f"{label(own.client_id)}input '{tensor.name}' shape")
-
-
 def _check_names(
     inputs: Sequence[PreparedTensor], prepared: PreparedRequest, own: RequestRecord, signature: Signature
 ) -> None:
-    """Checks that all required inputs of the model are given, none twice, and none that the model does not have.
-
-    Raises InvalidArgument if not. ``prepared``, ``own``: the constant part and the record of the request, for the error message.
-    """
+    """Raises InvalidArgument: a required input of the model is missing, one is given twice, or the model does not have it."""
     given = [tensor.name for tensor in inputs]
     seen: set[str] = set()
     for name in given:
@@ -381,10 +359,7 @@ def _quoted(names: list[str]) -> str:
 
 
 def _batch_size(inputs: Sequence[PreparedTensor], own: RequestRecord, signature: Signature) -> int:
-    """Returns the batch size that all inputs share.
-
-    Raises InvalidArgument if they do not share one, or if it is out of bounds. ``own``: names the request in the error.
-    """
+    """Returns the batch size of all inputs. Raises InvalidArgument: they have different ones, or it is out of bounds."""
     rows: int | None = None
     for tensor in reversed(inputs):
         if not tensor.shape:
@@ -410,10 +385,7 @@ def _batch_size(inputs: Sequence[PreparedTensor], own: RequestRecord, signature:
 
 
 def _check_tensor(own: RequestRecord, signature: Signature, tensor: PreparedTensor) -> None:
-    """Checks a tensor's datatype and shape against the model's signature.
-
-    Raises InvalidArgument if they do not fit. ``own``: names the request in the error.
-    """
+    """Raises InvalidArgument: a tensor's datatype or shape does not fit the model's signature."""
     spec, shape = signature.inputs[tensor.name], tensor.shape
     if tensor.datatype != spec.datatype:
         raise InvalidArgument(
@@ -421,23 +393,17 @@ def _check_tensor(own: RequestRecord, signature: Signature, tensor: PreparedTens
             f"but model '{signature.model}' expects '{spec.datatype}'"
         )
     if not spec.fits(shape[1:] if signature.batches else shape):
-        raise _unexpected_shape(own, signature, spec, shape)
+        dims = (-1, *spec.dims) if signature.batches else spec.dims
+        raise InvalidArgument(
+            f"{label(own.client_id)}unexpected shape for input '{spec.name}' for model '{signature.model}'. "
+            f"Expected {_dims(dims)}, got {_dims(shape)}. {_BATCH_NOTE if signature.batches else ''}"
+        )
 
 
 def _model_shape(signature: Signature, spec: TensorSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape that a client's tensor of shape ``shape`` has for the model, after the configured reshape."""
     lead = shape[:1] if signature.batches else ()
     return lead + spec.to_model(shape[len(lead) :])
-
-
-def _unexpected_shape(
-    own: RequestRecord, signature: Signature, spec: TensorSpec, shape: tuple[int, ...]
-) -> ServingError:
-    dims = (-1, *spec.dims) if signature.batches else spec.dims
-    return InvalidArgument(
-        f"{label(own.client_id)}unexpected shape for input '{spec.name}' for model '{signature.model}'. "
-        f"Expected {_dims(dims)}, got {_dims(shape)}. {_BATCH_NOTE if signature.batches else ''}"
-    )
 
 
 def _dims(shape: tuple[int, ...]) -> str:
@@ -454,7 +420,7 @@ def _contents(
     regions: RegionTable | LaneSegments,
     leased: list[AnyRegion],
 ) -> list[Content]:
-    """Returns the bytes of each input in the request's order, and leases (keeps open) their regions: adds them to ``leased``.
+    """Returns the bytes of each input in the request's order; leases their regions, and adds these to ``leased``.
 
     Raises: ServingError: a region is unknown, or a place is not inside its region.
     """
@@ -469,21 +435,23 @@ def _contents(
             if not place.byte_size and 0 not in tensor.shape:
                 check_range(place.offset, 0, region.byte_size, place.region)
                 raise InvalidArgument(f"Invalid offset + byte size for shared memory region: '{place.region}'")
-            if not isinstance(region, Region):
-                contents.append(_slice(region, place))
-            else:
+            if isinstance(region, Region):
                 contents.append(region.view(place.offset, place.byte_size))
+            else:
+                check_range(place.offset, place.byte_size, region.byte_size, place.region)
+                at = place.offset, np.dtype(np.uint8), (place.byte_size,)
+                contents.append(
+                    CudaTensor(region, *at) if isinstance(region, CudaRegion) else RegionTensor(region, *at)
+                )
             region.lease()
             leased.append(region)
     return contents
 
 
 def _closed(prepared: PreparedRequest, own: RequestRecord, contents: list[Content]) -> PreparedRequest:
-    """Returns the prepared request with each dimension that the client left open filled in.
+    """Returns the prepared request with each dimension that the client left open filled in, from the size of the input's bytes.
 
-    It is computed from the input's size in ``contents``, the bytes of each input.
-
-    Raises: InvalidArgument: no dimension fits the size. ``own``: names the request in the error.
+    Raises: InvalidArgument: no dimension fits the size.
     """
     if not [tensor for tensor in prepared.inputs if OPEN in tensor.shape]:
         return prepared
@@ -502,13 +470,6 @@ def _closed(prepared: PreparedRequest, own: RequestRecord, contents: list[Conten
     return replace(prepared, inputs=tuple(tensors))
 
 
-def _slice(region: SnapshotRegion | CudaRegion, place: RegionSlice) -> LateTensor:
-    check_range(place.offset, place.byte_size, region.byte_size, place.region)
-    if isinstance(region, CudaRegion):
-        return CudaTensor(region, place.offset, np.dtype(np.uint8), (place.byte_size,))
-    return RegionTensor(region, place.offset, np.dtype(np.uint8), (place.byte_size,))
-
-
 def _give_types(named: dict[str, Content], prepared: PreparedRequest, checked: Checked) -> None:
     """Replaces each input in ``named`` whose bytes are fetched later (``LateTensor``) by one with the right dtype and shape."""
     for tensor, dtype in zip(prepared.inputs, checked.dtypes, strict=True):
@@ -520,10 +481,7 @@ def _give_types(named: dict[str, Content], prepared: PreparedRequest, checked: C
 def _arrays(
     prepared: PreparedRequest, own: RequestRecord, signature: Signature, contents: list[Content]
 ) -> dict[str, Array]:
-    """Returns the inputs as arrays, by name in the order of the request.
-
-    Raises InvalidArgument: the bytes of an input do not fit its datatype and shape. ``own``: names the request in the error.
-    """
+    """Returns the inputs as arrays, by name in the order of the request. Raises what ``_array`` raises."""
     made = {
         tensor.name: _array(own, signature, tensor, content)
         for tensor, content in zip(reversed(prepared.inputs), reversed(contents), strict=True)
@@ -532,10 +490,7 @@ def _arrays(
 
 
 def _array(own: RequestRecord, signature: Signature, tensor: PreparedTensor, content: Content) -> Array:
-    """Makes an array of the model's shape from an input's bytes.
-
-    Raises InvalidArgument: the bytes do not fit datatype and shape. ``own``: names the request in the error.
-    """
+    """Makes an array of the model's shape from an input's bytes. Raises InvalidArgument: they do not fit datatype and shape."""
     spec, shape = signature.inputs[tensor.name], tensor.shape
     if spec.datatype == "BYTES":
         # The snapshot comes first: lengths are read from it, not from memory somebody else can write.
@@ -547,10 +502,7 @@ def _array(own: RequestRecord, signature: Signature, tensor: PreparedTensor, con
         except InvalidArgument as error:
             raise InvalidArgument(label(own.client_id) + error.message) from None
     else:
-        count = 1
-        for size in shape:
-            count *= size
-        needed = count * spec.dtype.itemsize
+        needed = math.prod(shape) * spec.dtype.itemsize
         if needed != len(content) or needed > MAX_ELEMENTS:
             raise InvalidArgument(
                 f"{label(own.client_id)}input byte size mismatch for input '{spec.name}' for model '{signature.model}'. "
@@ -574,7 +526,7 @@ def _outputs(
     regions: RegionTable | LaneSegments,
     leased: list[AnyRegion],
 ) -> dict[str, RequestedOutput]:
-    """Returns the requested outputs by name, and leases (keeps open) their regions: adds them to ``leased``.
+    """Returns the requested outputs by name; leases their regions, and adds these to ``leased``.
 
     Raises: ServingError: an output is unknown or requested twice, or its region is unknown or too small.
     """
@@ -585,17 +537,13 @@ def _outputs(
         if output.name not in signature.outputs:
             raise InvalidArgument(f"unexpected inference output '{output.name}' for model '{signature.model}'")
         wanted[output.name] = output
-        if output.region is not None:
-            _check_room(output.region, output, regions, leased)
+        place = output.region
+        if place is None:
+            continue
+        if output.classification:
+            raise InvalidArgument("Output can't set both 'shared_memory_region' and 'classification'")
+        region = regions.find(place.region)
+        check_range(place.offset, place.byte_size, region.byte_size, place.region)
+        region.lease()
+        leased.append(region)
     return wanted
-
-
-def _check_room(
-    place: RegionSlice, output: RequestedOutput, regions: RegionTable | LaneSegments, leased: list[AnyRegion]
-) -> None:
-    if output.classification:
-        raise InvalidArgument("Output can't set both 'shared_memory_region' and 'classification'")
-    region = regions.find(place.region)
-    check_range(place.offset, place.byte_size, region.byte_size, place.region)
-    region.lease()
-    leased.append(region)

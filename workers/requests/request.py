@@ -91,14 +91,12 @@ class Request(RequestTensors):
         Either ``arrays`` or ``contents`` is given; ``contents`` if all tensors are plain: their bytes are those of the arrays.
 
         Args:
-          prepared: what the request has in common with others.
-          own: what the request says of itself: ids, times, priority, timeout, sequence, crash count.
           key: requests with equal keys may share a batch.
           outputs: the requested outputs by name; empty: all.
           regions: the client regions that the request has leased, once per tensor.
           now_ns: when the request arrived, if its record does not say so.
           copied_byte_size: bytes of its tensors that were copied so far.
-          preparation: results of validating earlier requests like this one; None: there are none that may be used.
+          preparation: of the prepared request; None: what it knows must not be used.
         """
         #: The parameter set that it is for: by name, or, of a sequence, the one that this goes on with; None: main.
         self.chosen: str | ParameterSet | None = None
@@ -164,12 +162,7 @@ class Request(RequestTensors):
         return self.sink is not None or any(isinstance(region, CudaRegion) for region in self.regions)
 
     def ran_in(self, began_ns: int, computed_ns: int, gathered: int) -> None:
-        """Notes the times of the request's run, which ``timed`` reports; called only if the client asked for these times.
-
-        Args:
-          began_ns, computed_ns: when the run began and when it had computed.
-          gathered: bytes that were copied to put the request into a batch.
-        """
+        """Notes the times of the request's run, for ``timed``. ``gathered``: bytes copied to put the request into a batch."""
         self.ran = max(0, began_ns - self.arrived_ns), computed_ns - began_ns, gathered
 
     def timed(self, answer: AnswerRecord) -> AnswerRecord:
@@ -180,17 +173,14 @@ class Request(RequestTensors):
         return msgspec.structs.replace(answer, timing=(ran[0], ran[1], ran[2] + self.copied_byte_size))
 
     def leased(self, name: str) -> AnyRegion:
-        """Returns the region of this name that the request leases (keeps open) since it was validated.
-
-        By now the name may be free, or stand for another region.
-        """
+        """Returns the region of this name that the request leases; by now the name may be free, or stand for another one."""
         for region in self.regions:
             if region.name == name:
                 return region
         raise AssertionError(f"no lease on region '{name}'")
 
     def release(self) -> None:
-        """Ends the request's leases: it no longer keeps clients' regions open. Idempotent."""
+        """Ends the request's leases of regions. Idempotent."""
         for region in self.regions:
             region.unlease()
         self.regions = []
@@ -249,7 +239,7 @@ class InnerRequest(Request):
 
 
 def not_kept(request: Request | None) -> None:
-    """Has no response cache keep the answer to a request, nor to those that it was made for: what they depend on is not known."""
+    """Keeps the answers to a request, and to those that it was made for, out of response caches: they depend on other models."""
     while request is not None:
         request.asked = None
         request = request.origin if isinstance(request, InnerRequest) else None

@@ -38,10 +38,6 @@ class Input(NamedTuple):
         """Returns whether the two inputs have the same name, datatype, shape and bytes."""
         return self[:3] == other[:3] and np.array_equal(self.content, other.content)
 
-    def copy(self) -> Input:
-        """Returns a copy of this input whose bytes are in memory of their own."""
-        return self._replace(content=self.content.copy())
-
 
 class Question(NamedTuple):
     """The part of a request that its answer depends on; the response cache finds answers by it."""
@@ -60,14 +56,9 @@ class Question(NamedTuple):
     def of(
         cls, load: object, outputs: Sequence[str], arrays: Mapping[str, Array], parameters: tuple[object, ...] = ()
     ) -> Question:
-        """Returns the question for a request with these input tensors to one load (one loading) of a model version.
+        """Returns the question for a request with these input tensors. It refers to their memory, and copies nothing.
 
-        Refers to the tensors' memory, and copies nothing.
-
-        Args:
-          load: stands for the load by its identity.
-          outputs: names of the outputs that the model is asked for; empty: all, or the model does not see them.
-          parameters: stands for the parameters that the answer depends on; equal where they are the same.
+        ``load`` stands for the load by its identity; ``parameters`` are equal where the parameters are the same.
         """
         wanted = tuple(sorted(outputs))
         digest = hashlib.blake2b(repr((id(load), hash(parameters), wanted)).encode(), digest_size=_DIGEST_BYTE_SIZE)
@@ -81,7 +72,7 @@ class Question(NamedTuple):
         return cls(digest.digest(), load, parameters, wanted, tuple(inputs))
 
     def same(self, other: Question) -> bool:
-        """Returns whether two questions have the same answer: their load, parameter set, wanted outputs and inputs are equal."""
+        """Returns whether two questions have the same answer."""
         if self.load is not other.load or self.parameters != other.parameters:
             return False
         if self.outputs != other.outputs or len(self.inputs) != len(other.inputs):
@@ -110,16 +101,12 @@ class _CachedAnswer(NamedTuple):
 
 
 class ResponseCache:
-    """Stores answers by question (the part of a request that its answer depends on), within a bound of bytes.
+    """Stores answers by question, within a bound of bytes. A worker has one, which belongs to its loop.
 
-    A worker has one response cache, which belongs to its loop.
+    An entry counts with the bytes of its inputs and outputs, and ``ENTRY_BYTE_SIZE`` on top.
     """
 
     def __init__(self, max_byte_size: int) -> None:
-        """Makes an empty cache for ``max_byte_size`` bytes; 0: it stores nothing.
-
-        An entry counts with the bytes of its inputs and outputs, and ``ENTRY_BYTE_SIZE`` on top.
-        """
         #: The bytes that all entries together may take; 0: there is no cache.
         self.max_byte_size = max_byte_size
         #: The bytes that all entries together take.
@@ -153,7 +140,8 @@ class ResponseCache:
             self._remove(question.digest)
         while self.byte_size + byte_size > self.max_byte_size:
             self._remove(next(iter(self._entries)))
-        kept = question._replace(inputs=tuple(each.copy() for each in question.inputs))
+        copies = tuple([each._replace(content=each.content.copy()) for each in question.inputs])
+        kept = question._replace(inputs=copies)
         outputs = {name: private(array) for name, array in answer.items()}
         parameters = dict(answer.parameters) if isinstance(answer, Response) else {}
         self._entries[question.digest] = _CachedAnswer(kept, Response(outputs, parameters), byte_size)
@@ -161,7 +149,7 @@ class ResponseCache:
         return Insertion.KEPT
 
     def forget(self, load: object) -> None:
-        """Removes all answers of one load (one loading) of a model version, because it has ended."""
+        """Removes all answers of one load of a model version, because it has ended."""
         for digest in [digest for digest, entry in self._entries.items() if entry.question.load is load]:
             self._remove(digest)
 

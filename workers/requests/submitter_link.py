@@ -59,10 +59,7 @@ class BlockedAnswer(Generic[R]):
 
 
 class SubmitterLink(Generic[R]):
-    """Connects a worker with a submitter: its lane, requests in flight, and waiting answers.
-
-    ``peer`` is the number that the supervisor gave the submitter's process; request ids are unique per submitter.
-    """
+    """Connects a worker with a submitter: its lane, requests in flight, and waiting answers."""
 
     def __init__(
         self,
@@ -73,13 +70,11 @@ class SubmitterLink(Generic[R]):
         protocol: str = "http",
         owner: LaneOwner | None = None,
     ) -> None:
-        """Connects a submitter that has no requests yet.
-
+        """
         Args:
           peer: the number that the supervisor gave this submitter.
-          lane: the worker's end of the channel to the submitter.
           due: the loop's list of submitters whose lanes are to be flushed; None: a list that nobody looks at.
-          segments: the segments of a client that has a lane; None: the submitter is a front, which is trusted.
+          segments: those of a client's lane; None: the submitter is a front, which is trusted.
           protocol: the protocol that a front serves, one of ``durations.PROTOCOLS``; ignored for clients.
           owner: the user whose client has the lane; None: the submitter is a front.
         """
@@ -131,9 +126,7 @@ class SubmitterLink(Generic[R]):
         self.closed = False
 
     def learn(self, record: Prepare, preparation: Preparation) -> None:
-        """Stores a prepared request under the submitter's number for it.
-
-        An earlier one with this number is replaced.
+        """Stores a prepared request under the submitter's number for it, in place of an earlier one.
 
         Raises: InvalidArgument: the number is out of bounds, or a client's prepared requests take too many bytes.
         """
@@ -150,10 +143,7 @@ class SubmitterLink(Generic[R]):
             self._hold(more)
 
     def note_half(self, byte_size: int) -> None:
-        """Counts, for a client's lane, what has come of a record that is not whole.
-
-        Raises: InvalidArgument: the user's requests hold all bytes that they may.
-        """
+        """Counts the bytes that have come of a record that is not whole. Raises: InvalidArgument: as ``_hold``."""
         more, self._half_size = byte_size - self._half_size, byte_size
         self._hold(more)
 
@@ -208,10 +198,7 @@ class SubmitterLink(Generic[R]):
         return self.lane.arena.held_byte_size + self._waiting_byte_size
 
     def count_waiting(self) -> None:
-        """Updates, in the account of this client's user (``owner``), the bytes of answers that wait for the client.
-
-        Does nothing for a front.
-        """
+        """Updates the bytes of answers that wait for this client in the account of its user; does nothing for a front."""
         if self.owner is not None:
             waiting = 0 if self.closed else self.blocked_byte_size + self.unsent_byte_size
             self.owner.waiting_byte_size += waiting - self._waiting_byte_size
@@ -224,10 +211,7 @@ class SubmitterLink(Generic[R]):
             self._due.append(self)
 
     def response_kind(self, version: int, described: Described, final: bool) -> ResponseKind:
-        """Returns the ``ResponseKind`` of small responses with these output datatypes and shapes; creates it if it is new.
-
-        ``version``: the number of the model version. ``final``: whether no further responses follow.
-        """
+        """Returns the kind of small responses of a model version with these outputs; creates it if it is new."""
         key = version, final, described
         kind = self._response_kinds.get(key)
         if kind is None:
@@ -239,17 +223,13 @@ class SubmitterLink(Generic[R]):
         return kind
 
     def known_kind(self, version: int, described: Described) -> ResponseKind | None:
-        """Returns the ``ResponseKind`` of small responses, not the last of a request, with these outputs; None: there is none.
-
-        For any thread. ``version``: the number of the model version.
-        """
+        """Returns the kind of small responses, not the last of a request, with these outputs, or None. For any thread."""
         return self._response_kinds.get((version, False, described))
 
     def answer(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
         """Queues an answer to the submitter; the loop sends what is queued once in an iteration. A closed link does nothing.
 
-        Args:
-          numbered: the prepared answer that the record names by its number; None: it names none.
+        ``numbered``: the prepared answer that the record names by its number; None: it names none.
         """
         if not self.closed:
             self.lane.complete(record, numbered)
@@ -260,10 +240,7 @@ class SubmitterLink(Generic[R]):
 
 
 class LaneOwner(Budget):
-    """Counts the bytes of one user's requests, and of answers to them, that this worker holds for all lanes; and bounds both.
-
-    The base class counts answers. Owned by the worker's loop.
-    """
+    """Counts the bytes of one user's requests, and of answers to them (in the base class), on all lanes; and bounds both."""
 
     def __init__(self, name: str, max_byte_size: int, max_request_byte_size: int = 1 << 30) -> None:
         super().__init__(max_byte_size)
@@ -282,17 +259,14 @@ class LaneOwner(Budget):
 
     @property
     def share(self) -> int:
-        """Returns how many bytes of answers a lane may hold although the user's other lanes hold all that they may together.
+        """How many bytes of answers a lane may hold although the user's lanes together hold all that they may.
 
         It is an equal part, for each lane, of what is left of twice as much.
         """
         return (2 * self.max_byte_size - self.used - self.waiting_byte_size) // max(1, len(self.submitters))
 
     def check(self, submitter: SubmitterLink[Any]) -> None:
-        """Checks that a lane of the user may send a further request.
-
-        Raises Unavailable: answers to the user hold all bytes they may, and those to this lane its share.
-        """
+        """Raises Unavailable: answers to the user hold all bytes they may, and those to this lane its share."""
         held = self.used + self.waiting_byte_size
         if held > self.max_byte_size and submitter.answers_byte_size >= self.share:
             raise Unavailable(
@@ -301,10 +275,7 @@ class LaneOwner(Budget):
             )
 
     def check_room(self, submitter: SubmitterLink[Any], byte_size: int) -> None:
-        """Checks that ``byte_size`` more bytes of requests may be held for a lane of the user.
-
-        Raises Unavailable: requests of the user hold all bytes they may, and those on this lane its share (as ``share`` says).
-        """
+        """Raises Unavailable: with ``byte_size`` more, requests of the user hold too much, and those on this lane its share."""
         held, most = self.request_byte_size, self._max_request_byte_size
         share = (2 * most - held) // max(1, len(self.submitters))
         if held + byte_size > most and submitter.request_byte_size + byte_size > share:

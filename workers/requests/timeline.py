@@ -125,19 +125,13 @@ class RequestTimeline:
             self._moments.append((trace_stamps.RESPONSE_START, now_ns))
 
     def attach(self, answer: AnswerRecord) -> AnswerRecord:
-        """Returns the answer with this timeline added, which ends at the moment of this call, or as it is for a client.
-
-        To be called when the outputs have been written to the memory that the client or front reads them from.
-        """
+        """Returns the answer with this timeline, which ends now (the outputs are in their places), or as it is for a client."""
         return msgspec.structs.replace(answer, trace=self.told()) if self.attaches else answer
 
     def add(self, model: str, version: int, child: RequestTimeline, within: Span | None = None) -> None:
-        """Adds the timeline of a request that was made for this one and has ended.
+        """Adds the timeline ``child`` of a request to a model version that was made for this one and has ended.
 
-        Args:
-          model, version: the model, and number of its version, that the ended request was for.
-          child: its timeline.
-          within: the span of the model's code in which the request was made; None: there is none.
+        ``within``: the span of the model's code in which the request was made; None: there is none.
         """
         self._count += 1 + child._count
         if self._count > _MAX_CHILDREN:
@@ -166,12 +160,9 @@ class RequestTimeline:
 
 
 def begun(own: RequestRecord, context: TraceContext | None, queued_ns: int) -> RequestTimeline:
-    """Returns the new timeline of a traced request, with the moment at which it was queued.
+    """Returns the new timeline of a traced request.
 
-    Args:
-      own: the request's record.
-      context: the trace context that its submitter sent last; used only if it names this request.
-      queued_ns: when the request was queued.
+    ``context``: the trace context that its submitter sent last; used only if it names this request.
     """
     timeline = RequestTimeline(own.trace & ~TIMING, queued_ns)
     if context is not None and context.request_id == own.request_id:
@@ -182,17 +173,13 @@ def begun(own: RequestRecord, context: TraceContext | None, queued_ns: int) -> R
 def timeline_end(parameters: tuple[str, int] | None) -> bytes:
     """Returns the encoded fields of a ``Timeline`` that follow its moments, for a request that made no requests and spans.
 
-    Args:
-      parameters: name and version of the pushed parameter set that the request ran with; None: none was pushed.
+    ``parameters``: name and version of the pushed parameter set that the request ran with; None: none was pushed.
     """
     return encoder.encode(Timeline((), parameters=parameters))[_UP_TO_MOMENTS:]
 
 
 def _closed(spans: Iterable[Span], within: Sequence[Span | None]) -> tuple[OwnSpan, ...]:
-    """Returns the spans as records for the answer; a span that is still open is reported as ending now.
-
-    ``within``: for each request that was made for this one, the span in which it was made; None: in none.
-    """
+    """Returns the spans as records for the answer; an open span ends now. ``within``: as ``RequestTimeline._within``."""
     now_ns = time.monotonic_ns()
     numbers: dict[Span, int] = {}
     told: list[OwnSpan] = []

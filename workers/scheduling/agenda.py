@@ -20,7 +20,7 @@ NEVER = sys.maxsize
 
 
 class Agenda(Generic[P]):
-    """Schedules the parts of a loop (objects that it asks for work): which have work now, and when to ask each other one."""
+    """Schedules the parts of a loop: which have work now, and when to ask each other one."""
 
     __slots__ = ("_due", "_heap", "_number", "due_ns", "woken")
 
@@ -35,7 +35,7 @@ class Agenda(Generic[P]):
         self.due_ns = NEVER
 
     def wake(self, part: P) -> None:
-        """Adds a part to those that the loop asks for work in its next iteration, which begins at once."""
+        """Adds a part to those that the next iteration asks; it begins at once."""
         self.woken[part] = None
 
     def put(self, part: P, when_ns: int) -> None:
@@ -55,10 +55,7 @@ class Agenda(Generic[P]):
             self._clean()
 
     def take(self, now_ns: int) -> list[P]:
-        """Removes and returns the parts that the loop should ask now: those with work, then those that are due, earliest first.
-
-        The returned parts have no due time until ``put`` sets a new one.
-        """
+        """Returns the parts to ask now, which are then due no longer: those with work, then those that are due, in order."""
         taken, self.woken = self.woken, {}
         if self._due and not self._due.keys().isdisjoint(taken):
             for part in taken:

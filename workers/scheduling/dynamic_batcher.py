@@ -78,10 +78,7 @@ class DynamicBatcher(QueuePlanner[W]):
         return [range(1, smallest + 1), *(range(size, size + 1) for size in larger)]
 
     def company(self, key: Hashable) -> Company | None:
-        """Returns how requests with this batching key wait for others that share a batch with them.
-
-        None: they do not wait, or there are several preferred sizes.
-        """
+        """Returns how requests of this key wait for each other; None: they do not, or there are several preferred sizes."""
         preferred, limit = self._rules.preferred, self._limit(key)
         if not self.delays or len(preferred) > 1:
             return None
@@ -112,7 +109,6 @@ class DynamicBatcher(QueuePlanner[W]):
         return WaitUntil(min(due_ns, expiries[0][0]) if expiries else due_ns)
 
     def due_ns(self, instance: int = 0) -> int | None:
-        """Returns when the next batch should run, on whichever instance, or None while no request waits."""
         if self.delays:
             self._look()
             return min(self._due.values(), default=None)
@@ -120,7 +116,6 @@ class DynamicBatcher(QueuePlanner[W]):
         return None if head is None else head.since_ns
 
     def take(self, now_ns: int, instance: int = 0) -> list[W]:
-        """Removes and returns the due batch whose first request is the most urgent; empty if none is due."""
         if self.delays:
             return self._take_due(now_ns)
         head = self._queue.head()
@@ -139,7 +134,7 @@ class DynamicBatcher(QueuePlanner[W]):
         return self._queue.take(key, self._limit(key) if waited else self._ready_rows(key))
 
     def _look(self) -> None:
-        """Computes anew when the next batch is due, for each batching key whose waiting requests have changed."""
+        """Computes when the next batch of each key is due whose waiting requests have changed."""
         while self._changed:
             key = self._changed.pop()
             if not self._queue.rows(key):
@@ -149,7 +144,7 @@ class DynamicBatcher(QueuePlanner[W]):
             self._due[key] = oldest_ns if self._ready_rows(key) else oldest_ns + self._rules.delay_ns
 
     def _ready_rows(self, key: Hashable) -> int:
-        """Returns how many rows of a batching key's first requests make a batch that need not wait; 0: it waits for more rows."""
+        """Returns how many rows of a key's first requests make a batch that need not wait; 0: it waits for more rows."""
         limit, preferred = self._limit(key), self._rules.preferred
         largest = min(preferred[-1], limit) if preferred else limit
         if self._queue.rows(key) < (preferred[0] if preferred and preferred[0] < largest else largest):

@@ -30,7 +30,7 @@ class EnsembleStep(NamedTuple):
 
 
 class EnsembleGraph:
-    """The steps of an ensemble, and the streaming step (of any number of answers), if any, that each tensor is computed from.
+    """The steps of an ensemble, and the origin of each tensor.
 
     The caller has checked that only one step makes each tensor, and that it is computed from at most one streaming step.
     """
@@ -38,12 +38,7 @@ class EnsembleGraph:
     def __init__(
         self, inputs: Collection[str], outputs: Collection[str], steps: Sequence[EnsembleStep], most: int = 0
     ) -> None:
-        """
-        Args:
-          inputs: names of the tensors that clients send.
-          outputs: names of the tensors that clients get.
-          most: how many answers of one streaming step may be worked on at a time; 0: any number.
-        """
+        """``most``: how many answers of one streaming step may be worked on at a time; 0: any number."""
         self.inputs = tuple(inputs)
         self.steps = tuple(steps)
         self.most = most
@@ -60,10 +55,7 @@ class EnsembleGraph:
         self._needed: dict[frozenset[str], NeededSteps] = {}
 
     def origin_of(self, number: int) -> int | None:
-        """Returns the number of the streaming step that the inputs of step ``number`` are computed from, directly or not.
-
-        None: there is none. A streaming step is one whose model may give any number of answers.
-        """
+        """Returns the number of the streaming step that the inputs of step ``number`` are computed from, directly or not."""
         found = (self.origin[tensor] for tensor in self.steps[number].inputs.values() if tensor in self.origin)
         return next(found, None)
 

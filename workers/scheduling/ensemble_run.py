@@ -76,8 +76,7 @@ class EnsembleRun(Generic[T]):
     ) -> list[StepStart[T] | EnsembleAnswer[T]]:
         """Stores the outputs of one answer of a started step. Returns steps that may run now, and complete answers to the client.
 
-        ``outputs``: by the names that the step's model gives them. ``controls``: the sequence (correlation id, START, END) that
-        the model names in its answer; None: none.
+        ``outputs``: by the names that the step's model gives them. ``controls``: the sequence that the model names in its answer.
         """
         number, step = start.step, self._graph.steps[start.step]
         iteration = start.iteration
@@ -106,12 +105,12 @@ class EnsembleRun(Generic[T]):
                 del self._open[key]  # type: ignore[arg-type]
 
     def worked_on(self, step: int) -> int:
-        """Returns how many answers of a streaming step (one of any number of answers) later steps work on or still need."""
+        """Returns how many answers of a streaming step later steps work on or still need."""
         held = {at for tensor, at in self._values if self._graph.origin.get(tensor) == step}
         return len(held | {at for origin, at in self._open if origin == step})
 
     def full(self, step: int) -> bool:
-        """Returns whether further answers of a streaming step must wait, because later steps work on as many as allowed."""
+        """Returns whether later steps work on as many answers of a streaming step as allowed."""
         return bool(self._graph.most) and self.worked_on(step) >= self._graph.most
 
     @property
@@ -136,9 +135,7 @@ class EnsembleRun(Generic[T]):
     def _look(self, tensor: str, iteration: int, again: bool) -> T | None:
         """Returns a tensor's value for one more use, and drops the tensor after its last one; None: the tensor was left out.
 
-        Args:
-          iteration: the number of the streaming step's answer that is worked on.
-          again: every iteration uses the tensor, so it is not dropped if it is computed from no streaming step.
+        ``again``: every iteration uses the tensor, so it is not dropped if it has no origin.
         """
         key = (tensor, iteration) if self._dynamic(tensor) else (tensor, 0)
         value = self._values[key]
@@ -158,10 +155,7 @@ class EnsembleRun(Generic[T]):
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def _due(self, number: int, tensor: str, iteration: int) -> list[int]:
-        """Returns the iterations in which step ``number`` may be ready, because ``tensor`` has just come in this iteration.
-
-        An iteration is the number of the streaming step's answer from which the step's inputs are computed; 0 if there is none.
-        """
+        """Returns the iterations in which step ``number`` may be ready, because ``tensor`` has just come in this iteration."""
         if self._needed.origins[number] is None:
             return [0]
         if self._dynamic(tensor):
@@ -184,15 +178,12 @@ class EnsembleRun(Generic[T]):
         return StepStart(number, iteration, inputs, controls)
 
     def _controls_of(self, tensors: Collection[str], iteration: int) -> Controls | None:
-        """Returns the sequence controls that came with the first of these tensors, in this iteration, that has any.
-
-        None: none has.
-        """
+        """Returns the sequence controls of the first of these tensors, in this iteration, that has any, or None."""
         keys = ((tensor, iteration if self._dynamic(tensor) else 0) for tensor in tensors)
         return next((self._controls[key] for key in keys if key in self._controls), None)
 
     def _answers(self) -> list[StepStart[T] | EnsembleAnswer[T]]:
-        """Returns the answers to the client that have become complete, in the order of the streaming step's answers."""
+        """Returns the answers to the client that have become complete, in their order."""
         out: list[StepStart[T] | EnsembleAnswer[T]] = []
         dynamic = any(self._dynamic(name) for name in self._needed.outputs)
         while (dynamic or not self._answered) and all(

@@ -57,11 +57,10 @@ Decision = Run | WaitUntil | Refuse[P] | None
 
 
 class Planner(ABC, Generic[P]):
-    """Decides which requests to one model version run together and when; the dispatcher asks it and carries out its decisions."""
+    """Decides which requests to one model version run together and when."""
 
-    #: A function that queues a request. It returns a ``Replacement`` if the request replaces an older one, else None.
-    #:
-    #: It raises InvalidArgument: the request fits no sequence; Unavailable: there is no room. Then nothing has changed.
+    #: Queues a request. Returns a ``Replacement`` if the request replaces an older one. Raises InvalidArgument: the request fits
+    #: no sequence; Unavailable: there is no room. Then nothing has changed.
     arrived: Callable[[P], Replacement[P] | None]
 
     @abstractmethod
@@ -87,10 +86,7 @@ class Planner(ABC, Generic[P]):
         return False
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[P]:
-        """Returns what to do for a free instance: run a batch, refuse requests that waited too long, or wait until a time.
-
-        None: nothing before a request comes or a run ends. Refused requests are removed.
-        """
+        """Returns what to do for a free instance. Refused requests are removed."""
         tick_ns = self.next_tick_ns
         if 0 < tick_ns <= now_ns:
             return Refuse(self.tick(now_ns))
@@ -124,10 +120,7 @@ class Planner(ABC, Generic[P]):
         """Queues requests again that ``take`` returned and that could not run. Returns those that fail instead, with errors."""
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """Sets how many rows of requests with this batching key may share a batch from now on; 0: as many as the rules allow.
-
-        By default requests share no batch.
-        """
+        """Sets how many rows of requests with this batching key may share a batch from now on; 0: as many as the rules allow."""
 
     def at_once(self, key: Hashable) -> Sequence[range]:
         """Returns which numbers of waiting rows with this batching key are a batch as they are, in ascending ranges.
@@ -146,7 +139,7 @@ class Planner(ABC, Generic[P]):
 
 
 class QueuePlanner(Planner[P]):
-    """Base of planners whose requests wait in a ``RequestQueue``; implements the arrival, cancellation and expiry of requests."""
+    """Base of planners whose requests wait in a ``RequestQueue``."""
 
     def __init__(self, queue: RequestQueue[P]) -> None:
         self._queue = queue
@@ -156,24 +149,19 @@ class QueuePlanner(Planner[P]):
         return self._queue.size
 
     def cancelled(self, request: P) -> list[tuple[P, ServingError]]:
-        """Cancels a waiting request. Returns it with its error; nothing if it does not wait in the queue."""
         return [(request, Cancelled())] if self._queue.remove(request) else []
 
     def tick(self, now_ns: int) -> list[tuple[P, ServingError]]:
+        late = Unavailable("Request timeout expired")
         return [
-            (
-                request,
-                DeadlineExceeded() if 0 < request.deadline_ns <= now_ns else Unavailable("Request timeout expired"),
-            )
+            (request, DeadlineExceeded() if 0 < request.deadline_ns <= now_ns else late)
             for request in self._queue.expire(now_ns)
         ]
 
     @property
     def next_tick_ns(self) -> int:
-        """The earliest time at which ``tick`` may find an expired request, in ns; 0: none can expire."""
         expiries = self._queue.expiries
         return expiries[0][0] if expiries else 0
 
     def restore(self, requests: list[P], now_ns: int) -> list[tuple[P, ServingError]]:
-        """Queues requests again that were taken but could not run. Returns those that newer ones replace, each with its error."""
         return [(replacement.old, replacement.error) for replacement in self._queue.restore(requests)]

@@ -69,7 +69,7 @@ class SetKey(NamedTuple):
 
 
 def shapes_of(key: Hashable) -> Hashable:
-    """Returns the part of a request's batching key that describes its shapes, without the parameter set that the key may name."""
+    """Returns the part of a batching key that describes shapes, without the parameter set that it may name."""
     return key.shapes if type(key) is SetKey else key
 
 
@@ -79,10 +79,7 @@ _Waiters = dict[Hashable, OrderedDict[int, W]]
 
 
 class Replacement(NamedTuple, Generic[W]):
-    """A waiting request (``old``) that was discarded because a newer one (``new``) with the same replace key took its place.
-
-    Clients set the replace key of requests of which only the newest matters.
-    """
+    """A waiting request (``old``) that was discarded because a newer one (``new``) with the same replace key took its place."""
 
     old: W
     new: W
@@ -143,11 +140,9 @@ class Shares(dict[Hashable, int]):
     __slots__ = ()
 
     def enter(self, owner: Hashable) -> None:
-        """Counts one more request of an owner."""
         self[owner] = self.get(owner, 0) + 1
 
     def leave(self, owner: Hashable, count: int = 1) -> None:
-        """Counts ``count`` requests of an owner less."""
         left = self[owner] - count
         if left:
             self[owner] = left
@@ -157,14 +152,14 @@ class Shares(dict[Hashable, int]):
     def below(self, owner: Hashable, waiting: int, most: int) -> bool:
         """Returns whether an owner gets a place although ``waiting`` requests have all ``most`` places; False if all are its own.
 
-        It does while it has less than its share, which is an equal part of the places that are left of twice as many.
+        It does while it has less than an equal part of the places that are left of twice as many.
         """
         others = len(self) - (owner in self)
         return others > 0 and self.get(owner, 0) < max(1, (2 * most - waiting) // (others + 1))
 
 
 def in_turns(requests: list[W]) -> list[W]:
-    """Returns requests in an order in which their owners take turns; those of each owner stay in their order."""
+    """Orders requests so that their owners take turns; those of each owner stay in their order."""
     shares, turns = Shares(), list[int]()
     for request in requests:
         turns.append(shares.get(request.owner, 0))
@@ -212,7 +207,6 @@ class RequestQueue(Generic[W]):
         return self.size
 
     def rows(self, key: Hashable) -> int:
-        """Returns how many rows the waiting requests with this batching key have together."""
         return self._rows.get(key, 0)
 
     @property
@@ -223,8 +217,7 @@ class RequestQueue(Generic[W]):
     def push(self, request: W) -> Replacement[W] | None:
         """Appends a request, or puts it into the place of the waiting request with the same replace key.
 
-        Returns: the discarded request and the newer one, if two had the same replace key; else None. ``request`` itself is
-        discarded if the waiting one arrived later.
+        Returns which of these two was discarded: ``request`` itself if the waiting one arrived later.
         Raises: Unavailable: the queue is full; then nothing has changed.
         """
         if request.replace_key or self._rules.replaces:
@@ -249,7 +242,7 @@ class RequestQueue(Generic[W]):
         return 0 < most <= waiting and not self._shares.below(owner, waiting, most)
 
     def _append(self, request: W, number: int) -> None:
-        """Inserts a request into a line (requests of one level) as the last of its owner."""
+        """Inserts a request into a line as the last of its owner."""
         last, owner = self._last, request.owner
         if owner not in last and len(last) > 2 * len(self._shares) + 64:
             # Who has nothing waiting and is not ahead of the others begins like one that was never there.
@@ -284,10 +277,7 @@ class RequestQueue(Generic[W]):
         newer.sequence, newer.since_ns = older.sequence, older.since_ns
 
     def _insert_in_order(self, request: W, number: int) -> None:
-        """Inserts a request into a line (requests of one level), before those of its key and owner with a higher ``sequence``.
-
-        ``number``: of the line: 2 * (level - 1) for a level's requests that are on time, one more for its late ones.
-        """
+        """Inserts a request into a line, before those of its key and owner with a higher ``sequence``."""
         self._insert(request, number)
         self._last[request.owner] = max(self._last.get(request.owner, 0), request.sequence)
         waiting = self._lines[number][request.key][request.owner]
@@ -297,8 +287,8 @@ class RequestQueue(Generic[W]):
     def restore(self, requests: list[W]) -> list[Replacement[W]]:
         """Puts requests that were taken but could not run back into the queue, ahead of later ones, even if the queue is full.
 
-        ``requests`` are in the order of their arrival, and older than all waiting requests of their batching keys. Returns the
-        requests that were discarded because a newer one has their replace key; the newer one has their place.
+        ``requests`` are in the order of their arrival, and older than all waiting requests of their keys. Returns what was
+        discarded because a newer request has the replace key; the newer one has the place.
         """
         replacements: list[Replacement[W]] = []
         for request in reversed(requests):
@@ -338,14 +328,12 @@ class RequestQueue(Generic[W]):
     @staticmethod
     def _expiry(request: W, policy: QueuePolicy) -> int:
         timeout = policy.timeout_ns
-        if not timeout and not request.deadline_ns:
-            return 0
+        if not timeout:
+            return request.deadline_ns
         if policy.allow_override and 0 < request.timeout_ns < timeout:
             timeout = request.timeout_ns
-        moments = [request.arrived_ns + timeout] if timeout else []
-        if request.deadline_ns:
-            moments.append(request.deadline_ns)
-        return min(moments, default=0)
+        late_ns = request.arrived_ns + timeout
+        return min(late_ns, request.deadline_ns or late_ns)
 
     def head(self) -> W | None:
         """Returns the request that is to run next, without removing it, or None if none waits."""
@@ -359,20 +347,14 @@ class RequestQueue(Generic[W]):
         return None
 
     def waiting(self, key: Hashable) -> Iterator[W]:
-        """Iterates over the waiting requests with this batching key in the order in which ``take`` removes them.
-
-        The queue must not change meanwhile.
-        """
+        """Iterates over the waiting requests of a key in the order of ``take``. The queue must not change meanwhile."""
         for number in self._order:
             owners = self._lines[number].get(key)
             if owners is not None:
                 yield from _in_order(owners)
 
     def oldest_ns(self, key: Hashable) -> int:
-        """Returns the earliest time (ns) since which a request with this batching key, or one that it replaced, has waited.
-
-        At least one such request must wait.
-        """
+        """Returns since when the oldest request of a key, or one that it replaced, has waited. At least one must wait."""
         found = [line[key] for line in self._lines.values() if key in line]
         return min(_first(waiting).since_ns for owners in found for waiting in owners.values())
 
@@ -410,7 +392,7 @@ class RequestQueue(Generic[W]):
         return taken
 
     def remove(self, request: W) -> bool:
-        """Removes a request from the queue. Returns whether it was there."""
+        """Returns whether the request was there."""
         if request.line < 0:
             return False
         number = request.line
@@ -438,7 +420,7 @@ class RequestQueue(Generic[W]):
         self._shares.leave(owner)
 
     def _forget_taken(self) -> None:
-        """Removes requests that no longer wait from the front of the heap of expiries, so that their memory is freed."""
+        """Removes requests that no longer wait from the front of the heap of expiries, which frees their memory."""
         expiries = self.expiries
         while expiries and expiries[0][3].line < 0:
             heapq.heappop(expiries)
@@ -467,7 +449,7 @@ class RequestQueue(Generic[W]):
         return [request for each in owners for waiting in each.values() for request in waiting.values()]
 
     def _forget(self, request: W) -> None:
-        """Removes a request that has left the queue from the table of replace keys, so that no later request replaces it."""
+        """Removes a request that has left the queue from the table of replace keys."""
         if self._replaceable.get(request.replace_key) is request:
             del self._replaceable[request.replace_key]
 
@@ -498,10 +480,7 @@ class RequestQueue(Generic[W]):
             waiting.move_to_end(request.sequence, last=False)
 
     def _end(self, number: int, line: dict[Hashable, _Waiters[W]], key: Hashable) -> None:
-        """Removes a batching key without requests from a line (requests of one level), and the line if empty and not line 0.
-
-        ``number``: of the line (``line``): 2 * (level - 1) for a level's requests that are on time, one more for its late ones.
-        """
+        """Removes a key without requests from a line, and the line if it is empty and not line 0."""
         del line[key]
         if not line and number:
             del self._lines[number]
@@ -574,7 +553,7 @@ def _sequence(request: Waiting) -> int:
 class ParkedRequests(Generic[W]):
     """Holds, in order, requests of equal shapes that wait until a program for these shapes is compiled.
 
-    Of requests with the same replace key (set by clients: a newer one makes older ones obsolete) it holds only the newest.
+    Of requests with the same replace key it holds only the newest.
     """
 
     def __init__(self, rules: QueueRules) -> None:
@@ -589,10 +568,8 @@ class ParkedRequests(Generic[W]):
         return len(self.requests)
 
     def add(self, request: W) -> Replacement[W] | None:
-        """Appends a request that has just arrived, or puts it into the place of the one with the same replace key.
+        """Adds a request that has just arrived, as ``RequestQueue.push`` does.
 
-        Returns: the discarded request and the newer one, if two had the same replace key; else None. ``request`` itself is
-        discarded if the other one arrived later.
         Raises: Unavailable: as many requests are held as may wait in the queue.
         """
         at = self._at.get(request.replace_key)
@@ -605,7 +582,7 @@ class ParkedRequests(Generic[W]):
         return None
 
     def extend(self, batch: Iterable[W]) -> list[Replacement[W]]:
-        """Adds requests taken from the queue, however many. Returns those that newer ones of the same replace key replaced."""
+        """Adds requests taken from the queue, however many. Returns what newer ones of the same replace key replaced."""
         replacements: list[Replacement[W]] = []
         for request in batch:
             at = self._at.get(request.replace_key)

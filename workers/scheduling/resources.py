@@ -42,9 +42,7 @@ class Resources(Generic[A]):
     _used: dict[str, int] = field(default_factory=dict)
 
     def add(self, asker: A, needs: Mapping[str, int], priority: int = 0) -> None:
-        """Adds an instance. ``needs``: resource -> count.
-
-        ``priority``: as how many turns each of its runs counts (0: one); those with the fewest turns get resources first.
+        """Adds an instance. ``priority``: as how many turns each of its runs counts; those with the fewest go first.
 
         Raises InvalidArgument: the instance needs more of a resource than the device has.
         """
@@ -59,21 +57,14 @@ class Resources(Generic[A]):
         self._askers[asker] = _Asker(needs, max(1, priority), least)
 
     def remove(self, asker: A) -> list[A]:
-        """Removes an instance and frees its resources.
-
-        Returns the waiting instances that may run now, which hold their resources from now on.
-        """
+        """Removes an instance and frees its resources. Returns what ``give_back`` returns."""
         self._waiting.pop(asker, None)
         granted = self.give_back(asker)
         del self._askers[asker]
         return granted
 
     def ask(self, asker: A) -> bool:
-        """Asks for the resources of an instance that wants to run.
-
-        Returns whether it holds them now; False: it waits until ``give_back``, ``withdraw`` or ``remove`` of another instance
-        returns it.
-        """
+        """Returns whether an instance that wants to run holds its resources now; False: it waits for them."""
         self._waiting[asker] = None
         return asker in self._grant()
 
@@ -82,10 +73,7 @@ class Resources(Generic[A]):
         return asker in self._running
 
     def withdraw(self, asker: A) -> list[A]:
-        """Ends an instance's wait, because it has nothing to run any more.
-
-        Returns the waiting instances that may run now, which hold their resources from now on.
-        """
+        """Ends an instance's wait, because it has nothing to run any more. Returns what ``give_back`` returns."""
         self._waiting.pop(asker, None)
         self._askers[asker].passed = 0
         return self._grant()

@@ -38,7 +38,7 @@ class Slot(NamedTuple):
 
 
 class Sequenced(Waiting):
-    """The fields of a request to a model with sequences that the scheduler needs."""
+    """The fields that the scheduler needs of a request to a model with sequences."""
 
     __slots__ = ("controls", "live", "slot")
 
@@ -56,7 +56,7 @@ S = TypeVar("S", bound=Sequenced)
 
 @dataclass(slots=True, eq=False, repr=False)
 class LiveSequence(Generic[S]):
-    """A sequence (requests of one correlation id), from its first request until it has run and its slot is free again."""
+    """A sequence, from its first request until it has run and its slot is free again."""
 
     correlation_id: int | str
     #: Tells sequences of one id apart; a later one has a higher number.
@@ -97,24 +97,18 @@ def state_lost(correlation_id: int | str, model: str) -> Unavailable:
 
 
 class IterativeIds:
-    """Generates correlation ids for requests to an iterative model version that have none.
-
-    An iterative model (Triton's term) may ask to run a request again, so each of its requests is a sequence.
-    """
+    """Generates correlation ids for requests to an iterative model: one that may ask to run a request again."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
 
     def first_round(self, controls: Controls) -> Controls:
-        """Returns the sequence controls for a request's first run: a new id and START if the client gave no id, and never END."""
+        """Returns the controls for a request's first run: a new id and START if the client gave no id, and never END."""
         if not controls.correlation_id:
             return Controls(next(self._numbers), True, False)
         return controls._replace(end=False)
 
     @staticmethod
     def next_round(controls: Controls) -> Controls:
-        """Returns the sequence controls for a further run of a request that its model asked for: the same without START."""
+        """Returns the controls for a further run that the model asked for: without START."""
         return controls._replace(start=False)
-
-    def __repr__(self) -> str:
-        return f"<IterativeIds {self._numbers!r}>"

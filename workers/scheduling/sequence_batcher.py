@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SequenceBatcher(Planner[S]):
-    """Plans which requests of sequences of one model version run together, on which instance, and when; a ``Planner``."""
+    """Plans which requests of sequences of one model version run together, on which instance, and when."""
 
     def __init__(
         self,
@@ -58,36 +58,23 @@ class SequenceBatcher(Planner[S]):
             self._look(live)
 
     def cancelled(self, request: S) -> list[tuple[S, ServingError]]:
-        """Cancels a waiting request and its sequence. Returns all requests that will not run now, each with its error."""
         return self._lose(request, Cancelled()) if request.line >= 0 else []
 
     def done(self, requests: Iterable[S], now_ns: int) -> None:
-        """Marks requests as run, successfully or not, so that the next requests of their sequences may run."""
         for request in requests:
             self._look(self.table.done(request, now_ns))
 
     def restore(self, requests: Iterable[S], now_ns: int) -> list[tuple[S, ServingError]]:
-        """Queues requests again that were taken but could not run.
-
-        Returns those whose sequences were cancelled, each with its error.
-        """
         lost = [request for request in requests if not self._put_back(request, now_ns)]
         return [(request, _cancelled(request)) for request in lost]
 
     def dropped(self, request: S, now_ns: int) -> list[tuple[S, ServingError]]:
-        """Ends the sequence of a request that was taken and will never run.
-
-        Returns the sequence's waiting requests, each with its error; not the request itself.
-        """
         answers = [] if request.live.cancelled else self._lose(request, _cancelled(request))
         self.done([request], now_ns)
         return answers
 
     def tick(self, now_ns: int) -> list[tuple[S, ServingError]]:
-        """Ends sequences that got no request for too long, and those of which a request waited too long.
-
-        Returns the requests that fail by that, each with its error.
-        """
+        """Ends sequences that got no request for too long, and those of which a request waited too long."""
         for live in self.table.close_idle(now_ns):
             self._look(live)
         answers: list[tuple[S, ServingError]] = []
@@ -117,10 +104,7 @@ class SequenceBatcher(Planner[S]):
         return True
 
     def _look(self, live: LiveSequence[S] | None) -> None:
-        """Lets the next batches include a sequence's first waiting request, if that may run now.
-
-        ``live``: None: nothing is done.
-        """
+        """Lets the next batches include a sequence's first waiting request, if that may run now."""
         if live is not None and live.ready and live.slot is not None:
             if self._attach is not None:
                 self._attach(live.waiting[0])
@@ -151,14 +135,10 @@ class SequenceBatcher(Planner[S]):
         return self.table.next_tick_ns
 
     def due_ns(self, instance: int = 0) -> int | None:
-        """Returns when an instance's next batch should run, or None while none of its sequences is ready."""
         return self._strategies[instance].due_ns()
 
     def take(self, now_ns: int, instance: int = 0) -> list[S]:
-        """Removes and returns the requests of a free instance's next batch; empty if no batch is due.
-
-        Each returned request has its ``slot`` set; with Triton's strategy "direct" they are in the order of their slots.
-        """
+        """Each returned request has its ``slot`` set; with Triton's strategy "direct" they are in the order of their slots."""
         return [self.table.take(request.live) for request in self._strategies[instance].take(now_ns)]
 
     def limit(self, key: Hashable, rows: int) -> None:
@@ -181,11 +161,9 @@ class SequenceBatcher(Planner[S]):
         self._look(self.table.close(correlation_id))
 
     def close_client(self, client: int, correlation_id: int | str | None = None) -> None:
-        """Ends sequences whose last request came on a client's connection; their waiting requests still run.
+        """Ends sequences whose last request came on a client's lane; their waiting requests still run.
 
-        Args:
-          client: the number of the client's lane.
-          correlation_id: the sequence's id; None: the connection has ended, and all of its sequences with it.
+        ``correlation_id``: of the only one to end; None: the lane has ended, and all of its sequences with it.
         """
         for live in [live for live in self.table.sequences() if live.client == client and not live.closed]:
             if correlation_id is None or live.correlation_id == correlation_id:

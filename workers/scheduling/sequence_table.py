@@ -32,10 +32,7 @@ TIMED_OUT = "timeout of the corresponding sequence has been expired"
 
 
 class Expiries(Generic[S]):
-    """The deadlines and queue timeouts of all requests in one ``SequenceTable``; ``next`` finds the requests whose time is up.
-
-    A deadline of a request that no longer waits is removed when it is reached, or once there are many of that kind.
-    """
+    """The deadlines and queue timeouts of all requests in one ``SequenceTable``; outdated ones are removed now and then."""
 
     def __init__(self) -> None:
         #: (when, number, request): the first is the earliest.
@@ -43,10 +40,7 @@ class Expiries(Generic[S]):
         self._number = 0
 
     def watch(self, request: S, waiting: int) -> None:
-        """Adds a request's deadline and, if its sequence has no slot, its queue timeout.
-
-        ``waiting``: how many requests of the table wait; where the entries far outnumber them, outdated ones are removed.
-        """
+        """Adds a request's deadline and, if its sequence has no slot, its queue timeout. ``waiting``: how many requests wait."""
         moments = [request.deadline_ns] if request.deadline_ns else []
         if request.timeout_ns and request.live.slot is None:
             moments.append(request.arrived_ns + request.timeout_ns)
@@ -58,10 +52,7 @@ class Expiries(Generic[S]):
             heapq.heapify(self._moments)
 
     def next(self, now_ns: int) -> tuple[S, ServingError] | None:
-        """Removes and returns one request whose time is up, with its error; None: there is none.
-
-        The caller has to cancel the request's sequence.
-        """
+        """Removes and returns one request whose time is up, with its error. The caller has to cancel the request's sequence."""
         while self._moments and self._moments[0][0] <= now_ns:
             _, _, request = heapq.heappop(self._moments)
             if request.line < 0:
@@ -88,13 +79,12 @@ class Expiries(Generic[S]):
 
 
 class Slots:
-    """Allocates slots, in which sequences of one model version run, over all of its instances, and frees them again.
+    """Allocates slots, in which sequences run, over all instances of a model version, and frees them again.
 
     There may be more slots than memory could list, so only those that were ever used are listed.
     """
 
     def __init__(self, of_each: int, instances: int) -> None:
-        """Creates ``of_each`` free slots for each of ``instances`` instances."""
         self._instances = instances
         #: How many slots there are, and how many are free.
         self.count = self.free = of_each * instances
@@ -103,7 +93,7 @@ class Slots:
         self._fresh = 0
 
     def take(self) -> Slot:
-        """Marks the lowest free slot as used and returns it; the caller must know (``free``) that there is one."""
+        """Marks the lowest free slot as used and returns it; ``free`` must not be 0."""
         self.free -= 1
         # Whatever was used before is lower than what never was.
         if self._freed:
@@ -113,7 +103,6 @@ class Slots:
         return Slot(number, instance)
 
     def give_back(self, slot: Slot) -> None:
-        """Marks a slot that ``take`` returned as free again."""
         self.free += 1
         heapq.heappush(self._freed, slot)
 
@@ -143,10 +132,7 @@ class SequenceRules:
 
 
 class SequenceTable(Generic[S]):
-    """Holds the live sequences of one model version: those with a slot, and in order those that wait for one (the backlog).
-
-    One thread uses it.
-    """
+    """Holds the live sequences of one model version: those with a slot, and in order those that wait for one (the backlog)."""
 
     def __init__(self, model: str, rules: SequenceRules, instances: int, events: RegisteredSequences) -> None:
         self.model = model
@@ -187,7 +173,7 @@ class SequenceTable(Generic[S]):
         return len(self._backlog)
 
     def with_slot(self, now_ns: int) -> int:
-        """Returns how many sequences have a slot, not counting those that were silent too long and are still to be ended."""
+        """Returns how many sequences have a slot, without those that were silent too long and are still to be ended."""
         silent = 0
         for since_ns in self._idle.values():
             if since_ns + self._rules.idle_ns > now_ns:
@@ -209,8 +195,7 @@ class SequenceTable(Generic[S]):
     def admit(self, request: S) -> LiveSequence[S]:
         """Queues a request in its sequence, or in a new one if it has START. Returns the sequence, which may be ready to run now.
 
-        Raises: InvalidArgument: the request fits no sequence; Unavailable: there is no room, the worker is about to end, or the
-        sequence's state was lost. Then the request is not queued.
+        Raises what ``SequenceBatcher.arrived`` raises.
         """
         correlation_id, start, end = request.controls
         if request.rows > 1:
@@ -266,11 +251,7 @@ class SequenceTable(Generic[S]):
     # ------------------------------------------------------------------------------------------- running without waiting
 
     def run_now(self, asked: Iterable[Asked]) -> list[LiveSequence[S]]:
-        """Begins to run requests together, if no other requests wait: it does what ``admit`` and ``take`` would do for each.
-
-        Returns the sequences of the requests that begin, in the order of ``asked`` (correlation id, START, END). It stops before
-        the first request that has to wait or is to be refused (``admit`` raises the reason).
-        """
+        """Does what ``admit`` and ``take`` would do for each request, as ``SequenceBatcher.run_now`` says."""
         chosen: list[LiveSequence[S]] = []
         if self._waiting or self._lost or self._rules.iterative:
             return chosen
@@ -291,10 +272,7 @@ class SequenceTable(Generic[S]):
         return chosen
 
     def have_run(self, chosen: Iterable[LiveSequence[S]], now_ns: int) -> None:
-        """Notes that the requests that ``run_now`` began have ended, successfully or not: their sequences' next ones may run.
-
-        ``chosen``: what ``run_now`` returned. ``now_ns``: since when the sequences are idle.
-        """
+        """Notes that the requests of the sequences that ``run_now`` returned have ended, successfully or not."""
         idle = self._idle
         for live in chosen:
             live.running = False
@@ -334,8 +312,7 @@ class SequenceTable(Generic[S]):
     def done(self, request: S, now_ns: int) -> LiveSequence[S] | None:
         """Marks a request as run.
 
-        Returns the sequence that becomes ready to run by that: the request's own, or the first of those that wait for a slot;
-        None: none becomes ready.
+        Returns the sequence that becomes ready by that: the request's own, or the first of those that wait for a slot; or None.
         """
         live = request.live
         live.running = False
@@ -347,9 +324,9 @@ class SequenceTable(Generic[S]):
         return None
 
     def restore(self, request: S) -> LiveSequence[S] | None:
-        """Queues a request again that was taken and could not run, as the first of its sequence.
+        """Queues a request again that was taken and could not run, as the first of its sequence, and returns the sequence.
 
-        Returns the sequence; None: it was cancelled, so the request is not queued and the caller has to call ``done`` for it.
+        None: it was cancelled, so the request is not queued and the caller has to call ``done`` for it.
         """
         live = request.live
         if live.cancelled:
@@ -363,10 +340,7 @@ class SequenceTable(Generic[S]):
         return live
 
     def _free(self, live: LiveSequence[S]) -> LiveSequence[S] | None:
-        """Ends a sequence with a slot and gives the slot to the first sequence that waits for one (the backlog's first).
-
-        Returns the sequence that has got the slot; None: none waits.
-        """
+        """Ends a sequence with a slot. Returns the first of the backlog, which gets the slot, or None."""
         slot = live.slot
         assert slot is not None
         del self._holders[slot]
@@ -380,10 +354,7 @@ class SequenceTable(Generic[S]):
         return first
 
     def hold(self, live: LiveSequence[S], parameters: object | None) -> None:
-        """Sets the parameters that a sequence's later requests run with.
-
-        None: always the newest of the parameter set ``main``.
-        """
+        """Sets the parameters that a sequence's later requests run with; None: always the newest of the set ``main``."""
         self.holding += (parameters is not None) - (live.parameters is not None)
         live.parameters = parameters
 
@@ -402,8 +373,8 @@ class SequenceTable(Generic[S]):
     def cancel(self, live: LiveSequence[S]) -> tuple[list[S], LiveSequence[S] | None]:
         """Ends a sequence, because one of its requests was cancelled, has failed or has expired.
 
-        Returns the sequence's waiting requests, which it no longer holds, and the sequence that gets its slot now; None: none
-        does, also if a request of the ended sequence still runs.
+        Returns its waiting requests, which it no longer holds, and the sequence that gets its slot now: None if none does, or if
+        a request of the ended sequence still runs.
         """
         refused = list(live.waiting)
         live.waiting.clear()
@@ -430,10 +401,7 @@ class SequenceTable(Generic[S]):
             del self._lost[next(iter(self._lost))]
 
     def close(self, correlation_id: int | str) -> LiveSequence[S] | None:
-        """Ends the sequence of an id, if any, once its waiting requests have run: now, if it is idle.
-
-        Returns the sequence that gets its slot now; None: none does.
-        """
+        """Ends the sequence of an id once its waiting requests have run. Returns the sequence that gets its slot now, or None."""
         live = self._live.get(correlation_id)
         return None if live is None else self._close(live)
 
@@ -442,10 +410,7 @@ class SequenceTable(Generic[S]):
         return self._free(live) if self._idle.pop(live, None) is not None else None
 
     def close_idle(self, now_ns: int | None = None) -> list[LiveSequence[S]]:
-        """Ends idle sequences that got no request for too long before ``now_ns``; None: all idle ones.
-
-        Returns the sequences that waited for slots, get these slots and may run now.
-        """
+        """Ends sequences that got no request for too long; None: all idle ones. Returns those that get their slots."""
         ready: list[LiveSequence[S]] = []
         while self._idle:
             live, since_ns = next(iter(self._idle.items()))

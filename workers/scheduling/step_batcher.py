@@ -31,7 +31,7 @@ EMITS, FINISHED = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class StepRules:
-    """The limits of a version of a stepped model (one that runs requests in slots, step by step): slots, steps, insertions."""
+    """The limits of a version of a stepped model: slots, steps, insertions."""
 
     #: Requests that take part in steps at a time.
     slots: int
@@ -45,7 +45,7 @@ class StepRules:
 
 @dataclass(slots=True, eq=False)
 class SlotHolder(Generic[W]):
-    """A request that has a slot of a stepped model (which runs requests step by step), and the number of its steps so far."""
+    """A request that has a slot, and the number of its steps so far."""
 
     request: W
     number: int
@@ -111,10 +111,6 @@ class StepBatcher(QueuePlanner[W]):
     # ---------------------------------------------------------------------------------------------------------- waiting
 
     def cancelled(self, request: W) -> list[tuple[W, ServingError]]:
-        """Cancels a request.
-
-        Returns it with its error if it waited; if it has a slot, frees the slot and returns an empty list.
-        """
         refused = super().cancelled(request)
         if not refused:
             self._leave(request)
@@ -126,7 +122,6 @@ class StepBatcher(QueuePlanner[W]):
         return bool(self._holders) or self._on_their_way > 0
 
     def due_ns(self, instance: int = 0) -> int | None:
-        """Returns when the next requests should get slots, or None while none waits or no slot is free."""
         head = self._queue.head() if self._queue.size and self._free else None
         return None if head is None else head.since_ns
 
@@ -147,23 +142,15 @@ class StepBatcher(QueuePlanner[W]):
         return taken
 
     def done(self, requests: Iterable[W], now_ns: int) -> None:
-        """Frees the slots of requests that have ended, successfully or not."""
         for request in requests:
             self._leave(request)
 
     def dropped(self, request: W, now_ns: int) -> list[tuple[W, ServingError]]:
-        """Frees the slot of a request that will take part in no further step.
-
-        Returns an empty list, because no other request fails.
-        """
+        """Frees the slot of a request that will take part in no further step; no other request fails."""
         self._leave(request)
         return []
 
     def restore(self, requests: list[W], now_ns: int) -> list[tuple[W, ServingError]]:
-        """Frees the slots of requests that could not be inserted there, and queues the requests again.
-
-        Returns those that newer ones replace, each with its error.
-        """
         self.done(requests, now_ns)
         return super().restore(requests, now_ns)
 
@@ -208,10 +195,7 @@ class StepBatcher(QueuePlanner[W]):
             self._masked -= {holder.number}
 
     def step(self) -> Step[W] | None:
-        """Begins the next step and returns it.
-
-        None: no request takes part, or as many steps as allowed (``AHEAD``) were begun whose results have not been read.
-        """
+        """Begins the next step and returns it; None: no request takes part, or ``AHEAD`` steps are on their way."""
         if self._on_their_way >= AHEAD:
             return None
         self._room = self._rules.inserts_per_step
@@ -233,7 +217,7 @@ class StepBatcher(QueuePlanner[W]):
     def inserted(self, requests: Sequence[W], says: Sequence[int]) -> list[SlotAnswer[W]]:
         """Returns the answers to send after requests were inserted into slots, and frees the slots of those that are over.
 
-        ``says``: for each request the flags EMITS (it gets outputs) and FINISHED (it is over), or'ed.
+        ``says``: for each request the flags EMITS and FINISHED, or'ed.
         """
         answers: list[SlotAnswer[W]] = []
         for row, (request, said) in enumerate(zip(requests, says, strict=False)):
@@ -247,7 +231,7 @@ class StepBatcher(QueuePlanner[W]):
         """Makes answers from the result flags of a step, the oldest on the device, and frees the slots of requests that are over.
 
         Args:
-          says: for each slot the flags EMITS (its request gets outputs) and FINISHED (it is over), or'ed.
+          says: for each slot the flags EMITS and FINISHED, or'ed.
           joined: for each slot whether its request is answered together with others; empty: none is.
         Returns: the answers to send; and, not among these, the slots of joined requests that get outputs and go on.
         """
