@@ -54,11 +54,6 @@ typedef struct {
 } exchange_t;
 
 PyObject *spin_type;
-/* Names of attributes. */
-static struct {
-    PyObject *advance, *answer, *begun, *cancel, *closing, *closures, *contents, *final, *known_closures, *parameters, *places, *plan, *prepared, *promote,
-        *segments, *spin, *timeout_ms, *times, *version;
-} name;
 
 /* Returns the truth of an attribute; -1 with an exception. */
 static int is_true(PyObject *object, PyObject *attribute) {
@@ -97,10 +92,10 @@ static int may_send(const exchange_t *self) {
     PyObject *const *object = self->object;
     if (PyDict_Size(object[QUEUED]) || PyDict_Size(object[IN_FLIGHT]) >= self->most || PyList_Size(object[OUTGOING]) || PyObject_Size(object[BACKLOG]) || PyObject_Size(object[RELEASES]))
         return 0;
-    int is = is_true(object[SOCKET], name.closing);
+    int is = is_true(object[SOCKET], attr.closing);
     if (is == 0)
         is = truth(object[LOCKED], NULL);
-    return is ? (is < 0 ? -1 : 0) : is_same(object[LANE], name.known_closures, object[MEMORY], name.closures);
+    return is ? (is < 0 ? -1 : 0) : is_same(object[LANE], attr.known_closures, object[MEMORY], attr.closures);
 }
 
 /* Has a receive end after the time that is left, or before: as LaneSocket.limit_wait does. Not 0: there is an exception. */
@@ -111,7 +106,7 @@ static int set_timeout(const exchange_t *self, uint64_t left_ns) {
         for (milliseconds = 1; left > 1; left >>= 1)
             milliseconds <<= 1;
     }
-    PyObject *has = PyObject_GetAttr(self->object[SOCKET], name.timeout_ms);
+    PyObject *has = PyObject_GetAttr(self->object[SOCKET], attr.timeout_ms);
     long found = has == NULL ? -1 : PyLong_AsLong(has);
     Py_XDECREF(has);
     if (found == milliseconds || PyErr_Occurred())
@@ -122,7 +117,7 @@ static int set_timeout(const exchange_t *self, uint64_t left_ns) {
         return -1;
     }
     PyObject *said = PyLong_FromLong(milliseconds);
-    int wrong = said == NULL || PyObject_SetAttr(self->object[SOCKET], name.timeout_ms, said);
+    int wrong = said == NULL || PyObject_SetAttr(self->object[SOCKET], attr.timeout_ms, said);
     Py_XDECREF(said);
     return wrong;
 }
@@ -146,8 +141,8 @@ static void put_deadline(tensord__writer *to, Py_ssize_t own_size, uint64_t dead
 
 /* Writes the datagram of a request. Returns whether it can be sent by itself; -1 with an exception. ``deadline``: in monotonic ns; 0: none. */
 static int write_request(const exchange_t *self, PyObject *placed, PyObject *own, uint64_t id, uint64_t deadline, tensord__writer *to) {
-    PyObject *prepared = PyObject_GetAttr(placed, name.prepared), *number = NULL;
-    PyObject *contents = PyObject_GetAttr(placed, name.contents), *segments = PyObject_GetAttr(placed, name.segments);
+    PyObject *prepared = PyObject_GetAttr(placed, attr.prepared), *number = NULL;
+    PyObject *contents = PyObject_GetAttr(placed, attr.contents), *segments = PyObject_GetAttr(placed, attr.segments);
     int is = prepared == NULL || contents == NULL || segments == NULL ? -1 : 1;
     if (is > 0) {
         number = PyDict_GetItemWithError(self->object[NUMBERS], prepared);
@@ -196,7 +191,7 @@ static PyObject *send_request(const exchange_t *self, PyObject *placed, PyObject
 
 /* Receives, without the interpreter's lock. Returns as recvmsg; -1 with EINTR: there is an exception. */
 static ssize_t receive(const exchange_t *self, struct msghdr *message) {
-    spin_t *spin = (spin_t *)PyObject_GetAttr(self->object[SOCKET], name.spin);
+    spin_t *spin = (spin_t *)PyObject_GetAttr(self->object[SOCKET], attr.spin);
     size_t room = message->msg_controllen;
     ssize_t size = -1;
     int failure = EINTR;
@@ -247,14 +242,14 @@ static PyObject *read_answer(const exchange_t *self, const struct msghdr *messag
     PyObject *kind = answer->numbered ? find_prepared(self->object[KNOWN], answer->number) : prepared_of(&answer->prepared, self->object[PREPARED]);
     if (kind == NULL)
         PyErr_Clear(); /* Python judges it. */
-    else if (is_true(kind, name.final) <= 0)
+    else if (is_true(kind, attr.final) <= 0)
         Py_CLEAR(kind);
     return kind;
 }
 
 /* Adds all outputs to an answer. Returns whether they are numbers in its record, or in the caller's places; -1 with an exception. */
 static int put_outputs(PyObject *made, tensord__answer *answer, PyObject *kind, PyObject *call) {
-    PyObject *plan = PyObject_GetAttr(kind, name.plan), *places = plan == NULL ? NULL : PyObject_GetAttr(call, name.places);
+    PyObject *plan = PyObject_GetAttr(kind, attr.plan), *places = plan == NULL ? NULL : PyObject_GetAttr(call, attr.places);
     int is = places == NULL ? -1 : PyTuple_Size(plan) > 0;
     uint64_t left = answer->count;
     for (Py_ssize_t i = 0; is > 0 && i < PyTuple_Size(plan); i++) {
@@ -283,7 +278,7 @@ static int copy_attribute(PyObject *from, PyObject *to, PyObject *attribute) {
 /* Returns the Answer of an answer, but for its times; NULL: Python has to make it, or there is an exception. It is the one of the last answer
  * where that was of the same kind, and has nothing of its own. */
 static PyObject *made_of(const exchange_t *self, tensord__answer *answer, PyObject *kind, PyObject *call, PyObject *placed) {
-    PyObject *kept = PyObject_GetAttr(placed, name.answer), *made = NULL;
+    PyObject *kept = PyObject_GetAttr(placed, attr.answer), *made = NULL;
     if (kept != NULL && kept != Py_None && PyTuple_GetItem(kept, 0) == kind) {
         made = PyTuple_GetItem(kept, 1);
         Py_INCREF(made);
@@ -292,12 +287,12 @@ static PyObject *made_of(const exchange_t *self, tensord__answer *answer, PyObje
     if (made != NULL || PyErr_Occurred())
         return made;
     made = PyObject_CallFunctionObjArgs(self->object[ANSWER], NULL);
-    if (made == NULL || put_outputs(made, answer, kind, call) <= 0 || copy_attribute(kind, made, name.version) ||
-        copy_attribute(kind, made, name.parameters))
+    if (made == NULL || put_outputs(made, answer, kind, call) <= 0 || copy_attribute(kind, made, attr.version) ||
+        copy_attribute(kind, made, attr.parameters))
         Py_CLEAR(made);
     if (made != NULL && answer->count == 0) {
         kept = PyTuple_Pack(2, kind, made);
-        if (kept == NULL || PyObject_SetAttr(placed, name.answer, kept))
+        if (kept == NULL || PyObject_SetAttr(placed, attr.answer, kept))
             Py_CLEAR(made);
         Py_XDECREF(kept);
     }
@@ -307,7 +302,7 @@ static PyObject *made_of(const exchange_t *self, tensord__answer *answer, PyObje
 /* Sets an answer's times. Not 0: there is an exception. */
 static int put_times(PyObject *made, const tensord__answer *answer) {
     PyObject *times = answer->has_timing ? uints_of(answer->timing, 3) : (Py_INCREF(Py_None), Py_None);
-    int wrong = times == NULL || PyObject_SetAttr(made, name.times, times);
+    int wrong = times == NULL || PyObject_SetAttr(made, attr.times, times);
     Py_XDECREF(times);
     return wrong;
 }
@@ -321,9 +316,9 @@ static int end_reading(const exchange_t *self) {
     int wrong = released == NULL;
     Py_XDECREF(released);
     if (PyObject_Size(object[FOLLOWERS]))
-        wrong |= told(object[LANE], name.promote);
+        wrong |= told(object[LANE], attr.promote);
     if (PyDict_Size(object[QUEUED]))
-        wrong |= told(object[LANE], name.advance);
+        wrong |= told(object[LANE], attr.advance);
     if (type != NULL)
         PyErr_Restore(type, value, traceback);
     return wrong || type != NULL;
@@ -331,7 +326,7 @@ static int end_reading(const exchange_t *self) {
 
 /* Makes the object of a request that Python has to go on with. Returns it; NULL with an exception. */
 static PyObject *begin(const exchange_t *self, PyObject *sender, PyObject *call, PyObject *placed, PyObject *key) {
-    PyObject *request = PyObject_CallMethodObjArgs(sender, name.begun, call, placed, self->object[LANE], key, NULL);
+    PyObject *request = PyObject_CallMethodObjArgs(sender, attr.begun, call, placed, self->object[LANE], key, NULL);
     if (request != NULL && PyDict_SetItem(self->object[IN_FLIGHT], key, request))
         Py_CLEAR(request);
     return request;
@@ -342,7 +337,7 @@ static void leave(const exchange_t *self, PyObject *sender, PyObject *call, PyOb
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     PyObject *request = begin(self, sender, call, placed, key);
-    if (request == NULL || told(request, name.cancel))
+    if (request == NULL || told(request, attr.cancel))
         PyErr_Clear();
     Py_XDECREF(request);
     PyErr_Restore(type, value, traceback);
@@ -484,32 +479,3 @@ static PyType_Slot slots[] = {
 };
 
 PyType_Spec exchange_spec = {"tensord_client._lane.Exchange", sizeof(exchange_t), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots};
-
-int exchange_names(void) {
-    static const struct {
-        PyObject **name;
-        const char *text;
-    } names[] = {{&name.advance, "advance"},
-                 {&name.answer, "answer"},
-                 {&name.begun, "begun"},
-                 {&name.cancel, "cancel"},
-                 {&name.closing, "closing"},
-                 {&name.closures, "closures"},
-                 {&name.contents, "contents"},
-                 {&name.final, "final"},
-                 {&name.known_closures, "known_closures"},
-                 {&name.parameters, "parameters"},
-                 {&name.places, "places"},
-                 {&name.plan, "plan"},
-                 {&name.prepared, "prepared"},
-                 {&name.promote, "promote"},
-                 {&name.segments, "segments"},
-                 {&name.spin, "spin"},
-                 {&name.timeout_ms, "timeout_ms"},
-                 {&name.times, "times"},
-                 {&name.version, "version"}};
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-        if ((*names[i].name = PyUnicode_InternFromString(names[i].text)) == NULL)
-            return -1;
-    return 0;
-}

@@ -7,8 +7,7 @@
 /* The most leases in one record, so that it fits into a datagram however large its numbers are. */
 #define MAX_RELEASES 1024
 
-/* Names of attributes, and of what numpy has. */
-static PyObject *base_name, *dtype_name, *nbytes_name, *own_count_name, *shape_name, *tobytes_name;
+struct names attr;
 static PyTypeObject *answer_type, *output_type;
 PyObject *ndarray;
 
@@ -442,7 +441,7 @@ static PyObject *three_of(int there, const uint64_t *numbers) {
 static PyObject *answer_of(tensord__answer *answer, PyObject *known, PyObject *prepared) {
     uint64_t byte_size = TENSORD_RESPONSE_SIZE;
     PyObject *kind = answer->numbered ? find_prepared(known, answer->number) : prepared_of(&answer->prepared, prepared);
-    PyObject *own = kind == NULL ? NULL : PyObject_GetAttr(kind, own_count_name);
+    PyObject *own = kind == NULL ? NULL : PyObject_GetAttr(kind, attr.own_count);
     PyObject *made = own == NULL ? NULL : PyStructSequence_New(answer_type);
     if (made != NULL && PyLong_AsUnsignedLongLong(own) != answer->count) {
         if (!PyErr_Occurred())
@@ -532,10 +531,10 @@ static PyObject *records(PyObject *module, PyObject *arguments) {
 
 /* Returns whether an array is no view, or one of an array that is none; -1 with an exception. */
 static int is_its_own(PyObject *array) {
-    PyObject *base = PyObject_GetAttr(array, base_name), *beneath;
+    PyObject *base = PyObject_GetAttr(array, attr.base), *beneath;
     int is = base == NULL ? -1 : base == Py_None;
     if (is == 0 && (PyObject *)Py_TYPE(base) == ndarray) {
-        beneath = PyObject_GetAttr(base, base_name);
+        beneath = PyObject_GetAttr(base, attr.base);
         is = beneath == NULL ? -1 : beneath == Py_None;
         Py_XDECREF(beneath);
     }
@@ -556,7 +555,7 @@ static int append_attribute(PyObject *list, PyObject *object, PyObject *name) {
 static int put_small(PyObject *name, PyObject *array, Py_ssize_t limit, Py_ssize_t *room, PyObject *kind, PyObject *contents) {
     if ((PyObject *)Py_TYPE(array) != ndarray)
         return 0;
-    PyObject *number = PyObject_GetAttr(array, nbytes_name);
+    PyObject *number = PyObject_GetAttr(array, attr.nbytes);
     Py_ssize_t size = number == NULL ? -1 : PyLong_AsSsize_t(number);
     Py_XDECREF(number);
     if (size < 0)
@@ -567,9 +566,9 @@ static int put_small(PyObject *name, PyObject *array, Py_ssize_t limit, Py_ssize
     int is = is_its_own(array);
     if (is <= 0)
         return is;
-    if (PyList_Append(kind, name) || append_attribute(kind, array, dtype_name) || append_attribute(kind, array, shape_name))
+    if (PyList_Append(kind, name) || append_attribute(kind, array, attr.dtype) || append_attribute(kind, array, attr.shape))
         return -1;
-    PyObject *content = PyObject_CallMethodObjArgs(array, tobytes_name, NULL);
+    PyObject *content = PyObject_CallMethodObjArgs(array, attr.tobytes, NULL);
     int wrong = content == NULL || PyList_Append(contents, content);
     Py_XDECREF(content);
     return wrong ? -1 : 1;
@@ -606,12 +605,12 @@ static PyObject *small_inputs(PyObject *module, PyObject *arguments) {
 
 /* Returns whether an array that the caller gave has that shape and dtype; -1 with an exception. */
 static int is_like(PyObject *place, PyObject *shape, PyObject *dtype) {
-    PyObject *has = PyObject_GetAttr(place, shape_name);
+    PyObject *has = PyObject_GetAttr(place, attr.shape);
     int is = has == NULL ? -1 : PyObject_RichCompareBool(has, shape, Py_EQ);
     Py_XDECREF(has);
     if (is <= 0)
         return is;
-    has = PyObject_GetAttr(place, dtype_name);
+    has = PyObject_GetAttr(place, attr.dtype);
     is = has == NULL ? -1 : PyObject_RichCompareBool(has, dtype, Py_EQ);
     Py_XDECREF(has);
     return is;
@@ -702,14 +701,10 @@ static int add_constants(PyObject *module) {
     return 0;
 }
 
-static int intern(PyObject **name, const char *text) {
-    *name = PyUnicode_InternFromString(text);
-    return *name == NULL;
-}
+#define INTERNED(text) || (attr.text = PyUnicode_InternFromString(#text)) == NULL
 
 PyMODINIT_FUNC PyInit__lane(void) {
-    if (exchange_names() || intern(&base_name, "base") || intern(&dtype_name, "dtype") || intern(&nbytes_name, "nbytes") ||
-        intern(&own_count_name, "own_count") || intern(&shape_name, "shape") || intern(&tobytes_name, "tobytes"))
+    if (0 NAMES(INTERNED))
         return NULL;
     PyObject *numpy = PyImport_ImportModule("numpy");
     ndarray = numpy == NULL ? NULL : PyObject_GetAttrString(numpy, "ndarray");

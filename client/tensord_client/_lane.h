@@ -24,8 +24,15 @@ extern PyType_Spec exchange_spec, spin_spec;
 /* Spin, and numpy's ndarray, which are kept for the module's life. */
 extern PyObject *spin_type, *ndarray;
 
-/* Makes the names of attributes that an exchange looks for. Not 0: there is an exception. */
-int exchange_names(void);
+/* Names of attributes, as Python's strings. */
+#define NAMES(NAME)                                                                                                               \
+    NAME(advance) NAME(answer) NAME(base) NAME(begun) NAME(cancel) NAME(closing) NAME(closures) NAME(contents) NAME(dtype)        \
+    NAME(final) NAME(known_closures) NAME(nbytes) NAME(own_count) NAME(parameters) NAME(places) NAME(plan) NAME(prepared)         \
+    NAME(promote) NAME(segments) NAME(shape) NAME(spin) NAME(timeout_ms) NAME(times) NAME(tobytes) NAME(version)
+#define DECLARED(text) PyObject *text;
+extern struct names {
+    NAMES(DECLARED)
+} attr;
 
 /* Defines a writer that grows; whoever uses it frees ``grown``. */
 #define WRITER(name)                                                                                                              \

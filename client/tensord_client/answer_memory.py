@@ -74,14 +74,6 @@ class HeldResults:
         #: The bytes of each answer, by the memory of its lane and the key of its lease.
         self.sizes: dict[tuple[AnswerMemory, LeaseKey], int] = {}
 
-    def add(self, memory: AnswerMemory, key: LeaseKey, byte_size: int) -> None:
-        """Adds an answer, whose outputs have ``byte_size`` bytes, to those that the program holds, until ``discard``."""
-        self.sizes[memory, key] = byte_size
-
-    def discard(self, memory: AnswerMemory, key: LeaseKey) -> None:
-        """Removes an answer from those that the program holds; does nothing if it is not among them."""
-        self.sizes.pop((memory, key), None)
-
     def too_many(self) -> ResultsHeld | None:
         """Returns the error of a program that holds as many answers as it may; None: it holds fewer."""
         held = len(self.sizes)
@@ -121,7 +113,7 @@ class AnswerLease:
     def hold(self, byte_size: int) -> None:
         """Counts the answer that this lease came with, of ``byte_size`` bytes, as held by the program, until ``release``."""
         for key in self._key:
-            self._memory.held.add(self._memory, key, byte_size)
+            self._memory.held.sizes[self._memory, key] = byte_size
 
     def release(self) -> None:
         """Gives the memory back to the worker. Idempotent."""
@@ -129,7 +121,7 @@ class AnswerLease:
             key = self._key.pop()
         except IndexError:
             return
-        self._memory.held.discard(self._memory, key)
+        self._memory.held.sizes.pop((self._memory, key), None)
         self._memory.give_back(key, self._segment.byte_size if key[0] else 0)
 
     __del__ = release
@@ -249,10 +241,6 @@ class AnswerMemory:
             )
         return AnswerLease(self, answer.lease, segment)
 
-    def error(self, answer: AnswerRecord) -> ServingError:
-        """Converts an answer with an error code into the exception to raise."""
-        return self.explained(from_code(answer.code, answer.message))
-
     def explained(self, error: ServingError) -> ServingError:
         """Returns ResultsHeld if a request failed because the program holds too many answers; else returns ``error``."""
         return self.held.explained(error, self, self._byte_size)
@@ -268,7 +256,7 @@ class AnswerMemory:
         except ValueError as failed:
             error = Internal(f"the worker's answer is malformed: {failed}")
         if answer.code:
-            error = self.error(answer)
+            error = self.explained(from_code(answer.code, answer.message))
         return (answer, lease) if error is None else error
 
     def drop(self, answer: AnswerRecord) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import functools
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from tensord_client.client import Client, Place, connection
 from tensord_client.common.call import Call, Own, named
@@ -23,8 +22,6 @@ from tensord_client.parameters import ModelParameters
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-T = TypeVar("T")
 
 
 class AsyncClient:
@@ -51,8 +48,7 @@ class AsyncClient:
           answers.  InvalidArgument: an argument is of another type.
         """
         name, version = named(name, version)
-        loop = asyncio.get_running_loop()
-        description = await loop.run_in_executor(None, self._connection.open, name, version)
+        description = await asyncio.to_thread(self._connection.open, name, version)
         return AsyncModel(self._connection, description, version, timeout, parameter_set)
 
     def empty(
@@ -77,7 +73,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Closes the connection; models that this process serves itself are unloaded. Idempotent."""
-        await asyncio.get_running_loop().run_in_executor(None, self._client.close)
+        await asyncio.to_thread(self._client.close)
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -181,8 +177,7 @@ class AsyncModel(Calls):
 
         Over HTTP this does nothing: the server ends a sequence that was idle for as long as the model's configuration allows.
         """
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, self._connection.end_sequence, self.name, sequence_id)
+        await asyncio.to_thread(self._connection.end_sequence, self.name, sequence_id)
 
     async def close(self) -> None:
         """Ends the use of this object: every later call of it raises Unavailable; the client stays connected. Idempotent."""
@@ -336,26 +331,22 @@ class AsyncModelParameters:
         Raises: Replaced: a newer push was made.  InvalidArgument: the parameters do not fit the model.  ServingError: any other
           error of the server.
         """
-        return await _in_a_thread(functools.partial(self._sets.update, parameters, **how))
+        return await asyncio.to_thread(self._sets.update, parameters, **how)
 
     async def list(self) -> list[dict[str, Any]]:
         """Returns a dictionary for each parameter set of the model, with the keys that ``ModelParameters.list`` explains."""
-        return await _in_a_thread(self._sets.list)
+        return await asyncio.to_thread(self._sets.list)
 
     async def drop(self, set: str) -> None:
         """Drops the set named ``set``: later requests for it fail. Raises NotFound: no such set; InvalidArgument: ``main``."""
-        await _in_a_thread(functools.partial(self._sets.drop, set))
+        await asyncio.to_thread(self._sets.drop, set)
 
     async def roll_back(self, set: str = "main") -> int:
         """Puts the parameters that a set had before the newest push into use again. Returns the number that identifies them.
 
         Raises: NotFound: nothing was pushed into the set, or the server has not kept the parameters before the newest.
         """
-        return await _in_a_thread(functools.partial(self._sets.roll_back, set))
-
-
-async def _in_a_thread(change: Callable[[], T]) -> T:
-    return await asyncio.get_running_loop().run_in_executor(None, change)
+        return await asyncio.to_thread(self._sets.roll_back, set)
 
 
 async def connect_async(address: Place | None = None, *, wait: float = 0.0, patience: float = 30.0) -> AsyncClient:
@@ -368,5 +359,4 @@ async def connect_async(address: Place | None = None, *, wait: float = 0.0, pati
 
     Raises: Unavailable: no server answers.  InvalidArgument: ``address`` is no such text.
     """
-    loop = asyncio.get_running_loop()
-    return AsyncClient(Client(await loop.run_in_executor(None, connection, address, wait, patience)))
+    return AsyncClient(Client(await asyncio.to_thread(connection, address, wait, patience)))

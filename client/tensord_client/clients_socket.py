@@ -60,15 +60,12 @@ class ClientsSocket:
                 socket.send_fds(self._sock, [content], list(fds))
             else:
                 self._sock.send(content)
-            content, ancillary, flags, _ = self._sock.recvmsg(
-                _MAX_ANSWER + 1, socket.CMSG_SPACE(_MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC
-            )
+            content, came, flags, _ = socket.recv_fds(self._sock, _MAX_ANSWER + 1, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
         except OSError as error:
             self.close()
             raise Unavailable(f"the daemon at {self._path} does not answer: {error.strerror or error}") from error
-        fds = [fd for level, kind, part in ancillary for fd in _descriptors(level, kind, part)]
         if not content or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            _close(fds)
+            _close(came)
             self.close()
             if content:
                 raise Unavailable(
@@ -80,13 +77,13 @@ class ClientsSocket:
             if not isinstance(answer, dict):
                 raise ValueError("no object")
         except ValueError as error:
-            _close(fds)
+            _close(came)
             self.close()
             raise Unknown(f"the daemon at {self._path} answered with no JSON object") from error
         if "error" in answer:
-            _close(fds)
+            _close(came)
             raise from_code(str(answer.get("code", "")), str(answer["error"]))
-        return answer, [socket.socket(fileno=fd) for fd in fds]
+        return answer, [socket.socket(fileno=fd) for fd in came]
 
     def close(self) -> None:
         """Closes the connection; the daemon then ends all lanes that were opened over it. Idempotent."""
@@ -96,12 +93,6 @@ class ClientsSocket:
     def is_closed(self) -> bool:
         """Returns whether the connection was closed: by ``close``, or by an ``ask`` that the daemon did not answer properly."""
         return self._sock.fileno() < 0
-
-
-def _descriptors(level: int, kind: int, part: bytes) -> list[int]:
-    if level != socket.SOL_SOCKET or kind != socket.SCM_RIGHTS:
-        return []
-    return list(memoryview(part[: len(part) // 4 * 4]).cast("i"))
 
 
 def _close(fds: list[int]) -> None:

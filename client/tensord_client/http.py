@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import quote
 
 import numpy as np
 
@@ -54,7 +55,6 @@ _REMEMBERED = 256
 _SMALL = 8192
 #: Seconds to wait for a server's first answer, when connecting.
 _LONGEST = 10.0
-_PLAIN = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~")
 
 
 class HttpConnection:
@@ -201,7 +201,7 @@ class HttpConnection:
         method, end = _OPERATIONS[operation]
         text = b"" if said is None else json.dumps(said, separators=(",", ":")).encode()
         fields = b"Inference-Header-Content-Length: %d\r\n" % len(text) if pieces else b""
-        path = f"{_path(model, version)}/parameters{'/' * bool(name)}{_quoted(name)}{end}"
+        path = f"{_path(model, version)}/parameters{'/' * bool(name)}{quote(name, '')}{end}"
         deadline = None if timeout is None else time.monotonic() + timeout
         found = self._request(method, path, fields, [text, *pieces], deadline)[0]
         return {"parameters": found} if operation == "parameters" else cast("dict[str, Any]", found)
@@ -301,7 +301,7 @@ class HttpConnection:
         sequence_id = call.scheduling.sequence_id
         if sequence_id and not self.address.path:
             # For a balancer between, which sees no bodies.
-            head += b"Tensord-Sequence: %s\r\n" % _quoted(str(sequence_id)).encode()
+            head += b"Tensord-Sequence: %s\r\n" % quote(str(sequence_id), "").encode()
         if call.traceparent:
             head += b"Traceparent: %s\r\n" % call.traceparent.encode()
         made = head + text, len(text)
@@ -470,12 +470,8 @@ def _error(response: HttpResponse) -> ServingError:
     return from_status(response.status, message)
 
 
-def _quoted(name: str) -> str:
-    return "".join(chr(each) if each in _PLAIN else f"%{each:02X}" for each in name.encode())
-
-
 def _path(model: str, version: int) -> str:
-    quoted = _quoted(model)
+    quoted = quote(model, "")
     return f"/v2/models/{quoted}/versions/{version}" if version else f"/v2/models/{quoted}"
 
 

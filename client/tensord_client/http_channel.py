@@ -288,9 +288,11 @@ class HttpChannel:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     @property
-    def is_stale(self) -> bool:
-        """Returns whether an idle connection cannot be used again: the server has closed it or sent bytes without a request."""
-        return self._is_answering()
+    def is_readable(self) -> bool:
+        """Returns whether bytes, or the end of the connection, can be received; an idle connection is useless then."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
 
     @property
     def may_be_kept(self) -> bool:
@@ -330,12 +332,12 @@ class HttpChannel:
                 self._send()
             except BlockingIOError:
                 # It is looked at as well whether the server refuses before it has all of the request.
-                if not self._is_answering():
+                if not self.is_readable:
                     return select.POLLOUT | select.POLLIN
                 self._give_up_sending()
             except (BrokenPipeError, ConnectionResetError):
                 # A server that refuses says why before it closes.
-                if not self._is_answering():
+                if not self.is_readable:
                     raise
                 self._give_up_sending()
             else:
@@ -345,11 +347,6 @@ class HttpChannel:
             return self._receive()
         except BlockingIOError:
             return select.POLLIN
-
-    def _is_answering(self) -> bool:
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(0))
 
     def _give_up_sending(self) -> None:
         """Drops the unsent bytes, because the server answers before it has the whole request; the connection is not reused."""

@@ -86,7 +86,7 @@ class Pool:
         """Removes a usable idle channel from the pool and returns it; None: there is none. Closes idle ones that are unusable."""
         while self._idle:
             channel, since = self._idle.pop()
-            if time.monotonic() - since < _IDLE and not channel.is_stale:
+            if time.monotonic() - since < _IDLE and not channel.is_readable:
                 return channel
             channel.close()
         return None
@@ -465,23 +465,22 @@ class Waiter:
 
         If the thread has ended already, because the client was closed, so does the request before this returns.
         """
-        with self._lock:
-            ended = self._ended
-            if not ended:
-                self._new.append(request)
-                self.wake()
-        if ended:
-            request._step()
+        self._tell(self._new, request, request._step)
 
     def drop(self, request: HttpRequest) -> None:
         """Tells the thread to close the connection of a request that was given to ``add`` and that nobody waits for any more."""
+        self._tell(self._dropped, request, request._release)
+
+    def _tell(
+        self, told: collections.deque[HttpRequest], request: HttpRequest, otherwise: Callable[[], object]
+    ) -> None:
         with self._lock:
             ended = self._ended
             if not ended:
-                self._dropped.append(request)
+                told.append(request)
                 self.wake()
         if ended:
-            request._release()
+            otherwise()
 
     @property
     def is_current(self) -> bool:

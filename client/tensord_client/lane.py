@@ -495,8 +495,6 @@ class LaneConnection(Sender):
     def sent(self, call: Call, lane: ClientLane) -> None:
         """Stores on which lane a sequence's request was sent, for its next request; after the last one, forgets it."""
         sequence_id = call.scheduling.sequence_id
-        if not sequence_id:
-            return
         if call.scheduling.sequence_end:
             self._sequences.pop((call.model, sequence_id), None)
         else:

@@ -210,10 +210,6 @@ class Memory:
         offset = array.__array_interface__["data"][0] - base.segment.address
         return base.segment.number, offset, array.nbytes
 
-    def segment(self, number: int) -> ClientSegment | None:
-        """Returns the segment with this number; None: it has been closed."""
-        return self.segments.get(number)
-
     def _allocate(self, byte_size: int) -> Block:
         with self._lock:
             if self._is_closed:

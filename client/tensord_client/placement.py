@@ -233,7 +233,9 @@ class Placement:
         layout = Layout(call)
         room = _ALL_INLINE
         for name, array in call.inputs.items():
-            datatype = input_datatype(name, array, model)
+            datatype = datatype_of(array.dtype, model.datatypes.get(name, ""))
+            if datatype is None:
+                raise InvalidArgument(f"input '{name}': arrays of {array.dtype} have no datatype in the protocol")
             place: Place | None = None
             if datatype == "BYTES":
                 layout.has_strings = True
@@ -346,14 +348,6 @@ def note_segment(segments: set[int], place: Place | None) -> None:
     """Adds to ``segments`` the number of the memfd that a place lies in; does nothing for None or a place on a GPU."""
     if place is not None and isinstance(place[0], int):
         segments.add(place[0])
-
-
-def input_datatype(name: str, array: np.ndarray, model: OpenedModel) -> str:
-    """Returns the protocol's datatype for an input's array. Raises InvalidArgument: the array's dtype has none."""
-    datatype = datatype_of(array.dtype, model.datatypes.get(name, ""))
-    if datatype is None:
-        raise InvalidArgument(f"input '{name}': arrays of {array.dtype} have no datatype in the protocol")
-    return datatype
 
 
 def in_host_order(array: np.ndarray) -> np.ndarray:

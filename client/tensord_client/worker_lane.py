@@ -15,7 +15,6 @@ import contextlib
 import os
 import queue
 import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -27,7 +26,7 @@ from tensord_client.common.pending import WaitEnded
 from tensord_client.common.results import Answer, Description
 from tensord_client.common.submission import least_busy
 from tensord_client.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable, too_many_waiting
-from tensord_client.lane_socket import AT_ONCE, Datagram, LaneEnded, LaneSocket
+from tensord_client.lane_socket import AT_ONCE, Datagram, LaneEnded, LaneSocket, descriptors
 from tensord_client.memory import Memory
 from tensord_client.native import wire
 
@@ -196,42 +195,22 @@ class ClientLane:
         """
         if self.memory.closures != self.known_closures:
             self.known_closures = self.memory.closures
-            for gone in [number for number in self._announced if self.memory.segment(number) is None]:
+            for gone in [number for number in self._announced if self.memory.segments.get(number) is None]:
                 self._announced.discard(gone)
                 self._flush_outgoing()
                 self.socket.send(wire.datagram((wire.numbers("S-", gone),)))
         for number in segments:
             if number not in self._announced:
-                segment = self.memory.segment(number)
+                segment = self.memory.segments.get(number)
                 assert segment is not None, "a request holds its arrays, and these their segments"
                 self._flush_outgoing()
                 self.socket.send(wire.datagram((wire.numbers("S+", number, segment.byte_size),)), segment.fd)
                 self._announced.add(number)
 
-    def publish(self, prepared: bytes) -> bytes:
-        """Returns the encoded number that stands for ``prepared``, the encoded constant part of requests, on this lane.
-
-        If the number is new, the worker is told first what it stands for.
-
-        The caller holds ``lock``. Raises LaneEnded: the worker is gone.
-        """
-        known = self._numbers.get(prepared)
-        if known is not None:
-            return known
-        if len(self._numbers) >= wire.MAX_NUMBERS:
-            self._numbers.clear()
-        count = len(self._numbers)
-        self._flush_outgoing()
-        for each in wire.datagrams(wire.prepare(count, prepared)):
-            self.socket.send(each)
-        known = self._numbers[prepared] = wire.integer(count)
-        return known
-
     def _number(self, prepared: bytes) -> bytes:
         """Returns the encoded number that stands for ``prepared``, a request's constant part; b"": it is to be sent in full.
 
-        Many are used only once, so a number is given at the second use. The caller holds ``lock``. Raises LaneEnded: the worker
-        is gone.
+        Many are used only once, so the worker is told a number at the second use. The caller holds ``lock``. Raises LaneEnded.
         """
         if prepared not in self._once:
             if len(self._once) >= wire.MAX_NUMBERS:
@@ -239,7 +218,14 @@ class ClientLane:
             self._once.add(prepared)
             return b""
         self._once.discard(prepared)
-        return self.publish(prepared)
+        if len(self._numbers) >= wire.MAX_NUMBERS:
+            self._numbers.clear()
+        count = len(self._numbers)
+        self._flush_outgoing()
+        for each in wire.datagrams(wire.prepare(count, prepared)):
+            self.socket.send(each)
+        number = self._numbers[prepared] = wire.integer(count)
+        return number
 
     def _send_now(self, record: bytes, request_id: int) -> None:
         context = self._contexts.pop(request_id, b"") if self._contexts else b""
@@ -354,16 +340,7 @@ class ClientLane:
         An empty datagram is the end of the worker, and a malformed one ends the lane, too. The caller holds the lock ``reading``.
         ``ancillary`` and ``flags`` are as ``recvmsg`` returns them.
         """
-        fds: list[int] = (
-            []
-            if not ancillary
-            else [
-                fd
-                for level, kind, part in ancillary
-                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS
-                for fd in struct.unpack(f"{len(part) // 4}i", part[: len(part) // 4 * 4])
-            ]
-        )
+        fds = descriptors(ancillary) if ancillary else []
         try:
             if not size:
                 self.end(Unavailable("the worker process ended"))
@@ -493,25 +470,15 @@ class ClientLane:
     def read(self, until: float | None) -> None:
         """Waits for a datagram, and delivers the answers in it to their requests. The caller holds the lock ``reading``.
 
+        If datagrams are unsent, waits until some can be sent, too.
+
         ``until``: seconds of ``time.monotonic()``; None: without limit. Raises: WaitEnded: ``until`` has passed.
         """
-        if self.may_block(until):
+        if not self.socket.backlog:
+            self.socket.limit_wait(until)
             self.receive()
-
-    def may_block(self, until: float | None) -> bool:
-        """Sets the socket's timeout for a receive that ends by ``until``, in seconds of ``time.monotonic()``; None: no limit.
-
-        Returns whether to receive now. If not, datagrams were unsent, and this has waited and sent or received already. The
-        caller holds the lock ``reading``.
-
-        Raises: WaitEnded: ``until`` has passed.
-        """
-        if self.socket.backlog:
-            if self.socket.wait_for_room(until):
-                self.receive(AT_ONCE)
-            return False
-        self.socket.limit_wait(until)
-        return True
+        elif self.socket.wait_for_room(until):
+            self.receive(AT_ONCE)
 
     # ------------------------------------------------------------------------------------------- callbacks and loops
 

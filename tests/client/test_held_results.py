@@ -118,15 +118,15 @@ def test_leases_of_two_lanes_may_have_the_same_key() -> None:
     """Leases of two lanes have the same number, as after a restart of the daemon: each is counted and released by itself."""
     held, lane, key = HeldResults(2), Silent(), (1, 0, 1)
     former, present = (AnswerMemory(held, 100, lane.release) for _ in range(2))
-    held.add(former, key, 60)
-    held.add(present, key, 40)
+    held.sizes[former, key] = 60
+    held.sizes[present, key] = 40
     assert held.too_many() is not None
     late = DeadlineExceeded()
     assert isinstance(former.explained(late), ResultsHeld)
     assert present.explained(late) is late
-    held.discard(former, key)
+    del held.sizes[former, key]
     assert former.explained(late) is late
-    held.add(present, (1, 64, 1), 40)
+    held.sizes[present, (1, 64, 1)] = 40
     assert isinstance(present.explained(late), ResultsHeld)
 
 

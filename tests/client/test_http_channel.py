@@ -148,7 +148,7 @@ def test_a_request_and_its_answer(listener: Callable[[Callable[[socket.socket], 
     channel = HttpChannel(listener(echo))
     channel.send([b"head", sent.data])
     response = driven(channel)
-    assert (response.text, channel.sent, channel.may_be_kept, channel.is_stale) == (b"head", True, True, False)
+    assert (response.text, channel.sent, channel.may_be_kept, channel.is_readable) == (b"head", True, True, False)
     assert response.tail is not None
     np.testing.assert_array_equal(response.tail, sent)
     assert response.tail.flags.aligned

@@ -105,7 +105,7 @@ def test_a_request_that_ends_while_a_connection_is_looked_for_leaves_its_own_to_
         is_closed = False
 
         @property
-        def is_stale(self) -> bool:
+        def is_readable(self) -> bool:
             first.cancel()
             return True
 
