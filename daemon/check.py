@@ -35,8 +35,7 @@ from tensord.daemon.processes.devices import Device
 from tensord.daemon.processes.spawned import child_environment
 from tensord.daemon.progress_bar import ProgressBar
 from tensord.shm import device_names
-from tensord.shm.check import CheckLoads, LoadLine, LoadOutcome, LoadStep
-from tensord.shm.control_records import Footprint
+from tensord.shm.control_records import CheckLoads, Footprint, LoadLine, LoadOutcome, LoadStep
 from tensord.shm.errors import InvalidArgument
 
 #: The most processes at a time, of different devices: each needs a core.

@@ -14,7 +14,7 @@ from tensord.daemon.models.repository import FoundModel
 from tensord.daemon.processes.child import describe_exit
 from tensord.daemon.processes.devices import Device
 from tensord.daemon.processes.spawned import child_environment
-from tensord.shm.check import CheckLoads, LoadOutcome
+from tensord.shm.control_records import CheckLoads, LoadOutcome
 from tensord.shm.errors import InvalidArgument
 
 

@@ -70,9 +70,11 @@ from tensord.shm.control_records import (
     LaneClosed,
     LaneOpened,
     Loaded,
+    Loading,
     LogChanged,
     ModelGone,
     ModelState,
+    Readiness,
     RequestsRefused,
     TraceChanged,
     TraceCleared,
@@ -81,7 +83,6 @@ from tensord.shm.control_records import (
     WorkerFenced,
 )
 from tensord.shm.errors import InvalidArgument, ServingError
-from tensord.shm.progress import Loading, Readiness
 from tensord.shm.record import Record
 
 _log = logging.getLogger(__name__)

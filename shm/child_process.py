@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import io
 import os
 import signal
@@ -31,8 +32,7 @@ GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, s
 def end_if_other_version() -> None:
     """Exits this process if its version is not that of the daemon that started it. Call it before anything else.
 
-    Raises: SystemExit: the versions differ; the exit status is ``OTHER_VERSION``, by which the daemon knows, and standard error
-    says so.
+    The exit status is ``OTHER_VERSION``, by which the daemon knows, and standard error says so.
     """
     wanted = os.environ.get(VERSION_VARIABLE, __version__)
     if wanted != __version__:
@@ -108,3 +108,28 @@ def keep_freed_memory(byte_size: int) -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)
         mallopt(_M_TRIM_THRESHOLD, byte_size)
+
+
+#: Asks a child to write its stacks.
+STACK_SIGNAL = signal.SIGUSR2
+_MAX_STACK_BYTE_SIZE = 32 << 10
+
+
+def create_stack_report() -> int:
+    """Creates nameless memory to which a process can write its threads' stacks; returns its descriptor.
+
+    The log can then show the stacks with the process's name, whatever else the process prints.
+    """
+    return os.memfd_create("tensord-stack", os.MFD_CLOEXEC)
+
+
+def enable_stack_report(fd: int) -> None:
+    """Has this process write its threads' stacks to ``fd``, which must stay open, on a fatal signal or STACK_SIGNAL."""
+    faulthandler.enable(fd, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, fd, all_threads=True)
+
+
+def read_stack_report(fd: int) -> list[str]:
+    """Returns the lines of the stacks that a process wrote to ``fd`` before it died, at most 32 KiB; empty if it wrote none."""
+    text = os.pread(fd, _MAX_STACK_BYTE_SIZE, 0).decode(errors="replace")
+    return [line for line in text.splitlines() if line.strip()]

@@ -26,7 +26,6 @@ import msgspec
 
 from tensord.shm.messages import Timeline
 from tensord.shm.operations import ANONYMOUS, Operation, Peer
-from tensord.shm.progress import Loading, Readiness
 from tensord.shm.record import Record
 
 
@@ -47,6 +46,54 @@ class Footprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     largest: str = ""
     #: Floating-point operations of one run of that program; -1: the back end does not say.
     flops: float = -1.0
+
+
+class Readiness(Record, frozen=True, tag="readiness"):
+    """Says whether the daemon is ready, and which of the models that should be served are not."""
+
+    ready: bool = False
+    #: The number of models that should be served, and of those that are not.
+    wanted: int = 0
+    unserved: int = 0
+    #: The first names of the models that are not served, sorted.
+    names: tuple[str, ...] = ()
+    #: The worker's current loading step.
+    at: str = ""
+    #: Whether the daemon is being drained: it is not ready then, whatever is served.
+    draining: bool = False
+    #: Why processes that die cannot be replaced, other files being installed by now: which process said so; "": they can.
+    outdated: str = ""
+
+    def sentence(self) -> str:
+        """Returns a sentence on why the daemon is not ready, or may not stay ready, such as which models are not served."""
+        if self.draining:
+            return "the server is draining"
+        return "; ".join(filter(None, (self._unserved(), self.outdated)))
+
+    def _unserved(self) -> str:
+        if not self.unserved:
+            return ""
+        more = f" and {self.unserved - len(self.names)} more" if self.unserved > len(self.names) else ""
+        at = f" ({self.at})" if self.at else ""
+        return f"{self.unserved} of {self.wanted} models are not served: {', '.join(self.names)}{more}{at}"
+
+
+class Loading(Record, frozen=True, tag="loading"):
+    """Says which step of loading a model a worker is at: executable ``number`` of ``total``; 0 of 0 until the total is known."""
+
+    name: str
+    version: int
+    number: int = 0
+    total: int = 0
+    #: The number of earlier executables that had to be compiled, because they were not in the cache.
+    compiled: int = 0
+
+    def __str__(self) -> str:
+        """Returns the step in words: ``loading digits``, ``compiling digits 3/16, 1 from the cache``."""
+        if not self.total:
+            return f"loading {self.name}"
+        cached = self.number - 1 - self.compiled
+        return f"compiling {self.name} {self.number}/{self.total}, {cached} from the cache"
 
 
 class Start(Record, frozen=True, tag="start"):
@@ -364,37 +411,41 @@ class Reply(Record, frozen=True, tag="reply"):
     result: bytes = b""
 
 
-ToFront = (
-    Start
-    | Serve
-    | StatePublished
-    | Stop
-    | LogChanged
-    | TraceChanged
-    | TraceCleared
-    | LaneOpened
-    | WorkerFenced
-    | ModelState
-    | ModelGone
-    | Readiness
-    | RegionPlace
-    | RequestsRefused
-    | ControlCall
-    | Reply
-)
+_ToChild = Start | Stop | LogChanged | TraceChanged | TraceCleared | LaneOpened | ControlCall | Reply
+_Published = WorkerFenced | ModelState | ModelGone | Readiness | RegionPlace | StatePublished
+ToFront = _ToChild | _Published | Serve | RequestsRefused
 FromFront = ChildReady | StateAcknowledged | ControlCall | Reply | TracesEnded
-ToWorkerControl = (
-    Start
-    | Stop
-    | LogChanged
-    | TraceChanged
-    | TraceCleared
-    | LaneOpened
-    | LaneClosed
-    | Load
-    | CancelLoad
-    | Unload
-    | ControlCall
-    | Reply
-)
+ToWorkerControl = _ToChild | LaneClosed | Load | CancelLoad | Unload
 FromWorker = ChildReady | Loaded | Loading | Unloaded | Reply | ControlCall | LaneClosed | TracesEnded
+
+
+class CheckLoads(Record, frozen=True, tag="check"):
+    """Asks a checking process (``tensord.workers.check``) to load model versions one by one, as a worker would, and to report."""
+
+    #: The daemon's ``tensord.config.options.Options`` as msgpack.
+    options: msgspec.Raw
+    #: Versions of models, in the order in which a worker would load them.
+    loads: tuple[Load, ...]
+
+
+class LoadStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="at"):
+    """A line of JSON in which a checking process (``tensord.workers.check``) says what it does, such as ``loading digits``."""
+
+    at: str
+
+
+class LoadOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="of"):
+    """A line of JSON in which a checking process (``tensord.workers.check``) says whether one model version could be loaded."""
+
+    name: str
+    version: int
+    #: The reason why it does not load; "" if it does.
+    reason: str
+    #: The completed configuration as JSON, if it does.
+    config: str = ""
+    footprint: Footprint = Footprint()
+    #: How many bytes the process had printed by then.
+    printed: int = 0
+
+
+LoadLine = LoadStep | LoadOutcome

@@ -324,20 +324,9 @@ def all_parameters(prepared: PreparedRequest, own: RequestRecord) -> dict[str, P
     return {**prepared.parameters, SET_PARAMETER: own.parameter_set} if own.parameter_set else prepared.parameters
 
 
-ToWorker = (
-    WireVersion
-    | SegmentOpened
-    | SegmentClosed
-    | SegmentRefused
-    | Prepare
-    | TraceContext
-    | RequestRecord
-    | Release
-    | Taken
-    | Cancel
-    | EndSequence
-)
-ToSubmitter = WireVersion | SegmentOpened | SegmentClosed | SegmentRefused | PrepareAnswer | AnswerRecord
+_ToBoth = WireVersion | SegmentOpened | SegmentClosed | SegmentRefused
+ToWorker = _ToBoth | Prepare | TraceContext | RequestRecord | Release | Taken | Cancel | EndSequence
+ToSubmitter = _ToBoth | PrepareAnswer | AnswerRecord
 
 
 def placed(tensors: tuple[PreparedTensor, ...], contents: tuple[Content, ...]) -> list[tuple[PreparedTensor, Place]]:

@@ -409,36 +409,10 @@ class ChangeTrace(Record, frozen=True, tag="c.trace"):
     cleared: tuple[str, ...] = ()
 
 
-Operation = (
-    Settle
-    | LoadModel
-    | ModelReady
-    | UnloadModel
-    | RepositoryIndex
-    | ModelStatistics
-    | RegisterSystemRegion
-    | RegisterCudaRegion
-    | UnregisterRegion
-    | AwaitRegion
-    | RegionStatus
-    | ChangeLog
-    | ChangeTrace
-    | RegionRecords
-    | WorkerFigures
-    | AwaitIdle
-    | EndIdleLanes
-    | TakeProfile
-    | SequenceRecords
-    | ConnectionRecords
-    | TraceExemplars
-    | RecentErrors
-    | MakeParameters
-    | StageParameters
-    | CommitParameters
-    | AbortParameters
-    | ServeLoaded
-    | DropParameters
-    | RevertParameters
-    | PushParameters
-    | ListParameters
-)
+_OfModels = LoadModel | UnloadModel | ModelReady | RepositoryIndex | ModelStatistics | ServeLoaded
+_OfRegions = RegisterSystemRegion | RegisterCudaRegion | UnregisterRegion | AwaitRegion | RegionStatus
+_ToPush = MakeParameters | StageParameters | CommitParameters | AbortParameters
+_OfParameters = _ToPush | DropParameters | RevertParameters | PushParameters | ListParameters
+_Records = RegionRecords | SequenceRecords | ConnectionRecords | RecentErrors | TraceExemplars | WorkerFigures
+_OfProcesses = Settle | AwaitIdle | EndIdleLanes | TakeProfile | ChangeLog | ChangeTrace
+Operation = _OfModels | _OfRegions | _OfParameters | _Records | _OfProcesses

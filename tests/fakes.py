@@ -22,7 +22,7 @@ import msgspec
 from tensord.config.options import Options
 from tensord.daemon.control.shared_counters import SharedCounters
 from tensord.daemon.submit.in_flight import InFlight
-from tensord.shm import descriptors, stack_report
+from tensord.shm import child_process, descriptors
 from tensord.shm.channel import Channel, pair
 from tensord.shm.control_records import (
     ChildReady,
@@ -30,6 +30,7 @@ from tensord.shm.control_records import (
     FromFront,
     LaneOpened,
     ModelState,
+    Readiness,
     Reply,
     Serve,
     Start,
@@ -50,7 +51,6 @@ from tensord.shm.messages import (
 )
 from tensord.shm.operations import Settle
 from tensord.shm.prepared import ReceivedNumbers
-from tensord.shm.progress import Readiness
 from tensord.shm.record import Record, decoder
 from tensord.shm.sequence_page import SequencePage
 from tensord.shm.status_page import StatusPage
@@ -255,7 +255,7 @@ class FrontProcess:
         self._received: deque[Any] = deque()
         #: Descriptors that came with records.
         self.fds: list[int] = []
-        stack = stack_report.create()
+        stack = child_process.create_stack_report()
         self.send(Start(INCARNATION, "http-0", msgspec.Raw(msgspec.msgpack.encode(options))), stack)
         os.close(stack)
         self.send(Readiness(True))

@@ -18,7 +18,7 @@ import msgspec
 
 from tensord.config import core_list, log
 from tensord.config.options import Options
-from tensord.shm import child_process, stack_report
+from tensord.shm import child_process
 from tensord.shm.channel import Channel, ChannelClosed
 from tensord.shm.control_records import Start, ToWorkerControl
 from tensord.shm.cuda_regions import DeviceLost
@@ -134,7 +134,7 @@ def _receive_start(channel: Channel) -> Start:
         (record, *_), fds = received
         if not isinstance(record, Start):
             raise SystemExit(f"tensord.workers: {type(record).__name__} came before Start")
-        stack_report.enable(*fds)
+        child_process.enable_stack_report(*fds)
         return record
 
 

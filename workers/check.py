@@ -22,12 +22,10 @@ import msgspec
 
 from tensord.config import log
 from tensord.config.options import Options
-from tensord.shm.check import CheckLoads, LoadLine, LoadOutcome, LoadStep
 from tensord.shm.child_process import die_with_parent, print_by_lines
-from tensord.shm.control_records import Load
+from tensord.shm.control_records import CheckLoads, Load, Loading, LoadLine, LoadOutcome, LoadStep
 from tensord.shm.errors import ServingError, Unavailable
 from tensord.shm.operations import NOT_EXPLICIT, LoadModel, ModelReady, UnloadModel
-from tensord.shm.progress import Loading
 from tensord.shm.status_page import StatusPage
 from tensord.workers.devices import device_cpu
 from tensord.workers.devices.device import DeviceName, NoDevice

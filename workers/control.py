@@ -35,6 +35,7 @@ from tensord.shm.control_records import (
     LaneOpened,
     Load,
     Loaded,
+    Loading,
     LogChanged,
     Reply,
     Stop,
@@ -61,7 +62,6 @@ from tensord.shm.operations import (
     UnregisterRegion,
     WorkerFigures,
 )
-from tensord.shm.progress import Loading
 from tensord.workers.daemon_operations import DaemonOperations
 from tensord.workers.loading.ensemble_declaration import joined
 from tensord.workers.loading.loader import Loader

@@ -26,10 +26,9 @@ from tensord.daemon.clients.client_messages import MAX_ANSWER, LaneEntry, OpenAn
 from tensord.daemon.submit.model_states import ModelStates, configured
 from tensord.shm import descriptors
 from tensord.shm.channel import pair
-from tensord.shm.control_records import LaneClient, LaneClosed, LaneLimits, LaneOpened, ModelGone, ModelState
+from tensord.shm.control_records import LaneClient, LaneClosed, LaneLimits, LaneOpened, ModelGone, ModelState, Readiness
 from tensord.shm.errors import Unavailable, Unsupported
 from tensord.shm.operations import Peer
-from tensord.shm.progress import Readiness
 
 if TYPE_CHECKING:
     from tensord.daemon.processes.child import WorkerProcess

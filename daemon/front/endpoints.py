@@ -72,7 +72,7 @@ class Endpoints:
     # ------------------------------------------------------------------------------------------------ health
 
     async def unreadiness(self) -> str:
-        """Returns why the daemon is not ready, naming the models; "" if it is ready (``tensord.shm.progress.Readiness``)."""
+        """Returns why the daemon is not ready, naming the models; "" if it is ready (``Readiness.sentence``)."""
         if self.stopping:
             return "the server is stopping"
         readiness = self._table.readiness

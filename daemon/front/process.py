@@ -35,7 +35,7 @@ from tensord.daemon.front.lingering_close import LingeringClose
 from tensord.daemon.front.opening import Opening
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.submitter import Submitter
-from tensord.shm import child_process, stack_report
+from tensord.shm import child_process
 from tensord.shm.channel import Channel
 from tensord.shm.control_records import (
     ChildReady,
@@ -44,6 +44,7 @@ from tensord.shm.control_records import (
     LogChanged,
     ModelGone,
     ModelState,
+    Readiness,
     RegionPlace,
     Reply,
     RequestsRefused,
@@ -61,7 +62,6 @@ from tensord.shm.control_records import (
 from tensord.shm.errors import Unsupported
 from tensord.shm.extensions import missing
 from tensord.shm.operations import AwaitIdle, ConnectionRecords, RecentErrors, TraceExemplars
-from tensord.shm.progress import Readiness
 from tensord.shm.record import decoder
 from tensord.shm.trace_file import TraceFiles
 from tensord.shm.tracer import Tracer
@@ -202,7 +202,7 @@ class Front(ABC):
         """Applies a message from the supervisor: passes it on to the submitter, table, tracer or log that it concerns."""
         match record:
             case Start():
-                stack_report.enable(*fds)
+                child_process.enable_stack_report(*fds)
                 options = msgspec.msgpack.decode(record.options, type=Options)
                 log.configure(options.log, record.name)
                 files = TraceFiles(options.trace.max_byte_size, options.trace.max_files)

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 
 from tensord.daemon.metrics.ledger import OwnFamily, Total
 from tensord.daemon.processes.gpu_watch import GpuState
-from tensord.shm.control_records import Footprint
+from tensord.shm.control_records import Footprint, Loading
 from tensord.shm.figures import Compiles
-from tensord.shm.progress import Loading
 from tensord.shm.refusals import Refusal
 
 

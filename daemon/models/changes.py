@@ -23,10 +23,9 @@ from tensord.daemon.models.given import GivenModels, Overrides
 from tensord.daemon.models.lifecycle import Forget, Instruction, Lifecycle, Publish, Retry, Send, Settled
 from tensord.daemon.models.readiness import ReadinessCheck, ServedBefore, Standing
 from tensord.daemon.models.repository import FoundModel, Repositories
-from tensord.shm.control_records import Load, Loaded, ModelGone, ModelState
+from tensord.shm.control_records import Load, Loaded, Loading, ModelGone, ModelState, Readiness
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
 from tensord.shm.operations import NOT_EXPLICIT, LoadModel
-from tensord.shm.progress import Loading, Readiness
 
 if TYPE_CHECKING:
     from tensord.daemon.supervisor import Supervisor

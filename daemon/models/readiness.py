@@ -22,7 +22,7 @@ import msgspec
 
 from tensord.daemon.models.lifecycle import Lifecycle
 from tensord.daemon.models.versions import IndexState
-from tensord.shm.progress import Loading, Readiness
+from tensord.shm.control_records import Loading, Readiness
 
 #: The most names in a sentence; further models are only counted.
 _MAX_NAMES = 20

@@ -22,20 +22,11 @@ import msgspec
 from tensord import __version__
 from tensord.daemon.control.channel import ControlCalls, ControlChannel
 from tensord.daemon.processes.spawned import Spawned
-from tensord.shm import child_process, descriptors, device_names, stack_report
+from tensord.shm import child_process, descriptors, device_names
 from tensord.shm.channel import Channel
-from tensord.shm.control_records import (
-    ChildReady,
-    FromFront,
-    FromWorker,
-    Load,
-    Start,
-    StatePublished,
-    Stop,
-)
+from tensord.shm.control_records import ChildReady, FromFront, FromWorker, Load, Loading, Start, StatePublished, Stop
 from tensord.shm.errors import Unavailable
 from tensord.shm.operations import Operation
-from tensord.shm.progress import Loading
 from tensord.shm.record import Record, decoder
 from tensord.shm.sequence_page import SequencePage, SequenceState
 from tensord.shm.status_page import StatusPage
@@ -156,7 +147,7 @@ class Child:
             self._killing = True
             _log.error("%s (process %d) %s: killing it", self.name, self.pid, reason)
             if self.ready:
-                self._signal(stack_report.STACK_SIGNAL)
+                self._signal(child_process.STACK_SIGNAL)
                 asyncio.get_running_loop().call_later(_STACK_SECONDS, self.kill)
                 return
         self._killed = True
@@ -189,7 +180,7 @@ class Child:
         os.close(self._pidfd)
         assert self._process is not None
         self.returncode = self._process.wait()
-        for line in stack_report.read(self._stack_fd):
+        for line in child_process.read_stack_report(self._stack_fd):
             _log.error("%s (process %d) died: %s", self.name, self.pid, line)
         os.close(self._stack_fd)
         self.release()

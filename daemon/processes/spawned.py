@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from tensord import __version__
 from tensord.config.options import Workers
 from tensord.daemon.processes.devices import Device, find_devices
-from tensord.shm import child_process, descriptors, stack_report
+from tensord.shm import child_process, descriptors
 from tensord.shm.channel import pair
 from tensord.shm.marked_processes import MARK
 
@@ -51,7 +51,7 @@ def spawn(
     ours, theirs = pair()
     stack_fd = -1
     try:
-        stack_fd = stack_report.create()
+        stack_fd = child_process.create_stack_report()
         with child_process.group_signals_held():
             process = subprocess.Popen(
                 # With -P nothing in the working directory is imported.

@@ -22,9 +22,8 @@ from tensord.daemon.processes.child import OF_JAX, Child, MissingParts, WorkerPr
 from tensord.daemon.processes.devices import Device
 from tensord.daemon.processes.spawned import Spawned, spawn_worker
 from tensord.shm import child_process, descriptors, device_names, marked_processes
-from tensord.shm.control_records import ChildReady, Loaded, Reply
+from tensord.shm.control_records import ChildReady, Loaded, Loading, Reply
 from tensord.shm.errors import InvalidArgument, Unavailable
-from tensord.shm.progress import Loading
 from tensord.shm.record import Record
 from tensord.shm.sequence_page import SequencePage
 from tensord.shm.status_page import StatusPage

@@ -6,9 +6,8 @@ from typing import Annotated
 
 import msgspec
 
-from tensord.shm.control_records import ModelGone, ModelState
+from tensord.shm.control_records import ModelGone, ModelState, Readiness
 from tensord.shm.errors import UNKNOWN_MODEL, InvalidArgument, NotFound, Unavailable
-from tensord.shm.progress import Readiness
 
 _LIMIT = (1 << 63) - 1
 

@@ -15,7 +15,7 @@ from tensord.daemon.control.channel import ControlChannel
 from tensord.daemon.control.shared_counters import FrontCounters, SharedCounters
 from tensord.daemon.front.acceptor import Acceptor
 from tensord.daemon.front.socket_transport import SocketWatch
-from tensord.shm import stack_report
+from tensord.shm import child_process
 from tensord.shm.channel import Channel
 from tensord.shm.child_process import die_with_parent
 from tensord.shm.control_records import (
@@ -97,7 +97,7 @@ class FakeFront:
     def received(self, record: Any, fds: list[int]) -> None:
         match record:
             case Start(incarnation, _, options):
-                stack_report.enable(*fds)
+                child_process.enable_stack_report(*fds)
                 self.server_name = msgspec.msgpack.decode(options)["server_name"]
                 self.incarnation = incarnation
             case StatePublished(edition):

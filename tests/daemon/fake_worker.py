@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from tensord.daemon.control.channel import ControlChannel
-from tensord.shm import stack_report
+from tensord.shm import child_process
 from tensord.shm.channel import Channel
 from tensord.shm.child_process import NO_DEVICE, die_with_parent
 from tensord.shm.control_records import (
@@ -95,7 +95,7 @@ class FakeWorker:
     def received(self, record: Any, fds: list[int]) -> None:
         match record:
             case Start(incarnation):
-                stack_report.enable(*fds)
+                child_process.enable_stack_report(*fds)
                 self.page.set_state(WorkerState.IDLE, time.monotonic_ns())
                 self.connection.send(ChildReady(incarnation), self.page.fd, self.sequences.fd)
             case LaneOpened(number, client=LaneClient(peer, limits)):

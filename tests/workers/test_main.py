@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tensord.config.options import Options
-from tensord.shm import stack_report
+from tensord.shm import child_process
 from tensord.shm.channel import Channel, ChannelClosed, pair
 from tensord.shm.control_records import FromWorker, Load, Start, Stop, ToWorkerControl
 from tensord.shm.record import decoder
@@ -30,8 +30,8 @@ def test_start_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pair()
     supervisor, worker = Channel(ours, decoder(FromWorker)), Channel(theirs, decoder(ToWorkerControl))
     enabled: list[int] = []
-    monkeypatch.setattr(stack_report, "enable", enabled.append)
-    stack = stack_report.create()
+    monkeypatch.setattr(child_process, "enable_stack_report", enabled.append)
+    stack = child_process.create_stack_report()
     supervisor.put(Start(1, "worker-0", msgspec.Raw(msgspec.msgpack.encode(Options()))), stack)
     supervisor.put(Load("m", 1, "", "", b""))
     supervisor.flush()

@@ -14,7 +14,7 @@ import numpy as np
 
 from tensord.config.model_config import empty, parse_pbtxt
 from tensord.config.options import Arenas, ExecutablesOptions, Options
-from tensord.shm import stack_report
+from tensord.shm import child_process
 from tensord.shm.arena import Arena
 from tensord.shm.arrays import Array, array, byte_content, datatype_of
 from tensord.shm.channel import Channel, ChannelClosed, pair
@@ -69,7 +69,7 @@ class WorkerProcess:
         self._calls = 0
         self._requests = 0
         self.arena = Arena(1 << 20, 64 << 20, 16 << 20)
-        stack = stack_report.create()
+        stack = child_process.create_stack_report()
         self.send(Start(42, "worker-0", msgspec.Raw(msgspec.msgpack.encode(self.options))), stack)
         os.close(stack)
         _, fds = self.wait(lambda record: isinstance(record, ChildReady) and record.incarnation == 42)

@@ -11,10 +11,9 @@ from tensord.daemon.control.channel import ControlCalls, ControlChannel
 from tensord.daemon.front.endpoints import MAX_FILES, MAX_FILES_BYTE_SIZE, Endpoints
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.shm.channel import Channel, pair
-from tensord.shm.control_records import ModelState, ToFront
+from tensord.shm.control_records import ModelState, Readiness, ToFront
 from tensord.shm.errors import InvalidArgument, NotFound
 from tensord.shm.operations import ANONYMOUS, Operation, Peer, Settle
-from tensord.shm.progress import Readiness
 from tensord.shm.record import decoder
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tensord.shm.control_records import ModelGone
+from tensord.shm.control_records import ModelGone, Readiness
 from tensord.shm.operations import (
     LoadModel,
     ModelStatistics,
@@ -20,7 +20,6 @@ from tensord.shm.operations import (
     UnloadModel,
     UnregisterRegion,
 )
-from tensord.shm.progress import Readiness
 from tests.fakes import Client, FrontProcess, front_process
 
 

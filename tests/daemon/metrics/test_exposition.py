@@ -17,9 +17,8 @@ from tensord.daemon.metrics.exposition import render
 from tensord.daemon.metrics.ledger import OwnFamily, Total
 from tensord.daemon.metrics.snapshot import FrontSlot, MetricsSnapshot, ParameterTotals, RegionTotals, WorkerSlot
 from tensord.daemon.processes.gpu_watch import GpuState
-from tensord.shm.control_records import Footprint
+from tensord.shm.control_records import Footprint, Loading
 from tensord.shm.figures import Compiles, Counts, MetricFigures
-from tensord.shm.progress import Loading
 from tensord.shm.refusals import Refusal
 
 COUNTS = Counts(

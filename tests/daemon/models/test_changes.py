@@ -15,10 +15,9 @@ import pytest
 from tensord.config import model_config
 from tensord.config.options import Options, Repository
 from tensord.daemon.models.changes import Models
-from tensord.shm.control_records import Load, Loaded, ModelGone, ModelState, Unload
+from tensord.shm.control_records import Load, Loaded, ModelGone, ModelState, Readiness, Unload
 from tensord.shm.errors import Internal, InvalidArgument, Unsupported
 from tensord.shm.operations import LoadModel
-from tensord.shm.progress import Readiness
 from tensord.shm.record import Record
 from tests.daemon.fake_daemon import write_model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tensord.daemon.models.readiness import ReadinessCheck, Standing
-from tensord.shm.progress import Loading, Readiness
+from tensord.shm.control_records import Loading, Readiness
 
 
 def test_how_far_loads_are_while_something_is_not_served() -> None:

@@ -9,8 +9,7 @@ from tensord.daemon.operator import process_list
 from tensord.daemon.processes.child import FrontProcess, WorkerProcess
 from tensord.daemon.processes.fronts import Fronts
 from tensord.daemon.processes.process_slots import ProcessSlots
-from tensord.shm.control_records import Load
-from tensord.shm.progress import Loading
+from tensord.shm.control_records import Load, Loading
 from tensord.shm.status_page import Outputs, StatusPage, WorkerState, model_key
 
 SECOND = 10**9
