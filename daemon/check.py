@@ -28,7 +28,7 @@ import msgspec
 from tensord.config import ensemble_checks, model_config
 from tensord.config.model_config import ModelConfig
 from tensord.config.options import Options
-from tensord.daemon.models import ensembles, isolation, placement, repository
+from tensord.daemon.models import ensembles, placement, repository
 from tensord.daemon.models.repository import FoundModel
 from tensord.daemon.processes.child import describe_exit
 from tensord.daemon.processes.devices import Device
@@ -77,11 +77,11 @@ def placed(models: Iterable[FoundModel], devices: Sequence[Device], options: Opt
         each = model
         try:
             each = repository.placed(model, [device.name for device in devices], options)
-            isolation.check(each, taken, options.workers)
+            repository.check_isolated(each, taken, options.workers)
             if each.resources:
                 placement.check_resources(each.name, each.resources, needed)
                 needed[each.name] = each.resources
-            taken |= isolation.own(each, options.workers)
+            taken |= repository.isolated(each, options.workers)
         except InvalidArgument as error:
             each = dataclasses.replace(model, error=error.message)
         found.append(each)

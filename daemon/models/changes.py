@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tensord.config.options import Options, Repository
-from tensord.daemon.models import ensembles, isolation, listing, placement, readiness, repository
+from tensord.daemon.models import ensembles, placement, readiness, repository
 from tensord.daemon.models.ensembles import Coming, Ensembles
 from tensord.daemon.models.given import GivenModels, Overrides
 from tensord.daemon.models.lifecycle import Forget, Instruction, Lifecycle, Publish, Retry, Send, Settled
@@ -184,7 +184,7 @@ class Models:
         refused |= {name: repository.DUPLICATE for name, count in folders.items() if count > 1}
         now = asyncio.get_running_loop().time()
         waits = {key: max(0.0, timer.when() - now) for key, timer in self._retries.items()}
-        return listing.index(self.lifecycle, refused, waits, ready, detailed)
+        return self.lifecycle.index(refused, waits, ready, detailed)
 
     def _only_explicit(self) -> None:
         if self._options.control_mode != "explicit":
@@ -287,8 +287,8 @@ class Models:
                     placed = await self._with_members(found, within, again)
             else:
                 placed = repository.placed(found, self._supervisor.workers.devices, self._placing)
-                taken = isolation.wanted(self.lifecycle, self._placing.workers)
-                isolation.check(placed, taken, self._placing.workers)
+                workers = self._placing.workers
+                repository.check_isolated(placed, self.lifecycle.isolated(workers), workers)
                 if placed.resources:
                     placement.check_resources(placed.name, placed.resources, self.lifecycle.resources())
         except InvalidArgument as error:
@@ -377,7 +377,7 @@ class Models:
 
     def _note_refused(self, name: str, reason: str) -> None:
         self._refused[name] = reason
-        self._supervisor.model_changed(listing.refused_state(name, reason))
+        self._supervisor.model_changed(_refused_state(name, reason))
         self._check_readiness()
 
     def _dismiss(self, name: str) -> None:
@@ -462,7 +462,7 @@ class Models:
         states = [
             *self.lifecycle.states(),
             *self._coming.states(),
-            *itertools.starmap(listing.refused_state, self._refused.items()),
+            *itertools.starmap(_refused_state, self._refused.items()),
         ]
         return [*states, self.readiness]
 
@@ -482,7 +482,7 @@ class Models:
                     self._retry_later(instruction)
                 case Settled(token, error):
                     self._outcomes.settle(token, error)
-        self._supervisor.isolate(isolation.wanted(self.lifecycle, self._placing.workers))
+        self._supervisor.isolate(self.lifecycle.isolated(self._placing.workers))
         self._settle_ensembles()
         self._check_readiness()
 
@@ -503,6 +503,11 @@ class Models:
 
     def _paths(self) -> list[Path]:
         return [Path(path) for path in self._options.paths]
+
+
+def _refused_state(name: str, reason: str) -> ModelState:
+    """Builds the record that tells fronts why a model cannot be sent to workers. Its version is 0, which no real version has."""
+    return ModelState(name, 0, "UNAVAILABLE", reason)
 
 
 def _drop_if_same(tasks: dict[str, asyncio.Task[Any]], name: str, task: asyncio.Task[Any]) -> None:

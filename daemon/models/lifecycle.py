@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from tensord.daemon.models.repository import FoundModel, load_error
+from tensord.config.options import Workers
+from tensord.daemon.models.repository import FoundModel, isolated_fraction, load_error
 from tensord.daemon.models.versions import IndexState, ModelEntry, Operation, VersionEntry, awaits, has_members
 from tensord.shm.control_records import CancelLoad, Load, Loaded, ModelGone, ModelState, Unload
 from tensord.shm.device_names import model_of
@@ -485,15 +486,51 @@ class Lifecycle:
 
     # ------------------------------------------------------------------------------------------------------ questions
 
-    def isolated(self) -> dict[str, bytes]:
-        """Returns the devices of isolated models' workers that are needed now, each with its model's serialised configuration."""
-        found: dict[str, bytes] = {}
+    def isolated(self, options: Workers) -> dict[str, float]:
+        """Returns the devices of isolated models' workers, each with its fraction of a GPU's memory (0 to 1).
+
+        A model has them while it is wanted, and as long as they serve or unload it.
+        """
+        found: dict[str, float] = {}
         for name, model in self.models.items():
             for version in model.versions.values():
                 there = [self._workers[worker] for worker in (*version.ready, *version.unloading)]
                 for device in (*(version.devices if version.wanted else ()), *there):
                     if model_of(device) == name:
-                        found[device] = version.load.config
+                        found[device] = isolated_fraction(version.load.config, options)
+        return found
+
+    def index(
+        self, refused: Mapping[str, str], waits: Mapping[tuple[str, int], float], ready: bool, detailed: bool
+    ) -> list[dict[str, str | int]]:
+        """Returns the repository index, sorted: name, version, state and reason of each version; a name alone without versions.
+
+        ``refused``: why models were refused before a worker was asked to load them. ``waits``: the seconds until a version that
+        was given up is loaded again. ``ready``: list only versions that serve. ``detailed``: also the bytes that each takes.
+        """
+        found: list[dict[str, str | int]] = []
+        models = self.models
+        names = self.known | {name for name, model in models.items() if any(v.in_use for v in model.versions.values())}
+        for name in sorted(names | refused.keys()):
+            versions = models[name].versions if name in names and name in models else {}
+            for number, version in sorted(versions.items()):
+                if ready and version.state is not IndexState.READY:
+                    continue
+                entry: dict[str, str | int] = {"name": name, "version": str(number), "state": version.state.value}
+                if version.reason:
+                    planned = version.given_up and (name, number) in waits
+                    again = f"; it is tried again in {waits[name, number]:.0f} s" if planned else ""
+                    entry["reason"] = version.reason + again
+                if detailed and version.described is not None:
+                    footprint = version.described.footprint
+                    entry["parameters"] = footprint.parameter_byte_size
+                    entry["programs"] = footprint.programs
+                    entry["program_bytes"] = footprint.program_byte_size
+                    entry["largest_batch"] = footprint.batch_byte_size
+                found.append(entry)
+            if not versions and not ready:
+                unserved = {"state": "UNAVAILABLE", "reason": refused[name]} if name in refused else {}
+                found.append({"name": name, **unserved})
         return found
 
     def resources(self) -> dict[str, Mapping[str, bool]]:

@@ -25,9 +25,10 @@ from pathlib import Path
 
 from tensord.config import ensemble_checks, model_checks, model_config, model_fields, model_folder
 from tensord.config.model_config import ModelConfig
-from tensord.config.options import Options, Repository
+from tensord.config.options import Options, Repository, Workers
 from tensord.daemon.models import placement
 from tensord.shm.control_records import Load
+from tensord.shm.device_names import gpu_of, model_of
 from tensord.shm.errors import FileTooLarge, InvalidArgument, ServingError, Unsupported
 
 #: Names go into URLs, logs and cache keys; nothing in them may mean anything to a file system or a shell.
@@ -129,6 +130,43 @@ def placed(found: FoundModel, devices: Sequence[str], options: Options) -> Found
     config = message.SerializeToString() if placement.say_kinds(message, devices) else found.config
     resources = placement.resources(message) if limited else {}
     return dataclasses.replace(found, devices=chosen, config=config, resources=resources)
+
+
+def isolated_fraction(config: bytes, options: Workers) -> float:
+    """Returns the part of a GPU's memory (0 to 1) for the worker of an isolated model with this serialised configuration."""
+    return model_checks.isolated_fraction(model_config.from_bytes(config), options.isolated_memory_fraction)
+
+
+def isolated(found: FoundModel, options: Workers) -> dict[str, float]:
+    """Returns those of the model's devices whose workers serve it alone, each with its fraction of a GPU's memory (0 to 1)."""
+    devices = [device for device in found.devices if model_of(device) == found.name]
+    return dict.fromkeys(devices, isolated_fraction(found.config, options)) if devices else {}
+
+
+def check_isolated(found: FoundModel, taken: Mapping[str, float], options: Workers) -> None:
+    """Checks that there is room for an isolated model's workers, on ``found.devices``; ``taken``: those of all isolated models.
+
+    Raises InvalidArgument: there are too many isolated models, or not enough memory on a GPU.
+    """
+    name, devices = found.name, isolated(found, options)
+    others = {device: part for device, part in taken.items() if model_of(device) != name}
+    count = len({model_of(device) for device in others})
+    if devices and count >= options.max_isolated:
+        raise InvalidArgument(
+            f"model '{name}' is to have a worker to itself ({model_checks.ISOLATED}), and {count} models have one; at most "
+            f"{options.max_isolated} may (workers.max_isolated)"
+        )
+    for device, part in devices.items():
+        gpu = gpu_of(device)
+        beside = sum(fraction for other, fraction in others.items() if gpu and gpu_of(other) == gpu)
+        # Rounded, as these are sums of decimal fractions: 0.7 and three times 0.1 are 1.
+        taken_before = round(options.gpu_memory_fraction + beside, 6)
+        if gpu and (total := round(taken_before + part, 6)) > 1:
+            raise InvalidArgument(
+                f"model '{name}' is to have {part:g} of the memory of {gpu} to itself ({model_checks.ISOLATED_FRACTION}), and "
+                f"{taken_before:g} of it are taken: {options.gpu_memory_fraction:g} by the workers that models share "
+                f"(workers.gpu_memory_fraction), {round(beside, 6):g} by other isolated models; that would be {total:g}"
+            )
 
 
 def scan(repositories: Sequence[Path], known: Collection[str] = ()) -> dict[str, FoundModel]:

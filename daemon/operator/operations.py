@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from tensord.daemon.control.log_settings import LogSettings
-from tensord.daemon.models import statistics
 from tensord.daemon.models.changes import Models
 from tensord.daemon.models.versions import IndexState
 from tensord.daemon.operator import model_list
@@ -201,7 +202,7 @@ class Operations:
             # A worker that died loses its counters; an error in an answer is a defect.
             if isinstance(answer, BaseException) and not isinstance(answer, Unavailable):
                 raise answer
-        return statistics.merge(answer for answer in answers if isinstance(answer, bytes))
+        return merge_statistics(answer for answer in answers if isinstance(answer, bytes))
 
     # Every worker that serves a Triton Python model is asked for its ``is_ready()``, and all must say that it is.
 
@@ -236,3 +237,40 @@ class Operations:
             return await worker.result_of(ModelReady(name, number), _READY_SECONDS) == b"true"
         except ServingError:
             return False
+
+
+def merge_statistics(answers: Iterable[bytes]) -> bytes:
+    """Merges workers' statistics, each {"model_stats": [...]} in JSON, into one answer, sorted by model name and version.
+
+    Source: Triton docs/protocol/extension_statistics.md.
+    """
+    models: dict[tuple[str, int], dict[str, Any]] = {}
+    for answer in answers:
+        for entry in msgspec.json.decode(answer)["model_stats"]:
+            key = (entry["name"], int(entry["version"]))
+            models[key] = _sum(models[key], entry) if key in models else entry
+    return msgspec.json.encode({"model_stats": [entry for _, entry in sorted(models.items())]})
+
+
+def _sum(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _sum_field(key, one[key], other[key]) if key in one and key in other else {**other, **one}[key]
+        for key in one | other
+    }
+
+
+def _sum_field(key: str, one: Any, other: Any) -> Any:
+    if key in ("name", "version", "batch_size"):
+        return one
+    if key == "last_inference":
+        return max(one, other)
+    if isinstance(one, dict):
+        return _sum(one, other)
+    if key == "batch_stats":
+        sizes: dict[int, dict[str, Any]] = {}
+        for entry in [*one, *other]:
+            size = entry["batch_size"]
+            sizes[size] = _sum(sizes[size], entry) if size in sizes else entry
+        return [entry for _, entry in sorted(sizes.items())]
+    # Numbers add; the remaining list, memory_usage, names its devices, which differ between workers.
+    return one + other

@@ -8,7 +8,7 @@ import pytest
 
 from tensord.config.model_config import parse_pbtxt
 from tensord.config.options import Workers
-from tensord.daemon.models import isolation
+from tensord.daemon.models import repository
 from tensord.daemon.models.lifecycle import Lifecycle
 from tensord.daemon.models.repository import FoundModel
 from tensord.shm.control_records import Loaded
@@ -27,20 +27,20 @@ def found(name: str, *devices: str, part: str = "", fingerprint: str = "f") -> F
 def test_a_worker_is_needed_from_the_load_until_the_unload() -> None:
     lifecycle = Lifecycle()
     lifecycle.worker_joined(0, "cpu:0")
-    assert isolation.wanted(lifecycle, OPTIONS) == {}
+    assert lifecycle.isolated(OPTIONS) == {}
     lifecycle.load(found("m", "cpu:0#m", part="0.25"), 1)
-    assert isolation.wanted(lifecycle, OPTIONS) == {"cpu:0#m": 0.25}
+    assert lifecycle.isolated(OPTIONS) == {"cpu:0#m": 0.25}
     assert sent(lifecycle.worker_joined(1, "cpu:0#m")) == [(1, "Load", 1)]
     assert settled(lifecycle.loaded(1, Loaded("m", 1))) == [(1, "")]
     # It dies: the next one is needed.
     lifecycle.worker_left(1)
-    assert isolation.wanted(lifecycle, OPTIONS) == {"cpu:0#m": 0.25}
+    assert lifecycle.isolated(OPTIONS) == {"cpu:0#m": 0.25}
     lifecycle.worker_joined(2, "cpu:0#m")
     lifecycle.loaded(2, Loaded("m", 1))
     assert sent(lifecycle.unload("m", 2)) == [(2, "Unload", 1)]
-    assert isolation.wanted(lifecycle, OPTIONS) == {"cpu:0#m": 0.25}
+    assert lifecycle.isolated(OPTIONS) == {"cpu:0#m": 0.25}
     assert settled(lifecycle.unloaded(2, "m", 1)) == [(2, "")]
-    assert isolation.wanted(lifecycle, OPTIONS) == {}
+    assert lifecycle.isolated(OPTIONS) == {}
     assert lifecycle.worker_left(2, dismissed=True) == []
     lifecycle.check_invariants()
 
@@ -50,7 +50,7 @@ def test_one_that_fails_needs_none() -> None:
     lifecycle.load(found("m", "cpu:0#m"), 1)
     lifecycle.worker_joined(1, "cpu:0#m")
     lifecycle.loaded(1, Loaded("m", 1, reason="OSError: no"))
-    assert isolation.wanted(lifecycle, OPTIONS) == {}
+    assert lifecycle.isolated(OPTIONS) == {}
 
 
 def test_one_that_moves_needs_its_former_worker_until_the_other_serves() -> None:
@@ -60,10 +60,10 @@ def test_one_that_moves_needs_its_former_worker_until_the_other_serves() -> None
     lifecycle.worker_joined(1, "cpu:0#m")
     lifecycle.loaded(1, Loaded("m", 1))
     assert sent(lifecycle.load(found("m", "cpu:0", fingerprint="g"), 2)) == [(0, "Load", 1)]
-    assert isolation.wanted(lifecycle, OPTIONS) == {"cpu:0#m": 0.1}
+    assert lifecycle.isolated(OPTIONS) == {"cpu:0#m": 0.1}
     out = lifecycle.loaded(0, Loaded("m", 1))
     assert (states(out), sent(out)) == ([(1, "READY", (0,))], [(1, "Unload", 1)])
-    assert isolation.wanted(lifecycle, OPTIONS) == {}
+    assert lifecycle.isolated(OPTIONS) == {}
     # Nobody is to blame for what it was still loading.
     lifecycle.worker_joined(2, "cpu:0#m")
     lifecycle.load(found("m", "cpu:0#m", fingerprint="h"), 3)
@@ -90,7 +90,7 @@ def test_a_load_ends_where_its_worker_cannot_come() -> None:
     ]
     assert states(out) == [(1, "UNAVAILABLE", ())]
     assert lifecycle.stranded(("cpu:0",)) == []
-    assert set(isolation.wanted(lifecycle, OPTIONS)) == {"cpu:0#new", "cpu:0#moves"}
+    assert set(lifecycle.isolated(OPTIONS)) == {"cpu:0#new", "cpu:0#moves"}
     lifecycle.check_invariants()
     for worker, name in enumerate(("new", "moves"), 5):
         assert sent(lifecycle.worker_joined(worker, f"cpu:0#{name}")) == [(worker, "Load", 1)]
@@ -100,15 +100,15 @@ def test_a_load_ends_where_its_worker_cannot_come() -> None:
 
 def refusal(model: FoundModel, taken: dict[str, float]) -> str:
     with pytest.raises(InvalidArgument) as caught:
-        isolation.check(model, taken, OPTIONS)
+        repository.check_isolated(model, taken, OPTIONS)
     return caught.value.message
 
 
 def test_bounds() -> None:
     taken = {"cpu:0#a": 0.1, "cuda:0#b": 0.1, "cuda:1#b": 0.1, "cuda:0#c": 0.1}
-    isolation.check(found("shared", "cpu:0"), taken, OPTIONS)
+    repository.check_isolated(found("shared", "cpu:0"), taken, OPTIONS)
     # It has one already.
-    isolation.check(found("a", "cuda:1#a", part="0.2"), taken, OPTIONS)
+    repository.check_isolated(found("a", "cuda:1#a", part="0.2"), taken, OPTIONS)
     assert refusal(found("d", "cpu:0#d"), taken) == (
         "model 'd' is to have a worker to itself (isolated), and 3 models have one; at most 3 may (workers.max_isolated)"
     )
@@ -116,5 +116,5 @@ def test_bounds() -> None:
         "model 'a' is to have 0.15 of the memory of cuda:0 to itself (isolated_memory_fraction), and 0.9 of it are taken: 0.7 by "
         "the workers that models share (workers.gpu_memory_fraction), 0.2 by other isolated models; that would be 1.05"
     )
-    isolation.check(found("a", "cuda:0#a", part="0.1"), taken, OPTIONS)
+    repository.check_isolated(found("a", "cuda:0#a", part="0.1"), taken, OPTIONS)
     assert "3 models" not in refusal(found("a", "cuda:0#a", part="0.1001"), taken)

@@ -8,7 +8,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tensord.daemon.models import listing
 from tensord.daemon.models.lifecycle import (
     FIRST_RETRY,
     MAX_RETRY,
@@ -30,7 +29,7 @@ def found(name: str, *chosen: int, fingerprint: str = "f", devices: tuple[str, .
 
 
 def entries(lifecycle: Lifecycle) -> list[dict[str, str | int]]:
-    return listing.index(lifecycle, {}, {}, ready=False, detailed=False)
+    return lifecycle.index({}, {}, ready=False, detailed=False)
 
 
 def states(out: list[Instruction]) -> list[tuple[int, str, tuple[int, ...]]]:
@@ -322,7 +321,7 @@ def test_what_serves_elsewhere_and_was_given_up_is_listed_as_ready() -> None:
     ready(lifecycle, 3)
     assert retries(lifecycle.worker_left(3)) == [("m", FIRST_RETRY)]
     expected = [{"name": "m", "version": "1", "state": "READY"}]
-    assert listing.index(lifecycle, {}, {("m", 1): FIRST_RETRY}, ready=False, detailed=False) == expected
+    assert lifecycle.index({}, {("m", 1): FIRST_RETRY}, ready=False, detailed=False) == expected
 
 
 def test_what_was_given_up_is_tried_again_later_and_later() -> None:

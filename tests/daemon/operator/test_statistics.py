@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tensord.daemon.models import statistics
+from tensord.daemon.operator.operations import merge_statistics
 
 
 def entry(name: str, version: str, n: int, last: int = 0, sizes: tuple[int, ...] = (1,)) -> dict[str, object]:
@@ -24,7 +24,7 @@ def entry(name: str, version: str, n: int, last: int = 0, sizes: tuple[int, ...]
 
 def merged(*answers: list[dict[str, object]]) -> list[dict[str, object]]:
     out: list[dict[str, object]] = json.loads(
-        statistics.merge(json.dumps({"model_stats": answer}).encode() for answer in answers)
+        merge_statistics(json.dumps({"model_stats": answer}).encode() for answer in answers)
     )["model_stats"]
     return out
 
