@@ -11,8 +11,8 @@ from tensord.config.model_config import ModelConfig
 from tensord.workers.declarations.control_inputs import ControlInputs, control_inputs
 from tensord.workers.scheduling.dynamic_batcher import BatchRules
 from tensord.workers.scheduling.sequence import IterativeIds
+from tensord.workers.scheduling.sequence_batcher import DirectBatcher, DirectRules, OldestBatcher, Strategy
 from tensord.workers.scheduling.sequence_table import SequenceRules
-from tensord.workers.scheduling.strategies import DirectBatcher, DirectRules, OldestBatcher, Strategy
 
 
 @dataclass(frozen=True, slots=True)

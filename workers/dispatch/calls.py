@@ -17,8 +17,8 @@ so a circle through such a call counts only when it has lasted for 5 s.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, cast
 
 from msgspec.structs import replace
 
@@ -48,7 +48,6 @@ _PATIENCE_NS = 5_000_000_000
 _LOOK_NS = 250_000_000
 
 _Node = InnerRequest | Instance
-N = TypeVar("N", bound=Hashable)
 
 
 def path(call: ModelCall) -> list[str]:
@@ -85,12 +84,23 @@ class CallCircles:
                 continue
             again_ns = now_ns + _LOOK_NS
             self._by_thread = False
-            start: _Node = inner
-            if not is_stuck(start, self._waits_for):
+            if not self._is_stuck(inner):
                 continue
             if not self._by_thread or call.began_ns + _PATIENCE_NS <= now_ns:
                 return call, again_ns
         return None, again_ns
+
+    def _is_stuck(self, inner: InnerRequest) -> bool:
+        """Returns whether nothing that a request waits for, directly or through others, can go on by itself."""
+        visited: set[_Node] = {inner}
+        left: list[_Node] = [inner]
+        while left:
+            found = tuple(self._waits_for(left.pop()))
+            if not found:
+                return False
+            left += [other for other in found if other not in visited]
+            visited.update(found)
+        return True
 
     @staticmethod
     def is_within(version: ModelVersion, origin: Request | None) -> bool:
@@ -102,6 +112,7 @@ class CallCircles:
         return False
 
     def _waits_for(self, node: _Node) -> Iterable[_Node]:
+        """Returns the nodes of which any one would let a node go on; none: it can go on by itself."""
         return self._instance_waits_for(node) if isinstance(node, Instance) else self._request_waits_for(node)
 
     def _request_waits_for(self, inner: InnerRequest) -> Iterable[_Node]:
@@ -169,21 +180,6 @@ class CallCircles:
                     )
             origin = origin.origin
         return None
-
-
-def is_stuck(node: N, waits_for: Callable[[N], Iterable[N]]) -> bool:
-    """Returns whether a node is deadlocked: no node that it waits for, directly or through others, can go on by itself.
-
-    ``waits_for`` returns the nodes of which any one would let a node go on; none: it can go on by itself.
-    """
-    visited, left = {node}, [node]
-    while left:
-        found = tuple(waits_for(left.pop()))
-        if not found:
-            return False
-        left += [other for other in found if other not in visited]
-        visited.update(found)
-    return True
 
 
 _log = logging.getLogger(__name__)

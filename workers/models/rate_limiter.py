@@ -1,15 +1,28 @@
 """Implements Triton's rate limiter on a worker: an instance runs only while the resources that it needs are free.
 
 The operator's configuration says how much there is of a resource; of any other resource there is as much as the most demanding
-instance needs. Used by the worker's loop only.
+instance needs. Of several instances that wait, the one with the fewest runs goes first, where each run counts ``priority`` times.
+One whose resources are not free lets others go first, but not for ever: after ``MAX_PASSED`` of them, no instance behind it gets
+the resources that it needs. Used by the worker's loop only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from tensord.workers.models.instance import Instance
-from tensord.workers.scheduling.resources import Resources
+
+#: How many instances may go before one that has waited longer.
+MAX_PASSED = 16
+
+
+@dataclass(slots=True)
+class _Turns:
+    #: The runs of an instance, each counted ``priority`` times.
+    count: int
+    #: How many others went before it since it began to wait.
+    passed: int = 0
 
 
 class RateLimiter:
@@ -19,8 +32,11 @@ class RateLimiter:
         """``given``: resource -> how much there is, from the operator's configuration."""
         self._given = given
         self._limits: dict[str, int] = dict(given)
-        self._resources: Resources[Instance] = Resources(self._limits)
-        self._known: dict[Instance, None] = {}
+        self._turns: dict[Instance, _Turns] = {}
+        #: Instances that wait, in the order in which they asked; and those that have what they need.
+        self._waiting: dict[Instance, None] = {}
+        self._running: dict[Instance, None] = {}
+        self._used: dict[str, int] = {}
         #: Whether an instance that waited may run now; cleared by the dispatcher.
         self.moved = False
 
@@ -30,22 +46,22 @@ class RateLimiter:
         The caller must have checked that none needs more than the operator has configured.
         """
         for instance in instances:
-            if instance.needs and instance not in self._known:
-                self._known[instance] = None
-                self._set_limits()
-                self._resources.add(instance, instance.needs, instance.priority)
+            if instance.needs and instance not in self._turns:
+                # One that comes later has not missed the turns of the others.
+                self._turns[instance] = _Turns(min((turns.count for turns in self._turns.values()), default=0))
+        self._set_limits()
 
     def remove(self, instances: Iterable[Instance]) -> None:
         """Removes instances and frees their resources."""
         for instance in instances:
-            if instance in self._known:
-                del self._known[instance]
-                self.moved |= bool(self._resources.remove(instance))
+            if instance in self._turns:
+                self.done(instance)
+                del self._turns[instance]
         self._set_limits()
 
     def _set_limits(self) -> None:
         self._limits.clear()
-        for instance in self._known:
+        for instance in self._turns:
             for name, count in instance.needs.items():
                 self._limits[name] = max(self._limits.get(name, 0), count)
         self._limits.update(self._given)
@@ -55,23 +71,55 @@ class RateLimiter:
 
         Then the instance waits for them: call this again once ``moved`` is True (resources became free).
         """
-        return self._resources.runs(instance) or self._resources.ask(instance)
+        if instance not in self._running:
+            self._waiting[instance] = None
+            self._grant()
+        return instance in self._running
 
     def done(self, instance: Instance, again: bool = False) -> None:
         """Frees an instance's resources, or ends its wait for them.
 
         ``again``: the instance has run, and asks at once for another run.
         """
-        self.moved |= bool(
-            self._resources.give_back(instance, again)
-            if self._resources.runs(instance)
-            else self._resources.withdraw(instance)
-        )
+        if instance in self._running:
+            del self._running[instance]
+            for name, count in instance.needs.items():
+                self._used[name] -= count
+            if again:
+                self._waiting[instance] = None
+        else:
+            self._waiting.pop(instance, None)
+            self._turns[instance].passed = 0
+        self.moved |= self._grant()
+
+    def _grant(self) -> bool:
+        """Gives resources to the waiting instances that may run now. Returns whether there are any."""
+        granted = False
+        kept: set[str] = set()
+        for instance in sorted(self._waiting, key=lambda waiting: self._turns[waiting].count):
+            needs, turns = instance.needs, self._turns[instance]
+            fits = all(self._used.get(name, 0) + count <= self._limits[name] for name, count in needs.items())
+            if not fits or not kept.isdisjoint(needs):
+                if turns.passed >= MAX_PASSED:
+                    kept.update(needs)
+                continue
+            granted = True
+            for earlier in self._waiting:
+                if earlier is instance:
+                    break
+                self._turns[earlier].passed += 1
+            del self._waiting[instance]
+            self._running[instance] = None
+            turns.count += max(1, instance.priority)
+            turns.passed = 0
+            for name, count in needs.items():
+                self._used[name] = self._used.get(name, 0) + count
+        return granted
 
     @property
     def running(self) -> list[Instance]:
         """The instances that are running now."""
-        return [instance for instance in self._known if instance.busy]
+        return [instance for instance in self._turns if instance.busy]
 
     def __repr__(self) -> str:
-        return f"<RateLimiter of {len(self._known)} instances>"
+        return f"<RateLimiter of {len(self._turns)} instances>"

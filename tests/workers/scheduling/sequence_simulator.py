@@ -19,9 +19,14 @@ import psutil
 from tensord.shm.errors import ServingError
 from tensord.workers.scheduling.dynamic_batcher import BatchRules
 from tensord.workers.scheduling.sequence import Controls
-from tensord.workers.scheduling.sequence_batcher import SequenceBatcher, Strategy
+from tensord.workers.scheduling.sequence_batcher import (
+    DirectBatcher,
+    DirectRules,
+    OldestBatcher,
+    SequenceBatcher,
+    Strategy,
+)
 from tensord.workers.scheduling.sequence_table import SequenceRules
-from tensord.workers.scheduling.strategies import DirectBatcher, DirectRules, OldestBatcher
 from tests.workers.scheduling.naive_sequences import NaiveSequences, Step, refusal
 
 

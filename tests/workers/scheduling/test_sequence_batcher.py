@@ -6,9 +6,8 @@ import pytest
 
 from tensord.shm.errors import Cancelled, DeadlineExceeded, InvalidArgument, Unavailable
 from tensord.workers.scheduling.sequence import Controls, IterativeIds
-from tensord.workers.scheduling.sequence_batcher import SequenceBatcher
+from tensord.workers.scheduling.sequence_batcher import DirectBatcher, DirectRules, SequenceBatcher
 from tensord.workers.scheduling.sequence_table import SequenceRules
-from tensord.workers.scheduling.strategies import DirectBatcher, DirectRules
 from tests.generated import examples
 from tests.workers.scheduling.naive_sequences import Step
 from tests.workers.scheduling.sequence_simulator import Churn, Heard, batcher_of, simulate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tensord.workers.scheduling.sequence import Controls, LiveSequence, Sequenced, Slot
-from tensord.workers.scheduling.strategies import DirectBatcher, DirectRules
+from tensord.workers.scheduling.sequence_batcher import DirectBatcher, DirectRules
 
 
 def ready(batcher: DirectBatcher[Sequenced], number: int, key: str, arrived_ns: int) -> LiveSequence[Sequenced]:
