@@ -114,10 +114,7 @@ def arena_byte_size() -> int:
 
 
 def pinned_byte_size() -> int:
-    """Returns the most bytes of host memory that one GPU worker page-locks: a 16th of the host's, between 1 and 64 GiB.
-
-    Eight workers then lock at most half of it.
-    """
+    """Returns the bytes of host memory that a GPU worker may page-lock: a 16th of the host's, from 1 to 64 GiB."""
     return min(max(host_byte_size() // 16, _GIB), 64 * _GIB)
 
 

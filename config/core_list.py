@@ -11,10 +11,7 @@ _PART = re.compile(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", re.ASCII)
 
 
 def parse(text: str) -> tuple[int, ...]:
-    """Parses a list of cores such as ``0-3,8``. Returns their numbers, ascending.
-
-    Raises ValueError: not such a list; the message says what was expected and what was given.
-    """
+    """Parses a list of cores such as ``0-3,8``. Returns their numbers, ascending. Raises ValueError: it is no such list."""
     cores: set[int] = set()
     for part in text.split(","):
         match = _PART.fullmatch(part.strip())

@@ -104,10 +104,7 @@ def _check_tensors(message: ModelConfig) -> None:
 
 
 def in_order(message: ModelConfig) -> list[int]:
-    """Returns the numbers of an ensemble's steps in an order in which each comes after all whose outputs it reads.
-
-    A step that needs what neither the ensemble's inputs nor such a step give is left out.
-    """
+    """Returns the numbers of the steps that can run, each after all whose outputs it reads."""
     there = {field.name for field in message.input}
     waiting, ordered = dict(enumerate(message.ensemble_scheduling.step)), list[int]()
     while ready := [number for number, step in waiting.items() if there.issuperset(step.input_map.values())]:
@@ -118,10 +115,7 @@ def in_order(message: ModelConfig) -> list[int]:
 
 
 def _unconnected(message: ModelConfig, tensor: str, written: dict[str, int], made: set[str]) -> str:
-    """Returns an input that the step which writes ``tensor`` needs and that no step can write; "": no step writes ``tensor``.
-
-    ``written``: tensor -> number of the step that would write it; ``made``: the tensors that can be written, and the inputs.
-    """
+    """Returns an input that the step which writes ``tensor`` needs and that no step can write; "": no step writes ``tensor``."""
     if tensor not in written:
         return ""
     step = message.ensemble_scheduling.step[written[tensor]]
@@ -183,10 +177,7 @@ def check_members(message: ModelConfig, find: Callable[[str, int], ModelConfig])
 
 
 def decoupled(message: ModelConfig, find: Callable[[str, int], ModelConfig]) -> bool:
-    """Returns whether an ensemble answers a request with any number of responses: whether any of its members does.
-
-    ``find``: returns the completed configuration of a member, by name and version; version -1 means the newest.
-    """
+    """Returns whether an ensemble answers a request with any number of responses: whether any of its members does."""
     return any(
         find(step.model_name, step.model_version).model_transaction_policy.decoupled
         for step in message.ensemble_scheduling.step
@@ -215,14 +206,7 @@ def _check_names(ensemble: str, member: ModelConfig, step: Any) -> None:
 
 
 def _join(ensemble: str, known: dict[str, _Tensor], model: ModelConfig, fields: Iterable[tuple[str, Any]]) -> None:
-    """Adds the ensemble tensors that a model declares to ``known``, and checks that those already there agree.
-
-    Raises InvalidArgument: the datatypes or shapes of a tensor differ.
-    Args:
-      ensemble: the ensemble's name, for errors.
-      known: ensemble tensor -> how a model has declared it first.
-      fields: pairs of an ensemble tensor and the model's input or output.
-    """
+    """Adds the ensemble tensors that a model declares to ``known``. Raises InvalidArgument: an earlier model differs."""
     for tensor, field in fields:
         said = _Tensor(model.name, data_type_name(field), tuple(field.dims), model.max_batch_size > 0)
         before = known.setdefault(tensor, said)

@@ -78,11 +78,8 @@ def read(
 ) -> Configured:
     """Merges the defaults, the file, the environment and the flags (later ones win) into options with their sources.
 
-    Args:
-      file: the operator's file; None: there is none.
-      environment: usually ``os.environ``; only variables that begin with ``TENSORD_`` are read. None: there are none.
-      flags: settings from the command line.
-    Raises: ConfigurationError: something is wrong; the message is about the first mistake found.
+    ``environment``: usually ``os.environ``; only variables that begin with ``TENSORD_`` are read.
+    Raises ConfigurationError: something is wrong; the message is about the first mistake found.
     """
     given = [*(read_file(file) if file is not None else ()), *read_environment(environment or {}), *flags]
     options = merge([*read_file(DEFAULTS), *given])
@@ -92,11 +89,7 @@ def read(
 def load(
     file: Path | None = None, environment: Mapping[str, str] | None = None, flags: Iterable[Setting] = ()
 ) -> Options:
-    """Merges the defaults, the file, the environment and the flags (later ones win) into options.
-
-    ``file``, ``environment``: None: there is none. Raises ConfigurationError: something is wrong; the message is about the first
-    mistake found.
-    """
+    """Merges the defaults, the file, the environment and the flags into options, as ``read`` does."""
     return read(file, environment, flags).options
 
 
@@ -152,10 +145,7 @@ def _bounded(wanted: msgspec.inspect.IntType | msgspec.inspect.FloatType) -> str
 
 
 def merge(settings: Iterable[Setting]) -> Options:
-    """Merges settings into options; later settings replace earlier ones of the same key.
-
-    Raises ConfigurationError: an unknown key, a value that is wrong, or values that contradict each other.
-    """
+    """Merges settings into options; later ones of a key win. Raises ConfigurationError: a key or value is wrong."""
     keys = known_keys()
     merged: dict[str, Any] = {}
     for setting in settings:
@@ -171,10 +161,7 @@ def merge(settings: Iterable[Setting]) -> Options:
 
 
 def read_file(path: Path) -> list[Setting]:
-    """Reads the settings in a TOML file.
-
-    Raises ConfigurationError: the file cannot be read, is not TOML (with line and column), or has an unknown section.
-    """
+    """Reads the settings in a TOML file. Raises ConfigurationError: it cannot be read, is not TOML, or has an unknown section."""
     try:
         content = tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
@@ -199,10 +186,7 @@ def _flatten(content: dict[str, Any], source: str) -> Iterator[Setting]:
 
 
 def written(configured: Configured) -> str:
-    """Returns options as the text of a TOML file, in the order and with the comments of the file of defaults.
-
-    A value that the operator has set is followed by a comment with its source.
-    """
+    """Returns options as the text of a TOML file, as that of defaults; a set value is followed by a comment with its source."""
     lines: list[str] = []
     section = ""
     for line in DEFAULTS.read_text().splitlines():
@@ -218,10 +202,7 @@ def written(configured: Configured) -> str:
 
 
 def read_environment(environment: Mapping[str, str]) -> list[Setting]:
-    """Reads the settings in environment variables.
-
-    Raises ConfigurationError: a variable begins with ``TENSORD_`` and names no key.
-    """
+    """Reads the settings in environment variables. Raises ConfigurationError: a ``TENSORD_`` variable names no key."""
     variables = _variables()
     foreign = service_variables(environment)
     found = []
@@ -300,10 +281,7 @@ _PATHS = """
 
 
 def _at_home(setting: Setting, value: Any) -> Any:
-    """Returns a path, or each of several, with ``~`` at the start replaced by the home directory (shells do so only for flags).
-
-    ``setting``: where the path comes from. Raises ConfigurationError: no home directory is known for the user that is named.
-    """
+    """Returns a path, or each of several, with ``~`` at the start replaced by the home directory, as shells do for flags."""
     if not isinstance(value, str):
         return tuple(_at_home(setting, each) for each in value)
     scheme = "unix:" if value.startswith("unix:") else ""

@@ -48,9 +48,8 @@ def name_traces(find: Callable[[], str]) -> None:
 def configure(options: Log, name: str, environment: Mapping[str, str] | None = None) -> None:
     """Sets up this process's log, or changes it to new options.
 
-    Args:
-      name: the process's name in each line: "supervisor", "http-0", "worker-1".
-      environment: has JOURNAL_STREAM if standard error goes to systemd's journal; None: ``os.environ``.
+    ``name``: the process's name in each line, such as "worker-1". ``environment``: has JOURNAL_STREAM if standard error goes to
+    systemd's journal; None: ``os.environ``.
     """
     journal = not options.file and "JOURNAL_STREAM" in (os.environ if environment is None else environment)
     handler = LogFile(options.file) if options.file else _StandardError(sys.stderr)
@@ -164,20 +163,14 @@ class _LevelFilter(logging.Filter):
 
 
 def _note_trace(record: logging.LogRecord) -> bool:
-    """Adds the id of the current trace to a log record, unless the caller gave one (``extra={"trace_id": ...}``).
-
-    Returns True, as a logging filter that keeps every record.
-    """
+    """Adds the id of the current trace to a log record, unless the caller gave one (``extra={"trace_id": ...}``)."""
     if not hasattr(record, "trace_id"):
         record.trace_id = _find_trace()
     return True
 
 
 class TextFormatter(logging.Formatter):
-    """Formats log lines as text, in the formats default and ISO8601.
-
-    ``journal``: for systemd's journal: each line with its priority and without the time.
-    """
+    """Formats log lines as text; for systemd's ``journal`` each line has its priority and no time."""
 
     def __init__(self, name: str, options: Log, journal: bool) -> None:
         super().__init__()
@@ -199,10 +192,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats each log message as one JSON object on a line.
-
-    ``journal``: for systemd's journal: each line begins with its priority.
-    """
+    """Formats each message as one JSON object on a line; for systemd's ``journal`` each line begins with its priority."""
 
     def __init__(self, name: str, journal: bool = False) -> None:
         super().__init__()

@@ -199,10 +199,7 @@ def _check_instances(message: ModelConfig) -> None:
 
 
 def check_device(message: ModelConfig, gpu: int | None) -> None:
-    """Raises InvalidArgument if a completed configuration asks for GPUs only, and the model would be loaded on the CPU.
-
-    ``gpu``: the number of the worker's GPU; None: its device is the CPU.
-    """
+    """Raises InvalidArgument if a completed configuration asks for GPUs only, and the worker has none (``gpu`` is None)."""
     kinds = model_config_pb2.ModelInstanceGroup
     for group in message.instance_group:
         if gpu is None and all(each.kind == kinds.KIND_GPU for each in message.instance_group):
@@ -264,20 +261,14 @@ def _check_order(message: ModelConfig) -> None:
 
 
 def batch_buckets(message: ModelConfig) -> tuple[int, ...]:
-    """Returns the batch sizes to compile, from the model's parameter ``batch_buckets`` ("1,8,32"); () if it is not given.
-
-    Raises: InvalidArgument: not ascending whole numbers up to ``max_batch_size``.
-    """
+    """Returns the batch sizes to compile, from the parameter ``batch_buckets`` ("1,8,32"); (): it is not given."""
     if "batch_buckets" not in message.parameters:
         return ()
     return _sizes(message, "batch_buckets", message.max_batch_size, f"max_batch_size {message.max_batch_size}")
 
 
 def axis_buckets(message: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns named axis -> sizes to compile, from parameters such as ``buckets.sequence`` ("32,128,256"); () for "auto".
-
-    Raises: InvalidArgument: neither "auto" nor ascending whole numbers.
-    """
+    """Returns named axis -> sizes to compile, from parameters such as ``buckets.sequence`` ("32,128,256"); () for "auto"."""
     found: dict[str, tuple[int, ...]] = {}
     for name in sorted(name for name in message.parameters if name.startswith(_AXIS)):
         automatic = message.parameters[name].string_value == "auto"
@@ -302,12 +293,7 @@ _RAGGED_DATATYPES = ("TYPE_INT32", "TYPE_FP32")
 
 
 def _check_ragged(message: ModelConfig, whole: bool) -> None:
-    """Checks ``batch_input`` and ``batch_output``, with Triton's messages where Triton has them.
-
-    Args:
-      whole: whether the configuration is completed and so has all tensors of the model.
-    Raises: InvalidArgument: the first mistake found.
-    """
+    """Checks ``batch_input`` and ``batch_output``. ``whole``: whether the configuration has all tensors of the model."""
     name = message.name
     inputs = {tensor.name for tensor in message.input} if message.input or whole else None
     outputs = {tensor.name for tensor in message.output} if message.output or whole else None
@@ -346,12 +332,7 @@ _CORRID_TYPES = ("TYPE_UINT64", "TYPE_INT64", "TYPE_UINT32", "TYPE_INT32", "TYPE
 
 
 def _check_sequences(message: ModelConfig) -> None:
-    """Checks ``sequence_batching``, with Triton's messages. Raises InvalidArgument: the first mistake found.
-
-    Control inputs have names, and there is at most one of each kind; START, END and READY have one pair of values, CORRID has a
-    datatype. The preferred batch sizes of ``oldest`` are between 1 and ``max_batch_size``, the slot utilization of ``direct``
-    from 0 to 1.
-    """
+    """Checks ``sequence_batching`` but for its states."""
     name, sequences = message.name, message.sequence_batching
     _check_controls(message)
     limit = message.max_batch_size
@@ -426,15 +407,7 @@ def _check_values(name: str, kind: str, control: Any) -> None:
 
 
 def _check_states(message: ModelConfig, whole: bool) -> None:
-    """Checks ``sequence_batching.state``, with Triton's messages where Triton has them.
-
-    Each state has a name of its own, a datatype and dims; its initial state has the same datatype and dims, none of them
-    variable.
-
-    Args:
-      whole: whether each state must have a datatype, because the configuration is completed.
-    Raises: InvalidArgument: the first mistake found.  Unsupported: a Triton Python model has states.
-    """
+    """Checks ``sequence_batching.state``. ``whole``: whether each state must have a datatype."""
     states = message.sequence_batching.state
     if states and message.backend == "python":
         raise Unsupported(f"model '{message.name}': sequence_batching.state: a Triton Python model keeps its own state")
@@ -505,12 +478,7 @@ def is_isolated(message: ModelConfig) -> bool:
 
 
 def isolated_fraction(message: ModelConfig, default: float) -> float:
-    """Returns the fraction of a GPU's memory that XLA takes in the process of an isolated model (whose worker serves no other).
-
-    Args:
-      default: the operator's value (``workers.isolated_memory_fraction``), for models that name none.
-    Raises: InvalidArgument: the model's ``isolated_memory_fraction`` is not a number above 0 and up to 1.
-    """
+    """Returns the fraction of a GPU's memory that XLA takes in an isolated model's process, or ``default`` if none is named."""
     if ISOLATED_FRACTION not in message.parameters:
         return default
     said = message.parameters[ISOLATED_FRACTION].string_value

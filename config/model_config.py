@@ -46,10 +46,7 @@ def empty(model_name: str = "") -> ModelConfig:
 
 
 def parse_pbtxt(text: str, model_name: str) -> ModelConfig:
-    """Parses the text of a config.pbtxt.
-
-    Raises: InvalidArgument: not such a text; the message names the model, line and column, and what protobuf expected there.
-    """
+    """Parses a config.pbtxt. Raises InvalidArgument: it is none; the message has line and column, and what protobuf expected."""
     message = empty()
     try:
         text_format.Parse(text, message)
@@ -64,11 +61,7 @@ def parse_pbtxt(text: str, model_name: str) -> ModelConfig:
 
 
 def parse_json(text: str, model_name: str) -> ModelConfig:
-    """Parses a model configuration in JSON, as a load request carries it, or what protobuf's reader takes for it.
-
-    A single value may stand for a list of one. Raises: InvalidArgument: not such a configuration; the message names the model,
-    and what is wrong where.
-    """
+    """Parses a model configuration in JSON; a single value may stand for a list of one. Raises InvalidArgument: it is none."""
     # The import comes late: only processes that take overrides pay for it.
     from google.protobuf import json_format
 
@@ -111,10 +104,7 @@ def _as_json(found: re.Match[str]) -> str:
 
 
 def _shaped(what: str, given: Any, described: Descriptor) -> dict[str, Any]:
-    """Returns a JSON object with its single values made lists of one wherever the protobuf message (``described``) has a list.
-
-    ``what`` begins error messages. Raises InvalidArgument: a list, an object or a single value stands where another is expected.
-    """
+    """Returns a JSON object with its single values made lists of one wherever the protobuf message (``described``) has a list."""
     if not isinstance(given, dict):
         raise InvalidArgument(f"{what}: {_kind(given)} is given, an object is expected")
     shaped: dict[str, Any] = {}
@@ -242,10 +232,7 @@ def is_ordered(message: ModelConfig) -> bool:
 
 
 def to_json(message: ModelConfig) -> bytes:
-    """Encodes a configuration as Triton does in JSON: the proto's field names and order, enums as names, int64 as numbers.
-
-    Empty lists and maps are written, too.
-    """
+    """Encodes a configuration as Triton does in JSON: every field, in the proto's order, enums as names, int64 as numbers."""
     return msgspec.json.encode(to_dict(message))
 
 
@@ -313,10 +300,7 @@ _ANSWERS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def wants(message: ModelConfig, parameter: str) -> bool:
-    """Returns the value of a boolean model parameter; False if it is not given.
-
-    Raises InvalidArgument: the value is neither true nor false.
-    """
+    """Returns the value of a boolean model parameter; False if it is not given. Raises InvalidArgument: it is no boolean."""
     if parameter not in message.parameters:
         return False
     said = message.parameters[parameter].string_value

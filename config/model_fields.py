@@ -88,10 +88,7 @@ def without_effect(message: ModelConfig) -> list[str]:
 
 
 def _given(message: Any, prefix: str) -> Iterator[str]:
-    """Yields the paths in REFUSED and WITHOUT_EFFECT (such as "a.b") of the fields that a message sets.
-
-    ``prefix``: the path of the message itself, with a dot at its end.
-    """
+    """Yields the paths in REFUSED and WITHOUT_EFFECT (such as "a.b") of the fields that a message sets."""
     for field in message.DESCRIPTOR.fields:
         path = prefix + field.name
         value = getattr(message, field.name)

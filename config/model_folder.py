@@ -74,10 +74,7 @@ def walk(path: Path) -> Iterator[tuple[str, os.stat_result | None]]:
 
 
 def regular(path: str, flags: int) -> int:
-    """Opens a regular file, and nothing else, for ``open(path, opener=regular)``.
-
-    Raises OSError: it cannot be opened, or is a folder, FIFO, socket or device.
-    """
+    """Opens a regular file, for ``open(path, opener=regular)``. Raises OSError: it cannot be opened, or is no regular file."""
     descriptor = os.open(path, flags | os.O_NONBLOCK)
     try:
         mode = os.fstat(descriptor).st_mode

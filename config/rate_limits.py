@@ -27,10 +27,7 @@ class Limit(NamedTuple):
 
 
 def parse(texts: Iterable[str]) -> tuple[Limit, ...]:
-    """Parses amounts of the rate limiter's resources, ``NAME:COUNT`` or ``NAME:COUNT:DEVICE`` each.
-
-    Raises ValueError: not such a text; the message says what was expected and what was given.
-    """
+    """Parses amounts of resources, ``NAME:COUNT`` or ``NAME:COUNT:DEVICE`` each. Raises ValueError: one is neither."""
     limits: list[Limit] = []
     for text in texts:
         match = _LIMIT.fullmatch(text)
@@ -41,10 +38,7 @@ def parse(texts: Iterable[str]) -> tuple[Limit, ...]:
 
 
 def limits(options: RateLimit, gpu: int | None) -> dict[str, int] | None:
-    """Returns resource -> amount for a worker's device; None if there is no rate limiter.
-
-    ``gpu``: the device's number; None: the CPU, which counts as device 0, as in Triton.
-    """
+    """Returns resource -> amount for a worker's device; None: there is no rate limiter. ``gpu`` None: the CPU, as device 0."""
     return None if options.mode == "off" else of_device(parse(options.resources), gpu or 0)
 
 

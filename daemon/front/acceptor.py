@@ -37,9 +37,8 @@ _MAX_ALONE = 15
 class Acceptor:
     """Accepts connections on listening sockets, whose descriptors it owns, and leaves some connections to other fronts.
 
-    Args:
-      open_: opens an accepted socket, given its client's name (``Peer.owner``); the protocol counts it in ``counters``.
-      opening: the connections that are being opened, and are not counted yet.
+    ``open_``: opens an accepted socket, given its client's name (``Peer.owner``); the protocol counts it in ``counters``.
+    ``opening``: the connections that are being opened, and are not counted yet.
     """
 
     def __init__(
@@ -102,10 +101,7 @@ class Acceptor:
         crowd.took(taken, room)
 
     def _replaces(self, mine: int) -> bool:
-        """Returns whether a new connection only replaces one that this front had and that has ended.
-
-        ``mine``: how many connections this front has now.
-        """
+        """Returns whether a new connection only replaces one that this front had and that has ended."""
         if mine < self._most:
             self._most = min(self._most, mine + _MOST_REPLACED)
             return True
@@ -169,10 +165,7 @@ class AcceptLimit:
         self._alone = self._skips = 0
 
     def took(self, taken: int, room: int) -> None:
-        """Adapts the attribute ``room``, the next iteration's limit, to how many connections were accepted in this one.
-
-        ``taken``: how many; ``room``: how many were allowed.
-        """
+        """Adapts ``room``, the next iteration's limit, to how many connections were accepted (``taken``) of those allowed."""
         if taken < room:
             self.room = 1
             self._alone = min(2 * self._alone + 1, _MAX_ALONE) if taken <= 1 else 0
@@ -201,10 +194,7 @@ class ListeningSocket:
         listener.setblocking(False)
 
     def accept(self) -> tuple[socket.SocketType, object]:
-        """Accepts a connection. Returns its socket, which may block, and its client's address.
-
-        Raises OSError: the errors of ``socket.accept``; BlockingIOError: no connection waits.
-        """
+        """Accepts a connection. Returns its socket, which may block, and its client's address. Raises as ``socket.accept``."""
         fd, address = self._listener._accept()  # type: ignore[attr-defined]
         return socket.SocketType(self._family, self._kind, self._proto, fd), address
 

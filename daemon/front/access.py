@@ -66,10 +66,7 @@ class Rule:
     message: str
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Checks that a request's headers, with names in lower case, have the rule's key; of repeated ones the first counts.
-
-        Raises Restricted: the key is missing or wrong.
-        """
+        """Raises Restricted if a request's headers, with names in lower case, lack the key; of repeated ones the first counts."""
         for name, value in headers:
             if name == self.header:
                 # The comparison takes constant time: how much of the key was right must not show.
@@ -83,10 +80,7 @@ class Access:
     """Knows which calls of one protocol need a key in a header: rules by group of calls, such as "inference"."""
 
     def __init__(self, restrictions: Mapping[str, Restriction], sentence: str, prefix: str = "") -> None:
-        """Creates a rule for each restricted group of calls (a key of ``restrictions``).
-
-        ``sentence``: the error text; the quoted name of the header is added. ``prefix``: what the header's name begins with.
-        """
+        """``sentence``: the error text; the quoted name of the header is added. ``prefix``: what that name begins with."""
         self._rules = {
             group: Rule(
                 (prefix + restriction.key).encode(),
@@ -102,16 +96,10 @@ class Access:
 
 
 def http_access(restrictions: Mapping[str, Restriction]) -> Access:
-    """Returns the access rules for HTTP: a restricted call must have the header ``Restriction.key`` with ``Restriction.value``.
-
-    ``restrictions``: group of calls, such as "inference" -> the header that they need.
-    """
+    """Returns the access rules for HTTP: a restricted call needs the header ``Restriction.key`` with ``Restriction.value``."""
     return Access(restrictions, "This API is restricted, expecting header")
 
 
 def grpc_access(restrictions: Mapping[str, Restriction]) -> Access:
-    """Returns the access rules for gRPC: a restricted call needs the metadata ``triton-grpc-protocol-`` + ``Restriction.key``.
-
-    ``restrictions``: group of calls, such as "inference" -> key and value of the metadata that they need.
-    """
+    """Returns the access rules for gRPC: a restricted call needs the metadata ``triton-grpc-protocol-`` + ``Restriction.key``."""
     return Access(restrictions, "This protocol is restricted, expecting header", "triton-grpc-protocol-")

@@ -37,14 +37,7 @@ class Answered:
     """Counts the answers that one front has sent, by code, writes its access log, and remembers its last errors."""
 
     def __init__(self, counters: FrontCounters, refusals: Refusals, protocol: str, access: int = 0) -> None:
-        """Begins to count answers.
-
-        Args:
-          counters: the counters of this front in shared memory, where answers are counted.
-          refusals: gets the errors that are the clients' mistakes, to log them.
-          protocol: "http" or "grpc".
-          access: the access log has errors, and every ``access``-th good answer; 0: there is no log.
-        """
+        """``protocol``: "http" or "grpc". ``access``: every ``access``-th good answer is logged, and errors; 0: neither is."""
         self._words, self._good = counters.codes
         self._protocol = protocol
         self._places = {code: self._good + number for number, code in enumerate(CODES[protocol])}
@@ -60,10 +53,7 @@ class Answered:
         self._log.log_every(access, self._words[self._good])
 
     def good(self, request: InFlight, version: int, answer: Buffer | Sequence[Buffer]) -> None:
-        """Counts a good answer to an inference request, and writes every n-th one to the access log, if it is on.
-
-        ``version``: the model version that answered; ``answer``: the bytes to send.
-        """
+        """Counts a good inference answer, and writes every n-th one to the access log; ``answer``: the bytes to send."""
         words, at = self._words, self._good
         words[at] = count = words[at] + 1
         if count >= self._log.next:
@@ -72,19 +62,14 @@ class Answered:
             self._write(CODES[self._protocol][0], request, version, size)
 
     def managed(self, code: str) -> None:
-        """Counts an answer to a request other than inference; a good one is not logged.
-
-        ``code``: the HTTP status in digits, or the name of the gRPC status.
-        """
+        """Counts an answer to another request than inference; ``code``: the HTTP status in digits, or the gRPC status's name."""
         self._words[self._places.get(code, self._other)] += 1
 
     def failed(self, code: str, message: str, request: InFlight | None = None, account: Account | None = None) -> None:
-        """Counts an answer that is an error, and logs it if the access log is on.
+        """Counts an answer that is an error, and logs it if the access log is on; ``code``: as in ``managed``.
 
-        Args:
-          code: the HTTP status in digits, or the name of the gRPC status.
-          request: the inference request; None: it was another request, or none that was understood.
-          account: the account of the client, where ``request`` does not have it.
+        ``request``: the inference request; None: it was another request, or none that was understood.
+        ``account``: the account of the client, where ``request`` does not have it.
         """
         self._words[self._places.get(code, self._other)] += 1
         model, client_id = ("", "") if request is None else request.names

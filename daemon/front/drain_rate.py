@@ -26,7 +26,6 @@ class DrainRate:
         Args:
           since: when bytes began to wait for the client, in seconds of the clock of ``now``; 0: none wait.
           left: how many bytes are still to be taken; only differences count.
-          now: the time now.
         """
         if not since:
             return False

@@ -118,10 +118,7 @@ class Endpoints:
         return {"name": metadata.pop("name"), "versions": versions, **metadata}
 
     def is_pure(self, model: str, version: int) -> bool:
-        """Returns whether a request to a model version harms nobody if it is run twice; version 0 is the newest.
-
-        Raises NotFound: the model or version is unknown; Unavailable: it is being loaded, or cannot be served now.
-        """
+        """Returns whether a request to a model version harms nobody if it is run twice. Raises what ``model_metadata`` raises."""
         return self._table.find(model, version).pure
 
     async def model_config(self, model: str, version: int) -> bytes:
@@ -159,10 +156,7 @@ class Endpoints:
         await self.ask(LoadModel(model, config, files), peer)
 
     async def unload(self, model: str, parameters: Mapping[str, Any], peer: Peer = ANONYMOUS) -> None:
-        """Unloads a model. Raises ServingError: a parameter is wrong, or the model could not be unloaded.
-
-        ``parameters``: ``unload_dependents`` must be a boolean; others are ignored.
-        """
+        """Unloads a model. Raises ServingError: a parameter is wrong, or the model could not be unloaded."""
         dependents = parameters.get("unload_dependents", False)
         if not isinstance(dependents, bool):
             raise InvalidArgument("unload parameter 'unload_dependents' should be a boolean")
@@ -175,11 +169,8 @@ class Endpoints:
     ) -> None:
         """Registers a part of a POSIX shared-memory object as a region; ``offset`` and ``byte_size`` are unsigned.
 
-        Args:
-          name, key: the names of the region and of the object.
-          peer: the client.
-          end: a file descriptor that becomes readable when the region is to be removed, and that the caller closes; -1: never.
-        Raises: ServingError: the region cannot be registered.
+        ``end``: a file descriptor that becomes readable when the region is to be removed, and that the caller closes; -1: never.
+        Raises ServingError: the region cannot be registered.
         """
         if offset > _INT64 or byte_size > _INT64:
             raise InvalidArgument(
@@ -191,9 +182,6 @@ class Endpoints:
     # ---------------------------------------------------------------------------------------------- settings
 
     async def check_traced(self, model: str) -> None:
-        """Checks that a model ("": all models) exists, before its trace settings are read.
-
-        Raises InvalidArgument: the model is unknown.
-        """
+        """Raises InvalidArgument if a model ("": all models) whose trace settings are to be read is unknown."""
         if model:
             await self.ask(ChangeTrace(model))

@@ -9,9 +9,6 @@ MAX_ENTRIES = 1024
 
 
 def check_count(count: int, what: str) -> None:
-    """Checks the number of entries of a list or object; ``what`` names them.
-
-    Raises InvalidArgument: there are more than ``MAX_ENTRIES``.
-    """
+    """Raises InvalidArgument if a list or object, which ``what`` names, has more than ``MAX_ENTRIES`` entries."""
     if count > MAX_ENTRIES:
         raise InvalidArgument(f"{count} {what} are given, at most {MAX_ENTRIES} are allowed")

@@ -36,10 +36,7 @@ class Forwarding:
         return known
 
     def parameters(self, headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-        """Returns the headers to forward as parameters, named as they were sent, without blanks around their values.
-
-        Raises InvalidArgument: a name is reserved.
-        """
+        """Returns the headers to forward, as parameters named as they were sent. Raises InvalidArgument: a name is reserved."""
         found: dict[str, str] = {}
         for name, value in headers:
             if self.wants(name):

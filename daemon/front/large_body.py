@@ -20,10 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class Receiver:
-    """Receives a large request body into the request arena; base class for HTTP and gRPC.
-
-    Owns the lease that the body lies in until ``take_lease`` or ``drop`` is called.
-    """
+    """Receives a large request body into the request arena, whose lease it owns until ``take_lease`` or ``drop``."""
 
     #: Lends the memory.
     _submitter: Submitter
@@ -37,10 +34,7 @@ class Receiver:
     _dropped = False
 
     def _wait_for_room(self, byte_size: int) -> None:
-        """Queues the body for memory in the arena; returns at once.
-
-        Later ``_place`` is called with a lease, or ``refuse`` with an error, and then ``_progressed``.
-        """
+        """Queues the body for memory in the arena: later ``_place`` or ``refuse`` is called, and then ``_progressed``."""
         self.waits_for_room = True
         self._submitter.wait_for_room(byte_size, self._granted, self._model, self._account, True)
 

@@ -31,11 +31,7 @@ MOST_DROPPED = 256 << 20
 
 
 class LingeringClose:
-    """Closes connections so that clients get all answers: ends the sending side, waits for the client to close, then closes.
-
-    Args:
-      min_rate: the bytes a second that a client must take at least.
-    """
+    """Closes connections so that clients get all answers; cuts those that take fewer than ``min_rate`` bytes a second."""
 
     def __init__(self, min_rate: int) -> None:
         self._min_rate = min_rate

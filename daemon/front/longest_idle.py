@@ -37,12 +37,7 @@ class IdleConnection(Protocol):
 
 
 class LongestIdle:
-    """Makes room for a new connection by closing the one of this front that has been idle longest.
-
-    Args:
-      connections: all connections of the front, as they come and go.
-      limit: the most connections of all fronts together, for the log.
-    """
+    """Closes the connection that has been idle longest; ``limit``: the most connections of all fronts together, for the log."""
 
     def __init__(self, connections: Collection[IdleConnection], limit: int) -> None:
         self._connections = connections

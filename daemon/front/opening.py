@@ -25,13 +25,7 @@ class Opening:
         handshake_timeout: float | None = None,
         shutdown_timeout: float | None = None,
     ) -> None:
-        """Begins without connections.
-
-        Args:
-          make: makes the protocol of a connection; it is called with the client, as ``Peer.owner`` names it.
-          handshake_timeout: seconds for TLS to begin; None: the event loop's default.
-          shutdown_timeout: seconds for a client to answer the end of TLS; None: the event loop's default.
-        """
+        """``make``: makes a connection's protocol for a client, as ``Peer.owner`` names it. Timeouts of TLS are in seconds."""
         self._make = make
         self._certificates = certificates
         self._timeouts = {"ssl_handshake_timeout": handshake_timeout, "ssl_shutdown_timeout": shutdown_timeout}

@@ -74,10 +74,7 @@ class ConnectionEnd:
 
     @contextlib.contextmanager
     def descriptor(self) -> Iterator[int]:
-        """Yields a file descriptor, valid in the ``with`` block, that becomes readable when the connection ends.
-
-        Raises: Unavailable: no file descriptors are left.
-        """
+        """Yields a descriptor that becomes readable when the connection ends. Raises Unavailable: no descriptors are left."""
         try:
             if self._reader < 0:
                 self._reader, self._writer = os.pipe2(os.O_CLOEXEC)
@@ -148,10 +145,7 @@ def _pidfd(fd: int) -> int:
 
 
 def _pidfd_by_number(sock: socket.socket) -> int:
-    """Opens a pidfd by the client's process id, for older kernels. It is the client's if the connection is still open afterwards.
-
-    Raises: OSError: there is no such process, or the client has closed, so that another process may have its id by now.
-    """
+    """Opens a pidfd by the process id, for older kernels: the client's, if the connection is still open afterwards."""
     (number, _, _) = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     process = os.pidfd_open(number)
     poll = select.poll()

@@ -280,10 +280,7 @@ class Front(ABC):
 
 
 def main(program: str, description: str, make: Callable[[socket.socket, FrontPlace], Front]) -> None:
-    """Runs the process of a front until it stops. ``make``: creates the front from its control channel and its place.
-
-    ``program`` and ``description``: for the help of its command line, which has the numbers of its file descriptors.
-    """
+    """Runs the process of a front until it stops. ``make``: creates the front from its control channel and its place."""
     child_process.end_if_other_version()
     child_process.die_with_parent()
     child_process.keep_freed_memory(_KEPT_BYTE_SIZE)

@@ -327,9 +327,7 @@ class SocketWatch:
 
     The epoll instance is a single descriptor for the event loop. A connection costs one registration, which ends when its socket
     is closed. A transport that pauses reading is taken off the epoll only if something arrives meanwhile.
-
-    Args:
-      heeds_end: whether a client that has ended its sending side counts as gone, while bytes that it sent are still unread.
+    ``heeds_end``: whether a client that has ended its sending side counts as gone, while bytes that it sent are still unread.
     """
 
     def __init__(self, heeds_end: bool = True) -> None:
@@ -349,10 +347,7 @@ class SocketWatch:
             self._cut(transport)
 
     def change(self, transport: SocketTransport, watched: int, wanted: int) -> None:
-        """Changes the epoll events that a transport is watched for, from ``watched`` to ``wanted``; 0: none.
-
-        Raises OSError: the kernel has no memory or room for it.
-        """
+        """Changes the epoll events that a transport is watched for. Raises OSError: the kernel has no memory or room for it."""
         if not wanted:
             self._epoll.unregister(transport.fd)
         elif watched:

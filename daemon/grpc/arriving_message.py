@@ -56,11 +56,9 @@ class ArrivingMessage(Receiver):
 
     Args:
       flag: the message's first byte; 0: it is not compressed.
-      byte_size: length of the message.
       submitter: reserves memory in the arena for a large request's tensors; None: the message is buffered.
-      account: counts how much arena memory the client holds.
       on_room: called once the message's wait for arena memory has ended, with memory or with a refusal.
-      on_placed: called with the message once all of it has arrived in the arena; None: nothing is called.
+      on_placed: called with the message once all of it has arrived in the arena.
     """
 
     #: The client was told that all of it may come.
@@ -211,10 +209,9 @@ class ArrivingMessage(Receiver):
         return b"" if content is None else content
 
     def take(self) -> tuple[bytes, bytes, tuple[bytes | Slice, ...], Lease]:
-        """Returns the parts of a complete message whose tensors lie in the arena: head, id, raw tensors, lease.
+        """Returns the parts of a complete message whose tensors lie in the arena: other fields, id, raw tensors, lease.
 
-        The head is all other fields; the lease is the reserved part of the arena, which the caller owns from now
-        on. Tiny tensors are returned as bytes, others as slices of the arena.
+        The caller owns the lease from now on. Tiny tensors are returned as bytes, others as slices of the arena.
         Raises RefusedRequest: the message is no valid request, or there was no arena memory for it.
         """
         if self._error is not None:
@@ -253,10 +250,7 @@ class CallRefused(Exception):
 
 
 def inflated(content: Buffer, encoding: str, limit: int) -> bytes:
-    """Decompresses the content of a message; ``encoding``: "gzip" or "deflate".
-
-    Raises CallRefused: the content is invalid, in another encoding, or decompressed larger than ``limit`` bytes.
-    """
+    """Decompresses a message that is encoded as gzip or deflate. Raises CallRefused: it is invalid, or beyond ``limit`` bytes."""
     if encoding not in ("gzip", "deflate"):
         raise CallRefused(
             UNIMPLEMENTED, f"message encoding '{encoding[:32]}' is not supported; identity, deflate and gzip are"

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 
 class Call(ABC):
-    """Base class of gRPC calls: takes a call's messages from its stream, and sends the responses there.
-
-    No method is called after ``abandoned``.
-    """
+    """Base class of gRPC calls: takes messages from a stream, and sends responses there. ``abandoned`` is called last."""
 
     __slots__ = ()
 
@@ -98,8 +95,6 @@ class InferCall(Call):
         """Sends the client an answer to ``asked``, one of the call's requests; the answer may be an error.
 
         Args:
-          prepared: the constant part of the answer, which it shares with many others.
-          own: the rest of this answer.
           parts: the answer as pieces of a ModelInferResponse; empty: it is an error, the mark that no further response comes, or
             one of several responses to a call that takes one.
           sent: must be called once the answer was written to the client; None: nothing is to be done then.

@@ -44,10 +44,7 @@ _PING = b"tensord\0"
 
 
 class Http2Connection(asyncio.BufferedProtocol):
-    """Moves bytes between one client's socket and the connection's ``Http2``, which parses them; owns the transport.
-
-    ``owner``: the client, as ``Peer.owner`` names it.
-    """
+    """Moves bytes between one client's socket and the connection's ``Http2``, which parses them; owns the transport."""
 
     def __init__(self, serving: GrpcServing, owner: str) -> None:
         self.serving = serving
@@ -171,10 +168,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def _choose_room(self) -> None:
-        """Chooses where bytes are read to: the message's own memory for the rest of a large DATA payload, else the read buffer.
-
-        After a large payload only the buffer's first pages are used, until a run of small payloads has come.
-        """
+        """Chooses where bytes are read to: the message's own memory for the rest of a large payload, else the read buffer."""
         if self.http2.phase is CLOSED or self._paused_since or self._resting:
             return
         stream = self.http2.data_stream
@@ -248,10 +242,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._see_out()
 
     def when_written(self, on_written: Callable[[], None]) -> None:
-        """Calls ``on_written`` once all bytes written so far have left, or the connection is lost.
-
-        Their memory may be reused then.
-        """
+        """Calls ``on_written`` once all bytes written so far have left, or the connection is lost: their memory is free then."""
         if self._lost or not (self.http2.out or self._paused_since):
             on_written()
         else:
@@ -323,10 +314,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         return self._used_at
 
     def check(self, now: float) -> None:
-        """Checks all deadlines of the connection and ends it if one has passed; called about once a second.
-
-        ``now``: loop time.
-        """
+        """Checks all deadlines of the connection, about once a second, and ends it if one has passed. ``now``: loop time."""
         options, http2 = self.serving.options, self.http2
         assert self._transport is not None
         left = self._transport.get_write_buffer_size()
@@ -346,10 +334,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         return self._check_age(now)
 
     def _is_alive(self, now: float) -> bool:
-        """Returns whether the client still answers: False if it did not answer a PING in time. ``now``: loop time.
-
-        Sends a PING to a client from which nothing has come for long.
-        """
+        """Returns whether the client still answers; sends a PING to one from which nothing has come for long."""
         options, heard_at = self.serving.options, self.http2.heard_at
         if self._asked_at:
             if heard_at >= self._asked_at:

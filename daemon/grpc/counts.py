@@ -63,10 +63,9 @@ class _Kind:
 
 
 def check(message: Buffer, descriptor: Any) -> None:
-    """Checks that no field of an encoded message occurs too often; ``descriptor``: the message's type.
+    """Checks that no field of an encoded message occurs too often; ``descriptor``: the message's type. Malformed messages pass.
 
-    Small and malformed messages pass: the protobuf parser handles them.
-    Raises: InvalidArgument: a field occurs too often, or the message has too many bytes besides its tensors.
+    Raises InvalidArgument: a field occurs too often, or the message has too many bytes besides its tensors.
     """
     size = len(message)
     if size <= UNCOUNTED:

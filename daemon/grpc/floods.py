@@ -60,13 +60,10 @@ class Floods:
         self._resets_given += int(_RESETS_A_SECOND * seconds)
 
     def look(self, frames: int, answers: int, byte_size: int) -> None:
-        """Checks how many frames the client has sent; called about once a second, and when it used up its share of an iteration.
+        """Checks how many frames came; called about once a second, and when the client used up its share of an iteration.
 
-        Args:
-          frames: how many frames came since the connection began.
-          answers: how many messages and ends of calls were sent to the client since then.
-          byte_size: how many bytes of DATA came and of large responses were sent since then.
-        Raises: Violation: more frames came than time, answers and bytes allow; the caller ends the connection.
+        ``byte_size``: bytes of DATA that came, and of large responses that were sent.
+        Raises Violation: more frames came than time, answers and bytes allow; the caller ends the connection.
         """
         left = self._frames_given + answers * _FRAMES_AN_ANSWER + byte_size // _BYTES_A_FRAME - frames
         if left < 0:
@@ -75,10 +72,7 @@ class Floods:
         self._frames_given -= max(0, left - _MAX_FRAMES)
 
     def reset(self, answers: int) -> None:
-        """Counts a call that the client reset. Raises Violation: the client resets too many calls for the answers that it got.
-
-        ``answers``: how many messages and ends of calls it got since the connection began.
-        """
+        """Counts a call that the client reset. Raises Violation: the client resets too many calls for the answers that it got."""
         self._resets += 1
         left = self._resets_given + answers - self._resets
         if left < 0:
@@ -89,7 +83,6 @@ class Floods:
         """Counts a ping of the client. Raises Violation: too many pings in a row came too soon after another.
 
         No ping is too soon while a call is open (``busy``) or after an answer was sent: clients measure the connection then.
-        ``now``: loop time. ``answers``: how many messages and ends of calls the client got since the connection began.
         """
         options = self._options
         answered, self._answers_at_ping = answers != self._answers_at_ping, answers

@@ -90,10 +90,7 @@ def settings(values: Iterable[tuple[int, int]]) -> bytes:
 
 
 def read_settings(payload: bytes) -> dict[int, int]:
-    """Decodes a SETTINGS payload to its values by key; of repeated keys the last value holds.
-
-    Raises Violation: the payload is cut short, or a value is not allowed.
-    """
+    """Decodes a SETTINGS payload; of repeated keys the last value holds. Raises Violation: it is cut short or wrong."""
     if len(payload) % _setting.size:
         raise Violation(FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes")
     values = {}
@@ -115,10 +112,7 @@ def check_dependency(stream: int, payload: bytes) -> None:
 
 
 def unpadded(payload: bytes) -> bytes:
-    """Returns the payload of a PADDED frame without the padding and its length.
-
-    Raises Violation: the padding has no length, or is longer than the frame.
-    """
+    """Returns a PADDED frame's payload without its padding. Raises Violation: the padding has no length, or is too long."""
     if not payload:
         raise Violation(FRAME_SIZE_ERROR, "a padded frame without the size of its padding")
     if payload[0] >= len(payload):

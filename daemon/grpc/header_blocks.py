@@ -63,10 +63,7 @@ class HeaderBlocks:
         self._decode = decoder(max_byte_size).decode
 
     def decode(self, block: bytes) -> CallHead:
-        """Decodes the header block that begins a request.
-
-        Raises: Violation: the block cannot be decoded, or is larger than allowed.  Malformed: no request may have such headers.
-        """
+        """Decodes the header block that begins a request. Raises: Violation: it is unreadable.  Malformed: it breaks HTTP/2."""
         try:
             common, own = self._decode(block)
         except (ValueError, OverflowError) as error:
@@ -75,10 +72,7 @@ class HeaderBlocks:
         return _with_own(head, own) if own else head
 
     def trailers(self, block: bytes) -> None:
-        """Decodes and checks the trailers that end a request; their content is not used.
-
-        Raises: Violation: the block cannot be decoded, or is larger than allowed.  Malformed: no trailers may have such fields.
-        """
+        """Checks the trailers that end a request. Raises: Violation: they are unreadable.  Malformed: they break HTTP/2."""
         try:
             common, own = self._decode(block)
         except (ValueError, OverflowError) as error:
@@ -94,10 +88,7 @@ def _violation(error: ValueError | OverflowError) -> Violation:
 
 
 def _understood(common: bytes) -> CallHead:
-    """Decodes header fields that many calls share, as ``HpackDecoder.decode`` packed them, to the head of a call.
-
-    Raises Malformed: no request may have such headers.
-    """
+    """Decodes header fields that many calls share, as ``HpackDecoder.decode`` packed them, to the head of a call."""
     raw = fields(common)
     check_common(raw)
     said = dict(metadata(raw))
@@ -118,10 +109,7 @@ _known = functools.lru_cache(256)(_understood)
 
 
 def _with_own(head: CallHead, own: Fields) -> CallHead:
-    """Returns ``head`` with the fields of a single call added: deadline, metadata, content-length.
-
-    Raises Malformed: a field is invalid.
-    """
+    """Returns ``head`` with the fields of a single call added: deadline, metadata, content-length."""
     length = check_own(own)
     if head.http_status != 200:
         return head
@@ -176,10 +164,7 @@ def check_common(fields: Iterable[Field]) -> None:
 
 
 def check_own(fields: Iterable[Field]) -> int | None:
-    """Checks the header fields of a single call (metadata, content-length, ...). Returns the content-length, or None without one.
-
-    Raises Malformed: a field is invalid.
-    """
+    """Checks the fields of a single call. Returns the content-length, or None. Raises Malformed: a field is invalid."""
     length: bytes | None = None
     for name, value in fields:
         _check_name(name)

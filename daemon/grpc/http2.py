@@ -155,7 +155,6 @@ class Http2:
         """Parses received bytes, but no more frames than one iteration of the loop may handle. ``now``: loop time.
 
         Returns whether that limit was reached: if so, the caller must call again in the next iteration, even without new bytes.
-        Raises: Violation: the client broke the protocol.
         """
         self.heard_at = now
         if self._buffer:
@@ -225,11 +224,7 @@ class Http2:
         return False
 
     def _preface(self, data: bytes) -> int:
-        """Checks the client's connection preface.
-
-        Returns the offset of the first frame after it; 0: more bytes must arrive first.
-        Raises: Violation: the bytes are no preface, or the frame after it is not SETTINGS.
-        """
+        """Checks the client's connection preface. Returns the offset of the frame after it; 0: more bytes must arrive first."""
         size = min(len(data), len(frames.PREFACE))
         if data[:size] != frames.PREFACE[:size]:
             raise Violation(frames.PROTOCOL_ERROR, "no HTTP/2 connection preface")
@@ -241,11 +236,7 @@ class Http2:
         return size
 
     def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> int:
-        """Handles one complete frame: passes data and headers to their stream, applies settings and windows, answers a ping.
-
-        Returns what this cost on top of the frame's arrival, in units of one frame's arrival.
-        Raises Violation: the frame breaks the protocol, or the client sends too many of its kind.
-        """
+        """Handles a complete frame. Returns what this cost beyond the frame's arrival, in units of one frame's arrival."""
         if kind == HEADERS:
             return self._headers(number, flags, payload)
         if kind == frames.CONTINUATION:
@@ -325,11 +316,7 @@ class Http2:
                 stream.frame_arrived(self._data_flags)
 
     def _data_target(self, number: int, size: int) -> Stream | None:
-        """Counts a DATA frame of ``size`` bytes against the windows of the connection and of stream ``number``.
-
-        Returns the stream; None: it has ended, so the data must be dropped.
-        Raises Violation: a window allows less, or the client has not opened the stream or has ended it.
-        """
+        """Counts a DATA frame against both windows. Returns its stream; None: it has ended, so the data must be dropped."""
         stream = self.streams.get(number)
         # Granted again so early, and frames so much smaller than the window, that no client can exceed it.
         self._ungranted += size
@@ -359,10 +346,7 @@ class Http2:
     # -------------------------------------------------------------------------- 6.2: HEADERS, 6.10: CONTINUATION, 8.1
 
     def _headers(self, number: int, flags: int, payload: bytes) -> int:
-        """Handles a HEADERS frame: opens a stream, or ends a request (trailers); stores the block if a CONTINUATION is to follow.
-
-        Returns what decoding cost, in units of one frame's arrival. Raises Violation: the frame or its block is invalid.
-        """
+        """Handles a HEADERS frame. Returns what decoding it cost, in units of one frame's arrival."""
         if not number:
             raise Violation(frames.PROTOCOL_ERROR, "HEADERS for stream 0")
         if flags & frames.PADDED:
@@ -391,10 +375,9 @@ class Http2:
         return self._header_block(number, first_flags, b"".join(pieces))
 
     def _header_block(self, number: int, flags: int, block: bytes) -> int:
-        """Handles a complete header block: opens a new stream, or ends the request of an earlier stream (trailers).
+        """Opens a new stream, or ends the request of an earlier one. Returns what that cost, in units of one frame's arrival.
 
-        Returns what decoding the block cost, in units of one frame's arrival. Raises Violation: the block cannot be decoded; this
-        ends the connection, because the state of the compression table is unknown afterwards (4.3).
+        Raises Violation: the block cannot be decoded; the state of the compression table is unknown afterwards (4.3).
         """
         numbers, cost = self.numbers, len(block) // HEADER_BYTES_A_FRAME
         if number < numbers.next:
@@ -424,10 +407,7 @@ class Http2:
         return cost
 
     def _trailers(self, number: int, flags: int, block: bytes) -> None:
-        """Ends the request of a stream by its trailers; resets the stream if they are malformed.
-
-        Raises Violation: the client had ended the request before, the stream was never opened, or the block cannot be decoded.
-        """
+        """Ends the request of a stream by its trailers; resets the stream if they are malformed."""
         stream = self.streams.get(number)
         if stream is None:
             past = self.numbers.past(number)
@@ -596,20 +576,14 @@ class Http2:
         self.write(frames.goaway(STREAM_ID, frames.NO_ERROR) + frames.frame(frames.PING, 0, 0, _LAST_CALL))
 
     def end(self) -> None:
-        """Sends the last GOAWAY of a graceful end and accepts no more streams; the connection ends with its last stream.
-
-        Does nothing if ``announce_end`` was not called before.
-        """
+        """Sends the last GOAWAY of a graceful end, if the first was sent; the connection ends with its last stream."""
         if self.phase is ConnectionPhase.ANNOUNCED:
             self.phase = ConnectionPhase.ENDING
             self._last_told = self.numbers.last
             self.write(frames.goaway(self._last_told, frames.NO_ERROR))
 
     def stop(self, now: float) -> None:
-        """Ends the connection because the server stops: each stream ends once its accepted requests are answered.
-
-        ``now``: loop time.
-        """
+        """Ends the connection because the server stops: each stream ends once its accepted requests are answered."""
         self.end()
         for stream in list(self.streams.values()):
             stream.stop(now, self._read_of(stream))
@@ -637,13 +611,9 @@ class Http2:
         return self.data_read if stream is self.data_stream else 0
 
     def check(self, now: float, seconds: float, unread: bool) -> None:
-        """Checks how much, how often and how slowly the client sends; called about once a second.
+        """Checks how much, how often and how slowly the client sends, ``seconds`` after the last check; about once a second.
 
-        Args:
-          now: loop time.
-          seconds: time since the last check.
-          unread: whether reading is paused, so that bytes that do not arrive are not the client's fault.
-        Raises: Violation: the client sent too many frames for what it asked, or did not complete a frame or header block in time.
+        ``unread``: whether reading is paused, so that bytes that do not arrive are not the client's fault.
         """
         for stream in list(self.streams.values()):
             stream.check(now, self._read_of(stream))

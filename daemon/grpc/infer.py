@@ -82,14 +82,13 @@ class Infer:
         """Sends the inference request in a message to a worker, and returns it; its answers go to ``call.completed``.
 
         Without free memory in the arena the request is returned as well, and is sent once there is some. Tensors that arrived
-        in the arena stay there: the request takes over their lease.
+        in the arena stay there: the request takes over their lease. If this raises, no arena memory stays reserved.
 
         Args:
           message: the request is ``message[start:end]``, or the whole of a message that was placed as it arrived.
           waited_ns: when the call began to wait for the message, CLOCK_MONOTONIC; 0: the request is not traced.
           read_ns: when the message was complete, CLOCK_MONOTONIC; 0: now.
         Raises: RefusedRequest: the message is no valid request, or cannot be sent.  Unavailable: too many requests are in flight.
-          No arena memory stays reserved then.
         """
         sampled = lease = None
         if isinstance(message, ArrivingMessage):
@@ -121,15 +120,10 @@ class Infer:
     def _ask_known(
         self, call: InferCall, walked: Walked, known: PreparedMessage, trace: Trace | None, lease: Lease | None
     ) -> CallRequest | None:
-        """Sends the request of a complete message without decoding it in full: only id, scheduling and tensors are read from it.
+        """Sends the request of a message of which only id, scheduling and tensors need to be read.
 
-        Returns None, without sending it, if it must be decoded in full after all.
-
-        Args:
-          walked: what was cut out of the message; tensors that lie in the arena are slices of it.
-          known: what everything else in the message decodes to.
-          trace: the request's trace; None: it is not sampled.
-          lease: the memory in which its tensors have arrived; None: they have not.
+        Returns None, without sending it, if the message must be decoded in full after all. ``lease``: the memory in which its
+        tensors have arrived; None: they have not.
         """
         _, client_id, parameters, raws, room = walked
         if not self._prepared.is_usable(known, len(raws)) or (known.decoupled and not call.streams):
@@ -168,12 +162,7 @@ class Infer:
         trace: Trace | None,
         state: ModelState | None = None,
     ) -> CallRequest:
-        """Sends a worker a request whose tensors are in place; the submitter owns its leases then, also if this raises.
-
-        A lease is a reserved part of the arena.
-
-        ``state``: the state of its model, where the caller has just looked it up.
-        """
+        """Sends a worker a request whose tensors are in place; the submitter owns its leases then, also if this raises."""
         submitter, numbered, deadline_ns = self.submitter, known.numbered, call.stream.deadline_ns
         if not client_id and self._makes_ids:
             text = str(uuid.uuid4())
@@ -219,14 +208,9 @@ class Infer:
         sampled: Trace | None = None,
         lease: Lease | None = None,
     ) -> CallRequest:
-        """Sends a request that was decoded in full, with forwarded headers as parameters. Raises RefusedRequest: it was not sent.
+        """Sends a request that was decoded in full. Raises RefusedRequest: it was not sent, and ``lease`` is given back.
 
-        Args:
-          understood: the decoded message and its model's state.
-          waited_ns: when the call began to wait for the message, CLOCK_MONOTONIC; 0: the request is not traced.
-          read_ns: when the message was complete, CLOCK_MONOTONIC; 0: now.
-          sampled: the request's trace; None: one is begun here if the request is to be traced.
-          lease: the memory in which its tensors have arrived, which is given back if this raises; None: there is none.
+        ``sampled``: the request's trace; None: one is begun here if the request is to be traced.
         """
         head, client_id, scheduling, contents, state, learned = understood
         trace, stream = sampled, call.stream
@@ -278,10 +262,7 @@ class Infer:
     def _trace_refused(
         self, refused: RefusedRequest, call: InferCall, waited_ns: int, read_ns: int, sampled: Trace | None
     ) -> None:
-        """Adds a trace to a request that was refused while it was decoded, if the request is sampled and names a model.
-
-        The arguments are those of ``_ask_read``.
-        """
+        """Adds a trace to a request that was refused while it was decoded, if the request is sampled and names a model."""
         if sampled is None and waited_ns and refused.model:
             sampled = self._sample(refused.model, call.stream.head, waited_ns, read_ns)
         if sampled is not None:
@@ -289,10 +270,7 @@ class Infer:
             refused.trace = sampled
 
     def _sample(self, model: str, head: CallHead, waited_ns: int, read_ns: int) -> Trace | None:
-        """Decides whether a request is traced. Returns its new trace; None: it is not traced.
-
-        ``waited_ns``, ``read_ns``: when its call began to wait for its message, and when the message was complete (0: now).
-        """
+        """Decides whether a request is traced. Returns its new trace; None: it is not traced."""
         metadata = head.metadata
         parent = dict(metadata).get("traceparent", "") if metadata and self.tracer.joins else ""
         trace = self.tracer.sample(model, parent, waited_ns)
@@ -386,14 +364,7 @@ class CallRequest(InFlight):
         self.call.several(self)
 
     def _written(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> list[Buffer]:
-        """Encodes a successful answer as pieces of a ModelInferResponse; tensors in the arena are not copied.
-
-        Returns no pieces if the answer is only the mark that no further response comes.
-        Args:
-          prepared: the constant part of the answer, which it shares with many others.
-          own: the rest of this answer.
-          lane: has the response arena that the answer's tensors lie in.
-        """
+        """Encodes a good answer as pieces of a ModelInferResponse, without copying tensors; []: it only marks the end."""
         streamed = self.call.streams
         if self.decoupled and is_mark(prepared, own):
             return []

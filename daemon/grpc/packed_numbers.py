@@ -50,10 +50,7 @@ def varints(packed: npt.NDArray[np.uint8]) -> Numbers:
 
 
 def _joined(packed: npt.NDArray[np.uint8], starts: Numbers, ends: Numbers) -> Numbers:
-    """Decodes the varints whose first bytes lie at the offsets ``starts`` of ``packed`` and whose last bytes at ``ends``.
-
-    A varint has seven bits a byte, the lowest first.
-    """
+    """Decodes the varints whose first bytes lie at the offsets ``starts`` of ``packed`` and whose last bytes at ``ends``."""
     values = (packed[starts] & 127).astype(np.uint64)
     longer = np.flatnonzero(ends > starts)
     for place in range(1, _MAX_VARINT):

@@ -67,10 +67,7 @@ class PreparedMessage:
     unary: dict[int, AnswerLayout] = field(default_factory=dict)
 
     def answer_layout(self, prepared: PreparedAnswer, streamed: bool) -> AnswerLayout:
-        """Returns the encoder of answers with the constant part ``prepared``; it is made once, and then remembered here.
-
-        ``streamed``: whether the answers are for ModelStreamInfer.
-        """
+        """Returns the encoder of answers with the constant part ``prepared``, for ModelStreamInfer if ``streamed``."""
         known = self.streamed if streamed else self.unary
         # Who is kept here keeps what was prepared, so nothing else has its address meanwhile.
         layout = known.get(id(prepared))
@@ -134,7 +131,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
 
         Args:
           walked: the parts into which ``walk`` has cut the message; None: the message is unusual.
-          known: the cache's entry for its rest (all but id, scheduling and raw tensors); None: there is none.
+          known: the cache's entry for its rest; None: there is none.
         Raises: RefusedRequest: the message is no valid request, or its model does not serve.
         """
         if walked is None or walked[2]:
@@ -155,13 +152,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         walked: Walked | None,
         known: PreparedMessage | None,
     ) -> Understood:
-        """Decodes a message that was already cut into head, id and raw tensors. Caches its meaning, if others may share it.
-
-        Args:
-          walked: the parts into which ``walk`` has cut the head, or the message; None: the message is unusual.
-          known: the cache's entry for its rest (all but id, scheduling and raw tensors); None: there is none.
-        Raises: RefusedRequest: the message is no valid request, or its model does not serve.
-        """
+        """Decodes a message that was cut into head, id and raw tensors, as ``read`` does. Caches what others may share."""
         try:
             text = client_id.decode()
         except UnicodeDecodeError:

@@ -45,10 +45,7 @@ _CONTENTS = {each.contents: name for name, each in DATATYPES.items() if each.con
 
 @dataclass(slots=True)
 class DecodedHead:
-    """Holds a decoded ModelInferRequest without its id and its raw tensors (raw_input_contents).
-
-    Never changed after decoding, because requests share it.
-    """
+    """Holds a decoded ModelInferRequest without its id and its raw tensors; never changed, because requests share it."""
 
     model: str
     version: int
@@ -87,11 +84,10 @@ class DecodedHead:
 
 
 def decode_head(head: bytes, has_raw: bool, table: ModelStates) -> tuple[DecodedHead, ModelState]:
-    """Decodes the head of a ModelInferRequest: all its fields but the id and the raw tensors (raw_input_contents).
+    """Decodes all fields of a ModelInferRequest but its id and its raw tensors. Returns these and the state of its model.
 
-    Returns the decoded head and the state of its model. ``has_raw``: whether the request has raw tensors, so that no input may
-    have ``contents``.
-    Raises: NotFound, InvalidArgument: there is no such model or version.  InvalidArgument: the head breaks the protocol.
+    ``has_raw``: whether the request has raw tensors, so that no input may have ``contents``.
+    Raises: NotFound: the model or version does not exist.  InvalidArgument: the head breaks the protocol.
     """
     if len(head) > counts.UNCOUNTED:
         counts.check(head, grpc_service_pb2.ModelInferRequest.DESCRIPTOR)
@@ -133,10 +129,7 @@ def decode_head(head: bytes, has_raw: bool, table: ModelStates) -> tuple[Decoded
 
 
 def model_of(head: bytes) -> str:
-    """Returns the model that an encoded ModelInferRequest names, also if other fields break the protocol; "": it names none.
-
-    The name is only for logs and traces, and cut: it may be as long as the message.
-    """
+    """Returns the model that an encoded ModelInferRequest names, cut for logs, even if other fields are wrong; "": none."""
     name = b""
     for tag, _, begin, size in fields(head, len(head)):
         if tag == _MODEL_NAME:
@@ -165,11 +158,7 @@ def read_version(model: str, text: str) -> int:
 
 
 def _content(entry: Any, datatype: str, has_raw: bool, model: str) -> InputContent | None:
-    """Returns the content of the input ``entry``, which has typed values or is in a region; None: it is one of the raw tensors.
-
-    ``has_raw``: whether the request has raw tensors. ``model``: the model's name, for errors.
-    Raises InvalidArgument: the input breaks the protocol.
-    """
+    """Returns the content of an input that has typed values or is in a region; None: it is one of the raw tensors."""
     name = entry.name
     if "shared_memory_region" in entry.parameters:
         if entry.HasField("contents"):
@@ -198,13 +187,7 @@ def _content(entry: Any, datatype: str, has_raw: bool, model: str) -> InputConte
 
 
 def _typed_bytes(name: str, datatype: str, kind: str, contents: Any) -> bytes:
-    """Converts an input's typed ``contents`` to the bytes of a raw tensor.
-
-    Args:
-      name: the input's name, for errors.
-      kind: the datatype of the only field of ``contents`` that is filled.
-    Raises: InvalidArgument: a value does not fit its datatype.
-    """
+    """Converts typed ``contents``, whose only filled field has numbers of datatype ``kind``, to the bytes of a raw tensor."""
     if datatype == "BYTES":
         return encoded(list(contents.bytes_contents))
     numbers, dtype = packed_numbers.of_contents(contents, DTYPES[kind]), DTYPES[datatype]
@@ -258,10 +241,7 @@ def _requested(entry: Any) -> RequestedOutput:
 
 
 def decode_scheduling(parameters: bytes) -> Scheduling | None:
-    """Decodes the encoded parameters that schedule a request.
-
-    Returns None if they are unusual: ``decode_head`` must read them then.
-    """
+    """Decodes the encoded parameters that schedule a request; None: they are unusual, and ``decode_head`` must read them."""
     try:
         given = grpc_service_pb2.ModelInferRequest.FromString(parameters).parameters
         if PARAMETERS.keys() >= given.keys():

@@ -174,10 +174,7 @@ def _field_start(start: bytes) -> tuple[int, int, int]:
 
 
 def varint(message: Buffer | bytearray, at: int) -> tuple[int, int]:
-    """Returns the number of protobuf's variable length that begins at ``at``, and where it ends.
-
-    Raises IndexError: it is cut short, or longer than any.
-    """
+    """Returns the varint at ``at``, and where it ends. Raises IndexError: it is cut short, or longer than any."""
     value = shift = 0
     while True:
         byte = message[at]

@@ -28,12 +28,7 @@ class AnswerLayout:
     __slots__ = ("_begin", "_owns", "_prepared", "_rest", "_whole")
 
     def __init__(self, prepared: PreparedAnswer, model: str, final: bool | None = None) -> None:
-        """Encodes the part that the answers share.
-
-        Args:
-          prepared: that part before it is encoded; the layout keeps it alive.
-          final: the value of the parameter ``triton_final_response``; None: the parameter is absent, as in unary answers.
-        """
+        """``final``: the value of the parameter ``triton_final_response``; None: the parameter is absent, as in unary answers."""
         self._prepared = prepared
         name, version = model.encode(), str(prepared.version).encode()
         self._begin = field_start(_MODEL_NAME, len(name)) + name + field_start(_MODEL_VERSION, len(version)) + version
@@ -56,10 +51,7 @@ class AnswerLayout:
     ) -> list[Buffer]:
         """Encodes one answer as pieces of a ModelInferResponse; tensors in the response arena become views of it.
 
-        Args:
-          client_id: the request's id as the client sent it.
-          contents: the outputs, without those that went to a shared-memory region.
-          view: returns the bytes of a slice of the response arena.
+        ``contents``: the outputs, without those that went to a shared-memory region. ``view``: returns the bytes of a slice.
         """
         pieces: list[Buffer] = [self._whole]
         if client_id:
@@ -107,10 +99,7 @@ def streamed(parts: list[Buffer]) -> list[Buffer]:
 
 
 def streamed_error(message: str, client_id: str, model: str = "", final: bool | None = None) -> bytes:
-    """Encodes a ModelStreamInferResponse that carries an error.
-
-    ``model``: the model that failed, "" if none ran. ``final``: the value of ``triton_final_response``; None: absent.
-    """
+    """Encodes a ModelStreamInferResponse that carries an error; ``final``: the value of ``triton_final_response``, if any."""
     parameters = {} if final is None else _parameters({_FINAL: final})
     inner = ModelInferResponse(model_name=model, id=client_id, parameters=parameters)
     return ModelStreamInferResponse(error_message=message, infer_response=inner).SerializeToString()

@@ -130,9 +130,8 @@ class Reflection:
     """Answers the requests of one version (v1, v1alpha) of server reflection from the descriptors of our messages. Sans-I/O.
 
     None of these has an extension, so a request for an extension by its number never finds any.
-    Source: grpc/reflection/v1/reflection.proto.
-
     ``messages``: the module of that version's messages. ``services``: names of the services that the server has.
+    Source: grpc/reflection/v1/reflection.proto.
     """
 
     def __init__(self, messages: Any, services: tuple[str, ...]) -> None:
@@ -157,10 +156,7 @@ class Reflection:
         return answer
 
     def _fill(self, answer: Any, kind: str, asked: Any) -> None:
-        """Fills in the answer to one request: ``kind`` names the request's field that is set, and ``asked`` is its value.
-
-        Raises KeyError: no such file, symbol or extension.
-        """
+        """Fills in the answer to a request whose field ``kind`` is ``asked``. Raises KeyError: the symbol does not exist."""
         if kind == "file_by_filename":
             _describe(answer, POOL.FindFileByName(asked))
         elif kind == "file_containing_symbol":

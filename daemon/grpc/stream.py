@@ -315,11 +315,7 @@ class Stream:
                 raise
 
     def _deliver(self, flag: int, content: Buffer, start: int, end: int) -> None:
-        """Hands a complete message to the call, after inflating it if it is compressed.
-
-        ``flag``: 1 if the message is compressed, 0 if not.
-        Raises CallRefused: the message cannot be inflated.
-        """
+        """Hands a complete message to the call, after inflating it if it is compressed (``flag`` is 1)."""
         assert self.call is not None
         if flag:
             content = inflated(
@@ -329,10 +325,7 @@ class Stream:
         self.call.message(content, start, end)
 
     def _counts(self, byte_size: int) -> bool:
-        """Counts received bytes against the content-length of the request.
-
-        Returns whether they stay within it; if not, resets the stream.
-        """
+        """Counts received bytes against the content-length. Returns whether they stay within it; if not, resets the stream."""
         assert self._promised is not None
         self._promised -= byte_size
         if self._promised < 0 and not self.ended:
@@ -342,10 +335,7 @@ class Stream:
     # -------------------------------------------------------------------------------------------------- sending
 
     def answer(self, parts: list[Buffer], on_sent: Callable[[], None] | None = None) -> None:
-        """Sends the only response message of a unary call, and its trailers.
-
-        Calls ``on_sent`` once the memory of ``parts`` may be reused.
-        """
+        """Sends the only response message of a unary call, and its trailers. ``on_sent``: called once ``parts`` may be reused."""
         if self._finished:
             if on_sent is not None:
                 on_sent()
@@ -390,10 +380,7 @@ class Stream:
             self._end(b"".join(begin), *parts, b"".join(end))
 
     def send(self, parts: list[Buffer], on_sent: Callable[[], None] | None = None) -> None:
-        """Sends one response message as far as the windows allow, and queues the rest.
-
-        Calls ``on_sent`` once ``parts`` may be reused.
-        """
+        """Sends a response as far as the windows allow, and queues the rest. ``on_sent``: called once ``parts`` may be reused."""
         if self._finished:
             if on_sent is not None:
                 on_sent()
@@ -549,9 +536,7 @@ class Stream:
     def check(self, now: float, direct: int) -> None:
         """Ends the call if its client sends a message or takes a response too slowly; called about once a second.
 
-        Args:
-          now: loop time.
-          direct: bytes of the arriving message that were read into its memory and not yet reported by ``advance``.
+        ``direct``: bytes of the arriving message that were read into its memory and not yet reported by ``advance``.
         """
         options = self.http2.serving.options
         if self._is_stalled(now):
@@ -566,10 +551,7 @@ class Stream:
                 self.refuse(UNAVAILABLE, f"a message came at fewer than {options.min_rate} bytes a second")
 
     def _is_stalled(self, now: float) -> bool:
-        """Returns whether the client takes response bytes too slowly, held up by a window or by the socket.
-
-        ``now``: loop time.
-        """
+        """Returns whether the client takes response bytes too slowly, held up by a window or by the socket."""
         if not self.blocked:
             return False
         if self._pace is None:
@@ -585,11 +567,7 @@ class Stream:
     def stop(self, now: float, direct: int) -> None:
         """Ends the call once its accepted requests are answered, because the server stops; called again until it has ended.
 
-        A client that has begun a message and stopped sending it is not waited for.
-
-        Args:
-          now: loop time.
-          direct: bytes of the arriving message that were read into its memory and not yet reported by ``advance``.
+        A client that has begun a message and stopped sending it is not waited for. ``direct``: as in ``check``.
         """
         call = self.call
         if self._finished or call is None:

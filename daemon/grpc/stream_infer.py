@@ -148,12 +148,7 @@ class StreamInfer(InferCall):
     def _not_sent(
         self, error: Exception, client_id: str, trace: Trace | None = None, asked: CallRequest | None = None
     ) -> None:
-        """Sends the client an error, in its turn, for a request that could not be sent to a worker; the stream's others go on.
-
-        Args:
-          trace: the request's trace, which ends once the error is written; None: the request is not traced.
-          asked: says in logs which request it was; None: that is not known.
-        """
+        """Sends the client an error, in its turn, for a request that could not be sent to a worker; the stream's others go on."""
         code, message, sent = INTERNAL, DEFECT, None
         if isinstance(error, ServingError):
             code, message = grpc_number(error), error.message
@@ -218,10 +213,7 @@ class StreamInfer(InferCall):
         return self._order.holds_up(asked)
 
     def _keep(self, asked: object, size: int, send: Callable[[], None], sent: Callable[[], None] | None) -> None:
-        """Sends an answer in its turn: now, with those that waited for it, or after the answers to earlier requests.
-
-        ``size``, ``send``, ``sent``: as in ``_Waiting``.
-        """
+        """Sends an answer in its turn: now, with those that waited for it, or after the answers to earlier requests."""
         self._kept_size += size
         if self._kept_size >= _MAX_UNSENT:
             self.stream.held = True

@@ -52,10 +52,7 @@ class StreamNumbers:
         return max(0, self.next - 2)
 
     def use(self, number: int) -> None:
-        """Marks the identifier of a new stream as used, and lower ones that were never used as passed over.
-
-        ``number``: the identifier, odd and higher than all used ones.
-        """
+        """Marks the identifier of a new stream, odd and above all used ones, as used, and unused lower ones as passed over."""
         if number > self.next:
             self._gaps.append((self.next, number - 2))
         self.next = number + 2
@@ -69,11 +66,7 @@ class StreamNumbers:
         self._remember(number, Past.RESET)
 
     def past(self, number: int) -> Past:
-        """Returns why a stream is not open; CUT also if the stream ended too long ago to be remembered.
-
-        CUT: the server ended the stream before the client had, so what the client sent before it knew may still come. No other
-        reason is as lenient.
-        """
+        """Returns why a stream is not open; CUT, the most lenient reason, also if it ended too long ago to be remembered."""
         if not number & 1 or number >= self.next:
             return Past.IDLE
         ended = self._ended.get(number)

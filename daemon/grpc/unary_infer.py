@@ -121,10 +121,7 @@ class UnaryInfer(InferCall):
         self.stream.connection.steps.leave(self, self._asked is not None)
 
     def _begin(self) -> None:
-        """Sends the request to a worker, or refuses it.
-
-        Later steps of its sequence may then go on, unless it waits for arena memory.
-        """
+        """Sends the request to a worker, or refuses it. Later steps of its sequence may go on, unless it waits for memory."""
         message = self._message
         assert message is not None
         infer, waited_ns = self.infer, self._waits_since
@@ -229,10 +226,7 @@ class StepOrder:
         self._due = False
 
     def waits(self, step: UnaryInfer) -> bool:
-        """Returns whether a complete request must wait for an earlier step of its sequence.
-
-        If so, its ``resume`` or ``miss`` is called later.
-        """
+        """Returns whether a complete request waits for an earlier one of its sequence, until ``resume`` or ``miss`` is called."""
         if next(iter(self.unsent)) is step or (sequence := step.sequence) is None:
             return False
         for other in self.unsent:
@@ -244,10 +238,7 @@ class StepOrder:
         return False
 
     def leave(self, step: UnaryInfer, sent: bool) -> None:
-        """Removes a call: steps that waited for it are sent if its request was ``sent``, else refused.
-
-        Does nothing if the call is not held here.
-        """
+        """Removes a call, if it is held here: steps that waited for it are sent if its request was ``sent``, else refused."""
         if self.unsent.pop(step, None) is None or not self.unsent:
             return
         if not sent and step.sequence is not None:

@@ -86,13 +86,7 @@ class SpanCounts:
 
 
 class SpanExporter:
-    """Sends the spans of ended traces to a collector. Used by the supervisor, in its loop.
-
-    Args:
-      url: the collector's endpoint for OTLP over HTTP, such as ``http://127.0.0.1:4318/v1/traces``.
-      service: the name of this server in the collector.
-      counts: is kept up to date with what happens to the spans.
-    """
+    """Sends the spans of ended traces to a collector at ``url``, as those of ``service``. Used by the supervisor, in its loop."""
 
     def __init__(self, url: str, service: str, counts: SpanCounts) -> None:
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -154,11 +148,7 @@ class SpanExporter:
     ) -> None:
         """Queues the spans of a request's parts, such as "compute", and of the requests that its model made of other models.
 
-        Args:
-          own: the id of the request's span.
-          moments: name and CLOCK_MONOTONIC ns of each timestamp.
-          timeline: what the worker has reported, with the spans of the model's code; None: nothing.
-          offset: ns to add to CLOCK_MONOTONIC to get the time since 1970.
+        ``own``: the id of the request's span. ``offset``: ns to add to CLOCK_MONOTONIC to get the time since 1970.
         """
         at = dict(moments)
         run = own
@@ -197,10 +187,7 @@ class SpanExporter:
         kind: int = 0,
         flags: int = 0,
     ) -> None:
-        """Adds a span to the message that is being made, or drops it if too many wait.
-
-        ``kind``, ``flags``: as OTLP has them; 0: a part of a request.
-        """
+        """Adds a span to the message that is being made, or drops it if too many wait."""
         counts = self._counts
         if counts.waiting >= self._most:
             counts.dropped += 1

@@ -32,9 +32,7 @@ _COMPRESSIONS: Mapping[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, 
 class SpanSender:
     """Sends messages of spans to a collector in a thread, in the order in which ``send`` was called.
 
-    Args:
-      url: the collector's endpoint for OTLP over HTTP.
-      done: called in the thread, after each message: how many spans it had, and whether the collector has taken it.
+    ``done``: called in the thread, after each message: how many spans it had, and whether the collector has taken it.
     """
 
     def __init__(self, url: str, done: Callable[[int, bool], None]) -> None:
@@ -77,10 +75,7 @@ class SpanSender:
                 _log.warning("the collector did not take %d spans: %s", spans, refused)
 
     def _post(self, message: bytes) -> str:
-        """Sends a message. Returns why the collector refused it; "": the collector accepted it.
-
-        Raises RequestException: the collector cannot be reached; OSError: a file that a variable names cannot be read.
-        """
+        """Sends a message. Returns why the collector refused it; "": the collector accepted it."""
         request = self._request.copy()
         request.prepare_body(message if self._compress is None else self._compress(message), None)
         answer = self._session.send(request, timeout=self._timeout, **self._settings)

@@ -87,10 +87,7 @@ class Values:
     log_frequency: int
 
     def check(self, target: str) -> None:
-        """Checks that traces can be taken with these values and written to ``target``, a file or collector; "": there is none.
-
-        Raises InvalidArgument: no request could be sampled, or there is no target.
-        """
+        """Raises InvalidArgument if no request could be sampled, or traces have no ``target``, a file or collector."""
         if not self.level:
             return
         if not self.rate:
@@ -152,10 +149,7 @@ class TraceSettings:
         return bool(self._target)
 
     def change(self, wanted: ChangeTrace) -> bytes:
-        """Changes the trace settings of a model, or of all models (""), and returns them as JSON. An error changes nothing.
-
-        Raises InvalidArgument: the model is unknown, or nothing could be traced with these settings.
-        """
+        """Changes the trace settings of a model, or of all models (""), and returns them as JSON. An error changes nothing."""
         if wanted.model and not self._known(wanted.model):
             raise InvalidArgument(f"Request for unknown model : {wanted.model}")
         given = {name: value for name in Values.__slots__ if (value := getattr(wanted, name)) is not None}
