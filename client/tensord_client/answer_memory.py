@@ -82,9 +82,7 @@ class HeldResults:
     def explained(self, error: ServingError, memory: AnswerMemory, room: int) -> ServingError:
         """Returns ResultsHeld if a request failed because the answers that the program holds leave no room; else ``error``.
 
-        Args:
-          error: how a request ended: a worker's error, or a deadline, which ends a wait for room, too.
-          memory, room: the memory of the request's lane, and the bytes that answers in it may hold.
+        ``memory``, ``room``: the memory of the request's lane, and the bytes that answers in it may hold.
         """
         # A copy: before Python 3.12 a garbage collection may begin inside a loop over the items, and end a lease that is counted.
         held = self.sizes.copy().items()
@@ -129,9 +127,7 @@ class AnswerLease:
     def view(self, place: Sequence[Any], shape: Sequence[int], name: str, dtype: np.dtype) -> np.ndarray:
         """Returns a read-only array on the leased memory, which keeps this lease alive as its base.
 
-        Args:
-          place: (segment, offset, byte size), as in the answer.
-          name: the dtype's name in numpy's array interface.
+        ``name``: the dtype's name in numpy's array interface.
 
         Raises: ValueError: the place is outside the segment, or not as large as the shape and dtype need.
         """
@@ -154,10 +150,7 @@ class AnswerLease:
         return np.asarray(self)
 
     def content(self, place: Sequence[Any]) -> bytes:
-        """Copies the bytes at a place in the worker's memory, (segment's number, offset, byte size), and returns them.
-
-        Raises: ValueError: the place is outside the segment.
-        """
+        """Returns a copy of the bytes at a place in the worker's memory. Raises ValueError: the place is outside the segment."""
         return self.view(place, (place[2],), "|u1", np.dtype(np.uint8)).tobytes()
 
 
@@ -178,13 +171,10 @@ class AnswerMemory:
     """The memory of a worker that answers lie in: its segments, and leases to give back. Thread-safe."""
 
     def __init__(self, held: HeldResults, byte_size: int, release: Callable[[], None]) -> None:
-        """Prepares for the answers on a new lane; the worker has announced no segment yet.
+        """Prepares for the answers on a new lane, which may hold ``byte_size`` bytes; the worker has announced no segment yet.
 
-        Args:
-          held: counts the answers that the program holds, over all lanes of the connection.
-          byte_size: the most bytes that answers on this lane may hold.
-          release: a method of the lane, which is referred to weakly: sends what ``release_record`` returns to the worker. It may
-            be called in any thread, also by the garbage collector.
+        ``release``: a method of the lane, referred to weakly, that sends what ``release_record`` returns to the worker. It is
+        called in any thread, also by the garbage collector.
         """
         self.held = held
         self._byte_size = byte_size
@@ -200,9 +190,7 @@ class AnswerMemory:
     def open(self, number: int, byte_size: int, fds: Sequence[int], lost: bool) -> bool:
         """Maps a segment that the worker has announced. Returns whether that worked; if not, the caller tells the worker.
 
-        Args:
-          fds: the file descriptors that came with the announcement.
-          lost: whether descriptors were lost on the way, because this process has no room for them.
+        ``lost``: whether descriptors are missing in ``fds`` because this process had no room for them.
 
         Raises: ValueError: there is not one descriptor.
         """
@@ -225,8 +213,8 @@ class AnswerMemory:
     def lease(self, answer: AnswerRecord) -> AnswerLease | None:
         """Returns an answer's lease; None: its outputs do not lie in the worker's memory.
 
-        Raises: Unavailable: this process could not map the segment; the lease is given back.  ValueError: the worker announced no
-          such segment.
+        Raises: Unavailable: this process could not map the segment; the lease is given back.  ValueError: it was not
+          announced.
         """
         if answer.lease is None:
             return None
@@ -297,9 +285,7 @@ class AnswerMemory:
 def made_answer(record: AnswerRecord, lease: AnswerLease | None, places: Any) -> Answer:
     """Converts a worker's message to an ``Answer``: its arrays are views of the worker's memory, the caller's own, or copies.
 
-    Args:
-      lease: the lease of the worker's memory, which the answer then holds; None: there is none.
-      places: output name -> the array that the output is in, or is copied to here where workers do not reach it.
+    The answer then holds the ``lease``. ``places``: output name -> the array that the output is in, or is copied to here.
 
     Raises: ValueError, LookupError, TypeError: the record is malformed.  InvalidArgument: an output differs from its place.
     """

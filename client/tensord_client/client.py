@@ -134,15 +134,7 @@ def connect(address: Place | None = None, *, wait: float = 0.0, patience: float 
 
 
 def connection(address: Place | None, wait: float, patience: float) -> Connection:
-    """Finds a server and returns an open connection to it.
-
-    Args:
-      address: a folder, a socket's path, ``unix:PATH`` or ``HOST:PORT``; None: ``$TENSORD``, or else those of ``_usual`` in turn.
-      wait: seconds to wait for a server to appear; 0: each address is tried once.
-      patience: seconds that a call waits for a server that has gone away to come back.
-
-    Raises: Unavailable: no server answers.  InvalidArgument: the text is no address.
-    """
+    """Finds a server and returns an open connection to it. Args and Raises: as ``connect``."""
     until = time.monotonic() + wait
     named = address if address is not None else os.environ.get("TENSORD") or None
     while True:
@@ -177,8 +169,6 @@ def _usual() -> Iterator[str]:
 
 def _way(address: str, patience: float) -> Connection:
     """Connects to one address; a folder with models and without sockets is a repository, which this process serves by itself.
-
-    ``patience``: seconds that later requests wait for a server that has gone away to come back.
 
     Raises: Unavailable: no server answers.  InvalidArgument: the text is no address.
     """
@@ -239,10 +229,7 @@ def _unreachable(path: str, error: OSError) -> Unavailable:
 
 
 def _who_may(path: str, found: os.stat_result, wanted: int) -> str:
-    """Returns a phrase for an error's text: which group or user has the access ``wanted`` (os.R_OK, ...) that this user lacks.
-
-    ``found``: what ``os.stat`` says of the path.
-    """
+    """Returns a phrase for an error's text: which group or user has the access ``wanted`` (os.R_OK, ...) that this user lacks."""
     # Imported where it is needed: a client's start is to be quick.
     import grp
     import pwd
@@ -261,10 +248,7 @@ def _who_may(path: str, found: os.stat_result, wanted: int) -> str:
 
 
 def _on_socket(path: str, patience: float) -> Connection:
-    """Connects to a unix socket: as a client of a daemon if its type is SEQPACKET, over HTTP if it is STREAM.
-
-    ``patience``: seconds that later requests wait for a server that has gone away. Raises: Unavailable: no server answers there.
-    """
+    """Connects to a unix socket: as a client of a daemon if its type is SEQPACKET, over HTTP if it is STREAM."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         try:
             probe.connect(path)
@@ -278,11 +262,7 @@ def _on_socket(path: str, patience: float) -> Connection:
 def _over_http(path: str, told: Mapping[str, Any], patience: float) -> Connection:
     """Connects to an HTTP address of the daemon that answered at ``path``, trying unix sockets before TCP.
 
-    Args:
-      told: the daemon's answer to ``hello``; its "http" lists the addresses where the daemon serves HTTP.
-      patience: seconds that later requests wait for a server that has gone away.
-
-    Raises: Unavailable: none of the addresses answers.
+    ``told``: the daemon's answer to ``hello``; its "http" lists the addresses. Raises Unavailable: none of them answers.
     """
     tried = []
     for each in sorted(told.get("http", ()), key=lambda each: not each.startswith("unix:")):
@@ -297,8 +277,6 @@ def _over_http(path: str, told: Mapping[str, Any], patience: float) -> Connectio
 
 def _over_tcp(address: str, patience: float) -> HttpConnection:
     """Connects to an HTTP server over TCP. If the host's name stands for several addresses, the first that answers is used.
-
-    ``patience``: seconds that later requests wait for a server that has gone away.
 
     Raises: Unavailable: none of the addresses answers; InvalidArgument: the text is no HOST:PORT.
     """

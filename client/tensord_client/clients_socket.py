@@ -24,10 +24,7 @@ class ClientsSocket:
     """A connection to the daemon's socket for clients, to ask for models, one request at a time. Not thread-safe."""
 
     def __init__(self, path: str, timeout: float) -> None:
-        """Connects to the socket at ``path``.
-
-        Args:
-          timeout: seconds to wait for each answer.
+        """Connects to the socket at ``path``. ``timeout``: seconds to wait for each answer.
 
         Raises: Unavailable: no daemon accepts the connection.
         """

@@ -127,7 +127,6 @@ class HttpConnection:
 
         Args:
           fields: header fields besides Host and Content-Length.
-          body: pieces of the body.
           deadline: seconds of ``time.monotonic()`` until when to wait for the answer; None: without limit.
           patience: seconds to wait for a server that cannot be reached; None: as given to the constructor.
 
@@ -142,10 +141,7 @@ class HttpConnection:
         return found
 
     def open(self, model: str, version: int = 0) -> Description:
-        """Returns the description of a model, made of its metadata and configuration; version 0: of the newest version.
-
-        Raises: ServingError: the model is not served, or no server answers.
-        """
+        """Returns the description of a model, made of its metadata and configuration. Raises ServingError: it is not served."""
         path = _path(model, version)
         (metadata, fields), config = self._request("GET", path), self.config(model, version)
         streams = bool(config.get("model_transaction_policy", {}).get("decoupled"))
@@ -191,7 +187,6 @@ class HttpConnection:
         Args:
           operation: "parameters" lists the sets, "push" changes one, "drop" removes one, and "revert" undoes its newest push.
           version: the model's version; 0: the newest, or all where sets are listed.
-          name: the set; "": where sets are listed.
           said: the fields of a push, such as "number", "partial" or "file".
           pieces: the parameters' bytes in safetensors' layout; empty: ``said`` names a file with them.
           timeout: seconds to wait for the answer; None: without limit.
@@ -226,19 +221,15 @@ class HttpConnection:
         return Prepared(self.ask, call)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Makes an ordinary numpy array: over HTTP the server shares no memory of the host with this process.
-
-        Raises: Unavailable: ``close`` was called.
-        """
+        """Makes an ordinary array: over HTTP the server shares no memory of the host. Raises Unavailable: it is closed."""
         if self._pool.is_closed:
             raise Unavailable(CLOSED)
         return np.empty(shape, dtype)
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Makes an array on a GPU, which is registered as a region with the server; the server must be on this host.
+        """Makes an array on a GPU, registered as a region with the server, which must be on this host.
 
-        Raises: InvalidArgument: there can be no such array on a GPU.  Unavailable: there is no CUDA driver, no such GPU, or no
-          memory left on it.  ServingError: the daemon refuses the array.
+        Raises: as ``DeviceMemory.empty``.
         """
         with self._lock:
             if self._on_devices is None:
@@ -312,10 +303,7 @@ class HttpConnection:
         return made
 
     def _wanted(self, call: Call, name: str) -> tuple[str, int, int] | None:
-        """Returns name, offset and byte size of the GPU region that output ``name`` is to be written to.
-
-        None: the call has no array on a GPU for the output, which then comes with the answer.
-        """
+        """Returns name, offset and byte size of the GPU region to write an output to; None: it comes with the answer."""
         place = call.places.get(name)
         return None if place is None else self._region(place)
 
@@ -476,10 +464,7 @@ def _path(model: str, version: int) -> str:
 
 
 def reached(address: Address, patience: float) -> HttpConnection:
-    """Connects to a server over HTTP and makes sure that one answers there. Raises Unavailable: no server answers.
-
-    ``patience``: seconds that later requests wait for a server that has gone away.
-    """
+    """Connects to a server over HTTP and makes sure that one answers there. Raises Unavailable: no server answers."""
     connection = HttpConnection(address, patience=patience)
     try:
         connection.get("/v2/health/live", patience=0.0, deadline=time.monotonic() + _LONGEST)

@@ -238,10 +238,7 @@ class HttpResponse:
         self._left = size + 2 if size else -2
 
     def end(self) -> None:
-        """Is called when the server has closed the connection: completes an answer whose body ends with the connection.
-
-        Raises ConnectionResetError: the answer was cut off.
-        """
+        """Completes an answer whose body ends with the connection. Raises ConnectionResetError: the answer was cut off."""
         if not self._to_end:
             raise ConnectionResetError(errno.ECONNRESET, "the connection ended before the answer")
         self._complete()
@@ -315,8 +312,7 @@ class HttpChannel:
 
         Returns 0 once the answer is complete, else the poll events to wait for.
 
-        What has arrived so far of a body that is read while it arrives is in ``response.stream`` after each call. Raises OSError:
-        the connection failed, or the answer is not valid HTTP (MalformedResponse).
+        Raises OSError: the connection failed, or the answer is not valid HTTP (MalformedResponse).
         """
         if self._connecting:
             poll = select.poll()

@@ -57,9 +57,9 @@ class Pool:
         self.deadlines = Deadlines()
 
     def take(self, pending: HttpRequest) -> None:
-        """Assigns an idle channel (connection) to a request, or lets it open one, or queues it if all channels are in use.
+        """Gives a request an idle channel, lets it open one, or queues it if all are in use.
 
-        Raises: Unavailable: the pool was closed, or the queue is as long as it may be.
+        Raises: Unavailable: the pool was closed, or the queue is full.
         """
         with self._lock:
             if self.is_closed:
@@ -70,7 +70,7 @@ class Pool:
             self._serve()
 
     def _serve(self) -> None:
-        """Assigns channels (connections) to queued requests until ``limit`` channels are in use. The caller holds the lock.
+        """Gives channels to queued requests until ``limit`` channels are in use. The caller holds the lock.
 
         A request leaves the queue before a channel is looked for: the garbage collector may run meanwhile and end another request
         in this thread, which comes here too.
@@ -92,7 +92,7 @@ class Pool:
         return None
 
     def give(self, pending: HttpRequest, channel: HttpChannel | None) -> None:
-        """Puts a request's channel (connection) back into the pool, for the first queued request; it is idle if none is queued.
+        """Puts a request's channel back into the pool, for the first queued request; it is idle if none is queued.
 
         ``channel`` None: the channel was closed; the first queued request may then open another one in its place.
         """
@@ -116,10 +116,7 @@ class Pool:
             return False
 
     def close(self) -> None:
-        """Closes the idle channels, and ends all requests with Cancelled: those in the queue, and those that are under way.
-
-        Idempotent.
-        """
+        """Closes the idle channels, and ends all requests with Cancelled, queued or under way. Idempotent."""
         with self._lock:
             self.is_closed = True
             idle, self._idle = self._idle, []
@@ -232,10 +229,9 @@ class HttpRequest(Pending[Any]):
         self._wake()
 
     def _step(self) -> int:
-        """Connects, sends and receives as far as possible without waiting.
+        """Connects, sends and receives as far as possible without waiting. Returns the poll events to wait for on ``fileno()``.
 
-        Returns the poll events to wait for on ``fileno()``; 0: something has arrived, or the request has ended, waits for a
-        channel, or is tried again at ``_again_at``.
+        0: something has arrived, or the request has ended, waits for a channel, or is tried again at ``_again_at``.
         """
         if self._arrived or self.done():
             return 0
@@ -270,9 +266,7 @@ class HttpRequest(Pending[Any]):
     def _look(self, response: HttpResponse) -> None:
         """Parses what has arrived of the answer, and ends this request if the answer is complete.
 
-        If the answer says that the server is stopping, the request is sent again instead.
-
-        Raises: ServingError: the answer is an error.
+        If the server says that it is stopping, the request is sent again instead. Raises ServingError: the answer is an error.
         """
         if self._exchange.streams and response.status == 200:
             found = self._exchange.read_next(response)
@@ -310,10 +304,7 @@ class HttpRequest(Pending[Any]):
         self.notify()
 
     def _release(self) -> None:
-        """Ends this request's part of the pool without an answer: it leaves the queue for a channel, or its channel is closed.
-
-        A server cancels a request whose connection is closed.
-        """
+        """Leaves the queue for a channel, or closes the channel, which cancels the request at the server."""
         self._unwatch()
         if not self.end() or (not self._granted and self._pool.leave_line(self)):
             return
@@ -416,10 +407,7 @@ class HttpRequest(Pending[Any]):
         self._driver.add(self)
 
     def withdraw(self) -> None:
-        """Leaves the pool's queue, or closes the connection, which cancels the request at the server.
-
-        Does so in the thread that waits for the connection, if that is not the caller's.
-        """
+        """Cancels the request at the server by leaving the pool, in the thread or loop that waits for the connection."""
         watching, driver = self._watching, self._driver
         if driver is not None and not driver.is_current:
             driver.drop(self)

@@ -125,10 +125,7 @@ class LaneConnection(Sender):
     # ------------------------------------------------------------------------------------------------- the daemon
 
     def _connect(self) -> ClientsSocket:
-        """Connects to the clients' socket, sends ``hello`` and stores the answer. The caller holds the lock ``_asking``.
-
-        Raises: ServingError: no daemon answers, or its answer is an error.
-        """
+        """Connects to the clients' socket, sends ``hello`` and stores the answer. The caller holds the lock ``_asking``."""
         connected = ClientsSocket(self.path, self._timeout)
         try:
             self.hello, _ = connected.ask({"hello": {}})
@@ -176,8 +173,6 @@ class LaneConnection(Sender):
     def _ask_for(self, model: str, version: int, until: float, anew: bool = False) -> OpenedModel:
         """Asks the daemon for a model and lanes to its workers, again and again while the model is unavailable.
 
-        Returns the model's description and lanes, which are also stored in ``models``.
-
         Args:
           until: seconds of ``time.monotonic()`` after which the daemon is not asked again.
           anew: ask even if there is a usable lane, unless another thread has asked since this call began.
@@ -209,13 +204,9 @@ class LaneConnection(Sender):
                 time.sleep(_PAUSE)
 
     def _open(self, model: str, version: int, wait: float) -> OpenedModel:
-        """Asks the daemon once for a model. Stores its description and lanes, and returns them.
-
-        The caller holds the lock ``_asking``.
+        """Asks the daemon once for a model, and stores its description and lanes. The caller holds the lock ``_asking``.
 
         ``wait``: seconds that the daemon may wait for a model that is not ready.
-
-        Raises: ServingError: the answer is an error, or there is no worker.
         """
         if self._socket is None or self._socket.is_closed:
             self._socket = None
@@ -261,10 +252,7 @@ class LaneConnection(Sender):
         return opened
 
     def _close_idle(self, ended: Sequence[int]) -> None:
-        """Closes lanes to workers that are gone, except lanes on which requests are in flight.
-
-        ``ended``: the numbers of lanes to workers that are gone. Lanes of a former daemon are closed as well.
-        """
+        """Closes lanes on which nothing is in flight: those of a former daemon, and those with the numbers ``ended``."""
         gone = [lane for lane in self._former if not lane.in_flight]
         self._former = [lane for lane in self._former if lane not in gone]
         gone += [self._lanes.pop(number) for number in ended if not self._lanes[number].in_flight]
@@ -285,10 +273,7 @@ class LaneConnection(Sender):
         return self.http().empty_on(device, shape, dtype)
 
     def model_of(self, call: Call) -> OpenedModel:
-        """Returns the description and lanes of the model that a call names.
-
-        Asks the daemon at the first call for the model. Raises ServingError: the model is not served, or no daemon answers.
-        """
+        """Returns the description and lanes of a call's model; asks the daemon at the first call for the model."""
         known = self.known(call)
         if known is not None:
             return known
@@ -374,8 +359,7 @@ class LaneConnection(Sender):
     def prepare(self, call: Call) -> Prepared:
         """Makes a request that can be sent many times, each time with what its arrays hold then.
 
-        Raises: InvalidArgument: the request cannot be sent, or has several responses.  Unavailable: no worker serves the model
-          now.  NotFound: the model is not served.
+        Raises: InvalidArgument: the request has several responses.  ServingError: it cannot be sent.
         """
         if (call.model, call.version) in self._apart:
             return self.http().prepare(call)
@@ -444,11 +428,8 @@ class LaneConnection(Sender):
         """Sends a request on the lane that ``lane_for`` chooses. Returns False if none is usable, else True.
 
         ``max_waiting``: the most requests that may wait for the worker already; None: any number, as the request was accepted.
-
-        Raises: ServingError: the request cannot be sent.
         """
-        placed, call = pending.placed, pending.call
-        loop = _running_loop()
+        call, loop = pending.call, _running_loop()
         while True:
             known = self.models.get((call.model, call.version))
             lane = None if known is None or call.scheduling.sequence_id else known.alone
@@ -458,8 +439,7 @@ class LaneConnection(Sender):
                 return False
             pending.lane = lane
             try:
-                said = placed.prepared, placed.contents, pending.own, placed.segments
-                pending.request_id = lane.submit(pending, *said, loop, max_waiting, call.traceparent)
+                pending.request_id = lane.submit(pending, loop, max_waiting)
             except LaneEnded:
                 pending.lane = None
                 continue
@@ -471,9 +451,7 @@ class LaneConnection(Sender):
             return True
 
     def lane_for(self, call: Call) -> ClientLane | None:
-        """Chooses the lane for a request: that of its sequence, else the least busy one.
-
-        Returns None: no lane to a worker that serves the model is usable.
+        """Chooses the lane for a request: that of its sequence, else the least busy one; None: none is usable.
 
         Raises: Unavailable: the request belongs to a sequence whose worker has ended.
         """
@@ -533,14 +511,9 @@ class LaneConnection(Sender):
     def _is_elsewhere(self, call: Call, until: float | None, refusal: ServingError, by: ClientLane | None) -> bool:
         """Asks the daemon where a call's model is, after a worker refused the request.
 
-        Returns whether the request is to be sent again: the model has other workers or another version now.
+        Returns whether to send it again: the model has other workers or another version now. Raises: as ``find_lanes``.
 
-        Args:
-          refusal: the worker's error.
-          by: the lane to this worker.
-          until: seconds of ``time.monotonic()``; None: no deadline.
-
-        Raises: ServingError: no worker serves the model.  WaitEnded: ``until`` has passed.
+        ``by``: the lane to the worker that refused.
         """
         before = self.known(call)
         if before is None or before.choose() is None:
@@ -559,10 +532,7 @@ class LaneConnection(Sender):
         return after.lanes != before.lanes or after.description.version != before.description.version
 
     def send_claimed(self, pending: LaneRequest, until: float | None) -> None:
-        """Sends a request again that this thread has claimed, as soon as there is a lane for it.
-
-        Args and Raises: as ``send_again``.
-        """
+        """Sends a request again that this thread has claimed, as soon as there is a lane for it."""
         refusal, pending.refusal = pending.refusal, None
         call, lane, known = pending.call, pending.lane, self.known(pending.call)
         if refusal is not None:

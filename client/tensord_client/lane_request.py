@@ -67,10 +67,9 @@ class LaneRequest(Submission, Pending[Answer]):
     # ------------------------------------------------------------------------------------------- from whoever reads
 
     def take(self, lane: ClientLane, answer: AnswerRecord) -> None:
-        """Stores one answer to this request, and wakes the thread or event loop that waits for it. Called in any thread.
+        """Stores one answer that ``lane`` has received, and wakes whoever waits for it. Called in any thread.
 
-        If the worker refused the request, the request may be sent again instead, to another worker. ``lane``: the socket that
-        received the answer.
+        If the worker refused the request, the request may be sent again instead, to another worker.
         """
         prepared = answer.prepared
         arrived: tuple[AnswerRecord, AnswerLease | None] | ServingError = (answer, None)
@@ -116,9 +115,9 @@ class LaneRequest(Submission, Pending[Answer]):
         return known is not None and self.may_be_elsewhere(refusal.code, refusal.message, known.is_told)
 
     def lane_ended(self, left: bool, error: ServingError) -> None:
-        """Arranges to send the request again, or fails it, because its lane ended before the last answer.
+        """Arranges to send the request again, or fails it: its lane ended before the last answer, because of ``error``.
 
-        ``left``: whether the request had been sent. ``error``: why the lane ended.
+        ``left``: whether the request had been sent.
         """
         reason: ServingError | None = error
         if self._connection.is_closed:
@@ -161,10 +160,7 @@ class LaneRequest(Submission, Pending[Answer]):
         return astray
 
     def watch_again(self) -> None:
-        """Watches the new lane of a request that was sent again: for its callbacks, or by the event loop that waits.
-
-        If the request was given up while it was sent, tells the worker so.
-        """
+        """Watches the new lane of a request that was sent again; if the request was given up meanwhile, tells the worker so."""
         lane = self.lane
         if lane is None:
             return
@@ -298,7 +294,7 @@ class Sender:
         return self.models.get((call.model, call.version))
 
     def send_claimed(self, pending: LaneRequest, until: float | None) -> None:
-        """Sends a request again that this thread has claimed, as soon as there is a lane. Args and Raises: as ``send_again``."""
+        """Sends a request again that this thread has claimed. Args and Raises: as ``send_again``."""
         raise NotImplementedError
 
     def send_again(self, pending: LaneRequest, until: float | None) -> None:
@@ -321,10 +317,7 @@ class Sender:
             self.claimed.discard(pending)
 
     def send_again_soon(self, pending: LaneRequest) -> None:
-        """Hands a request to a background thread to be sent again, as its callers use callbacks or an event loop and cannot wait.
-
-        One thread does so for all requests to a model.
-        """
+        """Hands a request that no thread waits for to a background thread, which sends again all requests to one model."""
         model = pending.call.model, pending.call.version
         with self._astray_lock:
             waiting = self._astray.get(model)

@@ -40,10 +40,7 @@ class LaneSocket:
     """The socket of a lane, and the datagrams that it has not taken yet."""
 
     def __init__(self, sock: socket.socket, spin_ns: int) -> None:
-        """Takes over a connected socket, which this object closes.
-
-        ``spin_ns``: how long a receive polls before it sleeps, at most; 0: not at all.
-        """
+        """Takes over a connected socket. ``spin_ns``: how long a receive polls before it sleeps, at most; 0: not at all."""
         sock.setblocking(True)
         self.sock = sock
         #: Held by the thread that sends.
@@ -65,13 +62,9 @@ class LaneSocket:
     # ------------------------------------------------------------------------------------------------------ sending
 
     def send(self, datagram: bytes, fd: int = -1, ids: tuple[int, ...] = ()) -> None:
-        """Sends a datagram, or queues it in ``backlog`` if the socket is full. The caller holds ``lock``.
+        """Sends a datagram, with a descriptor unless ``fd`` is -1; queues it in ``backlog`` if the socket is full.
 
-        Args:
-          fd: a file descriptor to send with the datagram; -1: none.
-          ids: the ids of the requests that the datagram completes.
-
-        Raises: LaneEnded: the worker is gone.
+        The caller holds ``lock``. ``ids``: the requests that the datagram completes. Raises LaneEnded: the worker is gone.
         """
         try:
             if not self.backlog and self.send_at_once(datagram, fd):
@@ -86,10 +79,7 @@ class LaneSocket:
                 loop.call_soon_threadsafe(self._watch_room, loop)
 
     def send_at_once(self, datagram: bytes | bytearray, fd: int = -1) -> bool:
-        """Sends a datagram, with a file descriptor if ``fd`` is not -1. Returns False if the socket is full, else True.
-
-        The caller holds ``lock``. Raises LaneEnded: the worker is gone.
-        """
+        """Sends a datagram, as ``send`` does. Returns False, and queues nothing, if the socket is full; else True."""
         try:
             if fd < 0:
                 self.sock.send(datagram, _SEND)
@@ -163,11 +153,9 @@ class LaneSocket:
             self.timeout_ms = milliseconds
 
     def wait_for_room(self, until: float | None) -> bool:
-        """Waits until queued datagrams (``backlog``) can be sent, or a datagram has come. Returns whether one has come.
+        """Waits until a datagram has come, or room: sends as many queued datagrams as the socket takes. Returns if one has come.
 
-        Sends as many as the socket takes.
-
-        Raises: WaitEnded: ``until`` (monotonic seconds; None: no limit) has passed.
+        ``until``: monotonic seconds; None: without limit. Raises: WaitEnded: ``until`` has passed.
         """
         left = None if until is None else until - time.monotonic()
         if left is not None and left <= 0:
@@ -186,7 +174,7 @@ class LaneSocket:
     def attach(self, loop: Any, readable: Callable[[], None]) -> None:
         """Asks an event loop to call ``readable`` when a datagram has come, and to send queued ones.
 
-        Call it in the loop's thread, which does not read the socket yet. The caller holds ``lock``, and the socket is open.
+        Called in the loop's thread, with ``lock`` held.
         """
         self.loops[loop] = None
         loop.add_reader(self.sock.fileno(), readable)

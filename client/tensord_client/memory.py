@@ -39,10 +39,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def mapped(fd: int, byte_size: int, prot: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
-    """Maps ``byte_size`` bytes of a file descriptor, which may be closed afterwards. ``prot``: flags ``mmap.PROT_*``.
-
-    Raises: OSError, ValueError: the descriptor cannot be mapped.
-    """
+    """Maps bytes of a descriptor, which may be closed afterwards. Raises OSError, ValueError: it cannot be mapped."""
     if sys.version_info >= (3, 13):
         return mmap.mmap(fd, byte_size, prot=prot, trackfd=False)
     return mmap.mmap(fd, byte_size, prot=prot)
@@ -84,10 +81,7 @@ class ClientSegment:
         return len(self.free) == 1 and self.sizes[0] == self.byte_size
 
     def take(self, byte_size: int) -> int | None:
-        """Allocates ``byte_size`` bytes, which must be a multiple of ``ALIGNMENT``.
-
-        Returns their offset; None: no free range is large enough.
-        """
+        """Allocates bytes, a multiple of ``ALIGNMENT``. Returns their offset; None: no free range is large enough."""
         for at, size in enumerate(self.sizes):
             if size < byte_size:
                 continue
@@ -159,10 +153,7 @@ class Memory:
         self._is_closed = False
 
     def limit(self, max_count: int, max_byte_size: int) -> None:
-        """Sets the daemon's bounds: how many segments there may be, and how many bytes they may have together.
-
-        The bounds hold for new segments; existing ones are not closed.
-        """
+        """Sets the daemon's bounds for new segments: their number, and the bytes of all together."""
         self.max_count = max_count
         self.max_byte_size = max_byte_size
 
@@ -196,10 +187,7 @@ class Memory:
         return array.view(dtype) if viewed else array
 
     def locate(self, array: np.ndarray) -> Place | None:
-        """Returns where an array lies: (segment's number, offset, byte size); on a GPU (region's name, offset, byte size).
-
-        Returns None if the array lies in no segment of this memory, or is not contiguous.
-        """
+        """Returns the place of an array in a segment or on a GPU; None: it lies in neither, or is not contiguous."""
         base: Any = array.base
         while isinstance(base, np.ndarray):
             base = base.base

@@ -206,9 +206,7 @@ class Placement:
         return self.fill(call, layout)
 
     def place_again(self, call: Call, model: OpenedModel, layouts: dict[OpenedModel, Layout]) -> Placed:
-        """Puts the inputs of a call that is sent many times with the same arrays where the worker can read them.
-
-        Returns the fields to send. Raises: InvalidArgument: the request cannot be sent.  Unavailable: shared memory is full.
+        """Does what ``place`` does for a call that is sent many times with the same arrays.
 
         ``layouts``: the layout that the call's last request had, by model; it is used if it is still valid, else replaced.
         """
@@ -226,10 +224,7 @@ class Placement:
         return layout
 
     def lay_out(self, call: Call, model: OpenedModel) -> Layout:
-        """Decides for each input whether it is used in place, travels inside the request or is copied to shared memory.
-
-        Raises InvalidArgument: the request cannot be sent.
-        """
+        """Decides for each input whether it is used in place, travels inside the request or is copied to shared memory."""
         layout = Layout(call)
         room = _ALL_INLINE
         for name, array in call.inputs.items():
@@ -274,10 +269,7 @@ class Placement:
         return layout
 
     def fill(self, call: Call, layout: Layout) -> Placed:
-        """Copies the arrays' values into the request or shared memory, as ``layout`` says. Returns the fields to send.
-
-        Raises: Unavailable: shared memory is full.  InvalidArgument: an array is larger than the daemon allows.
-        """
+        """Copies the arrays' values into the request or shared memory, as ``layout`` says. Returns the fields to send."""
         contents = [each if isinstance(each, bytes) else in_host_order(each).tobytes() for each in layout.inline]
         if not layout.copied:
             return Placed(layout.prepared, contents, tuple(layout.segments), None, layout.hold)
@@ -287,10 +279,9 @@ class Placement:
         return Placed(slot.prepared, contents, tuple(layout.segments.union(slot.segments)), slot, layout.hold)
 
     def outputs(self, call: Call, model: OpenedModel) -> tuple[tuple[str, Place | None], ...]:
-        """Returns (name, place to write it to) of each output that the request wants; place None: it comes with the answer.
+        """Returns (name, place to write it to) of each output that the request wants; empty: it wants all, without places.
 
-        The result is empty if the request wants all outputs, without places. An output whose array does not lie in shared memory
-        comes with the answer, and is copied into the array then.
+        Place None: the output comes with the answer; it is copied then if its array lies in no shared memory.
 
         Raises: InvalidArgument: the array for an output has another datatype, or belongs to no wanted output.
         """
@@ -310,10 +301,7 @@ class Placement:
         return tuple(wanted.items())
 
     def room(self, array: np.ndarray) -> np.ndarray:
-        """Allocates an array in shared memory for a copy of ``array``; frees memory that is kept for reuse if there is no room.
-
-        Raises: InvalidArgument: the copy is larger than the daemon allows.  Unavailable: there is no room now.
-        """
+        """Allocates shared memory for a copy of ``array``; drops free slots if there is no room. Raises: as ``Memory.empty``."""
         try:
             return self.memory.empty(array.shape, array.dtype.newbyteorder("="))
         except Unavailable:
@@ -358,11 +346,7 @@ def in_host_order(array: np.ndarray) -> np.ndarray:
 def encode(call: Call, tensors: Sequence[Tensor], outputs: Sequence[tuple[str, Place | None]]) -> bytes:
     """Encodes a call's prepared request: the part that is the same each time it is sent.
 
-    Args:
-      tensors: (name, datatype, shape, place) of each input; place None: its bytes are sent with each request.
-      outputs: (name, place to write it to) of each wanted output; place None: it comes with the answer.
-
-    Raises: InvalidArgument: a value has no encoding.
+    ``tensors``, ``outputs``: as of ``Layout``. Raises InvalidArgument: a value has no encoding.
     """
     try:
         return wire.prepared_request(call.model, call.version, tensors, outputs, dict(call.parameters))
@@ -371,10 +355,7 @@ def encode(call: Call, tensors: Sequence[Tensor], outputs: Sequence[tuple[str, P
 
 
 def own_fields(call: Call) -> bytes:
-    """Encodes a call's id, its deadline and how it is scheduled.
-
-    Raises: InvalidArgument: one has no encoding.
-    """
+    """Encodes a call's id, its deadline and how it is scheduled. Raises InvalidArgument: one has no encoding."""
     deadline_ns = 0 if call.deadline is None else max(1, int(call.deadline * 1e9))
     try:
         return wire.own_fields(call.request_id, deadline_ns, *call.scheduling)

@@ -58,14 +58,11 @@ class ClientLane:
         most: int,
         spin_ns: int,
     ) -> None:
-        """Takes over a lane's socket, and sends the version of the message format to the worker.
+        """Takes over a lane's socket, which it closes also if it raises, and sends the version of the wire to the worker.
 
         Args:
-          sock: the connected socket; this object closes it, also if this raises.
           number: the lane's number at the daemon.
-          memory: this process's shared memory, which requests name.
           ids: yields the ids of requests, from 2**32 on; all lanes of the connection share it.
-          held: counts the answers that the program holds, over all lanes of the connection.
           response_byte_size: the most bytes of the worker's memory that answers on this lane may hold.
           most: the most requests that the worker takes at a time; further ones are queued here.
           spin_ns: how long a thread that waits for an answer polls before it sleeps, at most.
@@ -128,33 +125,19 @@ class ClientLane:
         """Returns whether requests may be sent on this lane: neither end has closed it."""
         return not (self.socket.closing or self.ended)
 
-    def submit(
-        self,
-        request: Any,
-        prepared: bytes,
-        contents: list[bytes],
-        own: bytes,
-        segments: Sequence[int],
-        loop: Any = None,
-        max_waiting: int | None = None,
-        traceparent: str = "",
-    ) -> int:
-        """Sends a request, now or when the worker has answered others. Returns its id.
+    def submit(self, request: Any, loop: Any = None, max_waiting: int | None = None) -> int:
+        """Sends a ``LaneRequest``, now or when the worker has answered others. Returns its id.
 
         Args:
-          request: receives the answers.
-          prepared: the encoded prepared request, the constant part of the request.
-          contents: the bytes of each input that travels inside the request.
-          own: the request's other fields, encoded by ``wire.own_fields``.
-          segments: numbers of this process's segments that the request names.
           loop: the running event loop, or None. Small requests that a loop submits while others are in flight are sent together,
             when the loop's iteration ends.
           max_waiting: the most requests that may wait already, if this one has to wait, too; None: any number.
-          traceparent: the trace that the request belongs to, as W3C Trace Context has it; "": none.
 
         Raises: LaneEnded: the request was not sent.  InvalidArgument: it is too large for one record.  Unavailable: as many wait
           already.
         """
+        placed, traceparent = request.placed, request.call.traceparent
+        prepared, segments = placed.prepared, placed.segments
         with self.lock:
             if self.socket.closing:
                 raise LaneEnded
@@ -166,7 +149,7 @@ class ClientLane:
             # What is queued may outlive its number.
             number = b"" if waits else self._numbers.get(prepared) or self._number(prepared)
             request_id = next(self.ids)
-            record = wire.request(request_id, number or prepared, contents, own)
+            record = wire.request(request_id, number or prepared, placed.contents, request.own)
             if len(record) >= wire.MAX_RECORD:
                 raise InvalidArgument(f"a request of {len(record)} bytes, at most {wire.MAX_RECORD - 1} are allowed")
             busy = bool(self.in_flight)
@@ -189,9 +172,9 @@ class ClientLane:
             return request_id
 
     def announce(self, segments: Sequence[int]) -> None:
-        """Tells the worker which segments this process has closed, and sends it those of ``segments`` that it does not have.
+        """Tells the worker which segments were closed, and sends it those of ``segments`` that it does not have.
 
-        ``segments``: numbers of this process's memfds. The caller holds ``lock``. Raises LaneEnded: the worker is gone.
+        The caller holds ``lock``.
         """
         if self.memory.closures != self.known_closures:
             self.known_closures = self.memory.closures
@@ -253,10 +236,7 @@ class ClientLane:
         self._outgoing_size += len(record)
 
     def _flush_outgoing(self) -> None:
-        """Sends the requests that wait for the end of an event loop's iteration. The caller holds ``lock``.
-
-        Raises LaneEnded: the worker is gone.
-        """
+        """Sends the requests that wait for the end of an event loop's iteration. The caller holds ``lock``."""
         if self._outgoing:
             records = [record for record, _ in self._outgoing]
             ids = tuple([request_id for _, request_id in self._outgoing])
@@ -335,10 +315,10 @@ class ClientLane:
         return True
 
     def handle(self, size: int, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
-        """Delivers the answers in a datagram, which is ``size`` bytes in the buffer ``received``, to their requests.
+        """Delivers the answers in a datagram of ``size`` bytes in ``received``. The caller holds the lock ``reading``.
 
-        An empty datagram is the end of the worker, and a malformed one ends the lane, too. The caller holds the lock ``reading``.
-        ``ancillary`` and ``flags`` are as ``recvmsg`` returns them.
+        An empty datagram is the end of the worker, and a malformed one ends the lane, too. ``ancillary`` and ``flags`` are as
+        ``recvmsg`` returns them.
         """
         fds = descriptors(ancillary) if ancillary else []
         try:
@@ -407,9 +387,7 @@ class ClientLane:
     def wait(self, request: Any, until: float | None) -> None:
         """Waits until an answer to a request has come, or the lane has ended.
 
-        ``until``: seconds of ``time.monotonic()``; None: without limit.
-
-        Raises: WaitEnded: ``until`` has passed.
+        ``until``: seconds of ``time.monotonic()``; None: without limit. Raises: WaitEnded: ``until`` has passed.
         """
         if self._outgoing:
             self.flush()
@@ -483,10 +461,7 @@ class ClientLane:
     # ------------------------------------------------------------------------------------------- callbacks and loops
 
     def watch(self, request_id: int) -> None:
-        """Tells the lane's thread to read the socket until a request has ended, because no thread waits for the request's answer.
-
-        Starts the thread if need be.
-        """
+        """Has the lane's thread, started if need be, read the socket until a request has ended that no thread waits for."""
         self.watched.add(request_id)
         if self._thread is None:
             with self.lock:
@@ -604,10 +579,8 @@ class OpenedModel:
     def __init__(self, description: Description, lanes: list[ClientLane], coming: int, opened_at: float) -> None:
         """Stores what the daemon answered when it was asked for the model.
 
-        Args:
-          lanes: the lanes to the workers that serve the model.
-          coming: how many more workers will serve the model, but do not yet.
-          opened_at: when the daemon answered, in seconds of ``time.monotonic()``.
+        ``coming``: how many more workers will serve it, but do not yet. ``opened_at``: when the daemon answered, in seconds of
+        ``time.monotonic()``.
         """
         self.description = description
         self.lanes = lanes
