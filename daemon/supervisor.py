@@ -124,6 +124,8 @@ class Supervisor:
         self._shutdown = Shutdown()
         self.drain = Drain(self)
         self._tasks = Tasks(self._shutdown.fail)
+        #: Starts a task on the event loop. An exception in the task stops the daemon.
+        self.spawn = self._tasks.spawn
         self._environment = environment
         self._first_signals = first_signals or FirstSignals()
         #: Returns a new incarnation: the number that identifies one child process for as long as the daemon runs.
@@ -604,10 +606,6 @@ class Supervisor:
         if self.phase is not DaemonPhase.SERVING:
             return str(self.phase.value)
         return "drained" if self.drain.phase is DrainPhase.DRAINED else "draining"
-
-    def spawn(self, work: Coroutine[Any, Any, object]) -> None:
-        """Starts a task on the event loop. An exception in the task stops the daemon."""
-        self._tasks.spawn(work)
 
 
 def _raise_open_files(options: Options) -> None:

@@ -22,7 +22,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from tensord.daemon.control.push_fields import PushFields
+from tensord.daemon.control.push_fields import Number, PushFields
 from tensord.shm.control_records import LaneLimits
 from tensord.shm.errors import ServingError
 from tensord.shm.operations import MAIN_SET
@@ -30,7 +30,6 @@ from tensord.shm.operations import MAIN_SET
 #: The most bytes of a question, and of an answer.
 MAX_QUESTION = 4096
 MAX_ANSWER = 128 << 10
-_Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Hello(msgspec.Struct, forbid_unknown_fields=True):
@@ -42,9 +41,9 @@ class OpenLanes(msgspec.Struct, forbid_unknown_fields=True):
 
     model: str
     #: 0: the newest that serves.
-    version: _Number = 0
+    version: Number = 0
     #: Lanes of this client that have ended: it may know before the daemon does.
-    ended: tuple[_Number, ...] = ()
+    ended: tuple[Number, ...] = ()
     #: Seconds to wait for a model that is being loaded or has no worker now; at most ``requests.worker_wait``.
     wait: Annotated[float, Meta(ge=0, le=1e8)] = 0.0
 
@@ -67,7 +66,7 @@ class Push(PushFields, forbid_unknown_fields=True, kw_only=True):
     """Asks to push new parameters into the parameter set ``set`` of a model version; version 0: the newest that is served."""
 
     model: str
-    version: _Number = 0
+    version: Number = 0
     set: str = MAIN_SET
 
 
@@ -75,7 +74,7 @@ class ParameterSetName(msgspec.Struct, forbid_unknown_fields=True):
     """Names the parameter set that a client asks to drop or revert; version 0: the newest that is served."""
 
     model: str
-    version: _Number = 0
+    version: Number = 0
     set: str = MAIN_SET
 
 

@@ -25,7 +25,8 @@ from tensord.shm.operations import (
     RegionSource,
 )
 
-_Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+#: A number that fits into 64 bits with a sign, and is not negative.
+Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 #: The most leaves that a push may name one by one.
 _MAX_LEAVES = 10_000
 
@@ -34,21 +35,21 @@ class LeafFields(msgspec.Struct, forbid_unknown_fields=True):
     """The place of one array (leaf) of the parameters in a shared-memory region, with its datatype and shape."""
 
     region: str
-    byte_size: _Number
+    byte_size: Number
     datatype: str
-    shape: tuple[_Number, ...]
-    offset: _Number = 0
+    shape: tuple[Number, ...]
+    offset: Number = 0
 
 
 class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Fields of a push: where the parameters are (in a file, a region, or array by array in regions), and how to apply them."""
 
     #: 0: one more than the last.
-    number: _Number = 0
+    number: Number = 0
     file: str = ""
     region: str = ""
-    offset: _Number = 0
-    byte_size: _Number = 0
+    offset: Number = 0
+    byte_size: Number = 0
     leaves: dict[str, LeafFields] = msgspec.field(default_factory=dict)
     partial: bool = False
     check_finite: bool = False

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 from tensord.config.options import Repository
 from tensord.daemon.models.changes import Models
@@ -19,16 +18,9 @@ from tensord.shm.errors import ServingError
 _log = logging.getLogger(__name__)
 
 
-class State(NamedTuple):
-    """Holds what one poll has found of a model's folder; the model is loaded again only if this has changed since."""
-
-    fingerprint: str
-    chosen: tuple[int, ...]
-    error: str
-
-    @classmethod
-    def of(cls, model: FoundModel) -> State:
-        return cls(model.fingerprint, model.chosen, model.error)
+def _state(model: FoundModel) -> tuple[str, tuple[int, ...], str]:
+    """Returns what a poll has found of a model's folder: the model is loaded again only if this has changed."""
+    return model.fingerprint, model.chosen, model.error
 
 
 class Changes:
@@ -36,12 +28,12 @@ class Changes:
 
     def __init__(self, found: Mapping[str, FoundModel]) -> None:
         """Starts from ``found``, the models that are already being loaded, so that only later changes count."""
-        self._acted = {name: State.of(model) for name, model in found.items()}
-        self._seen: dict[str, State] = dict(self._acted)
+        self._acted = {name: _state(model) for name, model in found.items()}
+        self._seen = dict(self._acted)
 
     def look(self, found: Mapping[str, FoundModel]) -> tuple[list[FoundModel], list[str]]:
         """Compares ``found`` with earlier polls; returns the models to load, and the names to unload, after two equal polls."""
-        states = {name: State.of(model) for name, model in found.items()}
+        states = {name: _state(model) for name, model in found.items()}
         quiet = {name for name in states.keys() | self._seen.keys() if states.get(name) == self._seen.get(name)}
         quiet |= self._acted.keys() - states.keys() - self._seen.keys()
         self._seen = states

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import msgspec
@@ -23,33 +24,28 @@ _log = logging.getLogger(__name__)
 _UNSENT = RequestRecord(0, PreparedRequest(""))
 
 
+@dataclass(slots=True, eq=False)
 class WorkerLink:
     """A front's lane to one worker, the worker's pages of status and sequences, and the front's requests in flight there."""
 
-    __slots__ = (
-        *("closed", "device", "dirty", "in_flight", "incarnation", "lane"),
-        *("page", "seed", "sequences", "starts", "writing"),
-    )
+    incarnation: int
+    device: str
+    lane: SubmitterLane
+    page: StatusPage
+    sequences: SequencePage
+    #: Sequences that were sent to it since it last published what is free of their model: of which edition, and how many.
+    starts: dict[Key, tuple[int, int]] = field(default_factory=dict)
+    in_flight: dict[int, InFlight] = field(default_factory=dict)
+    #: End of file was seen: nothing is sent any more, and its requests wait for the fence.
+    closed: bool = False
+    #: It is flushed at the end of this iteration of the loop.
+    dirty: bool = False
+    writing: bool = False
+    #: Stands for the device where sequences are shared out; every front has the same.
+    seed: int = field(init=False)
 
-    def __init__(
-        self, incarnation: int, device: str, lane: SubmitterLane, page: StatusPage, sequences: SequencePage
-    ) -> None:
-        self.incarnation = incarnation
-        self.device = device
-        self.lane = lane
-        self.page = page
-        #: What it tells of its sequences.
-        self.sequences = sequences
-        #: Sequences that were sent to it since it last published what is free of their model: of which edition, and how many.
-        self.starts: dict[Key, tuple[int, int]] = {}
-        #: Stands for the device where sequences are shared out; every front has the same.
-        self.seed = int.from_bytes(blake2b(device.encode(), digest_size=8).digest(), "little")
-        self.in_flight: dict[int, InFlight] = {}
-        #: End of file was seen: nothing is sent any more, and its requests wait for the fence.
-        self.closed = False
-        #: It is flushed at the end of this iteration of the loop.
-        self.dirty = False
-        self.writing = False
+    def __post_init__(self) -> None:
+        self.seed = int.from_bytes(blake2b(self.device.encode(), digest_size=8).digest(), "little")
 
     def shut(self) -> None:
         """Closes the lane to the worker, and the pages on which the worker published its status and sequences."""

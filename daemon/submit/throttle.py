@@ -11,22 +11,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from tensord.daemon.submit.accounts import Account, ClientAccount, Holdings
 from tensord.daemon.submit.in_flight import InFlight
 from tensord.shm.errors import Unavailable
 
 
+@dataclass(slots=True)
 class _Line:
     """Holds a connection's waiting (throttled) requests, and the ids of requests sent after waiting and not answered yet."""
 
-    __slots__ = ("sent", "waiting")
-
-    def __init__(self) -> None:
-        #: With the time they give up.
-        self.waiting: deque[tuple[float, InFlight]] = deque()
-        #: Those that were let go, until they are answered.
-        self.sent: set[int] = set()
+    #: With the time they give up.
+    waiting: deque[tuple[float, InFlight]] = field(default_factory=deque)
+    sent: set[int] = field(default_factory=set)
 
 
 class Throttle:
