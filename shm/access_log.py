@@ -68,11 +68,11 @@ class AccessLog:
         """Writes a line about an answer.
 
         Args:
-          code: of the protocol.
+          code: the protocol's code of the answer.
           names: the model and the client's id of the request; None: it was no inference request, or none that was understood.
-          record: the request as a worker gets it; None: it was sent to none.
-          received_ns: when it had come, CLOCK_MONOTONIC.
-          client: whose it is; None: nobody knows.
+          record: the request as a worker gets it; None: it was sent to no worker.
+          received_ns: when the request had come, CLOCK_MONOTONIC.
+          client: the client's name; None: it is not known.
           version: the model version that answered; 0: none did.
           size: bytes of the answer; 0: not known.
         """

@@ -43,11 +43,9 @@ OnSegment = Callable[[Segment], None]
 
 
 class Lease(msgspec.Struct, eq=False):
-    """The right to use one block of an arena: to write to it and to send it.
+    """The right to use one block of an arena: to write to it and to send it, until its holder releases it.
 
-    Its holder releases it once, when nobody reads the block any more.
-
-    (A Struct, because one is made for every large request and answer.)
+    It is a Struct, because one is made for every large request and answer.
     """
 
     #: None: it was released.
@@ -78,10 +76,7 @@ class Lease(msgspec.Struct, eq=False):
 
 @functools.lru_cache(1024)
 def taken_by(segment: int, byte_size: int) -> int:
-    """Returns how many bytes of an arena are occupied by a block that holds ``byte_size`` bytes.
-
-    In segment 0 that is 4 KiB x 2^n, in any other segment a multiple of 1 MiB. (Cached, because clients repeat their sizes.)
-    """
+    """Returns how many bytes of an arena are occupied by a block that holds ``byte_size`` bytes. Clients repeat their sizes."""
     if segment == 0:
         return BLOCK << max(0, (byte_size - 1).bit_length() - _BLOCK_BITS)
     return -(-byte_size // _LARGE_STEP) * _LARGE_STEP
@@ -103,10 +98,7 @@ class Budget:
         return 0
 
     def take(self, byte_size: int, held: int = 0) -> bool:
-        """Reserves bytes for a new segment. Returns False if the limit leaves no room, even after ``reclaim``.
-
-        ``held``: what the segments of its arena have already.
-        """
+        """Reserves bytes for a new segment of an arena that has ``held`` already. Returns False if there is no room for them."""
         while self.used + byte_size > self.max_byte_size and not self.reclaim():
             if held + byte_size > self.share:
                 return False
@@ -115,15 +107,12 @@ class Budget:
         return True
 
     def give(self, byte_size: int) -> None:
-        """Ends the reservation of ``byte_size`` bytes, because the segment was closed or could not be created."""
+        """Ends the reservation of bytes: their segment was closed, or could not be created."""
         self.used -= byte_size
         self.returned += 1
 
     def reclaim(self) -> bool:
-        """Closes an unused segment of one of the arenas, if the subclass can find one. Returns whether a segment was closed.
-
-        This base class cannot find any, and returns False.
-        """
+        """Closes an unused segment of one of the arenas, if the subclass finds one. Returns whether a segment was closed."""
         return False
 
 
@@ -223,18 +212,11 @@ class Arena:
             self._close_segment(self._free_large.pop(0))
 
     def release(self, key: LeaseKey) -> bool:
-        """Releases the lease that the peer returns by its key (segment, offset, generation).
-
-        Returns False, and does nothing, if no outstanding lease has this key.
-        """
-        lease = self._leases.get(key[:2])
-        if lease is None or lease.generation != key[2]:
-            return False
-        self.take_back(lease)
-        return True
+        """Releases the lease with this key. Returns False, and does nothing, if no outstanding lease has it."""
+        return self.release_all((key,)) is None
 
     def release_all(self, keys: Sequence[LeaseKey]) -> LeaseKey | None:
-        """Releases the leases that the peer returns by their keys (segment, offset, generation): all of them, or none.
+        """Releases the leases with these keys: all of them, or none.
 
         Returns None when all were released, otherwise the first key that belongs to no outstanding lease or is given twice.
         """
@@ -293,10 +275,7 @@ class Arena:
         return sum(lease.block_size for lease in self._leases.values())
 
     def _take_large(self, byte_size: int) -> _Block | None:
-        """Returns a whole segment for one large tensor, a free one or a new one; None: the arena has no room for it now.
-
-        Raises: InvalidArgument: the arena could never hold so many bytes.  Unavailable: the host has no memory left.
-        """
+        """Returns a whole segment for one large tensor, a free one or a new one; None and Raises: as ``loan``."""
         size = max(1, -(-byte_size // _LARGE_STEP)) * _LARGE_STEP
         if size > self._max_byte_size - self._first and byte_size > self._buddies.largest:
             limit = max(self._max_byte_size - self._first, self._buddies.largest)
@@ -331,10 +310,7 @@ class Arena:
         return None if offset is None else (number, offset, BLOCK << order)
 
     def _make(self, number: int, byte_size: int) -> bool:
-        """Creates a segment with this number. Returns False if the budget (a limit for several arenas) has no room for it now.
-
-        Raises Unavailable: the host has no memory left.
-        """
+        """Creates a segment with this number. Returns False if the budget has no room for it now."""
         if self._budget is not None and not self._budget.take(byte_size, self.held_byte_size):
             return False
         try:
@@ -400,10 +376,7 @@ class Buddies:
         self._given[(block_size // BLOCK).bit_length() - 1].append(offset)
 
     def _split(self, order: int) -> int | None:
-        """Splits the smallest free block that has at least ``BLOCK`` x 2^order bytes down to that size.
-
-        Returns the block's offset, or None if no free block is large enough.
-        """
+        """Splits the smallest free block that is large enough down to ``BLOCK`` x 2^order bytes. Returns its offset, or None."""
         for larger in range(order, self._orders):
             if self._free[larger]:
                 offset, _ = self._free[larger].popitem()
@@ -438,9 +411,7 @@ class ArenaMap:
     def __init__(self, on_segment: OnSegment | None = None, writable: bool = False) -> None:
         """Begins with no segment mapped.
 
-        Args:
-          on_segment: called with every segment once it is mapped.
-          writable: whether to map segments writable, as page-locking them for a GPU needs; views are read-only nevertheless.
+        ``on_segment``: called with every segment once it is mapped. ``writable``: as for ``Segment.attach``.
         """
         self._segments: dict[int, Segment] = {}
         #: Announced segments that could not be mapped; they will be announced again.
@@ -464,10 +435,7 @@ class ArenaMap:
             self._on_segment(attached)
 
     def refuse(self, segment: int) -> None:
-        """Notes that a segment could not be mapped: ``view`` raises Unavailable for it until ``open`` succeeds.
-
-        Raises: InvalidArgument: more than ``MAX_SEGMENTS`` segments could not be mapped.
-        """
+        """Notes that a segment could not be mapped: ``view`` raises Unavailable for it until ``open`` succeeds."""
         self.refused.add(segment)
         if len(self.refused) > self.MAX_SEGMENTS:
             raise InvalidArgument(f"more than {self.MAX_SEGMENTS} segments could not be mapped")
@@ -482,8 +450,7 @@ class ArenaMap:
     def view(self, place: Slice) -> memoryview:
         """Returns the bytes of a range of a segment as a read-only view.
 
-        Raises: InvalidArgument: unknown segment, or a range that is not wholly inside it.  Unavailable: the segment could not be
-          mapped.
+        Raises: InvalidArgument: the segment is not open, or the range is not wholly inside it.  Unavailable: it was refused.
         """
         segment = self._segments.get(place.segment)
         if segment is None:

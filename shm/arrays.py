@@ -81,7 +81,6 @@ class Strings:
     dtype = DTYPES["BYTES"]
 
     def __init__(self, content: bytes, shape: Sequence[int]) -> None:
-        """``content``: in the protocol's BYTES encoding, with as many elements as ``shape`` (``_check_strings``)."""
         self.content = content
         self.shape = tuple(shape)
 

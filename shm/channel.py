@@ -76,9 +76,9 @@ def new_buffer() -> bytearray:
 
 
 class Channel:
-    """One end of a connection between two processes: it sends and receives records (messages), also with file descriptors.
+    """One end of a connection between two processes: it sends and receives records, also with file descriptors.
 
-    A received datagram that ``incoming`` (a decoder of lists of records) cannot decode is refused as malformed.
+    A received datagram that ``incoming``, a decoder of lists of records, cannot decode is refused as malformed.
     """
 
     def __init__(
@@ -91,7 +91,6 @@ class Channel:
         """Takes the socket over and makes it non-blocking.
 
         Args:
-          incoming: decodes a list of the records that this end may receive.
           max_record: the most bytes that a received record may have.
           buffer: a buffer from ``new_buffer`` that several channels of one thread share; None: this channel makes its own.
         """
@@ -116,7 +115,7 @@ class Channel:
 
     @property
     def waiting(self) -> int:
-        """Returns how many records (messages) are queued and not yet sent; records packed into one datagram count as one."""
+        """Returns how many records are queued and not yet sent; records packed into one datagram count as one."""
         return len(self._queue) + (self._unsent is not None)
 
     @property
@@ -145,10 +144,9 @@ class Channel:
             self._queue.append(encoded)
 
     def put_apart(self, *records: Record) -> None:
-        """Queues records so that they are sent in one datagram with no other record in it. No file descriptors are sent.
+        """Queues records so that they are sent in one datagram with no other record in it.
 
-        If they do not fit into one datagram, each is queued as by ``put``. Raises InvalidArgument: a record is larger than the
-        peer accepts.
+        If they do not fit into one datagram, each is queued as by ``put``.
         """
         encoded = [_encode(record) for record in records]
         if sum(map(len, encoded)) > _ROOM:
@@ -175,18 +173,11 @@ class Channel:
         self._alone += len(datagrams)
 
     def send(self, record: Record) -> bool:
-        """Queues a record without descriptors and sends all queued records.
-
-        Returns True if none is left; False: call ``flush`` when the socket is writable.
-        Raises InvalidArgument: the record is larger than the peer accepts.
-        """
+        """Queues a record without descriptors and sends all queued records. Returns and raises what ``flush`` and ``put`` do."""
         return self.send_alone(record) or self.flush()
 
     def send_alone(self, record: Record) -> bool:
-        """Sends a record without descriptors at once if nothing is queued before it. Returns False if it was queued instead.
-
-        Raises InvalidArgument: the record is larger than the peer accepts; it is not queued then.
-        """
+        """Sends a record without descriptors at once if nothing is queued before it. Returns False if it was queued instead."""
         if not self._queue and self._unsent is None:
             encoded = _encode(record)
             if len(encoded) <= _ROOM:
@@ -264,15 +255,11 @@ class Channel:
         return self.read(bytes(received[:size]), _descriptors(ancillary) if ancillary else [], flags)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> tuple[list[Any], list[int]]:
-        """Decodes a datagram that the caller has received. Returns its records and ``fds``.
-
-        There are no records if the datagram is one part of a large record that is not complete yet.
+        """Decodes a datagram that the caller has received. Returns and raises what ``receive`` does.
 
         Args:
           fds: the descriptors that came with it; they are closed if this raises.
           flags: the flags that ``recvmsg`` returned.
-        Raises: ChannelClosed: ``content`` is empty, so the peer is gone.  InvalidArgument: the datagram is malformed.
-          DescriptorsLost: this process had no descriptor left for those that were sent.
         """
         if not content:
             descriptors.close(fds)
@@ -307,7 +294,7 @@ class Channel:
         return records, fds
 
     def _keep_part(self, content: bytes) -> None:
-        """Appends one part of a large record to the parts received so far. Raises InvalidArgument: the record is too large."""
+        """Appends one part of a large record to those received so far. Raises InvalidArgument: the record is too large."""
         self._parts += memoryview(content)[1:]
         if len(self._parts) > self._max_record:
             raise InvalidArgument(

@@ -44,8 +44,7 @@ def end_if_other_version() -> None:
 def group_signals_held() -> Iterator[None]:
     """Blocks ``GROUP_SIGNALS``, such as a terminal's SIGINT, in this thread and in child processes started in the ``with`` block.
 
-    So no child process dies of such a signal while it imports its modules; once it has handlers, it unblocks the signals, as
-    ``ignore_group_signals`` does. Signals that come to this thread meanwhile are delivered after the block.
+    So no child process dies of such a signal while it imports its modules; ``ignore_group_signals`` then unblocks them there.
     """
     former = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
     try:
@@ -55,10 +54,7 @@ def group_signals_held() -> Iterator[None]:
 
 
 def ignore_group_signals() -> None:
-    """Ignores ``GROUP_SIGNALS``, such as a terminal's SIGINT, in this process and those that it starts; also unblocks them.
-
-    Call it from the main thread.
-    """
+    """Ignores and unblocks ``GROUP_SIGNALS`` in this process and those that it starts. Call it from the main thread."""
     for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
@@ -70,9 +66,9 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def die_with_parent() -> None:
     """Asks the kernel to kill this process when its parent dies. Call it first of all, from the main thread.
 
-    This is one of two independent safeguards, because each has a gap (measured). The kernel's signal comes within milliseconds,
-    but also when only the parent's thread that started this process ends. End-of-file on the control channel comes with every
-    death, but is noticed only while this process's loop runs.
+    This is one of two safeguards, because each has a gap (measured). The kernel's signal comes within milliseconds, but also when
+    only the parent's thread that started this process ends. End-of-file on the control channel comes with every death, but is
+    noticed only while this process's loop runs.
 
     Raises: SystemExit: the parent was gone already.  OSError: the kernel refused.
     """

@@ -133,16 +133,16 @@ class ChildReady(Record, frozen=True, tag="ready"):
 
 
 class StatePublished(Record, frozen=True, tag="published"):
-    """Tells a front that it was sent all records of the published state (models, workers, readiness) up to number ``edition``.
+    """Tells a front that it was sent all published state (models, workers, readiness) up to number ``edition``.
 
-    The front answers with StateAcknowledged.
+    The front answers with StateAcknowledged once it acts upon it.
     """
 
     edition: int
 
 
 class StateAcknowledged(Record, frozen=True, tag="acknowledged"):
-    """Tells the supervisor that the front acts upon all published state up to number ``edition``, as StatePublished named it."""
+    """Tells the supervisor that the front acts upon all published state up to number ``edition``."""
 
     edition: int
 
@@ -177,9 +177,9 @@ class LaneClient(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fi
 class LaneOpened(Record, frozen=True, tag="lane"):
     """Hands the receiver one end of a new lane: a SEQPACKET socket's descriptor.
 
-    To a front: ``peer`` is the worker's incarnation (the number of its start), ``device`` the name of its device ("cpu:0",
-    "cuda:1"), and two further descriptors are that worker's status page (``tensord.shm.status_page``) and its sequence page. To a
-    worker: ``peer`` is a front's incarnation or the number of a client's lane; both come from the same counter.
+    To a front: ``peer`` is the number of the worker's start, ``device`` the name of its device ("cpu:0", "cuda:1"), and two more
+    descriptors are that worker's status page and its sequence page. To a worker: ``peer`` is the number of a front's start or a
+    client's lane; both come from the same counter.
     """
 
     peer: int
@@ -310,11 +310,7 @@ class RequestsRefused(Record, frozen=True, tag="refused"):
 
 
 class RegionPlace(Record, frozen=True, tag="place"):
-    """Tells a front in which GPU's memory a region lies, so that it prefers that GPU for requests that use the region.
-
-    Device "": the region is gone. Sent for CUDA regions where there are several workers; every other region is equally near to
-    all workers.
-    """
+    """Tells a front in which GPU's memory a CUDA region lies, where there are several workers; device "": the region is gone."""
 
     region: str
     #: The GPU, "cuda:1"; for workers that have several GPUs, their first one.
@@ -322,10 +318,7 @@ class RegionPlace(Record, frozen=True, tag="place"):
 
 
 class Load(Record, frozen=True, tag="load"):
-    """Tells a worker to load one version of a model and warm it up. The worker answers with Loaded.
-
-    What the worker has loaded of the model before keeps serving meanwhile.
-    """
+    """Tells a worker to load one version of a model, warm it up and answer with Loaded; an earlier load serves meanwhile."""
 
     name: str
     version: int
@@ -343,10 +336,7 @@ class Load(Record, frozen=True, tag="load"):
 
 
 class CancelLoad(Record, frozen=True, tag="cancel-load"):
-    """Tells a worker to cancel its unfinished loads (loadings) of a version, because the version is not wanted any more.
-
-    The worker ends each load as soon as it can, and answers it with Loaded.
-    """
+    """Tells a worker to cancel its unfinished loads of a version; each is answered with Loaded as soon as it has ended."""
 
     name: str
     version: int
@@ -373,10 +363,7 @@ class Loaded(Record, frozen=True, tag="loaded"):
 
 
 class Unload(Record, frozen=True, tag="unload"):
-    """Tells a worker to take no new requests for a version, finish those in its queue and drop the version.
-
-    The worker answers with Unloaded.
-    """
+    """Tells a worker to take no new requests for a version, finish those in its queue, drop it and answer with Unloaded."""
 
     name: str
     version: int
@@ -390,10 +377,9 @@ class Unloaded(Record, frozen=True, tag="unloaded"):
 
 
 class ControlCall(Record, frozen=True, tag="call"):
-    """Asks the other process to carry out an operation; that process answers with a Reply.
+    """Asks the other process to carry out an operation and to answer with a Reply.
 
-    A descriptor may come with it: to register a region, a pidfd of the client's process; for pushed parameters, the memory that
-    holds them.
+    A descriptor may come with it: a pidfd of the client's process, to register a region, or the memory of pushed parameters.
     """
 
     call_id: int

@@ -37,14 +37,11 @@ def raise_limit() -> int:
 
 
 def check_reserve(fd: int, what: str) -> None:
-    """Checks that the file descriptors reserved for requests are still free, now that ``fd`` is open.
+    """Raises Unavailable, whose message begins with ``what``, if ``fd`` is one of the descriptors reserved for requests.
 
-    ``what``: the words that the error's message begins with.
-
-    The system always gives out the lowest free number, so all descriptors below ``fd`` are in use.
-
-    Raises: Unavailable: part of the reserve is in use; the caller still owns ``fd`` and closes it.
+    The caller still owns ``fd`` then, and closes it.
     """
+    # The system always gives out the lowest free number, so all descriptors below are in use.
     most = limit()
     room = most - min(_RESERVE, most // 4)
     if fd >= room:
@@ -58,7 +55,7 @@ def check_reserve(fd: int, what: str) -> None:
 def needed(what: str) -> Iterator[None]:
     """Turns an OSError inside the ``with`` block into Unavailable if no more files may be opened; any other OSError passes.
 
-    ``what``: what a file descriptor is needed for, for the message, such as "sending an arena segment".
+    ``what``: the use of the descriptor, for the message, such as "sending an arena segment".
     """
     try:
         yield

@@ -1,12 +1,11 @@
 """The package's C extensions: which of them this process cannot use, why, and what it does without them.
 
-Where there is no compiler, the package can be installed all the same (``setup.py``). Each module that has a C part says in
-``available``, or by what it offers, whether the part can be used; this module tells the operator, with the reason.
+Where there is no compiler, the package can be installed all the same (``setup.py``).
 
     setup.py ─▶ SOURCES: names of the sources, and a hash of them, compiled into the module ─▶ check, where it is imported
 
-A checkout that was updated but not built again would run C code that expects other records than the Python code does, and give
-slow or wrong answers. Such an extension counts as missing.
+A checkout that was updated but not built again would run C code that expects other records than the Python code does: such an
+extension counts as missing.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 some bytes were read as zeros or were written nowhere, so the result is void. The signal handler is in
 ``shm/_guard.c``, built with the package; where it could not be built, ``available`` is False and a fault kills the process.
 
-The guard helps only where a processor touches the memory. A device's driver may fail for good when pages are missing, so a driver
-is given guarded memory only after it has locked the pages, and otherwise a copy (``may_be_missing``).
+A device's driver may fail for good when pages are missing, so it is given guarded memory only after it has locked the pages, and
+otherwise a copy (``may_be_missing``).
 """
 
 from __future__ import annotations
@@ -35,18 +35,15 @@ def may_be_missing(address: int) -> bool:
 
 
 def install() -> None:
-    """Installs this process's handler of SIGBUS, the signal for a missing page; to be called before a region is mapped.
-
-    Idempotent. Does nothing where the C extension could not be built: a missing page kills the process there.
-    """
+    """Installs this process's handler of SIGBUS, the signal for a missing page, where the C extension was built. Idempotent."""
     if available:
         _guard.install()
 
 
 class Guarded:
-    """Keeps this process alive when a page of one mapping of client memory is missing, until ``release``.
+    """Keeps this process alive when a page of one mapping of client memory is missing, until ``release``. ``install`` first.
 
-    Such an access reads zeros, or writes nowhere, and is counted in ``faults``. Call ``install`` before making one of these.
+    Such an access reads zeros, or writes nowhere, and is counted in ``faults``.
     """
 
     __slots__ = ("_slot",)
@@ -60,10 +57,7 @@ class Guarded:
         return 0 if self._slot is None else _guard.faults(self._slot)
 
     def hold(self, held: bool) -> None:
-        """Notes that a GPU's driver has locked the mapping's pages (True), or is about to unlock them (False).
-
-        Locked pages cannot vanish for the driver: ``may_be_missing`` is False for them. Any thread may call this.
-        """
+        """Notes that a GPU's driver has locked the mapping's pages (True), or is about to unlock them (False). For any thread."""
         if self._slot is not None:
             _guard.hold(self._slot, held)
 

@@ -9,10 +9,9 @@ Pure values, no I/O: ``tensord.shm.channel`` carries them; ``tensord.shm.record`
                 Prepare TraceContext RequestRecord       PrepareAnswer AnswerRecord
                 Release Taken Cancel
 
-A request has a part that many requests share (``PreparedRequest``: model, names, datatypes, shapes, regions, outputs, parameters)
-and a part that only it has (``RequestRecord``: ids, tensors, schedule, deadline, crash count, trace); likewise an answer. A
-shared part that comes again is sent once with a number (``Prepare``), which then stands for it (``tensord.shm.prepared``); one
-that does not come again travels inside the record.
+A request has a part that many requests share (``PreparedRequest``) and a part that only it has (``RequestRecord``); likewise an
+answer. A shared part that comes again is sent once with a number (``Prepare``), which then stands for it
+(``tensord.shm.prepared``); one that does not come again travels inside the record.
 """
 
 from __future__ import annotations
@@ -245,29 +244,22 @@ class Release(Record, frozen=True, tag="L"):
 
 
 class Taken(Record, frozen=True, tag="T"):
-    """Tells the worker that the client has taken ``byte_size`` more bytes (``lane.response_byte_size``) of a request's responses.
-
-    It may be sent late: the worker stops sending responses only when many bytes are not taken.
-    """
+    """Tells the worker that the client has taken so many more bytes (``lane.response_byte_size``) of a request's responses."""
 
     request_id: int
     byte_size: _Natural
 
 
 class Cancel(Record, frozen=True, tag="X"):
-    """Tells the worker that nobody waits for the answer to this request any more.
-
-    A request that is still queued is dropped. The worker sends a final answer in any case.
-    """
+    """Tells the worker that nobody waits for the answer to a request: it is dropped if it is queued, and answered in any case."""
 
     request_id: int
 
 
 class EndSequence(Record, frozen=True, tag="E"):
-    """Tells the worker that a client sends no further request of a sequence. Only clients with a direct connection may send it.
+    """Tells the worker that a client sends no further request of a sequence. Not answered; only on a client's lane.
 
-    The sequence ends once its waiting requests have run, but goes on if its last request did not come on this client's lane. The
-    record is not answered.
+    The sequence ends once its waiting requests have run, but goes on if its last request did not come on this client's lane.
     """
 
     model: str

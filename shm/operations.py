@@ -245,10 +245,7 @@ class StageParameters(Record, frozen=True, tag="c.stageparams"):
 
 
 class CommitParameters(Record, frozen=True, tag="c.commitparams"):
-    """Tells a worker to use a push's parameters, which it has staged (StageParameters), for every batch that begins from now on.
-
-    Reply: JSON {}.
-    """
+    """Tells a worker to use the parameters that it has staged of a push for every batch from now on. Reply: JSON {}."""
 
     push: int
     #: Whether sequences and stepped requests that have begun go on with it, too.
@@ -256,15 +253,15 @@ class CommitParameters(Record, frozen=True, tag="c.commitparams"):
 
 
 class AbortParameters(Record, frozen=True, tag="c.abortparams"):
-    """Tells a worker to drop the parameters of a push that it has staged (StageParameters), if there are any. Reply: JSON {}."""
+    """Tells a worker to drop the parameters that it has staged of a push, if there are any. Reply: JSON {}."""
 
     push: int
 
 
 class ServeLoaded(Record, frozen=True, tag="c.serveloaded"):
-    """Tells a worker to let requests use a version whose Load had ``held`` set: no request could find the version until now.
+    """Tells a worker to let requests find a version whose Load had ``held`` set; nothing happens to any other version.
 
-    Nothing happens to any other version. Reply: JSON {} when requests find it, so that only then fronts hear of it.
+    Reply: JSON {} when requests find it, so that only then fronts hear of it.
     """
 
     model: str
@@ -284,7 +281,7 @@ class DropParameters(Record, frozen=True, tag="c.dropparams"):
 
 
 class PushParameters(Record, frozen=True, tag="c.push"):
-    """Pushes a new version (``number``) of a parameter set to every worker with the model version; if one refuses, none uses it.
+    """Pushes new parameters of a set to every worker with the model version; if one refuses, none uses them.
 
     Reply: JSON {"model", "version", "set", "number", "byte_size"}.
     """
@@ -335,10 +332,7 @@ class RegionStatus(Record, frozen=True, tag="c.regstat"):
 
 
 class Settle(Record, frozen=True, tag="c.settle"):
-    """Asks the supervisor to reply once every front acts upon all changes that the asking front knew when it asked.
-
-    Reply: empty.
-    """
+    """Asks the supervisor to reply (empty) once every front acts upon all changes that the asking front knew when it asked."""
 
 
 class AwaitIdle(Record, frozen=True, tag="c.idle"):
@@ -346,10 +340,7 @@ class AwaitIdle(Record, frozen=True, tag="c.idle"):
 
 
 class EndIdleLanes(Record, frozen=True, tag="c.idlelanes"):
-    """Tells a worker to close the lanes of clients that have no request in flight.
-
-    Reply: JSON, the number of clients' lanes that stay open.
-    """
+    """Tells a worker to close the lanes of clients without a request in flight. Reply: JSON, how many lanes stay open."""
 
 
 class TakeProfile(Record, frozen=True, tag="c.profile"):
@@ -368,24 +359,15 @@ class ConnectionRecords(Record, frozen=True, tag="c.connrec"):
 
 
 class RecentErrors(Record, frozen=True, tag="c.errors"):
-    """Asks a front, or a worker for the clients that are connected to it directly, for the last errors that clients got.
-
-    Reply: JSON array, at most 100, the latest last.
-    """
+    """Asks a front, or a worker with clients' lanes, for the last errors that clients got. Reply: JSON array, at most 100."""
 
 
 class TraceExemplars(Record, frozen=True, tag="c.exemplars"):
-    """Asks a front for its histograms' exemplars: a traced request for each bucket.
-
-    Reply: JSON array with [model, version, its exemplars] for each model version.
-    """
+    """Asks a front for its histograms' exemplars. Reply: JSON, as ``tensord.shm.tracer.Exemplars.told`` returns them."""
 
 
 class ChangeLog(Record, frozen=True, tag="c.log"):
-    """Asks the supervisor to change, for all processes, log settings that are not None.
-
-    Reply: JSON, all settings now in force.
-    """
+    """Asks the supervisor to change the log settings that are not None, for all processes. Reply: JSON, all settings."""
 
     info: bool | None = None
     warning: bool | None = None

@@ -45,7 +45,7 @@ def memory_of(prepared: PreparedRequest) -> int:
 
 
 class Numbered(Generic[T]):
-    """A prepared request or answer (the part that many requests or answers share) with the number that stands for it.
+    """A prepared request or answer with the number that stands for it.
 
     Numbers are used again, so two objects may have the same number at different times: compare objects, not numbers.
     """
@@ -65,10 +65,7 @@ OnNumber = Callable[[int, int], object]
 
 
 class Numbers(Generic[T]):
-    """Assigns numbers to the prepared requests or answers of one sender; equal ones get the same number.
-
-    (A prepared request or answer is the part that many share: it is sent once, and afterwards its number instead.)
-    """
+    """Assigns numbers to the prepared requests or answers of one sender; equal ones get the same number."""
 
     def __init__(self, on_number: OnNumber | None = None, count: int = MAX_NUMBERS) -> None:
         """Begins without any numbers assigned.
@@ -88,12 +85,12 @@ class Numbers(Generic[T]):
         self.evicted = 0
 
     def number(self, prepared: T) -> Numbered[T]:
-        """Returns a prepared request or answer (what many share) with its number, which is assigned now if it has none."""
+        """Returns a prepared request or answer with its number, which is assigned now if it has none."""
         key = encoder.encode(prepared)
         return self._known.get(key) or self._assign(key, prepared)
 
     def number_again(self, prepared: T) -> Numbered[T] | None:
-        """Returns a prepared request or answer (what many share) with its number, which is assigned when it comes a second time.
+        """Returns a prepared request or answer with its number, which is assigned when it comes a second time.
 
         Returns None when it comes for the first time: many never come again.
         """
@@ -128,7 +125,7 @@ class Numbers(Generic[T]):
 
 
 class PublishedNumbers(set[Numbered[T]]):
-    """The prepared requests or answers (what many share) whose numbers the other end of a lane knows.
+    """The prepared requests or answers whose numbers the other end of a lane knows.
 
     A number that is sent with a new meaning no longer stands for the former one, which leaves this set.
     """
@@ -142,10 +139,7 @@ class PublishedNumbers(set[Numbered[T]]):
         self.renumbered = 0
 
     def publish(self, numbered: Numbered[T]) -> None:
-        """Queues the record that tells the other end what a number stands for, to be sent before any record that names it.
-
-        Call it only if ``numbered`` is not in this set.
-        """
+        """Queues the record that says what a number stands for. Call it only if ``numbered`` is not in this set."""
         self._channel.put(self._record(numbered.number, numbered.prepared))
         former = self._numbers.get(numbered.number)
         if former is not None:
@@ -156,18 +150,12 @@ class PublishedNumbers(set[Numbered[T]]):
 
 
 class ReceivedNumbers(dict[int, R]):
-    """Maps each number received on a lane to what this end stores of the prepared request or answer.
-
-    Looking up a number that was never sent raises InvalidArgument.
-    """
+    """Maps each number received on a lane to what this end stores of it; any other number raises InvalidArgument."""
 
     __slots__ = ()
 
     def learn(self, number: int, meaning: R) -> None:
-        """Notes that from now on a number, which the other end has sent, stands for ``meaning``.
-
-        Raises InvalidArgument: the number is out of range.
-        """
+        """Notes what a number stands for from now on. Raises InvalidArgument: the number is out of range."""
         if not 0 <= number < MAX_NUMBERS:
             raise InvalidArgument(f"number {number} was prepared, numbers are below {MAX_NUMBERS}")
         self[number] = meaning

@@ -52,7 +52,7 @@ class RefusalLog:
     """
 
     def __init__(self, what: str = "refused with 503") -> None:
-        """Begins with no refusals. ``what``: the words that each log line begins with, behind which the counts follow."""
+        """``what``: the words that each log line begins with; the counts follow."""
         self._what = what
         self._counts: Counter[tuple[str, str]] = Counter()
         #: The text that the first of them was answered with.
@@ -65,9 +65,8 @@ class RefusalLog:
         """Counts one refused request.
 
         Args:
-          model: the name of the model; "" if it was not known yet.
-          why: the reason, a value of ``Refusal``, or an error's code.
-          now_ns: the time (CLOCK_MONOTONIC).
+          model: the model's name; "" if it was not known yet.
+          why: a value of ``Refusal``, or an error's code.
           example: the message that the request was answered with; a log line shows that of the first request that it counts.
         """
         if not self._counts:

@@ -47,10 +47,7 @@ class Segment:
 
     @classmethod
     def create(cls, byte_size: int) -> Segment:
-        """Creates a segment of ``byte_size`` bytes.
-
-        Raises: Unavailable: the host has not enough memory left, or this process has reached its limit of open files.
-        """
+        """Creates a segment. Raises Unavailable: the host has not enough memory left, or this process no descriptor."""
         with descriptors.needed("another arena segment"):
             fd = os.memfd_create("tensord", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -67,8 +64,7 @@ class Segment:
     def share(self, writable: bool) -> int:
         """Returns the descriptor to send to a peer, and seals the segment at the first call.
 
-        Args:
-          writable: whether peers may map the segment writable, as page-locking for a GPU needs. The first call decides for all.
+        ``writable``: whether peers may map the segment writable, as page-locking for a GPU needs. The first call decides for all.
         """
         if not self._shared:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | (0 if writable else F_SEAL_FUTURE_WRITE))
@@ -79,8 +75,8 @@ class Segment:
     def attach(cls, fd: int, byte_size: int, writable: bool = False) -> Segment:
         """Maps a segment that a peer has created. Takes the descriptor over; if it raises, it closes the descriptor.
 
-        Args:
-          writable: whether to map the segment writable, as page-locking it for a GPU needs. The view is read-only nevertheless.
+        ``writable``: whether to map the segment writable, as page-locking it for a GPU needs. The view is read-only nevertheless.
+
         Raises: InvalidArgument: it is not sealed against resizing, has not ``byte_size`` bytes, or may not be mapped
           writable. Unavailable: it cannot be mapped now.
         """

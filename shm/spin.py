@@ -29,8 +29,7 @@ class Spin:
     def begin(self, now_ns: int, worked_ns: int = 0) -> int:
         """Begins a wait for the next record. Returns the time until which to poll (CLOCK_MONOTONIC ns); 0: sleep at once.
 
-        ``worked_ns``: time spent on work since the last record. After much work polling does not pay: a wake-up costs little
-        beside the work, and the peer needs the processor for what it sends or receives.
+        ``worked_ns``: time spent on work since the last record; after much work a wake-up costs little beside it.
         """
         self._since_ns = now_ns
         return now_ns + self._limit_ns if self._worth and 2 * worked_ns <= self._limit_ns else 0

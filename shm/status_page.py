@@ -71,10 +71,7 @@ def model_key(name: str, version: int) -> int:
 
 
 class StatusPage:
-    """Shared memory in which a worker says what it is doing; other processes read it without asking the worker.
-
-    It is writable in the worker that created it, read-only elsewhere.
-    """
+    """Shared memory in which a worker says what it is doing. It is writable in the worker, read-only elsewhere."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
@@ -130,14 +127,13 @@ class StatusPage:
 
     @staticmethod
     def word(slot: int) -> int:
-        """Returns the index of the page's word (8 bytes) at which a slot (the part for one execution thread) begins."""
+        """Returns the index of the page's word at which a slot, the part for one execution thread, begins."""
         return _WORDS * (slot + 1)
 
     def begin(self, slot: int, requests: Sequence[tuple[int, int]], model: int, now_ns: int) -> None:
-        """Notes on the page that the execution thread with this ``slot`` starts to run requests.
+        """Notes that an execution thread starts to run requests; for the main loop, LOOP_SLOT, also sets the state EXECUTING.
 
-        ``requests``: pairs of a submitter's (front's or client's) number and a request id; ``model``: the ``model_key`` of their
-        model. In the main loop's slot, LOOP_SLOT, this also sets the worker's state to EXECUTING.
+        ``requests``: pairs of a submitter's number and a request id; ``model``: the ``model_key`` of their model.
         """
         if slot >= SLOTS:
             return
@@ -158,10 +154,7 @@ class StatusPage:
         words[at] = len(recorded)
 
     def end(self, slot: int, now_ns: int) -> None:
-        """Notes on the page that the execution thread with this ``slot`` has finished its run.
-
-        In the main loop's slot, LOOP_SLOT, this also sets the worker's state to ``resting``, usually IDLE.
-        """
+        """Notes that an execution thread has finished its run; for the main loop, LOOP_SLOT, also sets the state ``resting``."""
         if slot < SLOTS:
             words = self._words
             words[_WORDS * (slot + 1)] = 0

@@ -18,7 +18,6 @@ class TraceBudget:
     """Counts how many more traces may be taken, shared by all fronts. Owns its descriptor."""
 
     def __init__(self, fd: int) -> None:
-        """Takes over the descriptor of a counter that ``create`` made, perhaps in another process."""
         self.fd = fd
 
     @classmethod
@@ -54,7 +53,6 @@ class Passes:
     __slots__ = ("left",)
 
     def __init__(self, left: int = _ENDLESS) -> None:
-        """Starts counting down from ``left`` requests; by default from so many that zero is never reached."""
         self.left = left
 
 
@@ -62,15 +60,14 @@ class SampleCounter(Passes):
     """Samples one request in every ``rate``, counted over all fronts. Owns its descriptor.
 
     The counter holds blocks of requests that are passed over before the next request is traced. A front takes a block, and passes
-    over that many requests without another look at the counter. A request that finds no block left is traced, and puts all blocks
-    back for the next round. If two fronts find none at the same moment, both requests are traced, and twice as many are passed
-    over then: over time it is one request in ``rate``, however the requests are shared out.
+    over that many requests without another look. A request that finds no block left is traced, and puts all blocks back. If two
+    fronts find none at the same moment, both are traced, and twice as many are passed over then: over time it is one in ``rate``.
     """
 
     __slots__ = ("_block", "_blocks", "_rest", "fd")
 
     def __init__(self, fd: int, rate: int) -> None:
-        """Takes over the descriptor of a counter that ``create`` made with this ``rate``, at least 1, in any process."""
+        """``fd``: of a counter that ``create`` made with this ``rate``, in any process."""
         self.fd = fd
         self._block = _block(rate)
         #: Requests between two traced ones: so many whole blocks, and a rest that the front of the first one passes over.

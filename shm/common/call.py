@@ -76,7 +76,7 @@ def traced(name: str, value: Any) -> str:
 
 
 def natural(name: str, value: Any) -> int:
-    """Checks and returns an integer of 64 bits without a sign. Raises InvalidArgument, which gives its name: it is none."""
+    """Returns an integer of 64 bits without a sign. Raises InvalidArgument, which names it: it is none."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -87,7 +87,7 @@ def natural(name: str, value: Any) -> int:
 
 
 def text(name: str, value: Any) -> str:
-    """Checks and returns a text. Raises InvalidArgument, which gives its name: it is none."""
+    """Returns a text. Raises InvalidArgument, which names it: it is none."""
     if not isinstance(value, str):
         raise InvalidArgument(f"{name} is {reprlib.repr(value)}, a text is expected")
     return str.__str__(value)
@@ -157,12 +157,7 @@ _OTHERS: dict[str, Callable[[str, Any], Any]] = {"parameters": _parameters, "req
 
 
 class Call:
-    """A request: the model, its input arrays and everything else that is sent with them.
-
-    ``inputs`` are C-contiguous arrays by name. Arrays of the connection's ``empty`` are used where they lie; any others are
-    copied, or sent with the request. Arrays of numpy's kinds S, U and O (strings, objects) are BYTES. ``places``: output
-    name -> the array that the output is written to.
-    """
+    """A request: the model, its input arrays and everything else that is sent with them."""
 
     __slots__ = (
         "deadline",
@@ -202,6 +197,8 @@ class Call:
         """Makes a request; nothing is sent.
 
         Args:
+          inputs: C-contiguous arrays by name, of which S, U and O (strings, objects) are BYTES. Arrays of the connection's
+            ``empty`` are used where they lie; any others are copied, or sent with the request.
           version: the model's version; 0: the newest.
           outputs: names of the outputs to return; empty: all of them.
           places: output name -> the array that the output is written to.

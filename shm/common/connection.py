@@ -22,12 +22,7 @@ class Prepared:
     def __init__(
         self, exchange: Callable[[Call], Answer | Pending[Answer]], call: Call, timeout: float | None = None
     ) -> None:
-        """Sends nothing yet.
-
-        Args:
-          exchange: sends a request, as ``Connection.exchange``.
-          timeout: seconds that a call waits for its answer; None: without limit.
-        """
+        """``exchange``: that of a ``Connection``. ``timeout``: seconds that a call waits; None: without limit."""
         self._exchange = exchange
         self._call = call
         self.timeout = timeout
@@ -78,25 +73,17 @@ class Connection(Protocol):
         """Returns a model's configuration with defaults filled in; empty: the server gives none. Version 0: of the newest."""
 
     def ask(self, call: Call) -> Pending[Answer]:
-        """Sends a request. Returns a ``Pending``, by which to wait for the answer.
+        """Sends a request. Returns a ``Pending``, by which to wait for the answer. Raises: ServingError: it cannot be sent.
 
         With ``call.detached`` the input arrays may be written to at once. Without it, and arrays of ``empty`` in any case, they
         must stay as they are until the answer has come.
-
-        Raises: ServingError: the request cannot be sent.
         """
 
     def exchange(self, call: Call) -> Answer | Pending[Answer]:
-        """Sends a request whose caller waits in this thread. Returns its answer, or, if it did not come at once, a ``Pending``.
-
-        Raises: ServingError: the request cannot be sent.
-        """
+        """Sends a request whose caller waits in this thread. Returns its answer, or a ``Pending`` if it did not come at once."""
 
     def prepare(self, call: Call) -> Prepared:
-        """Makes a request to be sent many times, each time with what its arrays hold then; nothing is sent yet.
-
-        Raises: ServingError: the request cannot be sent.
-        """
+        """Makes a request to be sent many times, each time with what its arrays hold then; nothing is sent yet."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Makes an array in memory that the server reads and writes without a copy; without such memory an ordinary array."""

@@ -56,20 +56,13 @@ _drop.argtypes = [ctypes.c_void_p]
 def _delete(
     managed: int, at: Callable[[int], Any] = ManagedTensor.from_address, drop: Callable[[Any], Any] = _drop
 ) -> None:
-    """Drops a consumer's reference to a ``DeviceView``; any thread may call this, and ctypes takes the GIL.
-
-    Args:
-      managed: address of the view's DLManagedTensor.
-      at, drop: never given; where arrays live as long as Python, this module's names are gone before them.
-    """
+    """Drops a consumer's reference to a ``DeviceView``, whose DLManagedTensor is at the address ``managed``, in any thread."""
+    # The defaults are never replaced: where arrays live as long as Python, this module's names are gone before them.
     drop(at(managed).manager_ctx)
 
 
 def _capsule_gone(capsule: int) -> None:
-    """Drops the ``DeviceView`` of a capsule that was never consumed: a consumer would have renamed the capsule.
-
-    ``capsule``: address of the PyCapsule.
-    """
+    """Drops the ``DeviceView`` of a capsule, at this address, that was never consumed: a consumer would have renamed it."""
     if _is_valid(capsule, _CAPSULE):
         _delete(_pointer_of(capsule, _CAPSULE))
 

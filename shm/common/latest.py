@@ -27,7 +27,7 @@ class Newest(Generic[A]):
     """Base class of ``Latest`` and ``AsyncLatest``: sends the inputs of ``put``, stores the newest answer for their ``get``."""
 
     def __init__(self, submit: Callable[[Mapping[str, Any]], Any]) -> None:
-        """Sends nothing yet. ``submit``: sends a request with the inputs that it is given, and returns a future of the answer."""
+        """``submit``: sends a request with the inputs that it is given, and returns a future of the answer."""
         self._submit = submit
         self._put = 0
         #: The number of the newest answer, and of the newest one that ``get`` has returned.
@@ -72,10 +72,7 @@ class Newest(Generic[A]):
         future.add_done_callback(lambda future: self._over(number, future))
 
     def _over(self, number: int, future: Any) -> None:
-        """Stores the answer or error of the ``number``-th ``put``, whose request has ended, unless there is a newer one.
-
-        Also sends the inputs that ``put`` kept, if any. ``future``: of the request.
-        """
+        """Stores what the request of the ``number``-th ``put`` ended with, and sends the inputs that ``put`` kept, if any."""
         asked: Any = None
         with self._changed:
             del self._under_way[number]
@@ -124,10 +121,7 @@ class Newest(Generic[A]):
 
     @property
     def behind(self) -> int:
-        """Returns how many inputs still wait for an answer to be returned by ``get``.
-
-        Inputs that newer ones replaced do not count.
-        """
+        """Returns how many inputs, without those that newer ones replaced, wait for ``get`` to return an answer."""
         with self._changed:
             return len([number for number in self._under_way if number > self._taken]) + (
                 (self._waiting is not None) + (self._came > self._taken)

@@ -64,13 +64,12 @@ class LocalRequest(Pending[Answer]):
     # ------------------------------------------------------------------------------------------ from the worker's loop
 
     def take(self, request: Any, result: Any, moments: tuple[int, int, int] | None, final: bool) -> None:
-        """Stores a response.
+        """Stores a response to ``request``, the worker's.
 
         Args:
-          request: the worker's request.
-          result: the outputs by name, or an error that has a ``code``; None: only the mark that no response follows.
+          result: the outputs by name, or an error that has a ``code``; None: no response, and none follows.
           moments: when the run began, had its inputs and had computed, in ns; None: that was not measured.
-          final: whether this is the last response.
+          final: whether no response follows.
         """
         if isinstance(result, Exception):
             self.add(ours(result))
@@ -114,7 +113,7 @@ class LocalRequest(Pending[Answer]):
 
 
 class LocalConnection:
-    """Models in this process, of which each is loaded when it is first used. Thread-safe."""
+    """A ``Connection`` to models in this process, of which each is loaded when it is first used. Thread-safe."""
 
     def __init__(self, load: Callable[[str, int], Served]) -> None:
         """Loads nothing yet. ``load``: loads a version of a model, 0: the newest, or raises an error that has a ``code``."""
@@ -129,10 +128,7 @@ class LocalConnection:
         self._thread: threading.Thread | None = None
 
     def open(self, model: str, version: int = 0) -> Description:
-        """Returns the description of a model, after loading the model if need be; version 0: of the newest version.
-
-        Raises: ServingError: there is no such model, or it cannot be loaded.
-        """
+        """Returns a model's description, after loading it if need be. Raises: ServingError: loading failed."""
         return self._loaded(model, version).description
 
     def _loaded(self, model: str, version: int) -> Served:
@@ -149,14 +145,11 @@ class LocalConnection:
             return found
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        """Loads a model if need be. Returns its configuration with defaults filled in. Raises ServingError: loading failed."""
+        """Returns a model's configuration with defaults filled in, after loading it if need be."""
         return self._loaded(model, version).config
 
     def ask(self, call: Call) -> LocalRequest:
-        """Sends a request to a model in this process. Returns a ``Pending``, by which to wait for the answer.
-
-        Raises: ServingError: there is no such model, it cannot be loaded, or an input cannot be sent.
-        """
+        """Sends a request to a model in this process. Returns a ``Pending``, by which to wait for the answer."""
         return LocalRequest(self, self._loaded(call.model, call.version), call)
 
     exchange = ask
@@ -177,10 +170,7 @@ class LocalConnection:
         self._ended.put(request)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Makes an ordinary numpy array: models in this process need no shared memory.
-
-        Raises: Unavailable: ``close`` was called.
-        """
+        """Makes an ordinary numpy array: models in this process need no shared memory."""
         if self._closed:
             raise Unavailable(CLOSED)
         return np.empty(shape, dtype)

@@ -60,9 +60,8 @@ class Pending(Generic[T]):
         """Begins without a response.
 
         Args:
-          model: the model's name, for messages.
           deadline: seconds of ``time.monotonic()``, after which its caller does not wait any more; None: no deadline.
-          deadlines: those of the connection, which end requests that only callbacks wait for.
+          deadlines: the connection's, which end requests that only callbacks wait for.
         """
         self.model = model
         self.deadline = deadline
@@ -193,7 +192,7 @@ class Pending(Generic[T]):
         self.call_back()
 
     def forget(self) -> None:
-        """Ends the request in a process that was forked off: nobody is called back, and who asks for its answer gets an error."""
+        """Ends the request in a process that was forked off: nobody is called back, and ``result`` raises Unavailable."""
         self._lock = threading.RLock()
         self._callbacks, self._awaited, self.waiter = (), None, None
         self.waiting = False
@@ -247,7 +246,7 @@ class Pending(Generic[T]):
             self.cancel()
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
-        """Registers ``callback`` to be called with this request when it ends: in any thread, at once if it has ended already."""
+        """Has ``callback`` called with this request when it ends, in any thread; at once if it has ended already."""
         with self._lock:
             done = self.done()
             if not done:

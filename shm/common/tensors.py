@@ -174,10 +174,7 @@ def _is_kept(each: Any, became: Any, is_float: bool) -> bool:
 
 
 def _foreign(name: str, value: Any) -> Array:
-    """Views another library's array as a numpy array.
-
-    Raises: InvalidArgument: the array is not in host memory, or its library refuses to export it.
-    """
+    """Views another library's array as a numpy array. Raises: InvalidArgument: it is not in host memory, or not exported."""
     try:
         if (bits := bfloat16_of_torch(value)) is not None:
             return bits.view(dtype_of("BF16"))
@@ -222,7 +219,7 @@ def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yields (name, leaf) for each leaf of nested mappings, lists and tuples, as JAX names it; None is no leaf.
 
     The name is the keys, fields and indices on the way to the leaf, joined by dots and behind ``name``, such as
-    ``dense.0.kernel``; a tree that is a single leaf has the name "array".
+    ``dense.0.kernel``; of a tree that is a single leaf, "array".
     """
     inside: list[tuple[Any, Any]]
     if isinstance(tree, Mapping):
