@@ -239,7 +239,9 @@ class Loader:
         message, module, described = load.message, load.module, declared.signature
         if not callable(getattr(module.TritonPythonModel, "execute", None)):
             raise InvalidArgument(f"model '{message.name}': class TritonPythonModel has no function execute(requests)")
-        readiness = IsReadyCalls.of(module, load.record.name, self._starting.inbox)
+        readiness = None
+        if hasattr(module.TritonPythonModel, "is_ready"):
+            readiness = IsReadyCalls(load.record.name, self._starting.inbox)
         folder, kind = load.record.model_path, "CPU" if self._target.gpu is None else "GPU"
         together = model_config.wants(message, model_checks.PARALLEL_INITIALIZE)
         finalizing: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if together else threading.Lock()

@@ -36,12 +36,7 @@ def describe_exception(error: BaseException, folders: Sequence[Path] = ()) -> st
 
 
 def described_failure(error: BaseException, folders: Sequence[Path]) -> str:
-    """Returns the text for a failure of loading a version.
-
-    A file that was not found by a relative path, but is in the version's folder, adds advice to the text: how to find it there.
-
-    ``folders``: the version's and the model's folder.
-    """
+    """Returns the text for a failure of loading a version, with advice if a file is missing that lies in its folder."""
     said = describe_exception(error, folders)
     name = error.filename if isinstance(error, FileNotFoundError) else None
     if isinstance(name, str) and not os.path.isabs(name) and (folders[0] / name).exists():

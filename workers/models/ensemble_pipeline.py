@@ -1,8 +1,8 @@
 """Runs the steps of an ensemble as one pipeline of programs, if no other requests wait for any of its models.
 
 The results are those of running each step as a request to its model. A pipeline needs compiled programs of fixed shapes on the
-worker's device for all steps, and each step must run at once and in a batch of its own, because no request waits there
-(``workers/programs/pipeline_program.py``). Pipelines are found once for each set of outputs, until a model changes.
+worker's device for all steps, and each step must run at once and in a batch of its own. Pipelines are found once for each set of
+outputs, until a model changes.
 """
 
 from __future__ import annotations
@@ -40,10 +40,7 @@ class _Step(NamedTuple):
 
 
 class EnsemblePipeline:
-    """Computes one set of requested outputs of an ensemble version: runs the programs of its steps directly one after another.
-
-    No requests to the ensemble's models are made. Used by the worker's loop only.
-    """
+    """Computes one set of requested outputs of an ensemble version. Used by the worker's loop only."""
 
     #: Requests share batches, and no calls besides.
     grouped = None
@@ -69,21 +66,21 @@ class EnsemblePipeline:
         return len(request.outputs or self._signature.outputs) == len(self._outputs)
 
     def program(self, rows: int) -> PipelineProgram | None:
-        """Returns the pipeline's program for a number of rows, or None if the steps have to run as requests to their models."""
+        """Returns the pipeline's program for a number of rows; None: the steps have to run as requests to their models."""
         if rows not in self._by_rows:
             self._by_rows[rows] = self._build(rows)
         found = self._by_rows[rows]
         return None if found is None or found.long or not found.gathers else found
 
     def programs(self, key: Shapes, most: int) -> list[PipelineProgram | None]:
-        """Returns the programs for 1, 2, ... ``most`` waiting rows; None: the steps have to run as requests to their models.
+        """Returns what ``program`` returns for 1, 2, ...
 
-        ``key``: the shapes of the requests' inputs, which are always the same here; ignored.
+        ``most`` rows; ``key``, the shapes of inputs, is always the same here.
         """
         return [self.program(rows) for rows in range(1, most + 1)]
 
     def run(self, execution: Execution, program: PipelineProgram) -> None:
-        """Runs a batch by the pipeline's program and fills in its results. Raises whatever the program raises."""
+        """Runs a batch and fills in its results. Raises whatever the program raises."""
         requests = execution.requests
         arguments, execution.copied_byte_size = program.gather(requests)
         execution.gathered_ns = time.monotonic_ns()
@@ -119,10 +116,7 @@ class EnsemblePipeline:
         self.credit(NativeRuns(count, rows, 1, 0, 0, 0, (0, count * took, 0), [batch]))
 
     def credit(self, done: NativeRuns) -> None:
-        """Counts runs of the pipeline in the statistics of the ensemble's models; ``done``: how many, and how long they took.
-
-        Each model is credited with all requests, and with the share of the time that its program took.
-        """
+        """Counts runs of the pipeline: each of the ensemble's models is credited with all requests, and its share of the time."""
         shares = [0] * len(self._steps)
         for program in self._made.values():
             for number, ns in enumerate(program.call_ns):
@@ -182,10 +176,7 @@ class EnsemblePipelines:
     def find(
         self, version: ModelVersion, graph: EnsembleGraph, requests: Sequence[Request]
     ) -> tuple[EnsemblePipeline, PipelineProgram] | None:
-        """Returns the pipeline and its program for a batch of requests to an ensemble (``graph``: its steps).
-
-        None: the steps have to run as requests to their models.
-        """
+        """Returns the pipeline and its program for a batch of requests; None: the steps run as requests to their models."""
         if version.loaded.streams or any(tensor not in requests[0].arrays for tensor in version.signature.inputs):
             return None
         if self._changes != self._models.changes or len(self._known) >= _LIMIT:
@@ -206,7 +197,7 @@ class EnsemblePipelines:
         return None if program is None or not pipeline.free or not program.takes(requests) else (pipeline, program)
 
     def forget_gone(self) -> None:
-        """Drops all cached pipelines, so that none keeps an unloaded model alive; those still needed are built again."""
+        """Drops all pipelines, so that none keeps an unloaded model alive; those still needed are built again."""
         self._known.clear()
         self._changes = self._models.changes
 
@@ -215,10 +206,7 @@ class EnsemblePipelines:
 
 
 def needs_steps(request: Request) -> bool:
-    """Returns whether a request to an ensemble has to run as requests to the models of its steps, not by a pipeline.
-
-    It has to if it names a parameter set, or asks which one was used.
-    """
+    """Returns whether a request has to run as requests to the models of its steps: it names a parameter set, or asks for it."""
     return bool(request.own.parameter_set or request.prepared.parameters.get(TELLING_PARAMETER))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from tensord.config.log import LineRate
@@ -34,89 +35,64 @@ _log = logging.getLogger(__name__)
 _FAILURES = LineRate(10)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Execution:
     """One run of a model on a batch: the requests, their results, and the times that statistics are made of."""
 
-    __slots__ = (
-        "_results",
-        "again",
-        "began_ns",
-        "by_senders",
-        "computed_ns",
-        "copied_byte_size",
-        "cut",
-        "executable",
-        "gathered_ns",
-        "intact",
-        "lost",
-        "outputs",
-        "padding",
-        "parameters",
-        "places",
-        "requests",
-        "responder",
-        "resume",
-        "rows_of_nobody",
-        "runs",
-        "senders",
-        "streamed",
-        "whole",
-    )
+    requests: Sequence[Request]
+    began_ns: int
+    #: The program of a jitted model, if it is known already.
+    executable: Executable | GroupedProgram | None = None
+    #: The batch that this run is a part of, if that is run again request by request; None: it is part of no other.
+    whole: Execution | None = None
+    #: Whether the run has failed, and with it the state of all sequences of its instance is lost.
+    lost: bool = False
+    #: Whether no sequence has gone on by the run, if it fails without ``lost``.
+    intact: bool = False
+    #: Rows of the batch, as the model saw it, that belong to none of ``requests``.
+    rows_of_nobody: int = 0
+    #: Requests of the batch that have no answer yet: they are to be run once more.
+    again: list[Request] = field(default_factory=list)
+    #: Returns who takes what the model sends to a request; None: the batch is a warmup sample, and nobody does.
+    responder: Callable[[Request], ResponseSender] | None = None
+    #: Whether requests may be answered by senders, and by which.
+    by_senders: bool = False
+    senders: list[ResponseSender] = field(default_factory=list)
+    #: Those of ``requests`` that senders answer, once the model has returned.
+    streamed: Sequence[Request] = ()
+    #: Has the thread that runs this call something later.
+    resume: Callable[[Callable[[], None]], None] | None = None
+    #: How often the model was applied: once to a batch, or to each request of a grouped call.
+    runs: int = 1
+    #: The parameter set that the batch is computed with, or that of each request; None: the run has not begun, or the model
+    #: has no sets.
+    parameters: ParameterSet | BatchSets | None = None
+    _results: list[Result] = field(default_factory=list)
+    #: Makes ``results`` when they are first asked for; None: they are there.
+    cut: Callable[[], list[Result]] | None = None
+    #: The outputs as bytes, from which answers are cut without ``results``; None: that is not possible.
+    outputs: BatchOutputs | None = None
+    #: Where the outputs of a single request go, if that was found before the run, so that the program may write them there.
+    places: Places | None = None
+    #: When the inputs were where the model wants them.
+    gathered_ns: int = 0
+    #: When the model was done and its outputs were readable.
+    computed_ns: int = 0
+    #: Input bytes that were copied because of batching, padding or alignment.
+    copied_byte_size: int = 0
+    #: Rows, and elements of inputs, that the program computed for no request, because of its bucket; None: none.
+    padding: tuple[int, int] | None = None
 
-    def __init__(
-        self, requests: Sequence[Request], began_ns: int, executable: Executable | GroupedProgram | None = None
-    ) -> None:
-        self.requests = requests
-        #: The batch that this run is a part of, if that is run again request by request; None: it is part of no other.
-        self.whole: Execution | None = None
-        #: Whether the run has failed, and with it the state of all sequences of its instance is lost.
-        self.lost = False
-        #: Whether no sequence has gone on by the run, if it fails without ``lost``.
-        self.intact = False
-        #: Rows of the batch, as the model saw it, that belong to none of ``requests``.
-        self.rows_of_nobody = 0
-        #: Requests of the batch that have no answer yet: they are to be run once more.
-        self.again: list[Request] = []
-        #: Returns who takes what the model sends to a request; None: the batch is a warmup sample, and nobody does.
-        self.responder: Callable[[Request], ResponseSender] | None = None
-        #: Whether requests may be answered by senders, and by which.
-        self.by_senders = False
-        self.senders: list[ResponseSender] = []
-        #: Those of ``requests`` that senders answer, once the model has returned.
-        self.streamed: list[Request] = []
-        #: Has the thread that runs this call something later.
-        self.resume: Callable[[Callable[[], None]], None] | None = None
-        #: How often the model was applied: once to a batch, or to each request of a grouped call.
-        self.runs = 1
-        #: The program of a jitted model, if it is known already.
-        self.executable = executable
-        #: The parameter set that the batch is computed with, or that of each request; None: the run has not begun, or the model
-        #: has no sets.
-        self.parameters: ParameterSet | BatchSets | None = None
-        self._results: list[Result] = []
-        #: Makes ``results`` when they are first asked for; None: they are there.
-        self.cut: Callable[[], list[Result]] | None = None
-        #: The outputs as bytes, from which answers are cut without ``results``; None: that is not possible.
-        self.outputs: BatchOutputs | None = None
-        #: Where the outputs of a single request go, if that was found before the run, so that the program may write them there.
-        self.places: Places | None = None
-        self.began_ns = began_ns
-        #: When the inputs were where the model wants them.
-        self.gathered_ns = began_ns
-        #: When the model was done and its outputs were readable.
-        self.computed_ns = began_ns
-        #: Input bytes that were copied because of batching, padding or alignment.
-        self.copied_byte_size = 0
-        #: Rows, and elements of inputs, that the program computed for no request, because of its bucket; None: none.
-        self.padding: tuple[int, int] | None = None
+    def __post_init__(self) -> None:
+        self.gathered_ns = self.computed_ns = self.began_ns
 
     @property
     def moments(self) -> tuple[int, int, int]:
-        """The times at which the run began, had gathered its inputs, and had computed its outputs; in ns."""
+        """When the run began, had gathered its inputs, and had computed its outputs; in ns."""
         return self.began_ns, self.gathered_ns, self.computed_ns
 
     def parameters_of(self, request: Request) -> ParameterSet | None:
-        """Returns the parameter set that one of the batch's requests is computed with, or None if the run has not begun."""
+        """Returns the parameter set that a request is computed with, or None if the run has not begun."""
         return self.parameters.of(request) if isinstance(self.parameters, BatchSets) else self.parameters
 
     def choose(self, sets: ParameterSets) -> ParameterSet | BatchSets:
@@ -130,7 +106,7 @@ class Execution:
         return self.parameters
 
     def time(self, request: Request) -> None:
-        """Records in a request of the batch when the batch ran, and the request's share of the bytes copied for the batch."""
+        """Records in a request when the batch ran, and the request's share of the bytes copied for the batch."""
         gathered = 0
         if self.copied_byte_size:
             gathered = self.copied_byte_size * request.rows // sum([each.rows for each in self.requests])
@@ -161,7 +137,7 @@ class Execution:
     def caller(self, port: ModelPort) -> Caller:
         """Makes the object through which the model's code calls other models during this run, on behalf of the batch's requests.
 
-        ``port``: connects the model's code with the worker. A run of a warmup sample is on behalf of no request.
+        A run of a warmup sample is on behalf of no request.
         """
         if self.responder is None:
             return Caller(port)
@@ -180,9 +156,7 @@ class Execution:
 def chosen_by(sets: ParameterSets, requests: Sequence[Request]) -> ParameterSet:
     """Returns the set that a batch is to be computed with: the one that its first request names, main if it names none.
 
-    Notes the set in those of the requests whose answers have to say which set they were computed with.
-
-    Raises: NotFound: there is no set with that name any more.
+    Notes the set in those requests whose answers say it. Raises NotFound: there is no set with that name any more.
     """
     chosen = requests[0].chosen
     found = sets.main if chosen is None else chosen if isinstance(chosen, ParameterSet) else sets.find(chosen)
@@ -194,23 +168,19 @@ def chosen_by(sets: ParameterSets, requests: Sequence[Request]) -> ParameterSet:
 
 
 def each_chosen_by(sets: ParameterSets, requests: Sequence[Request]) -> BatchSets:
-    """Returns the set that each request of a batch names; for models whose batches mix sets.
-
-    Notes the sets in those of the requests whose answers have to say which set they were computed with. Raises NotFound: a
-    set that a request names does not exist any more.
-    """
+    """Does what ``chosen_by`` does for each request, for models whose batches mix sets."""
     return BatchSets({request: chosen_by(sets, [request]) for request in requests})
 
 
 class Describing(Protocol):
-    """The interface of a model that can describe its failures to clients."""
+    """A model that can describe its failures to clients."""
 
     def describe(self, error: BaseException) -> str:
         """Returns the sentence that clients get when the model failed with ``error``: no path, no traceback."""
 
 
 class RunnableModel(Describing, Protocol):
-    """The interface of a model that runs batches: a jitted or host-side function, or an instance of a Triton Python model."""
+    """A model that runs batches: a jitted or host-side function, or an instance of a Triton Python model."""
 
     def execute(self, execution: Execution) -> None:
         """Runs a batch and fills in its results and times. Raises whatever the model raises; then no result is filled in."""
@@ -219,9 +189,7 @@ class RunnableModel(Describing, Protocol):
 def run(model: RunnableModel, execution: Execution, check: CheckDevice = works) -> None:
     """Runs a batch. If that fails, runs its requests one by one, if they may be run again; else all get the error.
 
-    Afterwards each request has a result or an error in ``execution``.
-
-    ``check``: raises if the model's device has failed.
+    Afterwards each request has a result or an error in ``execution``. ``check``: raises if the model's device has failed.
     """
     try:
         model.execute(execution)
@@ -264,10 +232,7 @@ def _lost(model: RunnableModel, error: StateLost, execution: Execution, check: C
 def own_failure(
     model: Describing, error: BaseException, execution: Execution, check: CheckDevice = works
 ) -> ServingError:
-    """Returns the error for clients when a model failed on a batch with ``error``, and logs the details.
-
-    ``check``: raises if the model's device has failed.
-    """
+    """Returns the error for clients when a model failed on a batch with ``error``, and logs the details."""
     if isinstance(error, ServingError):
         # Without the frames: they hold the requests, and the result they become holds them.
         return error.with_traceback(None)

@@ -37,7 +37,7 @@ from tensord.workers.tensors.signature import Signature, TensorSpec
 
 
 class HostFunction(Instantiated):
-    """A function of a model version that runs on the host and is not compiled; instances share it and its parameters."""
+    """A function of a model version that runs on the host; instances share it and its parameters."""
 
     def __init__(
         self,
@@ -58,21 +58,15 @@ class HostFunction(Instantiated):
 
 
 class HostModel(HostFunction):
-    """One version of a model whose function runs on the host and returns a dict of arrays for a batch."""
+    """A version whose function returns a dict of arrays for a batch."""
 
     def execute(self, execution: Execution) -> None:
         requests = execution.requests
         chosen = execution.parameters = execution.parameters_of(requests[0]) or chosen_by(self._sets, requests)
-        if self.signature.ragged:
-            inputs = self._laid_out(requests)
-            execution.copied_byte_size = sum(array.nbytes for array in inputs.values())
-        elif len(requests) == 1:
+        if len(requests) == 1 and not self.signature.ragged:
             inputs, execution.copied_byte_size = fetched(requests[0])
         else:
-            inputs = {
-                name: np.concatenate([np.asarray(request.arrays[name]) for request in requests])
-                for name in requests[0].arrays
-            }
+            inputs = self._laid_out(requests)
             execution.copied_byte_size = sum(array.nbytes for array in inputs.values())
         execution.gathered_ns = time.monotonic_ns()
         with calling(execution.caller(self.port)) as caller:
@@ -97,7 +91,7 @@ class HostModel(HostFunction):
         execution.results = results
 
     def _laid_out(self, requests: Sequence[Request]) -> dict[str, Array]:
-        """Concatenates the ragged inputs of a batch, without padding, and adds the batch inputs that describe their lengths."""
+        """Concatenates the inputs of a batch, and adds the batch inputs that describe the lengths of ragged ones."""
         inputs: dict[str, Array] = {}
         rows = sum(request.rows for request in requests)
         for spec in self.signature.inputs.values():
@@ -128,7 +122,7 @@ class HostModel(HostFunction):
 def fetched(request: Request) -> tuple[dict[str, Array], int]:
     """Returns a request's inputs as arrays in host memory, and how many bytes were copied for that.
 
-    Tensors that are read only when it is their turn are read here, in the model's own thread.
+    A ``LateTensor`` is read here, in the model's own thread.
     """
     inputs = {name: np.asarray(array) for name, array in request.arrays.items()}
     copied = sum(array.nbytes for array in request.arrays.values() if isinstance(array, LateTensor))
@@ -139,7 +133,7 @@ _END: Any = object()
 
 
 class GeneratorModel(HostFunction):
-    """One version of a model whose function is a Python generator: each value that it yields is sent as a response."""
+    """A version whose function is a Python generator: each value that it yields is sent as a response."""
 
     def execute(self, execution: Execution) -> None:
         (request,) = execution.requests
@@ -211,10 +205,7 @@ class _GeneratorRun:
         sender.finish(alone)
 
     def _room(self) -> None:
-        """Tells the instance's thread to resume the paused generator, because its client has acknowledged enough responses.
-
-        Called on the loop.
-        """
+        """Has the instance's thread resume the generator, because its client has acknowledged enough. Called on the loop."""
         assert self._resume is not None
         self._resume(self._rested)
 

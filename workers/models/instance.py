@@ -46,8 +46,7 @@ class _Closing:
 class Instance:
     """A thread that runs one instance of a model.
 
-    The worker's loop alone uses ``given`` (executions that the thread has or gets), ``depth`` (how many it may be given at a
-    time) and ``status_slot`` (its place on the status page).
+    The worker's loop alone uses ``given``, ``depth`` (how many it may be given at a time) and ``status_slot``.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Instance:
         Args:
           create: makes the model; called in the thread.
           page: where the thread notes what it runs.
-          warm: warms the model up, before the instance counts as started; called in the thread. None: nothing does.
+          warm: warms the model up, before the instance counts as started; called in the thread.
           check: raises if the model's device has failed.
           code: makes the context that the thread works in: JAX's settings as the model's code has made them.
         """
@@ -121,12 +120,12 @@ class Instance:
 
     @property
     def busy(self) -> bool:
-        """True while the instance has as many executions as it may be given at a time (``depth``)."""
+        """True while the instance has as many executions as it may be given at a time."""
         return len(self.given) >= self.depth
 
     @property
     def running(self) -> Execution | None:
-        """The execution that the thread runs or has just finished (the loop has not yet learned of it); None: there is none."""
+        """The execution that the thread runs or has just finished; None: there is none."""
         return self.given[0] if self.given else None
 
     @property
@@ -135,7 +134,7 @@ class Instance:
         return self._thread.ident or -1
 
     def run(self, execution: Execution, done: Callable[[Execution], None]) -> None:
-        """Tells the instance's thread to run a batch; ``done`` is called on the worker's loop afterwards."""
+        """Has the thread run a batch; ``done`` is called on the worker's loop afterwards."""
         self.given.append(execution)
         self._ahead.append(execution)
         self._jobs.put((execution, done))

@@ -4,8 +4,7 @@
                                         ╰─ nothing after five seconds: it is not ready
 
 ``is_ready`` runs while ``execute`` may run, so a busy model is still ready. At most one thread asks at a time: callers that come
-meanwhile get the same answer, and each waits for it for five seconds of its own, as in Triton. So a model that takes longer to
-answer is ready for those who ask while it does.
+meanwhile get the same answer, and each waits for it for five seconds of its own, as in Triton.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from types import ModuleType
 
 from tensord.workers.threads.inbox import Inbox
 
@@ -26,7 +24,7 @@ _SECONDS = 5.0
 
 
 class IsReadyCalls:
-    """Asks all instances of a Triton Python model's version whether they can work, by calling their ``is_ready()``.
+    """Calls ``is_ready()`` of all instances of a version.
 
     ``join`` and ``leave`` are for the instances' threads, the rest for the loop.
     """
@@ -43,14 +41,6 @@ class IsReadyCalls:
         #: Whether the log says that the running call is late.
         self._logged = False
 
-    @classmethod
-    def of(cls, module: ModuleType, name: str, inbox: Inbox) -> IsReadyCalls | None:
-        """Returns an ``IsReadyCalls`` if ``TritonPythonModel`` of a model.py has ``is_ready``, else None.
-
-        ``name``: the model's, for the log. ``inbox``: calls to the worker's loop.
-        """
-        return cls(name, inbox) if hasattr(module.TritonPythonModel, "is_ready") else None
-
     def join(self, is_ready: Callable[[], object]) -> None:
         """Adds an instance's ``is_ready`` to the functions that are called."""
         self._models.append(is_ready)
@@ -61,10 +51,9 @@ class IsReadyCalls:
             self._models.remove(is_ready)
 
     def ask(self, answered: Callable[[bool], None]) -> None:
-        """Calls ``is_ready`` of every instance in a thread, then ``answered`` on the loop with whether all returned ``True``.
+        """Calls ``answered`` on the loop with whether ``is_ready`` of every instance returned ``True``.
 
-        If the functions are being called already it gets that answer. It gets False as well if one raises, or if there is no
-        answer after five seconds.
+        It gets False as well if one raises, or if there is no answer after five seconds.
         """
         self._waiting.append((time.monotonic() + _SECONDS, answered))
         if self._thread is None:

@@ -38,8 +38,7 @@ from tensord.workers.threads.cancellation import Cancellation
 class GatheredRun:
     """Runs batches of a model with sequence state by one program, on inputs that already lie in the program's memory.
 
-    Used by ``tensord.workers.dispatch.sequence_runs``, which reads the outputs of each batch before the next batch begins.
-    Used only by the thread that runs the instance's batches, which also uses its carry (the state of its sequences).
+    Used only by the thread that runs the instance's batches, which reads the outputs of each batch before the next one begins.
     """
 
     def __init__(self, executable: Executable, carry: Carry, signature: Signature) -> None:
@@ -140,14 +139,14 @@ class JaxModel:
         self.free_state = free_state
 
     def for_instances(self, count: int, alone: bool) -> JaxModel:
-        """Returns a copy of this model for ``count`` threads, with the same programs. A model with sequence state has no copies.
+        """Returns a copy of this model for ``count`` threads, with the same programs.
 
-        ``alone``: requests that cannot share a batch may not share a call of a program either.
+        A model with sequence state has no copies.
         """
         return JaxModel(self._version, self._signature, self._buckets, self.executables, count, alone)
 
     def wanted_by(self, requests: Sequence[Request]) -> Wanted:
-        """Returns the rows and shapes that the executable for a batch of compatible requests must have."""
+        """Returns the rows and shapes of the executable for a batch of compatible requests."""
         first = requests[0]
         # A request that must run alone has a key of its own, which says more than its shapes.
         shapes: Shapes = self.key(first.arrays) if first.own.strikes else shapes_of(first.key)  # type: ignore[assignment]
@@ -181,10 +180,9 @@ class JaxModel:
         return [program if program is not None and program.gathers else None for program in planned]
 
     def prepare_grouped(self, cancellation: Cancellation) -> None:
-        """Compiles the programs that run several requests in one call, or loads them from the cache, before the model serves.
+        """Compiles the programs for grouped calls, or loads them from the cache, before the model serves, if it has any.
 
-        Does nothing if requests to this model never share a call. Raises Cancelled: the loading of the version was given up; or
-        whatever tracing raises.
+        Raises Cancelled: the load was given up; or whatever tracing raises.
         """
         if self.grouped is not None:
             planned = [self.executables.planned(Wanted(*wanted)) for wanted in self._buckets.planned()]
@@ -192,11 +190,7 @@ class JaxModel:
             self.grouped.prepare(singles, functools.partial(self.executables.kept_grouped, cancellation))
 
     def gathered_run(self, executable: Executable) -> Callable[[Sequence[int], Sequence[bool]], list[Content]]:
-        """Returns a function that runs an executable on inputs that are already in its memory, and returns the outputs.
-
-        Its arguments: the sequence slots of the first rows, and whether each of their sequences starts. Raises StateLost: the run
-        failed and the sequence state is lost with it; or what else the run raises.
-        """
+        """Returns a function that runs an executable on inputs that are already in its memory, as ``GatheredRun`` does."""
         if self._carry is None:
             return lambda slots, starts: executable.run()
         return GatheredRun(executable, self._carry, self._signature)
@@ -209,10 +203,7 @@ class JaxModel:
         return self.executables.planned(Wanted(self._buckets.rows(rows), shapes))
 
     def sizes(self, executable: Executable | GroupedProgram, requests: Sequence[Request]) -> Mapping[str, int] | None:
-        """Returns each output's bytes if memory for the outputs should be reserved in the answer before the run.
-
-        The run then writes the outputs there. None: no memory should be reserved before the run.
-        """
+        """Returns each output's bytes if memory for the outputs should be reserved in the answer before the run; else None."""
         if not isinstance(executable, Executable) or self._carry is not None:
             return None
         return executable.sizes(requests, self._plain and self._whole(requests, executable.wanted.rows))
@@ -233,19 +224,16 @@ class JaxModel:
         return all(shape is None or arrays[name].shape[lead:] == shape for name, shape in shapes)
 
     def _whole(self, requests: Sequence[Request], bucket: int) -> bool:
-        """Returns whether a program's outputs are the answer to a single request, with nothing to cut off.
-
-        ``bucket``: the program's rows.
-        """
+        """Returns whether the outputs of a program for ``bucket`` rows are one request's answer, with nothing to cut off."""
         return not self._cut and len(requests) == 1 and (not self._signature.batches or requests[0].rows == bucket)
 
     def execute(self, execution: Execution, carry: Carry | None = None) -> None:
         """Runs a batch and fills in its outputs.
 
-        ``carry``: the sequence state of the instance that runs the batch; None: that of the model, which the worker's loop runs.
+        ``carry``: that of the instance that runs the batch; None: that of the model, which the worker's loop runs.
 
-        Raises: LookupError: no executable for the batch is compiled (call ``find`` first); StateLost: the run failed and the
-        sequence state is lost with it.
+        Raises LookupError: no executable for the batch is compiled; StateLost: the run failed and the sequence state is lost
+        with it.
         """
         requests = execution.requests
         executable: Executable | GroupedProgram | None = execution.executable
@@ -292,10 +280,7 @@ class JaxModel:
         return rows, max(0, executable.elements - given)
 
     def padding(self, key: Shapes, done: NativeRuns) -> tuple[int, int]:
-        """Returns how many rows and how many input elements were padding in the runs of C code that ``done`` counts.
-
-        ``key``: the shapes of the requests.
-        """
+        """Returns how many rows and how many input elements were padding in the runs of C code that ``done`` counts."""
         rows = elements = byte_size = 0
         inputs, outputs = self._signature.inputs.values(), self._signature.outputs.values()
         row = sum([spec.dtype.itemsize * math.prod(shape or ()) for spec, shape in zip(inputs, key, strict=True)])
@@ -395,11 +380,7 @@ class JittedInstance(Instantiated):
         self._twins: weakref.WeakKeyDictionary[Executable, Executable] = weakref.WeakKeyDictionary()
 
     def execute(self, execution: Execution) -> None:
-        """Runs a batch with this thread's copy of the executable.
-
-        Raises LookupError: no executable for the batch is compiled; StateLost: the run failed and sequence state is lost with it;
-        or what else the run raises.
-        """
+        """Runs a batch with this thread's copy of the executable. Raises what ``JaxModel.execute`` raises."""
         shared = execution.executable or self._model.find(execution.requests)
         if isinstance(shared, Executable):
             twin = self._twins.get(shared)

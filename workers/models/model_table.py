@@ -13,7 +13,7 @@ from tensord.workers.models.model_version import ModelVersion
 
 
 class ModelTable:
-    """The model versions of a worker that serve, are held back (loaded, without requests), or drain (finish their requests)."""
+    """The model versions of a worker that serve, are held (loaded, without requests), or drain (finish their requests)."""
 
     def __init__(self) -> None:
         self._serving: dict[tuple[str, int], ModelVersion] = {}
@@ -41,10 +41,7 @@ class ModelTable:
         yield from self.draining
 
     def add(self, version: ModelVersion) -> None:
-        """Adds a version, to which requests go from now on.
-
-        A version of the same model and number that was added before drains (only finishes its requests).
-        """
+        """Adds a version, to which requests go from now on; an earlier load of the same version drains."""
         old = self._serving.pop((version.name, version.version), None)
         if old is not None and version.loaded.taken_over:
             version.join_programs()
@@ -69,30 +66,27 @@ class ModelTable:
         self._drain(version, done)
 
     def hold(self, version: ModelVersion) -> None:
-        """Holds a loaded version back: no request goes to it before ``serve_held``.
+        """Holds a loaded version: no request goes to it before ``serve_held``.
 
-        A version of the same model and number that was held back before ends.
+        One of the same number that was held before ends.
         """
         self.discard_held(version.name, version.version)
         self.held[version.name, version.version] = version
 
     def serve_held(self, name: str, number: int) -> None:
-        """Lets requests go to a version that was held back. Does nothing if there is no such version."""
+        """Lets requests go to a version that was held. Does nothing if there is no such version."""
         version = self.held.pop((name, number), None)
         if version is not None:
             self.add(version)
 
     def discard_held(self, name: str, number: int) -> None:
-        """Ends a version that is held back. Does nothing if there is no such version."""
+        """Ends a version that is held. Does nothing if there is no such version."""
         version = self.held.pop((name, number), None)
         if version is not None:
             self.discard(version)
 
     def serving(self, name: str, number: int) -> ModelVersion | None:
-        """Returns a version that was added and not removed, or None.
-
-        It may be one whose instances are all passive, so that it takes no requests.
-        """
+        """Returns a version that was added and not removed, or None; it may take no requests, with passive instances alone."""
         return self._serving.get((name, number))
 
     def discard(self, version: ModelVersion) -> None:
@@ -114,7 +108,7 @@ class ModelTable:
         raise NotFound(f"{UNKNOWN_MODEL}'{name}' is not found")
 
     def is_coming(self, name: str, number: int) -> bool:
-        """Returns whether a version is being loaded here, or is held back, so that ``find`` may find it soon; 0: any version."""
+        """Returns whether a version is being loaded here, or is held, so that ``find`` may find it soon; 0: any version."""
         return any(model == name and number in (0, version) for model, version in (*self.coming, *self.held))
 
     def load_ended(self, name: str, number: int) -> None:
@@ -124,14 +118,14 @@ class ModelTable:
         self.on_change()
 
     def vouches(self, name: str, number: int) -> bool:
-        """Returns whether a version is ready without being asked: it takes requests and has no ``is_ready``; for any thread."""
+        """Returns whether a version takes requests and has no ``is_ready`` that would have to be asked; for any thread."""
         found = self._found.get((name, number))
         return found is not None and found.loaded.is_ready_calls is None
 
     def settle(self) -> bool:
-        """Closes draining versions that have finished their requests; called in each iteration of the loop while any drain.
+        """Closes draining versions that have finished their requests.
 
-        Returns whether any version was closed, and so removed from the table.
+        Returns whether any was closed, and so removed from the table.
         """
         drained = len(self.draining)
         self.draining = [version for version in self.draining if not version.settle()]
@@ -142,10 +136,9 @@ class ModelTable:
         self.draining.append(version)
 
     def home(self, version: ModelVersion, correlation_id: int | str, start: bool) -> ModelVersion:
-        """Returns the version that a sequence's request goes to: the replaced one if the sequence began there, else ``version``.
+        """Returns the version that a sequence's request goes to: the draining one where the sequence began, else ``version``.
 
-        ``version``: the version as it was loaded last. A request with START goes there, and ends a sequence with the same
-        correlation id on the replaced version, which drains (only finishes its requests).
+        A request with START goes to ``version``, and ends a sequence with the same correlation id on the draining one.
         """
         for old in self.draining:
             if old.sequences is None or (old.name, old.version) != (version.name, version.version):

@@ -25,7 +25,7 @@ from tensord.workers.models.loaded_model import LoadedModel
 from tensord.workers.models.sequence_register import RegisteredSequences, SequenceRegister
 from tensord.workers.models.statistics import VersionStatistics
 from tensord.workers.native.extensions import available
-from tensord.workers.parameters.parameter_set import ParameterSet, ParameterSets, Unused
+from tensord.workers.parameters.parameter_set import ParameterSet, Unused
 from tensord.workers.requests.preparation import CheckedInputs
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_cache import ResponseCache
@@ -45,7 +45,7 @@ AgendaPart: TypeAlias = "ModelVersion | Callable[[int], object]"
 
 
 class VersionState(enum.Enum):
-    """The states of a loaded model version: it takes requests, only finishes those that it has, or is closed."""
+    """The states of a loaded model version."""
 
     #: It takes requests.
     SERVING = enum.auto()
@@ -116,7 +116,7 @@ class ModelVersion:
         if self.jitted is not None and self.jitted.ragged:
             self.take = self._take_fitting
         if self.sequences is not None and self.sets is not None:
-            self.take = functools.partial(self._take_of_one_set, self.take, self.sequences, self.sets)
+            self.take = functools.partial(self._take_of_one_set, self.take)
         #: Whether any request of a stepped model that has a slot may go on with other parameters than main's newest.
         self.steps_hold = False
         self.statistics = VersionStatistics(loaded.name, loaded.version, buckets)
@@ -162,10 +162,7 @@ class ModelVersion:
         return shapes_key(arrays, self.signature)
 
     def _take_fitting(self, now_ns: int, instance: int = 0) -> list[Request]:
-        """Takes the next batch from the queue, as much as the largest program has room for; the rest goes back to the queue.
-
-        ``instance``: the number of the instance that the batch is for.
-        """
+        """Takes the next batch from the queue, as much as the largest program has room for; the rest goes back to the queue."""
         batch = self.planner.take(now_ns, instance)
         if self.jitted is not None and (fitting := self.jitted.fitting(batch)) < len(batch):
             # They are older than what waits, so none of them is refused.
@@ -176,16 +173,16 @@ class ModelVersion:
     def _take_of_one_set(
         self,
         take: Callable[[int, int], list[Request]],
-        sequences: SequenceBatcher[Request],
-        sets: ParameterSets,
         now_ns: int,
         instance: int = 0,
     ) -> list[Request]:
         """Takes the requests of the next batch that use the same parameters as its first; the rest goes back to the queue.
 
-        A sequence goes on with the parameters that it began with. ``take``: called with ``now_ns`` and ``instance`` (the number
-        of the instance that the batch is for), takes the batch.
+        A sequence goes on with the parameters that it began with. ``take``: takes the batch.
         """
+        sequences, sets = self.sequences, self.sets
+        assert sequences is not None
+        assert sets is not None
         batch, table = take(now_ns, instance), sequences.table
         # What a thread is given may begin when others are in use.
         main = sets.main if self.loaded.instances else None
@@ -205,68 +202,47 @@ class ModelVersion:
         return [request for request in batch if request.chosen is batch[0].chosen]
 
     def commit(self, parameters: ParameterSet, moves: bool) -> Unused:
-        """Puts parameters that were staged (checked, and placed on the device) into use. Returns what they have replaced.
+        """Puts parameters that were staged into use. Returns what they have replaced.
 
         ``moves``: begun sequences and begun requests of a stepped model use them too, whichever version they began with.
         """
         assert self.sets is not None
         former = self.sets.newest(parameters.name)
-        now = None if parameters.name == MAIN_SET else parameters
-        held = False
-        if former is not parameters:
-            held = self._hold_sequences(former, parameters, now, moves) | self._hold_steps(
-                former, parameters, now, moves
-            )
+        held = former is not parameters and self._hold(former, parameters, moves)
         return self.sets.commit(parameters, stays=held)
 
-    def _hold_sequences(
-        self, former: ParameterSet | None, new: ParameterSet, now: ParameterSet | None, moves: bool
-    ) -> bool:
-        """Decides which parameters begun sequences go on with: ``now`` if ``moves``, else those of ``former`` with ``former``.
+    def _hold(self, former: ParameterSet | None, new: ParameterSet, moves: bool) -> bool:
+        """Decides which parameters begun sequences and begun requests of a stepped model go on with.
 
-        Args:
-          former: the version of the set that was in use; None: there was none.
-          new: the version that is put into use.
-          now: it, or None, which is always the newest of the parameter set ``main``.
-        Returns: whether any sequence goes on with ``former``.
+        ``former``: the version of the set that was in use; None: there was none. ``moves``: they go on with ``new``, else with
+        those that they had. Returns whether any goes on with ``former``.
         """
-        if self.sequences is None:
-            return False
-        table, held = self.sequences.table, False
-        for live in table.sequences():
-            if live.begun and _concerned(live.parameters, former, new, moves):
-                table.hold(live, now if moves else former)
-                held = not moves
-        return held
-
-    def _hold_steps(
-        self, former: ParameterSet | None, new: ParameterSet, now: ParameterSet | None, moves: bool
-    ) -> bool:
-        """Decides which parameters a stepped model's begun requests go on with, as ``_hold_sequences`` does for sequences."""
-        if self.steps is None:
-            return False
-        held = False
-        for request in self.steps.with_slots():
+        # None is always the newest of main.
+        now, held = None if new.name == MAIN_SET else new, False
+        if self.sequences is not None:
+            table = self.sequences.table
+            for live in table.sequences():
+                if live.begun and _concerned(live.parameters, former, new, moves):
+                    table.hold(live, now if moves else former)
+                    held = not moves
+        for request in () if self.steps is None else self.steps.with_slots():
             if _concerned(request.chosen, former, new, moves):
                 request.chosen = now if moves else former
+                self.steps_hold |= not moves
                 held = not moves
                 if moves and request.tells:
                     request.told = new.said()
-        self.steps_hold |= held
         return held
 
     def lose(self, instance: int, now_ns: int) -> list[tuple[Request, ServingError]]:
-        """Ends the sequences of the instance with this number, because their state is lost.
-
-        Returns their waiting requests, each with its error.
-        """
+        """Ends the sequences of an instance, because their state is lost. Returns their waiting requests, each with its error."""
         if self.sequences is None:
             return []
         self.statistics.lost_sequences += len(self.sequences.table.begun(instance))
         return self.sequences.lose(instance, now_ns)
 
     def use(self, cache: ResponseCache) -> None:
-        """From now on requests to this version are looked up in the response cache, and their answers are stored there."""
+        """Has the response cache answer requests to this version, and store their answers."""
         self.cache = cache
         self.statistics.slow = self.statistics.slow or SlowReason.CACHE
         self.when_closed(lambda: cache.forget(self))
@@ -317,7 +293,7 @@ class ModelVersion:
                 self.planner.limit(shapes, executables.limit(shapes))
 
     def serve(self) -> None:
-        """Takes over new sequences of this model and version number: they now begin here, not on a version loaded before."""
+        """Has new sequences of this model and version number begin here, not on a version loaded before."""
         if self._registered is not None and self.sequences is not None:
             self._registered.serve(self.sequences.table)
 
@@ -331,7 +307,7 @@ class ModelVersion:
                 self._registered.retire()
 
     def end_sequences(self) -> None:
-        """Closes this version's sequences, as no new request can reach it: each ends once its waiting requests have run."""
+        """Has each sequence end once its waiting requests have run, as no new request can reach this version."""
         if self.sequences is not None:
             self.sequences.close_all()
 
@@ -362,11 +338,9 @@ class ModelVersion:
         self._open_instances -= 1
 
     def _lets_go(self) -> bool:
-        """Ends the processes that the model's code has started and left running.
+        """Ends the processes that the model's code has left running, unless a later load uses the same code.
 
-        Does nothing if a later load (loading) of the version uses the same code.
-
-        Returns True once all of the processes have ended, or if there are none to end.
+        Returns True once none is left.
         """
         processes = None if self.loaded.users else self.loaded.imports.processes
         if processes is None:
@@ -414,11 +388,8 @@ def by_version(requests: list[Request]) -> dict[ModelVersion, list[Request]]:
 def _concerned(began: object | None, former: ParameterSet | None, new: ParameterSet, moves: bool) -> bool:
     """Returns whether what began with a set goes on with another version, or has to keep the version that was in use.
 
-    Args:
-      began: the parameters that it goes on with until now; None: always the newest of the parameter set ``main``.
-      former: the version of the set that was in use; None: there was none.
-      new: the version that is put into use.
-      moves: whether all that began with any version of the set goes on with the new one.
+    ``began``: the parameters that it goes on with until now; None: always the newest of the parameter set ``main``. The others
+    are as for ``ModelVersion._hold``.
     """
     if began is None:
         return new.name == MAIN_SET

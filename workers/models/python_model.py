@@ -2,8 +2,6 @@
 
 The interface that the model sees is ``tensord.workers.python_backend.interface``; this module converts requests and responses. A
 model returns its responses from ``execute``, or sends them by its requests' response senders, as decoupled models always do.
-Outputs that are not declared are dropped, as in Triton; for outputs of another datatype or shape than declared see
-``DeclaredOutputs``.
 """
 
 from __future__ import annotations
@@ -49,9 +47,7 @@ _log = logging.getLogger(__name__)
 def auto_complete(module: ModuleType, message: ModelConfig, port: ModelPort) -> ModelConfig:
     """Returns the configuration as completed by the model's ``auto_complete_config``, or as it is if the model has none.
 
-    ``port``: connects the model's code with the worker.
-
-    Raises: InvalidArgument: the model returned no valid configuration; or any error that the model itself raises.
+    Raises InvalidArgument: the model returned no valid configuration; or any error that the model itself raises.
     """
     complete = getattr(module.TritonPythonModel, "auto_complete_config", None)
     if complete is None:
@@ -73,7 +69,7 @@ def auto_complete(module: ModuleType, message: ModelConfig, port: ModelPort) -> 
 
 @dataclass(frozen=True, slots=True)
 class PythonVersion:
-    """Holds what the instances of one version of a Triton Python model share: code, configuration, and tensors."""
+    """What the instances of one version of a Triton Python model share: code, configuration, and tensors."""
 
     module: ModuleType
     message: ModelConfig
@@ -103,10 +99,7 @@ class PythonModel:
     """One instance of a Triton Python model. The instance's thread calls ``initialize``, ``execute`` and ``close``."""
 
     def __init__(self, shared: PythonVersion, instance: str) -> None:
-        """Creates the model's ``TritonPythonModel``. Raises whatever its constructor raises.
-
-        ``instance``: the instance's name.
-        """
+        """Creates the model's ``TritonPythonModel``. Raises whatever its constructor raises."""
         self._readiness = shared.readiness
         self._port = shared.port
         self._sequences = shared.sequences
@@ -180,10 +173,7 @@ class PythonModel:
         execution.finish([self._result(*each) for each in zip(requests, asked, responses, strict=True)])
 
     def _rows(self, requests: Sequence[Request]) -> list[int | None] | None:
-        """Returns for each row of the batch the index of its request, or None for an empty slot.
-
-        Returns None instead of a list if the rows are simply the requests in their order.
-        """
+        """Returns the index of the request of each row, or None for an empty slot; None: the rows are the requests."""
         if self._sequences is None or not self._sequences.direct or requests[0].version is None:
             return None
         rows: list[int | None] = [None] * (requests[-1].slot.number + 1)
@@ -192,7 +182,7 @@ class PythonModel:
         return rows
 
     def _nobody(self, request: Request) -> interface.InferenceRequest:
-        """Makes a placeholder for an empty slot: zeros of the shapes of ``request``, and neither START, END nor READY."""
+        """Makes a request for an empty slot: zeros of the shapes of ``request``, and neither START, END nor READY."""
         assert self._sequences is not None
         arrays = {name: np.zeros(array.shape, array.dtype) for name, array in request.arrays.items()}
         for array in arrays.values():
@@ -227,7 +217,7 @@ class PythonModel:
         """Returns the result of a request to a decoupled model after its run; the responses themselves go through senders.
 
         ``STREAMED``: a sender answers, now or later; Internal: the model kept no sender, so nothing will answer; None: the
-        model asked for another run of the request. ``asked``: the request as the model was given it.
+        model asked for another run of the request.
         """
         again = bool(asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
         held = asked.sender is not None
@@ -248,8 +238,8 @@ class PythonModel:
     ) -> None:
         """Ends the requests that an ``execute`` coroutine leaves unanswered, with an error; called in the coroutines' thread.
 
-        ``asked``: the requests as the model was given them. ``error``: the exception that the coroutine raised (then no request
-        is answered any more), or None (then those for which the model keeps a sender may be).
+        ``error``: the exception that the coroutine raised (then no request is answered any more), or None (then those
+        for which the model keeps a sender may be).
         """
         caller.close()
         if self._port.ran is not None:
@@ -266,9 +256,9 @@ class PythonModel:
                     sender.fail(failed)
 
     def _result(self, request: Request, asked: interface.InferenceRequest, response: Any) -> Result | None:
-        """Converts the model's response to a request to its result; None: the model asked for another run of the request.
+        """Converts the model's response to a request's result; None: the model asked for another run of the request.
 
-        ``asked``: the request as the model was given it. Raises TypeError: the model returned something else than a response.
+        Raises TypeError: the model returned something else than a response.
         """
         if asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE:
             return self._rescheduled(request, response)
@@ -299,7 +289,7 @@ class PythonModel:
     def _rescheduled(self, request: Request, response: Any) -> Result | None:
         """Returns the result of a request that the model asked to have run again: None if it is allowed, else the error.
 
-        Only models with iterative sequences may ask, and ``response``, the model's response, must be None.
+        Only models with iterative sequences may ask, and ``response`` must be None.
         """
         if self._sequences is None or self._sequences.iterative is None:
             refused = Internal(
@@ -347,8 +337,9 @@ def _client_error(error: Any) -> ServingError:
 class DeclaredOutputs:
     """Checks the outputs that a version computes against its configuration, and reshapes them as clients expect them.
 
-    Triton sends an output as the model returns it, whatever the configuration says. So does this class, and warns of a difference
-    once, or with the model's parameter ``strict_outputs`` refuses the output. The version's instances share one object.
+    Triton sends an output as the model returns it, whatever the configuration says, and drops outputs that are not
+    declared. So does this class, and warns of a difference once, or with the model's parameter ``strict_outputs`` refuses
+    the output.
     """
 
     def __init__(self, message: ModelConfig, signature: Signature) -> None:
@@ -361,9 +352,8 @@ class DeclaredOutputs:
     def fit(self, name: str, array: Array, rows: int) -> Array:
         """Returns an output in the shape that clients see; as it is, and logged once, if its dimensions are not as declared.
 
-        Clients see the configuration's ``dims``, also where the model computes the shape that ``reshape`` gives instead.
-
-        ``rows``: the rows of its request. Raises Internal: the output is not as declared and ``strict_outputs`` is set.
+        Clients see the configuration's ``dims``, also where the model computes the shape that ``reshape`` gives instead. Raises
+        Internal: the output is not as declared and ``strict_outputs`` is set.
         """
         spec = self._signature.outputs[name]
         array = spec.as_objects(array)
@@ -394,10 +384,7 @@ class DeclaredOutputs:
 
 
 class ResponseWriter:
-    """Passes the responses that a Triton Python model sends to one request on to the worker's ``ResponseSender``.
-
-    ``answer`` converts a response to a result.
-    """
+    """Passes the responses that a Triton Python model sends to one request on to the worker's ``ResponseSender``."""
 
     def __init__(
         self,
@@ -425,8 +412,5 @@ class ResponseWriter:
         return self._sender.is_cancelled or self._request.is_cancelled
 
     def give_up(self) -> None:
-        """Notes that the model has dropped its sender and can send nothing more through it.
-
-        If no other sender of the request is left, the request ends with an error.
-        """
+        """Notes that the model has dropped its sender; the request ends with an error if it was the last one."""
         self._sender.let_go()

@@ -1,7 +1,7 @@
-"""Registers the live sequences of all models of a worker: limits how many there are, and publishes them to the front processes.
+"""Registers the live sequences of all models of a worker: limits how many there are, and publishes them to the fronts.
 
-Used by the worker's loop only. A sequence is on the shared sequence page before any request of it runs, and until all its answers
-were sent.
+A sequence is on the shared sequence page before any request of it runs, and until all its answers were sent. Used by the worker's
+loop only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tensord.workers.scheduling.sequence_table import SequenceTable
 
 
 class SequenceRegister:
-    """Counts and bounds the live sequences of one worker; this class alone writes the worker's shared sequence page."""
+    """Counts and bounds the live sequences of one worker; it alone writes the worker's sequence page."""
 
     def __init__(self, page: SequencePage, most: int) -> None:
         self.page = page
@@ -30,7 +30,7 @@ class SequenceRegister:
         self.changed: set[RegisteredSequences] = set()
 
     def of(self, model: str, version: int) -> RegisteredSequences:
-        """Returns an object that registers the sequences of a model version; each loading of the version gets a new one."""
+        """Returns the registrar of one load of a model version."""
         return RegisteredSequences(self, SequenceKeys(model, version))
 
     def add(self) -> None:
@@ -42,10 +42,7 @@ class SequenceRegister:
         self.live += 1
 
     def tell(self) -> None:
-        """Writes the counts of free slots that have changed to the sequence page, where the front processes read them.
-
-        To be called before answers are sent, as their clients may start new sequences.
-        """
+        """Writes changed counts of free slots to the sequence page; called before answers are sent, whose clients may go on."""
         changed, self.changed = self.changed, set()
         for each in changed:
             each.publish_slots()
@@ -65,7 +62,7 @@ class SequenceRegister:
 
 
 class RegisteredSequences:
-    """Registers the sequences of a model version that was loaded, on the worker's sequence page in shared memory.
+    """Registers the sequences of one load of a model version on the worker's sequence page.
 
     ``generation`` tells sequences of one correlation id apart; a later one has a higher number. For each sequence ``waiting`` is
     called, then ``begun`` unless it never ran, then ``gone``, perhaps after ``waiting`` for the next sequence of its id.
@@ -79,13 +76,13 @@ class RegisteredSequences:
         self._table: SequenceTable[Any] | None = None
 
     def serve(self, table: SequenceTable[Any]) -> None:
-        """From now on writes the free slots of ``table`` to the sequence page: new sequences of the version then begin here."""
+        """From now on publishes the free slots of ``table``: new sequences of the version then begin here."""
         self._table = table
         self._register.serving[self._keys.slots] = self
         self._register.changed.add(self)
 
     def retire(self) -> None:
-        """Removes the free slots from the sequence page: no new sequences come, as the version was unloaded or loaded again."""
+        """Removes the free slots from the sequence page, so that no new sequences come."""
         self._table = None
         if self._register.serving.get(self._keys.slots) is self:
             del self._register.serving[self._keys.slots]
@@ -97,10 +94,7 @@ class RegisteredSequences:
             self._register.page.publish_slots(self._keys.slots, self._table.free_slots, self._table.backlog)
 
     def waiting(self, correlation_id: int | str, generation: int) -> None:
-        """Registers a sequence on the sequence page before it is admitted (gets a slot).
-
-        Raises Unavailable: too many are live; then it is not registered.
-        """
+        """Registers a sequence before it gets a slot. Raises Unavailable: too many are live; then it is not registered."""
         self._register.add()
         key = self._keys.key(correlation_id)
         self._entries[generation] = key, self._register.page.admit(key, time.monotonic_ns())

@@ -10,6 +10,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,49 +35,43 @@ _COUNTED = (
 MAX_RESPONSES = 1024
 
 
+@dataclass(slots=True)
 class Duration:
-    """Counts how often a kind of event happened, such as a cache hit or a failure, and the nanoseconds that all of them took."""
+    """How often a kind of event happened, such as a cache hit or a failure, and the nanoseconds that all of them took."""
 
-    __slots__ = ("count", "ns")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.ns = 0
+    count: int = 0
+    ns: int = 0
 
     def add(self, ns: int) -> None:
         self.count += 1
         self.ns += ns
 
     def to_dict(self) -> dict[str, int]:
-        """Returns the count and the nanoseconds as an entry of Triton's statistics extension."""
+        """Returns an entry of Triton's statistics extension."""
         return {"count": self.count, "ns": self.ns}
 
 
+@dataclass(slots=True)
 class ResponseStatistics:
-    """Statistics of the responses at one position in their requests; position 0: the first response to each request."""
+    """The responses at one position in their requests: an entry of ``response_stats`` of Triton's statistics extension."""
 
-    __slots__ = ("cancel", "compute_infer", "compute_output", "empty_response", "fail", "success")
-
-    def __init__(self) -> None:
-        #: From the response before it, or from when the request began to run.
-        self.compute_infer = Duration()
-        #: Putting it into place.
-        self.compute_output = Duration()
-        self.success = Duration()
-        self.fail = Duration()
-        #: It had no outputs, or was no response but the mark that none comes any more.
-        self.empty_response = Duration()
-        #: Its request was given up before it came.
-        self.cancel = Duration()
+    #: From the response before it, or from when the request began to run.
+    compute_infer: Duration = field(default_factory=Duration)
+    #: Putting it into place.
+    compute_output: Duration = field(default_factory=Duration)
+    success: Duration = field(default_factory=Duration)
+    fail: Duration = field(default_factory=Duration)
+    #: It had no outputs, or was no response but the mark that none comes any more.
+    empty_response: Duration = field(default_factory=Duration)
+    #: Its request was given up before it came.
+    cancel: Duration = field(default_factory=Duration)
 
     def to_dict(self) -> dict[str, dict[str, int]]:
-        """Returns one entry of ``response_stats``, with its fields in the order of Triton's statistics extension."""
-        names = ("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel")
-        return {name: getattr(self, name).to_dict() for name in names}
+        return {name: getattr(self, name).to_dict() for name in self.__slots__}
 
 
 class ResponsesByNumber:
-    """Statistics of a model version's responses by their position in the request; from ``MAX_RESPONSES`` on none is counted."""
+    """A model version's responses by their position in the request; from ``MAX_RESPONSES`` on none is counted."""
 
     def __init__(self) -> None:
         self._found: dict[int, ResponseStatistics] = {}
@@ -84,7 +79,7 @@ class ResponsesByNumber:
         self._counts = self._waited_ns = np.zeros(0, np.int64)
 
     def of(self, number: int) -> ResponseStatistics | None:
-        """Returns the statistics of responses with this position in their request, or None if it is not counted."""
+        """Returns the statistics of responses at a position, or None if it is not counted."""
         if number >= MAX_RESPONSES:
             return None
         return self._found.get(number) or self._found.setdefault(number, ResponseStatistics())
@@ -111,7 +106,7 @@ class ResponsesByNumber:
         self._counts, self._waited_ns = np.zeros((2, MAX_RESPONSES), np.int64)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns ``response_stats`` of Triton's statistics extension: the position of responses as text -> entry."""
+        """Returns ``response_stats`` of Triton's statistics extension: the position as text -> entry."""
         for number in np.flatnonzero(self._counts).tolist():
             counted = self.of(number)
             assert counted is not None
@@ -128,7 +123,7 @@ class ResponsesByNumber:
 
 
 class NativeRuns(NamedTuple):
-    """Counts of requests that C code answered successfully, outside of Python (``tensord.workers.dispatch.fast_path``)."""
+    """Counts of requests that C code answered successfully (``tensord.workers.dispatch.fast_path``)."""
 
     answered: int
     rows: int
@@ -143,7 +138,7 @@ class NativeRuns(NamedTuple):
     batches: list[tuple[int, int, int, int, int]]
 
     def part(self, share: int, whole: int) -> NativeRuns:
-        """Returns the counts of one model of an ensemble that ran as a pipeline: the model took ``share / whole`` of the time."""
+        """Returns the counts of one model of an ensemble's pipeline: the model took ``share / whole`` of the time."""
         took = self.compute_ns[1] * share // whole
         batches = [(size, count, 0, ns * share // whole, 0) for size, count, _, ns, _ in self.batches]
         return NativeRuns(self.answered, self.rows, self.runs, took, 0, 0, (0, took, 0), batches)
@@ -164,16 +159,14 @@ class Failure(enum.Enum):
     OTHER = "OTHER"
 
 
+@dataclass(slots=True)
 class BatchStatistics:
     """The runs of one model version with one batch size: how many, and the time that they took."""
 
-    __slots__ = ("count", "infer_ns", "input_ns", "output_ns")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.input_ns = 0
-        self.infer_ns = 0
-        self.output_ns = 0
+    count: int = 0
+    input_ns: int = 0
+    infer_ns: int = 0
+    output_ns: int = 0
 
 
 class VersionStatistics:
@@ -290,19 +283,14 @@ class VersionStatistics:
         batch.output_ns += output_ns
 
     def stepped(self, count: int, infer_ns: int) -> None:
-        """Counts one step of a stepped model, which computes ``count`` requests together.
-
-        The requests are counted by ``streamed`` when they end.
-        """
+        """Counts one step of a stepped model for ``count`` requests, which ``streamed`` counts when they end."""
         self.execution_count += 1
         self._count_batches(count, 1, 0, infer_ns, 0)
 
     def responded(self, sender: ResponseSender, result: Sent, now_ns: int, placed_ns: int) -> None:
-        """Counts a response that came at ``now_ns`` and was written at ``placed_ns``.
+        """Counts a response that came at ``now_ns`` and was written at ``placed_ns``, also in its sender.
 
         ``result``: None: it was only the mark that no response follows.
-
-        Also updates the sender: how many responses it has sent, and when the last.
         """
         number, waited_ns, output_ns = sender.count, max(0, now_ns - sender.last_ns), placed_ns - now_ns
         sender.last_ns = placed_ns
@@ -333,7 +321,7 @@ class VersionStatistics:
         sender.last_ns = now_ns
 
     def streamed(self, sender: ResponseSender, now_ns: int, failure: Failure | None) -> None:
-        """Counts a request that was answered by a response sender and has ended. ``failure``: why it failed; None: it did not."""
+        """Counts a request that a response sender has answered. ``failure``: why it failed; None: it did not."""
         request = sender.request
         if failure is Failure.CANCELED and (counted := self.responses.of(sender.count)) is not None:
             counted.cancel.add(max(0, now_ns - sender.last_ns))
@@ -373,12 +361,12 @@ class VersionStatistics:
         self.padded_elements += elements
 
     def failed(self, lasted_ns: int, why: Failure = Failure.REJECTED) -> None:
-        """Counts a request that was accepted and failed ``lasted_ns`` after its arrival. By default it waited too long."""
+        """Counts a request that was accepted and failed ``lasted_ns`` after its arrival."""
         self.fail.add(lasted_ns)
         self.failures[why] += 1
 
     def found(self, request: Request, began_ns: int, now_ns: int) -> None:
-        """Counts a request that the response cache answered; ``began_ns``: when the request was looked up in the cache."""
+        """Counts a request that the response cache answered; ``began_ns``: when it was looked up there."""
         self.success_count += 1
         self.request_ns += now_ns - request.arrived_ns
         waited_ns = max(0, began_ns - request.arrived_ns)
@@ -389,11 +377,11 @@ class VersionStatistics:
         self.cache_hit.add(now_ns - began_ns)
 
     def succeed(self, former: VersionStatistics) -> None:
-        """From now on includes the counts of the version's former load (loading), ``former``, also while they still grow."""
+        """From now on includes the counts of the version's former load, also while they still grow."""
         self._former, self.began_ns = former, former.began_ns
 
     def inherit(self) -> None:
-        """Copies the counts that ``succeed`` includes: the former load (loading of the version) has ended and counts no more."""
+        """Copies the counts that ``succeed`` includes: the former load has ended and counts no more."""
         if self._former is not None:
             self._inherited_durations = self._former.all_durations()
             self._inherited, self._former = self._former.counts(), None
@@ -404,21 +392,17 @@ class VersionStatistics:
         return self.durations.counts, self.durations.bounds
 
     def all_durations(self) -> Counted:
-        """Returns the duration histograms of the version since it was first loaded: those of replaced loads are added."""
+        """Returns the duration histograms of the version since it was first loaded."""
         former = self._inherited_durations if self._former is None else self._former.all_durations()
         return total(former, self.durations.counted())
 
     def counts(self) -> Counts:
-        """Returns the version's counts for metrics since it was first loaded: those of replaced loads are added."""
+        """Returns the version's counts for metrics since it was first loaded."""
         former = self._inherited if self._former is None else self._former.counts()
         slow = self.slow_requests if self.slow is None else {self.slow: self.success_count + self.fail.count}
         return former + Counts(
             success=self.success_count,
-            rejected=self.failures[Failure.REJECTED],
-            canceled=self.failures[Failure.CANCELED],
-            backend=self.failures[Failure.BACKEND],
-            other=self.failures[Failure.OTHER],
-            replaced=self.failures[Failure.REPLACED],
+            **{why.name.lower(): self.failures[why] for why in Failure},
             inference=self.inference_count,
             execution=self.execution_count,
             **{name: getattr(self, name) for name in _COUNTED},
@@ -426,15 +410,10 @@ class VersionStatistics:
             cache_hit_ns=self.cache_hit.ns,
             cache_miss=self.cache_miss.count,
             cache_miss_ns=self.cache_miss.ns,
-            queue_full=self.refused[Refusal.QUEUE_FULL],
-            compiling=self.refused[Refusal.COMPILING],
-            answer_room=self.refused[Refusal.ANSWER_ROOM],
+            **{why.value: self.refused[why] for why in (Refusal.QUEUE_FULL, Refusal.COMPILING, Refusal.ANSWER_ROOM)},
             first=self._first.count,
             first_ns=self._first.ns,
-            first_within_0=self._first_within[0],
-            first_within_1=self._first_within[1],
-            first_within_2=self._first_within[2],
-            first_within_3=self._first_within[3],
+            **{f"first_within_{i}": count for i, count in enumerate(self._first_within)},
             busy_ns=sum([each.input_ns + each.infer_ns + each.output_ns for each in self._batches.values()]),
             slow={why.label: count for why, count in slow.items()},
         )
@@ -451,13 +430,13 @@ class VersionStatistics:
             "execution_count": self.execution_count,
             "inference_stats": {
                 "success": _duration(good, self.request_ns),
-                "fail": _duration(self.fail.count, self.fail.ns),
+                "fail": self.fail.to_dict(),
                 "queue": _duration(good, self.queue_ns),
                 "compute_input": _duration(computed, self.compute_input_ns),
                 "compute_infer": _duration(computed, self.compute_infer_ns),
                 "compute_output": _duration(computed, self.compute_output_ns),
-                "cache_hit": _duration(self.cache_hit.count, self.cache_hit.ns),
-                "cache_miss": _duration(self.cache_miss.count, self.cache_miss.ns),
+                "cache_hit": self.cache_hit.to_dict(),
+                "cache_miss": self.cache_miss.to_dict(),
             },
             "response_stats": self.responses.to_dict(),
             "batch_stats": [

@@ -43,18 +43,12 @@ class DeviceRun(NamedTuple):
         return bool(self.made.is_ready())
 
     def read(self) -> Array:
-        """Waits for the results and returns them as bytes (laid out by ``Rows``): UINT8[rows, size].
-
-        Raises what the run raised.
-        """
+        """Waits for the results: UINT8[rows, size], laid out by ``Rows``. Raises what the run raised."""
         return np.asarray(self.made)
 
 
 class SteppedModel:
-    """One version of a model that computes many requests at once, a step at a time, with the state of its slots on the device.
-
-    Each request has a slot until it ends. Used by the worker's loop.
-    """
+    """One version of a model that computes many requests at once, a step at a time; each request has a slot until it ends."""
 
     def __init__(
         self,
@@ -66,11 +60,7 @@ class SteppedModel:
         declared: StepDeclaration,
         remote: bool,
     ) -> None:
-        """
-        Args:
-          rows: the layout of one request's results in a row of bytes.
-          remote: whether the device has memory of its own (a GPU).
-        """
+        """``rows``: the layout of results. ``remote``: whether the device has memory of its own (a GPU)."""
         self._remote = remote
         self.rules = declared.rules
         self.gather = declared.gather
@@ -113,9 +103,7 @@ class SteppedModel:
     ) -> DeviceRun:
         """Launches the insertion of requests of one batching key into slots; the returned run has one row for each request.
 
-        ``chosen``: the parameter set to use; None: ``main``.
-
-        Raises: StateLost: the insertion failed and the state of all slots is lost. Any other error leaves all slots unchanged.
+        Raises StateLost: the insertion failed and the state of all slots is lost. Any other error leaves all slots unchanged.
         """
         key = self._shapes.key(requests[0].arrays)
         inputs, numbers = self.executables.zeros(key)
@@ -134,8 +122,7 @@ class SteppedModel:
     def step(self, last: int, masked: frozenset[int], chosen: ParameterSet | None = None) -> DeviceRun:
         """Launches one step of the requests in slots 0 to ``last``, without those in ``masked``, by the smallest program.
 
-        ``chosen``: the parameter set to use; None: ``main``. Raises StateLost: the step failed, and the state
-        of all slots is lost. Any other error leaves all slots unchanged.
+        Raises StateLost: the step failed, and the state of all slots is lost. Any other error leaves all slots unchanged.
         """
         count = self._sizes[bisect.bisect_right(self._sizes, last)]
         if self._unmasked is None or self._unmasked[:2] != (count, masked):

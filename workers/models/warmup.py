@@ -56,14 +56,11 @@ class Sample:
         self._key: Hashable = None
 
     def begin(self, begun: Callable[[Mapping[str, Array], int], dict[str, Array]]) -> None:
-        """Adds the state of a new sequence to the sample's inputs.
-
-        ``begun``: makes the state, given the inputs and their number of rows.
-        """
+        """Adds the state of a new sequence to the inputs; ``begun``: makes it from the inputs and their number of rows."""
         self._arrays |= begun(self._arrays, self.rows)
 
     def run(self, model: RunnableModel, model_name: str, check: CheckDevice = works) -> None:
-        """Runs the sample ``count`` times. Raises InvalidArgument: the model failed. ``check``: raises if the device failed."""
+        """Runs the sample ``count`` times. Raises InvalidArgument: the model failed."""
         for _ in range(self.count):
             execution = Execution([self.request(model_name)], time.monotonic_ns())
             run(model, execution, check)
@@ -74,9 +71,7 @@ class Sample:
     def run_jitted(self, model: JaxModel, runner: RunnableModel, model_name: str, check: CheckDevice = works) -> None:
         """Runs the sample on a jitted model, whose program is compiled first if there is none for the sample's shapes.
 
-        ``runner``: the model's object for the calling thread.
-
-        Raises InvalidArgument: the model failed; or what compiling raises.
+        ``runner``: the model's object for the calling thread. Raises InvalidArgument: the model failed; or what compiling raises.
         """
         self._key = model.key(self._arrays)
         wanted = model.wanted_by([self.request(model_name)])
@@ -85,7 +80,7 @@ class Sample:
         self.run(runner, model_name, check)
 
     def run_stepped(self, model: SteppedModel, model_name: str) -> None:
-        """Runs the sample on a stepped model ``count`` times, as a request in slot 0 with one step, before the model serves.
+        """Runs the sample ``count`` times as a request in slot 0 with one step.
 
         Raises InvalidArgument: the model failed, or no program takes the sample's inputs.
         """
@@ -123,11 +118,9 @@ def samples(
 ) -> list[Sample]:
     """Makes the warmup samples of a completed configuration.
 
-    Args:
-      folder: the model's folder, which has the files in ``warmup/``.
-      more: inputs that clients do not send, each of one row.
-
-    Raises: InvalidArgument: a sample does not fit the model, or its file cannot be read.
+    ``folder``: the model's, which has the files in ``warmup/``. ``more``: inputs that clients do not send, each of one row.
+    Raises
+    InvalidArgument: a sample does not fit the model, or its file cannot be read.
     """
     made: list[Sample] = []
     room = MAX_BYTE_SIZE
@@ -167,13 +160,9 @@ def _sample(setting: Any, described: Signature, folder: Path, room: int, more: M
 def _tensor(what: str, given: Any, spec: TensorSpec, lead: tuple[int, ...], folder: Path, room: int) -> Array:
     """Returns one input of a warmup sample as the model takes it.
 
-    Args:
-      what: the input's name in error messages.
-      given: the input in ``model_warmup``.
-      lead: the batch dimension, or ().
-      room: how many bytes the input may have.
-
-    Raises InvalidArgument: the input does not fit the model or ``room``, or its file cannot be read.
+    ``given``: the input in ``model_warmup``. ``lead``: the batch dimension, or (). ``room``: how many bytes the input may have.
+    Raises
+    InvalidArgument: the input does not fit the model or ``room``, or its file cannot be read.
     """
     datatype, dims = datatypes.from_model_config(data_type_name(given)), tuple(given.dims)
     if datatype != spec.datatype or not spec.fits(dims):
@@ -202,7 +191,7 @@ def _zeros(spec: TensorSpec, shape: tuple[int, ...]) -> Array:
 
 
 def _random(spec: TensorSpec, shape: tuple[int, ...]) -> Array:
-    """Returns random floats from 0 to 1, integers of the datatype's full range, or BYTES elements of one printable character."""
+    """Returns floats from 0 to 1, integers of the datatype's full range, or BYTES elements of one printable character."""
     chance = np.random.default_rng(_SEED)
     if spec.datatype == "BYTES":
         made = np.empty(shape, np.object_)

@@ -42,11 +42,9 @@ class DeviceRoom:
     """
 
     def __init__(self, byte_size: int, pinned: PinnedBudget | None = None) -> None:
-        """Starts with no set on the device.
+        """``byte_size``: how many bytes all sets together may take on the device.
 
-        Args:
-          byte_size: how many bytes all sets together may take on the device.
-          pinned: how many bytes of page-locked memory sets that left the device may take; None: none.
+        ``pinned``: how many bytes of page-locked memory sets that left the device may take; None: none.
         """
         self._limit = byte_size
         self.pinned = pinned or PinnedBudget(0)
@@ -66,7 +64,7 @@ class DeviceRoom:
         self._former: OrderedDict[ParameterSet, None] = OrderedDict()
 
     def use(self) -> int:
-        """Returns the number that marks a set as used now, higher than all before: the set with the lowest is evicted first."""
+        """Returns the number that marks a set as used now: the set with the lowest is evicted first."""
         return next(self._uses)
 
     @property
@@ -81,9 +79,9 @@ class DeviceRoom:
         return sum([each.byte_size for each in self._stacks])
 
     def join_stack(self, stack: SetStack, model: str) -> None:
-        """Reserves memory on the device for a stack, whose arrays hold several sets of a model, until ``leave_stack``.
+        """Reserves memory on the device for a stack of sets until ``leave_stack``.
 
-        ``model``: for errors. Raises InvalidArgument: the stacks together would have more bytes than all sets may take.
+        Raises InvalidArgument: the stacks together would have more bytes than all sets may take.
         """
         with self.lock:
             taken = self._stacked
@@ -96,7 +94,7 @@ class DeviceRoom:
             self._stacks.add(stack)
 
     def leave_stack(self, stack: SetStack) -> None:
-        """Frees the memory that ``join_stack`` reserved for a stack of parameter sets. May be called more than once."""
+        """Frees the memory that ``join_stack`` reserved. May be called more than once."""
         with self.lock:
             self._stacks.discard(stack)
 
@@ -143,10 +141,9 @@ class DeviceRoom:
             heapq.heappush(self._order, entry)
 
     def keep(self, parameters: ParameterSet) -> None:
-        """Keeps in host memory a set that a newer version has replaced, so that it can be put into use again (roll-back).
+        """Keeps in host memory a set that a newer version has replaced, so that it can be put into use again.
 
-        The oldest of the kept sets are forgotten while these have together more bytes than sets may take on the device: one limit
-        for both.
+        The oldest of the kept sets are forgotten while these have together more bytes than sets may take on the device.
         """
         self._former[parameters] = None
         while sum([each.byte_size for each in self._former]) > self._limit:
@@ -154,22 +151,16 @@ class DeviceRoom:
             oldest.sets.forget_before(oldest)
 
     def forget(self, parameters: ParameterSet) -> None:
-        """Removes a replaced set from the sets that are kept in host memory, if it is one of them."""
+        """Removes a replaced set from those that ``keep`` keeps, if it is one of them."""
         self._former.pop(parameters, None)
 
     def left(self, parameters: ParameterSet) -> None:
-        """Stops counting the memory of a set that has left the device, or could not be copied there.
-
-        The caller must hold ``lock``.
-        """
-        self._forget(weakref.ref(parameters))
-
-    def _forget(self, resident: weakref.ref[ParameterSet]) -> None:
-        self._taken -= self._resident.pop(resident, (0, 0))[0]
+        """Stops counting the memory of a set that is not on the device any more. The caller must hold ``lock``."""
+        self._taken -= self._resident.pop(weakref.ref(parameters), (0, 0))[0]
 
     def _forget_gone(self) -> None:
         while self._gone:
-            self._forget(self._gone.popleft())
+            self._taken -= self._resident.pop(self._gone.popleft(), (0, 0))[0]
 
     def __repr__(self) -> str:
         return f"<DeviceRoom {self.byte_size} of {self._limit} bytes>"

@@ -56,7 +56,7 @@ _metadata_decoder = msgspec.json.Decoder(dict[str, str])
 
 
 class LaidLeaf(NamedTuple):
-    """Name, dtype and shape of a leaf (an array of a model's parameters) that is to be written to memory."""
+    """Name, dtype and shape of a leaf that is to be written to memory."""
 
     name: str
     dtype: np.dtype[Any]
@@ -85,9 +85,9 @@ def read(content: memoryview, what: str, leaves: Leaves | None = None) -> dict[s
 
     Args:
       content: the memory, which must not change any more.
-      what: names the parameters in errors.
+      what: names the parameters in errors, here and below.
       leaves: those of the model, which bound the header; None: whoever wrote the header is trusted.
-    Raises: InvalidArgument: the memory is not in safetensors' layout, or a leaf has an unsupported type; with ``leaves``: the
+    Raises InvalidArgument: the memory is not in safetensors' layout, or a leaf has an unsupported type; with ``leaves``: the
       model has no such leaf.
     """
     length = header_length(bytes(content[:LENGTH]), len(content), what, leaves)
@@ -99,14 +99,10 @@ def read(content: memoryview, what: str, leaves: Leaves | None = None) -> dict[s
 
 
 def header_length(head: bytes, byte_size: int, what: str, leaves: Leaves | None = None) -> int:
-    """Returns the length of safetensors' header.
+    """Returns the length of safetensors' header. Raises InvalidArgument: the parameters are too short, or the header is too long.
 
-    Args:
-      head: the first ``LENGTH`` bytes of the parameters, or all of them.
-      byte_size: that of the parameters.
-      what: names them in errors.
-      leaves: those of the model, which bound the header; None: whoever wrote the header is trusted.
-    Raises InvalidArgument: the parameters are too short, or the header is too long for these leaves.
+    ``head``: the first ``LENGTH`` bytes of the parameters, or all of them. ``byte_size``: that of the parameters.
+    ``leaves``: as for ``read``.
     """
     if len(head) < LENGTH:
         raise InvalidArgument(f"{what}: {len(head)} bytes are too few for safetensors' layout")
@@ -124,13 +120,9 @@ def header_length(head: bytes, byte_size: int, what: str, leaves: Leaves | None 
 def places(header: bytes | memoryview, byte_size: int, what: str, leaves: Leaves | None = None) -> dict[str, Place]:
     """Reads safetensors' header. Returns leaf name -> place, in the order of the places.
 
-    Args:
-      header: its bytes, without their length.
-      byte_size: that of the parameters, which the tensors fill to the end.
-      what: names them in errors.
-      leaves: those of the model; None: any may be there.
-    Raises InvalidArgument: the header is not that of safetensors' layout, the tensors are no sequence without holes, or have an
-      unsupported type; the model has no such leaf, or it has another datatype or shape.
+    ``header``: its bytes, without their length. ``byte_size``: that of the parameters, which the tensors fill to the end. Raises
+    InvalidArgument: the header is not that of safetensors' layout, the tensors are no sequence without holes, or have an
+    unsupported type; the model has no such leaf, or it has another datatype or shape.
     """
     first = at = LENGTH + len(header)
     found: dict[str, Place] = {}
@@ -160,7 +152,7 @@ def places(header: bytes | memoryview, byte_size: int, what: str, leaves: Leaves
 
 
 def _entries(header: bytes | memoryview, what: str, leaves: Leaves | None) -> dict[str, _Entry]:
-    """Decodes safetensors' header. Returns leaf name -> entry: dtype, shape, and the leaf's bytes, counted from the header's end.
+    """Decodes safetensors' header. Returns leaf name -> entry.
 
     Raises InvalidArgument: the header is not that of safetensors' layout, or has more entries than the model has leaves.
     """
@@ -183,10 +175,7 @@ def _entries(header: bytes | memoryview, what: str, leaves: Leaves | None) -> di
 
 
 def check_truth(arrays: Mapping[str, Array], what: str) -> None:
-    """Checks the truth values among pushed arrays (leaf name -> array). ``what``: names the parameters in errors.
-
-    Raises InvalidArgument: one is neither 0 nor 1, as in memory it must be.
-    """
+    """Raises InvalidArgument: a truth value among pushed arrays is neither 0 nor 1, as in memory it must be."""
     for name, array in arrays.items():
         if array.dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1:
             raise InvalidArgument(f"{what}: leaf '{name[:_MAX_NAME]}' has a truth value that is neither 0 nor 1")
@@ -199,13 +188,10 @@ def leaf_of(name: str, array: Array) -> tuple[LaidLeaf, Copy]:
 
 
 def laid_out(leaves: Sequence[tuple[LaidLeaf, Copy]], limit: int, what: str) -> list[Part]:
-    """Lays leaves (arrays) out in safetensors' layout. Returns the parts that memory is to be filled with, in their order.
+    """Lays leaves out in safetensors' layout. Returns the parts that memory is to be filled with, in their order.
 
-    Args:
-      leaves: each leaf, and the function that copies its bytes.
-      limit: how many bytes the memory may have.
-      what: names the parameters in errors.
-    Raises InvalidArgument: the leaves need more bytes, or have an element type without a name in the layout.
+    ``leaves``: each leaf, and the function that copies its bytes. Raises InvalidArgument: the leaves need more than
+    ``limit`` bytes, or have an element type without a name in the layout.
     """
     # Whole multiples of the alignment come first, so that all of them are aligned.
     ordered = sorted(leaves, key=lambda each: each[0].byte_size % ALIGNMENT != 0)
@@ -224,9 +210,6 @@ def laid_out(leaves: Sequence[tuple[LaidLeaf, Copy]], limit: int, what: str) -> 
 
 
 def check_size(byte_size: int, limit: int, what: str) -> None:
-    """Checks the size of pushed parameters. Raises InvalidArgument: they have more than ``limit`` bytes.
-
-    ``what``: names the parameters in the error.
-    """
+    """Raises InvalidArgument: pushed parameters have more than ``limit`` bytes."""
     if byte_size > limit:
         raise InvalidArgument(f"{what} would have {byte_size} bytes, workers.max_parameter_byte_size allows {limit}")

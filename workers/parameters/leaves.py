@@ -21,7 +21,7 @@ _PIECE = 1 << 18
 
 
 class Leaf(NamedTuple):
-    """Describes one array of a model's parameters: its name, shape, dtype in the model, and dtype on the device."""
+    """Describes one array of a model's parameters."""
 
     #: The keys on the path to the array in the tree of parameters, joined by dots.
     name: str
@@ -57,7 +57,6 @@ class Leaves:
         """Describes leaves. The caller must have set JAX's 64-bit mode as the model needs it.
 
         Args:
-          model: its name, for errors.
           names: the names of the leaves, in the order of their tree.
           made: the leaves in this order, as the model's ``create`` function returned them.
           shared: returns whether all parameter sets share the leaf with a name.
@@ -85,7 +84,7 @@ class Leaves:
         return sum([leaf.byte_size for leaf in self._leaves if not (named and leaf.shared)])
 
     def check_named(self) -> None:
-        """Checks that the model's parameters can be pushed. Raises Unsupported: two have the same name, or none is an array."""
+        """Raises Unsupported: the parameters cannot be pushed, because two have the same name, or none is an array."""
         if self._twice is not None:
             raise Unsupported(f"model '{self.model}': two of its parameters are called '{self._twice}'")
         if not any(leaf.plain for leaf in self._leaves):
@@ -96,38 +95,33 @@ class Leaves:
 
         Args:
           found: leaf name -> array.
-          what: names the parameters in errors.
+          what: names the parameters in errors, here and below.
           named: whether they are for a set other than main: such a set has None in place of the leaves that all sets share.
         Raises InvalidArgument: a leaf is missing, unknown, or has another datatype or shape than the model's; Unsupported: the
-        model's parameters cannot be pushed.
+          model's parameters cannot be pushed.
         """
         self.check_named()
         self.check_known(found, what)
         fitting: list[Array | None] = []
         for leaf in self._leaves:
             array = found.get(leaf.name)
-            if named and leaf.shared:
-                if array is not None:
-                    raise InvalidArgument(
-                        f"{what}: leaf '{leaf.name}' of model '{self.model}' is not among its batch_sets: "
-                        "all sets have it of 'main', to which it is pushed"
-                    )
-                fitting.append(None)
-                continue
-            if not leaf.plain:
-                if array is not None:
-                    raise InvalidArgument(f"{what}: leaf '{leaf.name}' is of {leaf.placed}, which cannot be pushed")
-                fitting.append(None)
-                continue
-            if array is None:
+            is_pushed = leaf.plain and not (named and leaf.shared)
+            if is_pushed and array is None:
                 raise InvalidArgument(f"{what}: leaf '{leaf.name}' of model '{self.model}' is missing")
+            if not is_pushed and array is not None:
+                if not (named and leaf.shared):
+                    raise InvalidArgument(f"{what}: leaf '{leaf.name}' is of {leaf.placed}, which cannot be pushed")
+                raise InvalidArgument(
+                    f"{what}: leaf '{leaf.name}' of model '{self.model}' is not among its batch_sets: "
+                    "all sets have it of 'main', to which it is pushed"
+                )
             fitting.append(array)
         return fitting
 
     def check_known(self, found: Mapping[str, Any], what: str) -> None:
-        """Checks those arrays that are pushed (leaf name -> array, or what describes it); others may be missing.
+        """Raises InvalidArgument: the model has no leaf of a name in ``found``, or it has another dtype or shape.
 
-        ``what``: names them in errors. Raises InvalidArgument: the model has no such leaf, or it has another dtype or shape.
+        ``found``: leaf name -> array, or what describes it; leaves may be missing.
         """
         self.check_names(found, what)
         for name in self.fixed & found.keys():
@@ -136,22 +130,22 @@ class Leaves:
                     f"{what}: leaf '{name}' is no array in model '{self.model}', but part of its programs"
                 )
         for leaf in self._leaves:
-            if leaf.plain and (given := found.get(leaf.name)) is not None:
-                self._check(leaf, given.dtype, given.shape, what)
+            given = found.get(leaf.name) if leaf.plain else None
+            if given is not None and (given.dtype not in (leaf.placed, leaf.made) or given.shape != leaf.shape):
+                raise InvalidArgument(
+                    f"{what}: leaf '{leaf.name}' is {_kind(given.dtype, given.shape)}, model '{self.model}' has "
+                    f"{_kind(leaf.placed, leaf.shape)}"
+                )
+
+    def hosted(self, arrays: Iterable[Any]) -> list[Array | None]:
+        """Returns leaves as arrays in host memory, with None in place of those that cannot be pushed."""
+        return [np.asarray(array) if leaf.plain else None for leaf, array in zip(self, arrays, strict=True)]
 
     def check_names(self, found: Iterable[str], what: str) -> None:
-        """Checks the names of pushed arrays. Raises InvalidArgument: the model has no such leaf; ``what``: names them there."""
+        """Raises InvalidArgument: the model has no leaf of one of these names."""
         known = self.fixed | {leaf.name for leaf in self._leaves}
         if unknown := sorted(name for name in found if name not in known):
             raise InvalidArgument(f"{what}: model '{self.model}' has no leaf '{unknown[0][:256]}'")
-
-    def _check(self, leaf: Leaf, dtype: np.dtype[Any], shape: tuple[int, ...], what: str) -> None:
-        """Checks a pushed array. Raises InvalidArgument: dtype or shape are not the leaf's. ``what``: names it in the error."""
-        if dtype not in (leaf.placed, leaf.made) or shape != leaf.shape:
-            raise InvalidArgument(
-                f"{what}: leaf '{leaf.name}' is {_kind(dtype, shape)}, model '{self.model}' has "
-                f"{_kind(leaf.placed, leaf.shape)}"
-            )
 
     def __repr__(self) -> str:
         return f"<Leaves {len(self._leaves)} of {self.model!r}>"
@@ -167,7 +161,7 @@ def _placed(dtype: Any) -> Any:
 
 
 def names_of(parameters: Any, kinds: tuple[type, ...] = (object,)) -> list[str]:
-    """Returns the names of a tree's leaves of certain types (``kinds``): the keys on the path to each, joined by dots.
+    """Returns the names of a tree's leaves of these types: the keys on the path to each, joined by dots.
 
     As everywhere, a tree that is a single leaf has the name "array".
     """
@@ -179,7 +173,7 @@ def names_of(parameters: Any, kinds: tuple[type, ...] = (object,)) -> list[str]:
 
 
 def check_finite(leaves: Leaves, arrays: Sequence[Array | None], what: str) -> None:
-    """Checks pushed values. Raises InvalidArgument: a value is infinite or NaN; the error names leaf, index and ``what``."""
+    """Raises InvalidArgument: a pushed value is infinite or NaN; the error names leaf, index and ``what``."""
     for leaf, array in zip(leaves, arrays, strict=True):
         if array is None or array.dtype.kind in "biu":
             continue

@@ -8,7 +8,8 @@
 
 Each run looks a set up once, and its answers are of that version, whatever is committed meanwhile. A version that is not used any
 more is freed when the last run with it has ended. Only the worker's loop changes which versions are in use; any thread may look
-one up. In the code "number" is the version of a set.
+one up. ``number``: the version of a set. ``placement``: 0: the worker's device; 1: the device for small programs (a single thread
+of the processor).
 """
 
 from __future__ import annotations
@@ -44,14 +45,12 @@ class Placer:
     pins = False
 
     def __init__(self, leaves: Leaves) -> None:
-        """``leaves``: describes the model's parameters."""
         self.leaves = leaves
 
     def place(self, host: Sequence[Any], main: ParameterSet) -> Any:
-        """Places leaves from host memory on the worker's device, and returns their tree there.
+        """Copies leaves from host memory to the worker's device. Returns their tree there. Raises whatever copying raises.
 
-        ``main``: the main set in use: its arrays show on which of several devices the programs want the leaves. Raises whatever
-        copying raises.
+        ``main``: the main set in use: its arrays show on which of several devices the programs want the leaves.
         """
         raise NotImplementedError
 
@@ -94,12 +93,8 @@ class ParameterSet:
     ) -> None:
         """Makes a set that is not in use yet.
 
-        Args:
-          sets: the sets of the loaded model version.
-          name: of the set.
-          number: the version of the set.
-          host: the leaves in host memory; None: they are not there.
-          tree: the leaves on the device; ``_ABSENT``: they are not there.
+        ``host``: the leaves in host memory; None: they are not there. ``tree``: those on the device; ``_ABSENT``: they are not
+        there.
         """
         self.sets = sets
         self.name = name
@@ -127,9 +122,7 @@ class ParameterSet:
     def on(self, placement: int) -> Any:
         """Returns the tree of parameters on a device, and brings them there first if they are not there.
 
-        ``placement``: 0: the worker's device; 1: the device for small programs (a single thread of the processor).
-
-        Raises: Unavailable: they are not on the device and there is no room for them.
+        Raises Unavailable: there is no room for them on the device.
         """
         if self._leaves:
             self.used = self.sets.room.use()
@@ -158,21 +151,14 @@ class ParameterSet:
         return any(tree is not _ABSENT for tree in self._trees)
 
     def _placed(self, placement: int) -> Any:
-        """Copies the leaves to a device, and returns their tree there. Raises whatever copying raises.
-
-        ``placement``: 0: the worker's device; 1: the device for small programs, only if the worker's device is a processor.
-        """
+        """Copies the leaves to a device, and returns their tree there. Raises whatever copying raises."""
         if placement:
             assert self.sets.share is not None
             return self.sets.share(self.sets.placer.lay(self.hosted()))
         return self.sets.placer.place(self.hosted() if self._pinned is None else self._pinned, self.sets.main)
 
     def _shared(self, placement: int) -> Any:
-        """Returns the tree of parameters for one of two devices that share memory: its arrays are those of the other, not copied.
-
-        ``placement``: the device that the tree is for: 0: the worker's; 1: the one for small programs. The parameters must be on
-        the other one.
-        """
+        """Returns the tree for one of two devices that share memory: its arrays are those of the other, not copied."""
         if placement:
             assert self.sets.share is not None
             return self.sets.share(self._trees[0])
@@ -191,10 +177,9 @@ class ParameterSet:
 
     @property
     def may_leave(self) -> bool:
-        """True if the set may leave the device to make room for other sets.
+        """True if the set may leave the device: it is in host memory, does not wait to be put into use, and is not main.
 
-        It must be in host memory, and not be waiting to be put into use. The main set stays, unless the model's parameters are
-        loaded on demand.
+        Main may leave if the model's parameters are loaded on demand.
         """
         moves = self.is_hosted and self.placed_byte_size > 0
         return moves and (self.sets.main is not self or self.sets.on_demand) and self not in self.sets.staged
@@ -207,15 +192,14 @@ class ParameterSet:
     def hosted(self) -> Sequence[Array | None]:
         """Returns the leaves in host memory; fetches them from the device if they are only there.
 
-        A leaf is None there if it cannot be pushed (a random key), or if the set shares it with the main set.
+        A leaf is None there if it cannot be pushed, or if the set shares it with the main set.
         """
         if self._host is None:
-            leaves = zip(jax.tree.leaves(self._trees[0]), self.sets.leaves, strict=True)
-            self._host = [np.asarray(leaf) if described.plain else None for leaf, described in leaves]
+            self._host = self.sets.leaves.hosted(jax.tree.leaves(self._trees[0]))
         return self._host
 
     def leave(self) -> object:
-        """Removes the parameters from the device; does nothing if they are not in host memory. Running programs keep them.
+        """Removes the parameters from the device if they are in host memory. Running programs keep them.
 
         Returns what was on the device: the memory is freed when the caller drops the result.
         """
@@ -229,10 +213,9 @@ class ParameterSet:
             return trees
 
     def evict(self) -> None:
-        """Removes the parameters from the device to make room for other sets.
+        """Removes the parameters from the device to make room for other sets. The caller must hold the lock of ``sets.room``.
 
-        A GPU's are first copied to page-locked memory if there is room. The caller must hold the lock of ``sets.room``, the
-        object that counts the device memory of all sets.
+        A GPU's are first copied to page-locked memory if there is room.
         """
         placer, pinned, tree = self.sets.placer, self.sets.room.pinned, self._trees[0]
         kept = self.sets.keeps(self) and self._pinned is None and tree is not _ABSENT
@@ -250,17 +233,12 @@ class ParameterSet:
                 self.sets.room.pinned.give_back(self.placed_byte_size)
 
     def fill(self, host: Sequence[Array | None]) -> None:
-        """Stores the set's leaves (arrays), which are in host memory, before ``prepare`` copies them to the device.
-
-        ``host``: in the order of the model's tree; None in place of a leaf that cannot be pushed, or that all sets share.
-        """
+        """Stores the set's leaves, which are in host memory, before ``prepare`` copies them to the device."""
         self._host = host
         self.placed_byte_size -= self.sets.placer.byte_size_in_place(host)
 
     def prepare(self) -> None:
-        """Places the parameters on the device, before the set is put into use.
-
-        If small programs run on another device, the parameters are placed there, too. No lock is held while copying.
+        """Places the parameters on the device, before the set is put into use; no lock is held while copying.
 
         Raises Unavailable: there is no room for them on the device; or whatever placing them raises.
         """
@@ -278,11 +256,11 @@ class ParameterSet:
             self.on(1)
 
     def moved(self, tree: Any) -> None:
-        """Replaces the arrays, while the model loads, by equal ones (``tree``) on the devices that its first program uses."""
+        """Replaces the arrays, while the model loads, by equal ones on the devices that its first program uses."""
         self._trees = [tree, _ABSENT]
 
     def said(self) -> dict[str, Parameter]:
-        """Returns the response parameters that tell a client which parameter set and version its answer was computed with."""
+        """Returns the response parameters that tell a client which set and version its answer was computed with."""
         return {"parameter_set": self.name, "parameter_version": self.number}
 
     def __str__(self) -> str:
@@ -293,7 +271,7 @@ class ParameterSet:
 
 
 class Unused(NamedTuple):
-    """Lists what has to be freed after a parameter set was replaced: its objects, and the version that must leave the device."""
+    """What has to be freed after a parameter set was replaced."""
 
     #: Objects that only runs that have begun still use: their memory is freed when the list is emptied.
     unused: list[object]
@@ -316,11 +294,10 @@ class ParameterSets:
         """Holds ``main``, the parameters that the model was loaded with.
 
         Args:
-          placer: describes the leaves of the model's parameters, and places them on the device.
-          tree: the parameters that the model was loaded with, on the device; leaves that lie in ``stack`` are None there.
+          tree: those parameters on the device; leaves that lie in ``stack`` are None there.
           room: the device memory that pushed parameters may use; None: there is none.
           host: the leaves of ``tree`` in host memory; None: they are not there.
-          stack: the stack of a model whose batches mix sets; None: its batches do not mix sets.
+          stack: that of a model whose batches mix sets; None: its batches do not mix sets.
           on_demand: whether main may leave the device like other sets; then ``tree`` is ignored, and the caller has ``main``
             placed from ``host`` by ``main.prepare``.
         """
@@ -349,8 +326,7 @@ class ParameterSets:
     def share_by(self, share: Callable[[Any], Any]) -> None:
         """Lets the device for small programs use all parameters, beginning with main, where they lie on the worker's device.
 
-        ``share``: takes a tree of parameters, and returns it for that device. Raises whatever ``share`` raises for main; then
-        nothing has changed.
+        ``share``: returns a tree of parameters for that device. Raises whatever it raises for main; then nothing has changed.
         """
         self.share = share
         try:
@@ -364,7 +340,7 @@ class ParameterSets:
         return self.main if name == MAIN_SET else self.named.get(name)
 
     def find(self, name: str) -> ParameterSet:
-        """Returns the set with a name, and marks it (but not main) as just used, so that it is evicted late.
+        """Returns the set with a name, and marks it (but not main) as just used.
 
         Raises NotFound: there is no set with that name.
         """
@@ -377,7 +353,7 @@ class ParameterSets:
         return found
 
     def check_count(self, name: str, limit: int) -> None:
-        """Checks that a set may have this name. Raises InvalidArgument: the name is new, and there are ``limit`` sets already."""
+        """Raises InvalidArgument: no set has this name, and there are ``limit`` sets already."""
         names = {MAIN_SET, *self.named, *(each.name for each in self.staged)}
         if name not in names and len(names) >= limit:
             raise InvalidArgument(
@@ -407,11 +383,10 @@ class ParameterSets:
         unused: list[object] = [self._before.get(parameters.name)]
         self.forget_before(self._before.get(parameters.name))
         self._before[parameters.name] = former
-        hosted = former.is_hosted
-        if hosted and not stays:
+        if former.is_hosted and not stays:
             unused.append(former.leave())
         self.room.keep(former)
-        return Unused(unused, None if stays or hosted else former)
+        return Unused(unused, None if stays or former.is_hosted else former)
 
     def drop(self, name: str) -> list[object]:
         """Forgets the set with a name, and the version before. Returns objects whose memory is freed when the caller drops them.
@@ -430,7 +405,7 @@ class ParameterSets:
         return unused
 
     def forget_before(self, before: ParameterSet | None) -> None:
-        """Forgets a version of a set that is kept for a roll-back; does nothing if ``before`` is None or is not kept any more."""
+        """Forgets a version of a set that is kept for a roll-back; does nothing if it is not kept any more."""
         if before is not None and self._before.get(before.name) is before:
             del self._before[before.name]
             before.unpin()
@@ -454,9 +429,9 @@ class ParameterSets:
             self.room.leave_stack(self.stack)
 
     def kept(self, name: str, number: int) -> ParameterSet:
-        """Returns version ``number`` of the set with a name: the newest, or the one that was in use before it.
+        """Returns version ``number`` of a set.
 
-        Raises NotFound: it is neither of these.
+        Raises NotFound: it is neither the newest nor the one that was in use before it.
         """
         for found in (self.newest(name), self._before.get(name)):
             if found is not None and found.number == number:
@@ -464,7 +439,7 @@ class ParameterSets:
         raise NotFound(f"number {number} of parameter set '{name}' of model '{self.leaves.model}' is not kept")
 
     def figures(self) -> ParameterFigures:
-        """Returns figures for metrics: the sets in use, and how many pushes, returns to the device and evictions there were."""
+        """Returns figures for metrics."""
         sets = [self.main, *self.named.values()]
         return ParameterFigures(
             tuple([SetFigures(each.name, each.number, each.byte_size, each.on_device) for each in sets]),

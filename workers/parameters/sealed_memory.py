@@ -53,7 +53,7 @@ Copy = Callable[[int, Array], None]
 
 
 class Part(NamedTuple):
-    """Describes bytes that memory is filled with: how many, and the function that copies them from their source."""
+    """Bytes that memory is filled with: how many, and the function that copies them from their source."""
 
     byte_size: int
     copy: Copy
@@ -81,7 +81,7 @@ class SealedMemory:
     """Sealed memory, mapped for reading. It stays mapped, and so nobody changes it, while arrays in it exist."""
 
     def __init__(self, fd: int) -> None:
-        """Maps sealed memory. The caller keeps the file descriptor ``fd`` and may close it; the mapping does not depend on it.
+        """Maps sealed memory; the caller keeps ``fd`` and may close it.
 
         Raises InvalidArgument: the memory is not sealed, or empty; Unavailable: it cannot be mapped now, or so many files are
         open that the remaining file descriptors are reserved for requests.
@@ -145,8 +145,7 @@ class _Memory:
     def _write(self, parts: Sequence[Part]) -> None:
         """Writes parts by system calls: the kernel copies into new pages in one pass, and does not clear them first.
 
-        A lack of memory is an error here, where it would be a signal in a mapping. Raises Unavailable: there is no memory; or
-        whatever copying a part raises.
+        A lack of memory is an error here, where it would be a signal in a mapping.
         """
         piece, at = np.empty(min(PIECE, self.byte_size), np.uint8), 0
         for part in parts:
@@ -194,7 +193,7 @@ class _Memory:
 
     @property
     def is_free(self) -> bool:
-        """True if of each descriptor that ``lend`` returned no duplicate and no mapping is left in any process."""
+        """True if no duplicate and no mapping of any descriptor that ``lend`` returned is left in any process."""
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -224,7 +223,7 @@ class _Memory:
 
 
 class NewMemory:
-    """Memory that is filled with parameters, to be checked and then sealed, so that no other process can change it any more.
+    """Memory that is filled with parameters, to be checked and then sealed.
 
     Its owner calls ``sealed``, and in any case ``close``.
     """
@@ -235,14 +234,14 @@ class NewMemory:
 
     @property
     def content(self) -> Array:
-        """Returns the bytes. No array may refer to them any more when ``sealed`` is called."""
+        """The bytes. No array may refer to them any more when ``sealed`` is called."""
         assert self._memory is not None
         return self._memory.content
 
     def sealed(self) -> int:
-        """Seals the memory. Returns a file descriptor of it, which the caller closes.
+        """Seals the memory.
 
-        Raises Unavailable: the process may open no more files.
+        Returns a file descriptor of it, which the caller closes. Raises Unavailable: no file can be opened.
         """
         memory, self._memory = self._memory, None
         assert memory is not None
@@ -269,10 +268,7 @@ class MemoryPool:
         self._filled_ns: dict[int, int] = {}
 
     def filled(self, parts: Iterable[Part]) -> NewMemory:
-        """Returns memory that is filled with parts, one behind the other.
-
-        Raises Unavailable: the host has no memory left, or the process no file descriptor; or whatever copying a part raises.
-        """
+        """Returns memory that is filled with parts, one behind the other. Raises what ``_Memory`` raises."""
         parts = [part for part in parts if part.byte_size]
         byte_size = sum([part.byte_size for part in parts])
         memory = next((each for each in reversed(self._memories) if each.byte_size == byte_size and each.is_free), None)
@@ -299,15 +295,15 @@ class MemoryPool:
         return _Memory(parts, byte_size)
 
     def _forget(self, memories: Sequence[_Memory]) -> None:
-        """Forgets some of the memories: those that are free are freed, and each other when its last user lets go of it."""
+        """Forgets memories: those that are free are freed, and each other when its last user lets go of it."""
         self._memories = [each for each in self._memories if each not in memories]
         for each in memories:
             each.close()
 
     def sealed(self, memory: _Memory) -> int:
-        """Seals memory, and keeps it if it can be filled again. Returns a file descriptor of it for others.
+        """Seals memory, and keeps it if it can be filled again. Returns a file descriptor of it, which the caller closes.
 
-        The caller closes the descriptor, and must not use ``memory`` any more. Raises Unavailable: no file can be opened.
+        The caller must not use ``memory`` any more. Raises Unavailable: no file can be opened.
         """
         if memory.byte_size < LEAST_RETURNING or not self._returns:
             return memory.fix()
@@ -326,7 +322,7 @@ class MemoryPool:
         self._forget(self._memories[:-MOST_RETURNING])
 
     def expire(self, now_ns: int) -> bool:
-        """Forgets all memory of sizes that were not filled for a while, and what has been free since the call before.
+        """Forgets memory of sizes that were not filled for a while, and what has been free since the call before.
 
         Returns whether anything is kept, so that this has to be called again. ``now_ns``: CLOCK_MONOTONIC.
         """

@@ -31,19 +31,14 @@ Open = Callable[[Sequence[Array]], list[jax.Array]]
 
 
 def put(arrays: list[jax.Array], leaves: list[Array], slot: Any) -> list[jax.Array]:
-    """Returns the stack's arrays with a set's leaves in a slot; compiled with ``arrays`` donated: they are changed in place.
-
-    Args:
-      arrays: one for each leaf that differs between sets, with the slot as its first dimension.
-      leaves: the set's leaves, in the same order.
-    """
+    """Returns the stack's arrays with a set's leaves in a slot; compiled with ``arrays`` donated: they are changed in place."""
     return [
         jax.lax.dynamic_update_index_in_dim(array, leaf, slot, 0) for array, leaf in zip(arrays, leaves, strict=True)
     ]
 
 
 class SetDeclaration(NamedTuple):
-    """Holds a model's settings for batches that mix parameter sets: which leaves differ, and how many sets lie on the device."""
+    """A model's settings for batches that mix parameter sets."""
 
     #: Names of leaves, or of subtrees of leaves, that differ between sets; empty: all leaves.
     names: tuple[str, ...]
@@ -55,9 +50,9 @@ class SetDeclaration(NamedTuple):
         return bool(self.names) and not any(_is_in(name, own) for own in self.names)
 
     def check(self, model: str, names: Sequence[str]) -> None:
-        """Checks the declared names. Raises InvalidArgument: no parameter has such a name, or the model has no parameters.
+        """Raises InvalidArgument: no parameter has a declared name, or the model has no parameters.
 
-        ``names``: the names of the model's leaves.
+        ``names``: those of its leaves.
         """
         for own in self.names:
             if not any(_is_in(name, own) for name in names):
@@ -77,7 +72,7 @@ Chosen = Union["ParameterSet", "BatchSets", "tuple[ParameterSet | None, ...]", N
 
 
 class BatchSets:
-    """Holds the parameter set of each request of a batch whose requests may name different sets."""
+    """The parameter set of each request of a batch whose requests may name different sets."""
 
     __slots__ = ("_sets",)
 
@@ -86,7 +81,6 @@ class BatchSets:
         self._sets = sets
 
     def of(self, request: Any) -> ParameterSet:
-        """Returns the parameter set of a request of the batch."""
         return self._sets[request]
 
     def rows(self) -> list[ParameterSet]:
@@ -103,10 +97,8 @@ class SetStack:
     def __init__(self, leaves: Leaves, structure: Any, slots: int) -> None:
         """Makes a stack without arrays; the first batch makes them, once ``open`` was called.
 
-        Args:
-          leaves: describes the model's parameters, and says which leaves all sets share.
-          structure: the structure of the model's tree of parameters.
-          slots: how many sets have room; a batch has at most as many rows.
+        ``structure``: that of the model's tree of parameters. ``slots``: how many sets have room; a batch has at most as many
+        rows.
         """
         self.slots = slots
         self._structure = structure
@@ -127,12 +119,9 @@ class SetStack:
         self._tree_of: ParameterSet | None = None
 
     def open(self, at: int, open: Open, put: Put) -> None:
-        """Sets the device of the stack, and the functions by which the next batches make and fill its arrays.
+        """Sets the device of the stack, as ``ParameterSet.on`` takes it, and the functions that make and fill its arrays.
 
-        Args:
-          at: the device: 0: the worker's; 1: the one for small programs.
-          open: brings arrays of zeros, one for each stacked leaf, to the device.
-          put: returns the arrays with a set's leaves in a slot.
+        ``open``: brings arrays of zeros, one for each stacked leaf, to the device. ``put``: puts a set's leaves into a slot.
         """
         self._at, self._open, self._put = at, open, put
 
@@ -146,10 +135,7 @@ class SetStack:
         return jax.tree.unflatten(self._structure, tree), spec((rows,), np.dtype(np.int32))
 
     def put_specs(self, spec: Callable[[tuple[int, ...], Any], Any]) -> tuple[Any, ...]:
-        """Describes the stack's arrays, a set's leaves and the slot, to compile the function ``put``, which takes them.
-
-        ``spec``: makes the description of an array from its shape and dtype.
-        """
+        """Describes the stack's arrays, a set's leaves and the slot, which ``put`` takes, to compile it."""
         return (
             [spec((self.slots, *leaf.shape), leaf.placed) for leaf in self._own],
             [spec(leaf.shape, leaf.placed) for leaf in self._own],
@@ -157,7 +143,7 @@ class SetStack:
         )
 
     def holds(self, parameters: ParameterSet) -> bool:
-        """Returns whether a parameter set lies in the stack on the device now (it has a slot)."""
+        """Returns whether a parameter set has a slot now."""
         return parameters in self._slots
 
     def arguments(self, sets: ParameterSets, chosen: Chosen, rows: int) -> tuple[Any, Array]:
@@ -165,11 +151,9 @@ class SetStack:
 
         Sets without a slot get one. The result is valid only for the next call of a program.
 
-        Args:
-          sets: the parameter sets of the model version.
-          chosen: one set for all rows, or the set of each request or row; None: main. Further rows get the set of the first row.
-          rows: the batch size of the program.
-        Raises: whatever the device raises; then no set has a slot any more.
+        ``chosen``: one set for all rows, or the set of each request or row; None: main. Further rows get the set of the first
+        row.
+        Raises whatever the device raises; then no set has a slot any more.
         """
         wanted: Sequence[ParameterSet | None]
         if isinstance(chosen, tuple):
@@ -228,7 +212,7 @@ class SetStack:
         return self._tree
 
     def forget(self, parameters: ParameterSet) -> None:
-        """Removes a parameter set from the stack on the device, if it lies there; another set can have its slot."""
+        """Frees a parameter set's slot, if it has one."""
         slot = self._slots.pop(parameters, None)
         if slot is not None:
             self._free.append(slot)

@@ -3,7 +3,8 @@
     file, region, memory, leaves ─▶ copied, so that no client can change them ─▶ checked ─▶ sealed, in safetensors' layout
 
 A client may write to its region or remove it at any time: so only the copy is ever checked. ``plan`` finds what a source names,
-in the worker's loop; ``Making.make`` copies, in another thread.
+in the worker's loop; ``Making.make`` copies, in another thread. ``copy(at, target)`` fills an array with the bytes of a source
+from offset ``at`` on.
 """
 
 from __future__ import annotations
@@ -59,14 +60,10 @@ class Making:
     def __init__(
         self, operation: MakeParameters, pool: MemoryPool, limit: int, leaves: Leaves, base: ParameterSet | None
     ) -> None:
-        """Stores what describes the push (new parameters for a model); nothing is read yet.
+        """Stores what describes the push; nothing is read yet.
 
-        Args:
-          operation: describes the push.
-          pool: makes the memory.
-          limit: how many bytes one push may have.
-          leaves: those of the model.
-          base: the set from which leaves are taken that the source does not have; None: the source has all leaves.
+        ``limit``: how many bytes one push may have. ``base``: the set from which leaves are taken that the source
+        does not have; None: the source has all leaves.
         """
         self._pool = pool
         self._leaves = leaves
@@ -78,30 +75,21 @@ class Making:
         self.what = f"parameters for set '{operation.set}' of model '{operation.model}'"
         self._regions: list[AnyRegion] = []
         #: Reads the source. Returns leaf name -> array, or the file descriptor of sealed memory with all its leaves.
-        self._read: Callable[[], Mapping[str, Array] | int] = dict
-        self._fd = -1
+        self.read: Callable[[], Mapping[str, Array] | int] = dict
+        #: A file descriptor that is closed with this object; -1: there is none.
+        self.fd = -1
 
     def lease(self, region: AnyRegion) -> None:
         """Keeps a region that ``make`` reads from being closed until this object is closed."""
         region.lease()
         self._regions.append(region)
 
-    def reads(self, read: Callable[[Making], Mapping[str, Array] | int], fd: int = -1) -> None:
-        """Sets the function by which ``make`` reads the source of the push.
-
-        Args:
-          read: returns leaf name -> array, or the file descriptor of sealed memory in safetensors' layout.
-          fd: a file descriptor that this object owns and closes from now on; -1: none.
-        """
-        self._read = functools.partial(read, self)
-        self._fd = fd
-
     def make(self) -> int:
         """Copies the source of the push into sealed memory. Returns the memory's file descriptor, which the caller closes.
 
         Raises ServingError: the source cannot be read, or is not valid.
         """
-        made = self._read()
+        made = self.read()
         if isinstance(made, int):
             if self._base is None:
                 return made
@@ -116,7 +104,7 @@ class Making:
             return memory.sealed()
 
     def _missing(self, leaves: Mapping[str, Array]) -> dict[str, Array]:
-        """Returns the leaves of the base set (name -> array) that a source does not have."""
+        """Returns the leaves of the base set that a source does not have."""
         base = self._base
         if base is None:
             return {}
@@ -132,9 +120,6 @@ class Making:
 
         Adds spaces behind the header so that the tensors are aligned: XLA then uses them without a copy on a processor.
 
-        Args:
-          byte_size: of the source.
-          copy: fills an array with bytes of the source.
         Raises InvalidArgument: the source is too large, too short by now, or its checksum is wrong; or its header, which is
         looked at before anything else is copied, is malformed or names other leaves than the model's; Unavailable: there is no
         memory.
@@ -155,7 +140,7 @@ class Making:
             return memory.sealed()
 
     def _read_from(self, copy: Copy, at: int, byte_size: int) -> bytes:
-        """Returns a few bytes of a source, which ``copy`` reads. Raises InvalidArgument: its region is gone, or has shrunk."""
+        """Returns a few bytes of a source. Raises InvalidArgument: its region is gone, or has shrunk."""
         found = np.zeros(byte_size, _BYTES)
         copy(at, found)
         check_intact(self._regions)
@@ -163,8 +148,6 @@ class Making:
 
     def leaves(self, places: Sequence[tuple[LaidLeaf, Copy]]) -> int:
         """Copies leaves from regions. Returns the file descriptor of sealed memory with all of them.
-
-        ``places``: each leaf, and the function that fills an array with its bytes.
 
         Raises InvalidArgument: the leaves are too large, not the model's or not there any more, or their checksum is wrong.
         """
@@ -182,10 +165,7 @@ class Making:
                 yield found[leaf.name].reshape(-1).view(_BYTES)
 
     def check_sum(self, contents: Iterable[Any]) -> None:
-        """Compares the checksum of ``contents`` with that in the push, if it has one. Raises InvalidArgument: they differ.
-
-        ``contents``: the bytes of the source, in their order.
-        """
+        """Raises InvalidArgument: the push has a checksum, and ``contents``, the source's bytes in order, have another."""
         kind, _, wanted = self._checksum.partition(":")
         if not kind:
             return
@@ -202,13 +182,14 @@ class Making:
             raise InvalidArgument(f"{self.what}: their {kind} is {found}, {wanted[:128]} was given")
 
     def close(self) -> None:
-        """Lets the regions that ``make`` has read be closed, and closes the file descriptor. May be called more than once."""
+        """Lets the regions be closed that ``make`` has read, and closes the file descriptor. May be called more than once."""
         for region in self._regions:
             region.unlease()
         self._regions = []
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self.read = dict
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
     def __repr__(self) -> str:
         return f"<Making of {self.what}>"
@@ -229,10 +210,7 @@ def plan(
     Args:
       folders: the folders of the model's version and of the model.
       fd: the file descriptor of a MemorySource, which the returned object closes; None: the push brought none.
-      pool: makes the memory.
-      limit: how many bytes one push may have.
-      leaves: those of the model.
-      base: the set from which leaves are taken that the source does not have; None: the source has all leaves.
+      limit, base: as for ``Making``.
     Raises NotFound: there is no such region or file; InvalidArgument: a range lies outside of its region, or a path leads out of
     the model's folder.
     """
@@ -240,21 +218,22 @@ def plan(
     try:
         if isinstance(source, FileSource):
             path = _path(source.path, folders)
-            making.reads(lambda making: _from_file(making, path, limit))
+            making.read = functools.partial(_from_file, making, path, limit)
         elif isinstance(source, RegionSource):
             region = regions.find(source.region)
             size = source.byte_size or max(0, region.byte_size - source.offset)
             copy = _copy_of(making, region, source.offset, size)
-            making.reads(lambda making: making.copied(size, copy))
+            making.read = functools.partial(making.copied, size, copy)
         elif isinstance(source, LeavesSource):
             if not source.leaves:
                 raise InvalidArgument(f"{making.what} have no leaves")
             places = [_place(making, name, place, regions) for name, place in source.leaves.items()]
-            making.reads(lambda making: making.leaves(places))
+            making.read = functools.partial(making.leaves, places)
         elif fd is None:
             raise InvalidArgument(f"{making.what} came without their memory")
         else:
-            making.reads(lambda making: _from_memory(making, source, fd), fd)
+            making.fd = fd
+            making.read = functools.partial(_from_memory, making, source, fd)
         return making
     except BaseException:
         making.close()
@@ -303,8 +282,6 @@ def _from_file(making: Making, path: Path, limit: int) -> Mapping[str, Array] | 
 def _from_memory(making: Making, source: MemorySource, fd: int) -> int:
     """Returns a new file descriptor of sealed memory with the content of ``fd``: a copy, or the same memory if it is sealed.
 
-    ``making``: the push, which names the parameters in errors, and has their checksum and the limit of their size.
-
     Raises InvalidArgument: the memory has another size than ``source`` says, is too large, or its checksum is wrong; Unavailable:
     there is no memory.
     """
@@ -321,10 +298,7 @@ def _from_memory(making: Making, source: MemorySource, fd: int) -> int:
 
 
 def _reading(fd: int, what: str) -> Copy:
-    """Returns a function ``copy(at, target)``, which fills an array with the bytes of a file from offset ``at`` on.
-
-    ``what``: names the parameters in errors. The function raises InvalidArgument: the file has become too short.
-    """
+    """Returns a function that copies from a file, and raises InvalidArgument: the file has become too short."""
 
     def copy(at: int, target: Array) -> None:
         content, done = target.data, 0
@@ -338,9 +312,7 @@ def _reading(fd: int, what: str) -> Copy:
 
 
 def _place(making: Making, name: str, place: LeafPlace, regions: RegionTable) -> tuple[LaidLeaf, Copy]:
-    """Finds one leaf of a push in a region, and leases the region until the push (``making``) is closed.
-
-    Returns the leaf, and a function ``copy(at, target)``, which fills an array with the leaf's bytes from offset ``at`` on.
+    """Finds one leaf of a push in a region, and leases the region. Returns the leaf, and a function that copies its bytes.
 
     Raises InvalidArgument: the leaf's datatype, shape or range is not valid; NotFound: there is no such region.
     """
@@ -358,12 +330,7 @@ def _place(making: Making, name: str, place: LeafPlace, regions: RegionTable) ->
 
 
 def _copy_of(making: Making, region: AnyRegion, offset: int, byte_size: int) -> Copy:
-    """Leases a region until the push (``making``) is closed, and returns a function that copies from a range of the region.
-
-    The function is ``copy(at, target)``: it fills an array with the range's bytes from offset ``at`` on.
-
-    ``offset``, ``byte_size``: the range. Raises InvalidArgument: it is not inside the region.
-    """
+    """Leases a region, and returns a function that copies from a range of it. Raises InvalidArgument: it has no such range."""
     check_range(offset, byte_size, region.byte_size, region.name)
     making.lease(region)
     if isinstance(region, Region):

@@ -98,7 +98,7 @@ def _tried_at(address: int, byte_size: int) -> str:
 
 
 def attached() -> bool:
-    """Returns whether ``attach`` has succeeded, so that XLA can be made to write outputs to given memory."""
+    """Returns whether ``attach`` has succeeded."""
     return _attached
 
 
@@ -110,9 +110,7 @@ class OutputMemory:
     def __init__(self, outputs: Mapping[str, Array], allocations: Iterable[tuple[int, int]]) -> None:
         """Learns from one run which allocation becomes which output.
 
-        Args:
-          outputs: of the run, by name.
-          allocations: byte size and address of each allocation during the run, in order.
+        ``allocations``: byte size and address of each allocation during the run, in order.
         """
         #: Output name -> bytes, the same in every run.
         self.sizes = {name: array.nbytes for name, array in outputs.items()}
@@ -138,7 +136,7 @@ class OutputMemory:
         return frozenset(self._skips)
 
     def refuse(self) -> None:
-        """Gives up writing outputs of this program directly to their places: from now on all of them are copied there."""
+        """From now on all outputs of this program are copied to their places."""
         self._skips.clear()
 
     def run(self, call: Callable[[], dict[str, Any]], addresses: Mapping[str, int]) -> dict[str, Any]:
@@ -156,9 +154,9 @@ class OutputMemory:
 
 
 def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[dict[str, Any], OutputMemory]:
-    """Runs a program with ``call`` and learns how XLA allocates its outputs, which have these names.
+    """Runs a program with ``call`` and learns how XLA allocates its outputs.
 
-    Returns: what ``call`` returned, and the object by which later runs can write outputs to given memory.
+    Returns them, and how later runs can be given memory.
     """
     _native.watch_allocations()
     try:
@@ -169,9 +167,9 @@ def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[d
 
 
 def given_up(address: int, view: memoryview) -> bool:
-    """Returns whether no array lies any more in memory that XLA was to write an output to.
+    """Returns whether no array lies any more in ``view``, at ``address``, memory that XLA was to write an output to.
 
-    If one does, the memory is never unmapped, which is logged. ``address``: of ``view``, the memory.
+    If one does, the memory is never unmapped, which is logged.
     """
     if not _native.holds(address):
         return True

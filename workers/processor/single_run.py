@@ -6,8 +6,7 @@
 Tensors in regions are always at the place that the prepared request names, so their arrays are made once. No lease on a region is
 held: ``FastPath`` forgets this object when a region changes, and nothing else happens in the loop while a program runs.
 
-The result is the same as that of the ordinary path for such a request (``Places``, ``Executable``). Everything about the request
-is known before, except the places of its tensors. A request that differs in anything else takes the ordinary path.
+The result is the same as that of the ordinary path for such a request (``Places``, ``Executable``).
 """
 
 from __future__ import annotations
@@ -38,10 +37,7 @@ _LEASED = -1
 
 
 class SingleRun:
-    """Runs, one at a time, the repeats of one prepared request of one submitter.
-
-    Only the thread of the worker's loop uses it.
-    """
+    """Runs, one at a time, the repeats of one prepared request of one submitter. Used by the thread of the worker's loop only."""
 
     def __init__(
         self,
@@ -56,7 +52,7 @@ class SingleRun:
         """Makes arrays of the inputs that lie in regions, and finds where each output goes.
 
         Args:
-          lane: the submitter's lane, with the arenas of inputs and outputs.
+          lane: the submitter's, with the arenas of inputs and outputs.
           inputs: the inputs that the prepared request describes, and how many bytes each has.
           plan: how the requests are answered.
           names: ``PlannedOutput.content`` in the plan -> output name.
@@ -99,7 +95,7 @@ class SingleRun:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The byte size of each input that is not in a region, whose place differs from request to request."""
+        """The byte size of each input that is not in a region."""
         return tuple([size for *_, size in self._inputs])
 
     @property
@@ -108,10 +104,9 @@ class SingleRun:
         return not [array for array in self._fixed.values() if array.ctypes.data % ALIGNMENT]
 
     def __call__(self, places: Sequence[Place], chosen: ParameterSet | None = None) -> Outcome | None:
-        """Runs one request. Returns the lease with its large outputs, and its small outputs.
+        """Runs one request. Returns the lease with its large outputs, and its small outputs for the answer's record.
 
-        The lease is given as segment (-1: no lease), offset and generation. The small outputs go into the answer's record;
-        outputs in regions are written there already. None: the request must be run as a batch instead; no lease is held then.
+        Outputs in regions are written there already. None: the request must be run as a batch instead; no lease is held then.
 
         Args:
           places: for each input that is not in a region: its segment and offset in the submitter's arena, or its bytes.
@@ -142,7 +137,7 @@ class SingleRun:
         return made
 
     def _run_placed(self, arguments: dict[str, Array], chosen: ParameterSet | None) -> Outcome | None:
-        """Runs the program so that XLA writes its large outputs straight to their places, in a lease or in regions.
+        """Has XLA write large outputs straight to their places, in a lease or in regions.
 
         Returns and raises what ``__call__`` does.
         """
@@ -170,11 +165,9 @@ class SingleRun:
     def _run_into(
         self, arguments: dict[str, Array], chosen: ParameterSet | None, memories: Mapping[str, memoryview]
     ) -> list[Array] | None:
-        """Runs the program so that XLA writes outputs to given memory. Returns the outputs that go into the answer's record.
+        """Has XLA write outputs to memory, by name.
 
-        Returns None if an output was not written to its memory.
-
-        ``memories``: output name -> memory.
+        Returns the outputs for the answer's record; None: one was written elsewhere.
         """
         executable = self._executable
         addresses = {name: address_of(memory) for name, memory in memories.items()}

@@ -110,10 +110,9 @@ def share(parameters: Any, device: jax.Device) -> Any:
 class SmallPrograms:
     """Decides which programs of one model version run on the single-thread device, and compiles these. For any thread.
 
-    A program runs there if it is small and a test run there has succeeded. If a version cannot use the device (a sharding or a
-    function that it calls binds it to the worker's device, or its parameters would have to be copied), all its programs run on
-    the
-    worker's device, which is logged once.
+    A program runs there if it is small and a test run there has succeeded. If a version cannot use the device (a sharding
+    or a function that it calls binds it to the worker's device, or its parameters would have to be copied), all its
+    programs run on the worker's device, which is logged once.
     """
 
     def __init__(self, signature: Signature, device: SingleThreadDevice, sets: ParameterSets) -> None:

@@ -8,9 +8,8 @@ Three conditions must hold before a byte of a file is used. First, the directory
 it, and no other user can replace one of the directories above it (a sticky /tmp is allowed). Second, the file is a regular file
 of this user that nobody else can write. Third, its HMAC is right: so the file is complete, was written under this name, and was
 written by a process that can read the secret. Links are never followed. A file that fails is removed and logged; the caller makes
-it anew.
-
-The directory is opened and checked again at every use, so no file descriptor is kept and no earlier check is relied upon.
+it anew. The directory is opened and checked again at every use, so no earlier check is relied upon. ``place``: its file
+descriptor.
 """
 
 from __future__ import annotations
@@ -58,11 +57,10 @@ class CacheDirectory:
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens the directory, or makes it if it is missing. If other users could write to it, removes the cache's files.
+        """Opens the directory, or makes it if it is missing; afterwards only this user may enter it (mode 0700).
 
-        Afterwards only this user may enter it (mode 0700).
-
-        Raises OSError: the directory cannot be made, belongs to another user, or could be replaced by another user.
+        If other users could write to it, removes the cache's files. Raises OSError: the directory cannot be made,
+        belongs to another user, or could be replaced by another user.
         """
         self.path = Path(os.path.realpath(path))
         self._seldom = Seldom()
@@ -115,10 +113,8 @@ class CacheDirectory:
     def sole(self, name: str, check: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Holds the lock of a file during the ``with`` block, so that only one thread of all processes makes that file.
 
-        The lock ends with its process. If locking is impossible the block runs without a lock.
-
-        Args:
-          check: called again and again while waiting for the lock; an error that it raises ends the wait.
+        The lock ends with its process. If locking is impossible the block runs without a lock. ``check``: called
+        again and again while waiting for the lock; an error that it raises ends the wait.
         """
         try:
             lock = self._locked(f"{name}{_LOCK}", check)
@@ -137,9 +133,7 @@ class CacheDirectory:
     def _locked(self, name: str, check: Callable[[], None]) -> int:
         """Waits until the lock file ``name`` is locked for the caller. Returns its file descriptor, which the caller closes.
 
-        ``check``: called again and again while waiting; an error that it raises ends the wait.
-
-        Raises OSError: the file cannot be opened or locked.
+        Raises OSError: the file cannot be opened or locked; or what ``check`` raises.
         """
         while True:
             with self._alone() as place:
@@ -191,10 +185,9 @@ class CacheDirectory:
     def _opened(self) -> Iterator[tuple[int, int]]:
         """Opens the directory, and makes it if it is missing; yields its file descriptor and its mode.
 
-        Raises OSError: it belongs to another user, or another user could replace a directory above it.
-
-        Links in the path were resolved once, when this object was made. If a link is changed later, the directory to which it
-        leads then is checked in the same way.
+        Links in the path were resolved once, when this object was made. If a link is changed later, the directory to
+        which it leads then is checked in the same way. Raises OSError: it belongs to another user, or another user
+        could replace a directory above it.
         """
         *above, last = self.path.parts[1:]
         with contextlib.ExitStack() as stack:
@@ -213,7 +206,7 @@ class CacheDirectory:
     def _secret(self, place: int) -> bytes:
         """Returns the key of the HMACs of all files in the directory; makes it if there is none.
 
-        If two processes make it at the same time, both use the first. ``place``: the directory's file descriptor.
+        If two processes make it at the same time, both use the first.
         """
         try:
             return _read_secret(place)
@@ -243,10 +236,7 @@ def _open(stack: contextlib.ExitStack, name: str, above: int, flags: int) -> int
 
 
 def _check_above(place: int, path: Path) -> None:
-    """Checks a directory above the cache. Raises PermissionError: another user could rename or replace its entries.
-
-    ``place``: file descriptor of the directory. ``path``: names the directory in the error.
-    """
+    """Raises PermissionError: another user could rename or replace the entries of a directory above the cache."""
     found = os.fstat(place)
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid not in (0, os.geteuid()) or (mode & _WRITABLE and not mode & stat.S_ISVTX):
@@ -259,7 +249,7 @@ def _check_above(place: int, path: Path) -> None:
 
 
 def _content(place: int, name: str, secret: bytes) -> bytes:
-    """Reads a file of the directory ``place`` (a file descriptor), and returns its content without the HMAC in front of it.
+    """Returns the content of a file without the HMAC in front of it.
 
     Raises OSError: the file does not exist or cannot be read; ValueError: another user could have written it, or its HMAC is
     wrong.
@@ -287,9 +277,7 @@ def _read_secret(place: int) -> bytes:
 
 
 def _bytes(place: int, name: str, others: int = _WRITABLE) -> bytes:
-    """Returns all bytes of a file in the directory ``place`` (a file descriptor).
-
-    ``others``: permission bits that the file must not have.
+    """Returns all bytes of a file. ``others``: permission bits that the file must not have.
 
     Raises OSError: the file cannot be read; ValueError: it is no regular file, belongs to another user, or has such a permission.
     """
@@ -316,10 +304,7 @@ def _bytes(place: int, name: str, others: int = _WRITABLE) -> bytes:
 
 @contextlib.contextmanager
 def _written(place: int, *parts: bytes) -> Iterator[str]:
-    """Writes a new file with a random name and yields that name; removes the file after the block unless it was renamed.
-
-    ``place``: file descriptor of the directory that the file is in. ``parts``: the content of the file.
-    """
+    """Writes a new file with a random name and yields that name; removes the file after the block unless it was renamed."""
     name = _NEW + secrets.token_hex(16)
     try:
         with open(
@@ -343,7 +328,7 @@ def _locks(fd: int) -> bool:
 
 
 def _remove_all(place: int) -> None:
-    """Removes the cache's files from the directory ``place`` (a file descriptor); leaves files with other names untouched."""
+    """Removes the cache's files; leaves files with other names untouched."""
     for name in os.listdir(place):
         if name == _SECRET or name.startswith(_NEW) or name.endswith((*SUFFIXES, _LOCK)):
             with contextlib.suppress(OSError):
@@ -351,10 +336,7 @@ def _remove_all(place: int) -> None:
 
 
 def _remove_old(place: int) -> None:
-    """Removes temporary files and lock files that are older than an hour: processes that were killed have left them behind.
-
-    ``place``: file descriptor of the directory.
-    """
+    """Removes temporary files and lock files that are older than an hour: processes that were killed have left them behind."""
     for name in os.listdir(place):
         if name.startswith(_NEW) or name.endswith(_LOCK):
             with contextlib.suppress(OSError):

@@ -112,9 +112,8 @@ def carry_byte_size(signature: Signature) -> int:
 def rows_argument(signature: Signature, rows: int, used: Sequence[tuple[int, bool]]) -> Array:
     """Returns the argument that tells a program the slot of each row, and 1 where its sequence begins: INT32[2, rows].
 
-    ``used``: the slot of each of the first rows, and whether its sequence begins. The other rows belong to no request: their
-    slot is
-    outside of the carry, so they begin with the initial state and their new state is dropped.
+    ``used``: the slot of each of the first rows, and whether its sequence begins. The other rows belong to no request:
+    their slot is outside of the carry, so they begin with the initial state and their new state is dropped.
     """
     nobody = range(signature.slots + 1, signature.slots + 1 + rows - len(used))
     return np.array(

@@ -69,12 +69,12 @@ class CompileCounts:
                 self._ns += time.monotonic_ns() - began_ns
 
     def found(self) -> None:
-        """Counts a program that was found in the cache, so that it was not compiled."""
+        """Counts a program that was found in the cache."""
         with self._lock:
             self._cache_hits += 1
 
     def figures(self) -> Compiles:
-        """Returns the counts so far: compilations, their time in ns, programs found in the cache."""
+        """Returns the counts so far."""
         with self._lock:
             return Compiles(self._count, self._ns, self._cache_hits)
 
@@ -85,8 +85,7 @@ class CompileCounts:
 def cache_directory(configured: str) -> CacheDirectory | None:
     """Opens the directory for executables, which only this user may access. Logs a warning and returns None if that fails.
 
-    Args:
-      configured: ``executables.cache_directory``; "": systemd's cache directory (CACHE_DIRECTORY), or else the user's.
+    ``configured``: ``executables.cache_directory``; "": systemd's cache directory (CACHE_DIRECTORY), or else the user's.
     """
     if configured:
         path = Path(configured)
@@ -124,11 +123,7 @@ class ExecutableCache:
     """Stores executables in a cache directory, and finds them by a digest of everything that they depend on; for any thread."""
 
     def __init__(self, directory: CacheDirectory | None, programs: JaxCache | None = None) -> None:
-        """
-        Args:
-          directory: where executables are stored; None: nothing is stored.
-          programs: JAX's own cache; None: JAX does not use one.
-        """
+        """``directory``: None: nothing is stored. ``programs``: JAX's own cache; None: JAX does not use one."""
         self._directory = directory
         self._programs = programs
         #: Counts compilations through this cache, and others that its users report.
@@ -148,7 +143,7 @@ class ExecutableCache:
         Of several workers that share the directory only one makes a program; the others wait for it and then find it.
 
         Args:
-          usual: where the program runs, unless it was stored for the single-thread device (a CPU device for small programs).
+          usual: where the program runs, unless it was stored for the single-thread device.
           small: opens the single-thread device; None: no program runs there.
           what: names the program in the log.
           make: compiles the program.
@@ -170,8 +165,6 @@ class ExecutableCache:
 
         JAX's own cache is bypassed: an executable from there can be serialised again and loaded, but then lacks functions when it
         is run (measured with jaxlib 0.10.2 on CPU).
-
-        ``what``: names the program in the log.
         """
         with (
             contextlib.nullcontext() if self._programs is None else self._programs.passed_over(),
@@ -182,10 +175,7 @@ class ExecutableCache:
 
     @staticmethod
     def key(parts: Iterable[str | bytes]) -> str:
-        """Returns the key of an executable: a digest of the parts and of this platform.
-
-        ``parts``: texts that together determine the program.
-        """
+        """Returns the key of an executable: a digest of this platform and of texts that together determine the program."""
         digest = hashlib.sha256(_platform().encode())
         for part in parts:
             content = part.encode() if isinstance(part, str) else part
@@ -194,11 +184,9 @@ class ExecutableCache:
         return digest.hexdigest()
 
     def load(self, key: str, usual: Placement, small: SmallPrograms | None = None) -> CompiledProgram | None:
-        """Loads the executable for a key from the cache, and counts it as found there.
+        """Loads the executable for a key from the cache, and counts it as found there; arguments as for ``found_or_made``.
 
         Returns None if there is none, or if it runs on the single-thread device and ``small`` cannot open that device.
-
-        ``usual``, ``small``: as for ``found_or_made``.
         """
         name = _name(key)
         content = None if self._directory is None else self._directory.read(name)
@@ -218,10 +206,7 @@ class ExecutableCache:
         return found
 
     def store(self, key: str, program: CompiledProgram, what: str = "a program") -> CompiledProgram:
-        """Stores an executable in the cache. Returns it with its size there, or unchanged if that failed, which is logged.
-
-        ``what``: names the program in the log.
-        """
+        """Stores an executable in the cache. Returns it with its size there, or unchanged if that failed, which is logged."""
         if self._directory is None:
             return program
         try:
@@ -296,7 +281,7 @@ class JaxCache:
         return getattr(self._thread, "passed_over", False)
 
     def _name(self, key: str) -> str:
-        """Returns the file name for a key of JAX. The key is hashed because it begins with a function's name of any length."""
+        """Returns the file name for a key of JAX, which begins with a function's name of any length, and so is hashed."""
         return hashlib.sha256(f"{self._variant}\n{key}".encode()).hexdigest() + ".program"
 
 

@@ -58,13 +58,14 @@ class Executables:
         initial: Mapping[str, Array] | None = None,
         several: SeveralDevices | None = None,
     ) -> None:
-        """Args:
-        buckets: which batch sizes and shapes to compile at load.
-        source: the model's source code, part of the cache's keys.
-        max_unexpected: how many executables of other shapes are kept.
-        device: as the thread that runs the executables uses it.
-        initial: the initial state of a model with state; None: the model has no state.
-        several: the devices of a model that runs on several; None: the worker's device.
+        """
+        Args:
+          buckets: which batch sizes and shapes to compile at load.
+          source: the model's source code, part of the cache's keys.
+          max_unexpected: how many executables of other shapes are kept.
+          device: as the thread that runs the executables uses it.
+          initial: the initial state of a model with state; None: the model has no state.
+          several: the devices of a model that runs on several; None: the worker's device.
         """
         self._initial = initial
         self.device = device
@@ -145,9 +146,8 @@ class Executables:
     ) -> tuple[CompiledProgram, bool]:
         """Returns a program from the cache, or made by ``make``, and whether it was made.
 
-        ``parts``: what distinguishes the program from the others of this version. ``what``: names it in the log. Raises
-        Cancelled: the
-        load was given up; or whatever ``make`` raises.
+        ``parts``: what distinguishes the program from the others of this version. ``what``: names it in the log.
+        Raises Cancelled: the load was given up; or whatever ``make`` raises.
         """
         key = self._cache.key((*self._identity, *parts, f"{self._small} {self._usual.several}"))
         what = f"model '{self._signature.model}', {what}"

@@ -50,7 +50,7 @@ def gpu_versions() -> tuple[str, ...]:
 def copies_memory(text: str) -> bool:
     """Returns whether a compiled program copies memory other than in kernels, for instance because an output is an input.
 
-    ``text``: the program in XLA's language, as ``jax.stages.Compiled.as_text`` returns it.
+    ``text``: as ``jax.stages.Compiled.as_text`` returns it.
     """
     kernels = set(_KERNEL.findall(text))
     name = ""

@@ -13,11 +13,11 @@ One program of a shape has room for ``MOST`` requests; each call says how many t
 program without the loop: there XLA asks the host after each round whether another one follows, which takes longer than a small
 model (``docs/measurements.md``).
 
-``apply`` remains a separate computation inside the loop. Otherwise XLA would fuse its operations with those around it and round
-differently than for a single request (a product that is added to something is rounded, or not).
-With floats of 16 bits or fewer that still happens on processors that compute with them, so such models have no grouped calls.
-From JAX 0.11 on, XLA compiles small loops on a CPU together with their content as one function, with the same effect: this is
-turned off for the loop here. Models that contain loops have no grouped calls then, because a single request runs with it.
+``apply`` remains a separate computation inside the loop. Otherwise XLA would fuse its operations with those around it and
+round differently than for a single request (a product that is added to something is rounded, or not). With floats of 16 bits
+or fewer that still happens on processors that compute with them, so such models have no grouped calls. From JAX 0.11 on, XLA
+compiles small loops on a CPU together with their content as one function, with the same effect: this is turned off for the
+loop here. Models that contain loops have no grouped calls then, because a single request runs with it.
 """
 
 from __future__ import annotations
@@ -184,11 +184,12 @@ class GroupedProgram:
         read: Callable[[Sequence[Any]], list[Content]],
         room: int,
     ) -> None:
-        """Args:
-        memory: where the requests' inputs are gathered.
-        outputs: the layout of a request's outputs in the results.
-        read: copies results to host memory.
-        room: the number of requests for which the results have room.
+        """
+        Args:
+          memory: where the requests' inputs are gathered.
+          outputs: the layout of a request's outputs in the results.
+          read: copies results to host memory.
+          room: the number of requests for which the results have room.
         """
         self.rows = rows
         self._signature = signature

@@ -21,20 +21,19 @@ Tell = Callable[[int, int, int], None]
 
 
 def nobody(number: int, total: int, compiled: int) -> None:
-    """Does nothing: the ``Tell`` (the callback for progress) of a load whose progress is not reported."""
+    """The ``Tell`` of a load whose progress is not reported."""
 
 
 class LoadProgress:
-    """Compiles the programs of one model's load, reports progress, and adds up number, bytes and time of the programs.
+    """Makes the programs of one model's load, reports progress, and adds up their number, bytes and time.
 
     Used by the loading thread only.
     """
 
     def __init__(self, name: str, version: int, tell: Tell = nobody, cancellation: Cancellation | None = None) -> None:
-        """
-        Args:
-          tell: called before each program is made, with its number, the number of all programs, and how many were compiled.
-          cancellation: tells whether the load of the model was given up; None: it cannot be given up.
+        """``tell``: called before each program is made.
+
+        ``cancellation``: tells whether the load was given up; None: it cannot be.
         """
         self.cancellation = cancellation or Cancellation()
         #: Called when the next executable is begun.
@@ -56,7 +55,7 @@ class LoadProgress:
     def through(
         self, wanted: Sequence[T], make: Callable[[T], tuple[CompiledProgram, bool]]
     ) -> Iterator[tuple[T, CompiledProgram, bool]]:
-        """Compiles a program for each of ``wanted``, or loads it from the cache; yields each, its program, and True if compiled.
+        """Makes a program for each of ``wanted``; yields each, its program, and True if it was compiled.
 
         Reports progress before each program is made, and logs a summary at the end. Raises Cancelled: the load was given
         up; or what ``make`` raises.
@@ -77,7 +76,7 @@ class LoadProgress:
         )
 
     def parameters(self, parameters: Any) -> None:
-        """Computes how many bytes the model's parameters have, in total and on each device, for ``made`` and ``footprint``."""
+        """Notes how many bytes the model's parameters have, in total and on each device, for ``made`` and ``footprint``."""
         leaves = jax.tree.leaves(parameters)
         self._parameter_byte_size = sum(leaf.nbytes for leaf in leaves)
         self._part_byte_size = sum(_part(leaf) for leaf in leaves)
@@ -85,9 +84,7 @@ class LoadProgress:
     def made(self, what: object, program: CompiledProgram, compiled: bool) -> None:
         """Adds the program that ``through`` yielded last to the load's sums, and logs it if it was compiled.
 
-        Args:
-          what: describes the program in the log.
-          compiled: whether it was compiled, not found in the cache.
+        ``what``: describes the program in the log.
         """
         if compiled:
             self._compiled += 1
@@ -122,10 +119,7 @@ def _part(leaf: Any) -> int:
 def _takes(program: Any, parameter_byte_size: int) -> tuple[int, float]:
     """Returns the bytes that a run of a program takes on a device besides the parameters, and its floating-point operations.
 
-    Returns 0 and -1 if they are not known.
-
-    Args:
-      parameter_byte_size: bytes of the parameters on one device.
+    Returns 0 and -1 if they are not known. ``parameter_byte_size``: bytes of the parameters on one device.
     """
     try:
         found: Any = program.memory_analysis()

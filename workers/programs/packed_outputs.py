@@ -1,9 +1,6 @@
 """Packs all small outputs of a program into one further output, so that they are copied from a GPU in one transfer.
 
-    packed    | output 0: row 0 | row 1 | ... | zeros | output 1: row 0 | row 1 | ...        each begins at a multiple of 64
-
-Only programs with several outputs get it, if these are small together. The outputs are computed as usual, and their bytes copied
-afterwards.
+packed    | output 0: row 0 | row 1 | ... | zeros | output 1: row 0 | row 1 | ...        each begins at a multiple of 64
 """
 
 from __future__ import annotations

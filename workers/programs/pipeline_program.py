@@ -52,11 +52,12 @@ class PipelineProgram:
     def __init__(
         self, signature: Signature, links: Sequence[Link], outputs: Sequence[str], rows: int, device: ExecutionDevice
     ) -> None:
-        """Args:
-        signature: inputs and outputs of the pipeline, as if it were one model; wide (64-bit) if any of the programs is.
-        links: the programs in the order in which they run.
-        outputs: names of the pipeline's tensors that are its outputs.
-        rows: the batch size of the bucket.
+        """
+        Args:
+          signature: inputs and outputs of the pipeline, as if it were one model; wide (64-bit) if any of the programs is.
+          links: the programs in the order in which they run.
+          outputs: names of the pipeline's tensors that are its outputs.
+          rows: the batch size of the bucket.
         """
         self.rows = rows
         self._outputs = tuple(outputs)

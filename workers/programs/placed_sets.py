@@ -49,9 +49,9 @@ def placed_sets(
       room: the device memory that pushed parameters may use; None: there is none.
       mixed: which leaves differ between sets, for a model whose batches mix sets; None: its batches do not mix sets.
       remote: whether the device has its own memory.
-      fixed: names of the leaves that ``parameters`` lacks because they are no arrays.
       on_demand: whether the main set may leave the device for other sets while no request needs it.
-    Raises: InvalidArgument: ``mixed`` names a leaf that does not exist, or parameters on demand do not fit into ``room``.
+      fixed: names of the leaves that ``parameters`` lacks because they are no arrays.
+    Raises InvalidArgument: ``mixed`` names a leaf that does not exist, or parameters on demand do not fit into ``room``;
       Internal: there is no memory for the parameters.
     """
     if several is None:
@@ -67,7 +67,7 @@ def placed_sets(
     placer = DevicePlacer(signature, described, parameters, several, remote)
     if not on_demand:
         return ParameterSets(placer, parameters, room)
-    host = _hosted(described, jax.tree.leaves(parameters))
+    host = described.hosted(jax.tree.leaves(parameters))
     del parameters
     sets = ParameterSets(placer, None, room, host, on_demand=True)
     # Nobody evicts it while it is placed.
@@ -87,12 +87,9 @@ class DevicePlacer(Placer):
     def __init__(
         self, signature: Signature, described: Leaves, parameters: Any, several: SeveralDevices | None, remote: bool
     ) -> None:
-        """
-        Args:
-          described: the leaves of ``parameters``.
-          parameters: those that the model is loaded with, of which the leaves that cannot be pushed are kept for all sets.
-          several: the devices of a model that runs on several; None: the worker's device.
-          remote: whether the device has its own memory.
+        """``parameters``: those that the model is loaded with, of which the leaves that cannot be pushed are kept for all sets.
+
+        The others are as for ``placed_sets``.
         """
         super().__init__(described)
         self._signature = signature
@@ -129,17 +126,14 @@ class DevicePlacer(Placer):
             return jax.tree.unflatten(self._structure, jax.block_until_ready(placed))
 
     def byte_size_in_place(self, host: Sequence[Array | None]) -> int:
-        """Returns the bytes of the arrays that XLA uses without a copy; 0 if the device is no processor.
-
-        Those are the arrays that are aligned and have the right datatype.
-        """
+        """Returns the bytes of arrays that XLA uses without a copy: on a processor, if aligned and of the right dtype."""
         if not self.lays:
             return 0
         pairs = zip(host, self.leaves, strict=True)
         return sum([given.nbytes for given, leaf in pairs if given is not None and _lies(given, leaf.placed)])
 
     def lay(self, host: Sequence[Array | None]) -> Any:
-        """Builds a tree of parameters from host arrays. None in ``host``: the leaf cannot be pushed, so the model's is used.
+        """Builds a tree of parameters from host arrays, with the model's own leaf in place of None.
 
         Copies arrays that are not aligned or have another datatype, because XLA's own copy takes three times as long.
         """
@@ -167,11 +161,6 @@ class DevicePlacer(Placer):
             model = self._signature.model
             _log.debug("parameters of model '%s' leave the device and are not page-locked: %s", model, error)
             return None
-
-
-def _hosted(described: Leaves, leaves: Sequence[Any]) -> list[Array | None]:
-    """Returns leaves as numpy arrays in host memory, with None in place of leaves that cannot be pushed."""
-    return [np.asarray(array) if leaf.plain else None for leaf, array in zip(described, leaves, strict=True)]
 
 
 def _fixed(described: Leaves, leaves: Sequence[Any]) -> list[Any]:
@@ -208,8 +197,7 @@ def _stacked(
 ) -> ParameterSets:
     """Places the parameters of a model whose batches mix parameter sets, and returns its sets.
 
-    Leaves that all sets share go to the device; the other leaves stay in host memory until their set gets a slot of the stack
-    (the arrays on the device that hold several sets side by side).
+    Leaves that all sets share go to the device; the other leaves stay in host memory until their set gets a slot of the stack.
     Raises InvalidArgument: ``mixed`` names a leaf that does not exist; Internal: the device has no memory left.
     """
     mixed.check(signature.model, names)
@@ -227,7 +215,7 @@ def _stacked(
     described.check_named()
     room.join_stack(stack, signature.model)
     placer = StackPlacer(signature, described, leaves, structure)
-    host = _hosted(described, leaves)
+    host = described.hosted(leaves)
     return ParameterSets(placer, placer.shared(host), room, host, stack)
 
 
@@ -237,7 +225,6 @@ class StackPlacer(Placer):
     def __init__(
         self, signature: Signature, described: Leaves, leaves: Sequence[Any], structure: jax.tree_util.PyTreeDef
     ) -> None:
-        """``described``, ``leaves``, ``structure``: the parameters that the model is loaded with."""
         super().__init__(described)
         self._signature = signature
         self._structure = structure

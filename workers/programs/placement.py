@@ -33,7 +33,7 @@ class Placement(NamedTuple):
     client: Any = None
 
     def spec(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> jax.ShapeDtypeStruct:
-        """Describes an argument with this shape and dtype on the placement's device, for lowering."""
+        """Describes an argument on the placement's device, for lowering."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
 
     @property
@@ -43,7 +43,7 @@ class Placement(NamedTuple):
 
     @property
     def parameters(self) -> Any:
-        """The arrays, on this placement's device, of the main parameter set: the one that requests use that name no set."""
+        """The arrays of the main parameter set on this placement's device."""
         return self.sets.main.on(self.at)
 
     @property

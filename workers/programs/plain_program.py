@@ -35,11 +35,7 @@ _ALLOCATIONS, _LIVE_OUT, _ASSIGNED = 3, 7, 9
 
 
 def is_plain(compiled: Any) -> bool:
-    """Returns whether a program may run on memory that clients can read and change meanwhile.
-
-    True: no value of a tensor decides which addresses it reads or writes or which operations run, and it writes nothing but its
-    outputs to their memory. False also if this is not known. ``compiled``: a ``jax.stages.Compiled``.
-    """
+    """Returns whether a ``jax.stages.Compiled`` may run on memory that clients read and change meanwhile; False: or not known."""
     try:
         text = compiled.as_text()
         assignment = compiled.runtime_executable().get_compiled_memory_stats().serialized_buffer_assignment_proto

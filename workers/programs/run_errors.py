@@ -25,7 +25,7 @@ _SHOWN = 300
 
 
 def works() -> None:
-    """Does nothing: the ``CheckDevice`` (a function that raises if a device has failed) for a device that cannot fail."""
+    """The ``CheckDevice`` for a device that cannot fail."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -34,10 +34,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def memory_needed(program: Any) -> int | None:
-    """Returns the bytes of a program's outputs and temporary memory together; None: not known.
-
-    ``program``: a ``jax.stages.Compiled``.
-    """
+    """Returns the bytes of the outputs and temporary memory of a ``jax.stages.Compiled`` together; None: not known."""
     try:
         found: Any = program.memory_analysis()
         return int(found.temp_size_in_bytes + found.output_size_in_bytes)
@@ -63,9 +60,7 @@ def out_of_memory(error: BaseException, requests: Sequence[RequestTensors], prog
 def compile_error(error: Exception, requests: Sequence[RequestTensors], version: int) -> ServingError:
     """Makes the error for requests whose program could not be compiled: Unavailable if memory ran out, otherwise Internal.
 
-    If ``error`` is a ServingError it is returned as it is. The cause of an Internal error is logged.
-
-    ``version``: number of the model version, for the log.
+    A ServingError is returned as it is. The cause of an Internal error is logged. ``version``: for the log.
     """
     if isinstance(error, ServingError):
         return error

@@ -30,10 +30,7 @@ INSERT_CARRY, STEP_CARRY = 3, 2
 
 
 class StepFunctions(NamedTuple):
-    """The functions that ``create`` of a stepped model (one whose requests share each step on the device) returns.
-
-    ``init`` makes the state, ``insert`` adds requests to it, ``step`` computes a step of all requests.
-    """
+    """The functions of a stepped model's author, which make the state, add requests to it, and compute a step of all."""
 
     init: Callable[..., Any]
     insert: Callable[..., Any]
@@ -49,11 +46,7 @@ class _Part(NamedTuple):
 
 
 class Rows:
-    """The layout of a row of results, which a step or an insertion makes for one request of a stepped model.
-
-    A row is the bytes of all outputs side by side, and then one byte of flags: whether they are sent, and whether the request
-    ends.
-    """
+    """The layout of a row of results, which a step or an insertion makes for one request of a stepped model."""
 
     def __init__(self, signature: Signature) -> None:
         self._parts: list[_Part] = []
@@ -71,9 +64,8 @@ class Rows:
     def pack(self, outputs: dict[str, Any], emits: Any, finished: Any) -> Any:
         """Packs outputs and flags as rows of results: UINT8[rows, size]. Called while JAX traces a program.
 
-        Args:
-          outputs: by name; their first axis is rows.
-          emits, finished: BOOL[rows], whether a row's outputs are sent to the client, and whether its request ends.
+        ``outputs``: by name; their first axis is rows. ``emits``, ``finished``: BOOL[rows], whether a row's outputs
+        are sent to the client, and whether its request ends.
         """
         says = (emits * jnp.uint8(EMITS) | finished * jnp.uint8(FINISHED)).astype(jnp.uint8)
         return jnp.concatenate([*(_bytes(outputs[part.spec.name]) for part in self._parts), says[:, None]], axis=1)
@@ -90,15 +82,18 @@ def _bytes(array: Any) -> Any:
 
 
 class StepPrograms:
-    """The functions that are compiled for a stepped model: they call the model author's functions and check the results."""
+    """The functions that are compiled for a stepped model: they call the model author's functions and check the results.
+
+    Each returns a row of results (``Rows``) for each request, and the carry; and raises Internal: the author's function
+    did not return what is declared.
+    """
 
     def __init__(
         self, functions: StepFunctions, signature: Signature, slots: int, rows: Rows, insert_rows: int
     ) -> None:
-        """
-        Args:
-          slots: how many requests the carry (the state of all requests on the device) has room for.
-          insert_rows: how many requests ``insert`` takes; 0: one, without an axis for requests.
+        """``slots``: how many requests the carry has room for.
+
+        ``insert_rows``: how many requests ``insert`` takes; 0: one, without an axis for requests.
         """
         self._functions = functions
         self._signature = signature
@@ -122,12 +117,7 @@ class StepPrograms:
         return jax.tree.map(_strong, own), jnp.zeros(self._slots, jnp.bool_)
 
     def insert(self, parameters: Any, inputs: dict[str, Any], slots: Any, carry: Any) -> Any:
-        """Calls the model author's ``insert`` for new requests. Returns a row of results (``Rows``) for each, and the carry.
-
-        ``slots``: the slot into which each request is inserted. ``carry``: the state of all slots, as ``init`` returns it.
-
-        Raises Internal: the function did not return what is declared.
-        """
+        """Calls the model author's ``insert`` for new requests. ``slots``: the slot of each."""
         own, live = carry
         returned = self._functions.insert(parameters, own, slots, inputs)
         if not isinstance(returned, tuple) or len(returned) not in (2, 4):
@@ -146,12 +136,9 @@ class StepPrograms:
         return self._rows.pack(outputs, emits, finished), (jax.tree.map(_strong, kept), live)
 
     def step(self, parameters: Any, unmasked: Any, carry: Any) -> Any:
-        """Calls the model author's ``step`` for the first slots. Returns a row of results (``Rows``) for each, and the carry.
+        """Calls the model author's ``step`` for the first slots.
 
-        Args:
-          unmasked: BOOL, one for each slot of the step: whether the slot's request takes part.
-          carry: the state of all slots, as ``init`` returns it.
-        Raises Internal: the function did not return what is declared.
+        ``unmasked``: BOOL, one for each slot of the step: whether the slot's request takes part.
         """
         own, live = carry
         count = unmasked.shape[0]
@@ -181,12 +168,9 @@ class StepPrograms:
         return Internal(f"model '{self._signature.model}': {which} returned {what}, {expected} expected")
 
     def _check_carry(self, which: str, given: Any, made: Any) -> None:
-        """Checks the state that a function of the model's author has returned.
+        """Raises Internal: the state that a function was given and the one that it made differ in structure, shape or datatype.
 
-        Args:
-          which: names the function in the error.
-          given, made: the state that was passed to the function, and the state that it has returned.
-        Raises Internal: their structures, shapes or datatypes differ.
+        ``which``: names the function in the error.
         """
         what = f"model '{self._signature.model}': {which} returned"
         before, after = jax.tree_util.tree_leaves_with_path(given), jax.tree_util.tree_leaves_with_path(made)
@@ -203,7 +187,7 @@ class StepPrograms:
     def _checked(self, which: str, outputs: Any, lead: tuple[int, ...]) -> dict[str, Any]:
         """Returns a function's outputs as arrays. Raises Internal: their names, shapes or datatypes are not the declared ones.
 
-        ``which``: names the author's function in the error. ``lead``: the dimensions before the declared ones.
+        ``lead``: the dimensions before the declared ones.
         """
         what = f"model '{self._signature.model}': {which} returned"
         if not isinstance(outputs, dict):
@@ -222,10 +206,7 @@ class StepPrograms:
         return made
 
     def _flags(self, which: str, name: str, flags: Any, lead: tuple[int, ...]) -> Any:
-        """Returns a function's flags as an array. Raises Internal: they are not BOOL with one element for each row.
-
-        ``which``, ``name``: name the author's function and the flags in the error. ``lead``: the expected shape.
-        """
+        """Returns a function's flags as an array. Raises Internal: they are not BOOL with one element for each row."""
         array = jnp.asarray(flags)
         if array.shape != lead or array.dtype != jnp.bool_:
             raise Internal(

@@ -59,8 +59,7 @@ def work_of(program: Program) -> tuple[float, float]:
 def is_within(program: Program, most: Most, text: Program | None = None) -> bool:
     """Returns whether a program's work is known and at most ``most``.
 
-    ``text``: the program whose text is searched for operations that XLA does not count (loops, calls outside of XLA); None:
-    ``program``.
+    ``text``: the program that is searched for operations that XLA does not count; None: ``program``.
     """
     flops, byte_size = work_of(program)
     if not (0 <= flops <= most.flops and 0 <= byte_size <= most.byte_size):
@@ -69,10 +68,7 @@ def is_within(program: Program, most: Most, text: Program | None = None) -> bool
 
 
 def share_of(program: Program) -> float:
-    """Returns a program's work as a fraction of what may run in one iteration of the worker's loop (about 1 ms of a core).
-
-    Infinite: it is more than one iteration's, or not known.
-    """
+    """Returns a program's work as a fraction of what may run in one iteration of the loop; infinite: more, or not known."""
     share = sum(work_of(program)) / _ITERATION
     return share if share <= 1 and is_within(program, Most(_ITERATION, _ITERATION)) else math.inf
 
