@@ -45,7 +45,7 @@ _LONG = (
     "workers/parameters/test_on_demand.py",
     "workers/parameters/test_swapping.py",
     "workers/programs/test_carry.py",
-    "workers/programs/test_grouped_program.py",
+    "workers/programs/test_grouped_calls.py",
     "workers/scheduling/test_step_batcher.py",
     "workers/test_extreme_configurations.py",
 )

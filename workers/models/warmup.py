@@ -119,8 +119,7 @@ def samples(
     """Makes the warmup samples of a completed configuration.
 
     ``folder``: the model's, which has the files in ``warmup/``. ``more``: inputs that clients do not send, each of one row.
-    Raises
-    InvalidArgument: a sample does not fit the model, or its file cannot be read.
+    Raises InvalidArgument: a sample does not fit the model, or its file cannot be read.
     """
     made: list[Sample] = []
     room = MAX_BYTE_SIZE
@@ -160,9 +159,8 @@ def _sample(setting: Any, described: Signature, folder: Path, room: int, more: M
 def _tensor(what: str, given: Any, spec: TensorSpec, lead: tuple[int, ...], folder: Path, room: int) -> Array:
     """Returns one input of a warmup sample as the model takes it.
 
-    ``given``: the input in ``model_warmup``. ``lead``: the batch dimension, or (). ``room``: how many bytes the input may have.
-    Raises
-    InvalidArgument: the input does not fit the model or ``room``, or its file cannot be read.
+    ``given``: the input in ``model_warmup``. ``lead``: the batch dimension, or (). ``room``: how many bytes it may have.
+    Raises InvalidArgument: the input does not fit the model or ``room``, or its file cannot be read.
     """
     datatype, dims = datatypes.from_model_config(data_type_name(given)), tuple(given.dims)
     if datatype != spec.datatype or not spec.fits(dims):

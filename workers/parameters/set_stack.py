@@ -149,11 +149,9 @@ class SetStack:
     def arguments(self, sets: ParameterSets, chosen: Chosen, rows: int) -> tuple[Any, Array]:
         """Returns what a program takes as parameters: the tree with its stacked leaves, and the slot of each row, INT32[rows].
 
-        Sets without a slot get one. The result is valid only for the next call of a program.
-
-        ``chosen``: one set for all rows, or the set of each request or row; None: main. Further rows get the set of the first
-        row.
-        Raises whatever the device raises; then no set has a slot any more.
+        Sets without a slot get one. The result is valid only for the next call of a program. ``chosen``: one set for all rows, or
+        the set of each request or row; None: main. Rows beyond get the set of the first row. Raises whatever the device raises;
+        then no set has a slot any more.
         """
         wanted: Sequence[ParameterSet | None]
         if isinstance(chosen, tuple):
