@@ -230,7 +230,13 @@ def service_variables(environment: Mapping[str, str]) -> frozenset[str]:
     }
     linked = tuple(name.removesuffix("NAME") + "ENV_" for name in aliases)
     return frozenset(
-        name for name, value in ours.items() if name in aliases or name.startswith(linked) or _describes(name, value)
+        name
+        for name, value in ours.items()
+        if name in aliases
+        or name.startswith(linked)
+        or (name.endswith("_PORT") and _URL.fullmatch(value))
+        or _OF_A_SERVICE.fullmatch(name)
+        or _OF_A_PORT.fullmatch(name)
     )
 
 
@@ -462,12 +468,6 @@ _OF_A_PORT = re.compile(r"[A-Z0-9_]+_PORT_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADD
 #: The form ``/container/alias``; the other container's own variables only come along with it.
 _ALIAS = re.compile(r"/[^/\s]+/[^/\s]+")
 _SHOWN = 3
-
-
-def _describes(name: str, value: str) -> bool:
-    if name.endswith("_PORT") and _URL.fullmatch(value):
-        return True
-    return bool(_OF_A_SERVICE.fullmatch(name) or _OF_A_PORT.fullmatch(name))
 
 
 def ignored_sentence(ignored: frozenset[str]) -> str:

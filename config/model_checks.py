@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from tensord.config import ensemble_checks, model_fields
@@ -92,34 +92,34 @@ def check(message: ModelConfig, *, whole: bool = False, scalars: Collection[str]
 def _check_tensor(what: str, tensor: Any, batches: bool, whole: bool, scalar: bool) -> None:
     if not tensor.name:
         raise InvalidArgument(f"{what}: 'name' is missing")
-    if tensor.data_type or whole:
-        # Also refuses numbers that name no type, which a binary message may carry.
-        try:
-            from_model_config(data_type_name(tensor))
-        except InvalidArgument:
-            raise InvalidArgument(f"{what}: 'data_type' is missing or unknown") from None
+    _check_form(what, tensor, whole)
     if whole and not (tensor.dims or batches or scalar or tensor.HasField("reshape")):
         raise InvalidArgument(
             f"{what}: 'dims' is missing; without max_batch_size a single number has dims [1], or model.py says so, as in 'FP32[]'"
         )
-    for dims in (tensor.dims, tensor.reshape.shape):
-        _check_rank(what, dims)
-    _check_dims(what, tensor.dims)
+    _check_rank(what, tensor.reshape.shape)
     if getattr(tensor, "format", 0) and len(tensor.dims) != 3 and (tensor.dims or whole):
         raise InvalidArgument(f"{what}: model input NHWC/NCHW require 3 dims, {len(tensor.dims)} given")
     if tensor.HasField("reshape"):
         _check_reshape(what, list(tensor.dims), list(tensor.reshape.shape), batches)
 
 
+def _check_form(what: str, tensor: Any, whole: bool) -> None:
+    if tensor.data_type or whole:
+        # Also refuses numbers that name no type, which a binary message may carry.
+        try:
+            from_model_config(data_type_name(tensor))
+        except InvalidArgument:
+            raise InvalidArgument(f"{what}: 'data_type' is missing or unknown") from None
+    _check_rank(what, tensor.dims)
+    for dim in tensor.dims:
+        if dim < 1 and dim != -1:
+            raise InvalidArgument(f"{what}: dim {dim}; a dim is at least 1, or -1 where it varies")
+
+
 def _check_rank(what: str, dims: Sequence[int]) -> None:
     if len(dims) > MAX_RANK:
         raise InvalidArgument(f"{what}: {len(dims)} dims given, at most {MAX_RANK} are allowed")
-
-
-def _check_dims(what: str, dims: Iterable[int]) -> None:
-    for dim in dims:
-        if dim < 1 and dim != -1:
-            raise InvalidArgument(f"{what}: dim {dim}; a dim is at least 1, or -1 where it varies")
 
 
 def _check_reshape(what: str, dims: list[int], shape: list[int], batches: bool) -> None:
@@ -420,23 +420,13 @@ def _check_states(message: ModelConfig, whole: bool) -> None:
             if name in seen[kind]:
                 raise InvalidArgument(f"State {kind} name '{name}' specified more than once.")
             seen[kind].add(name)
-        _check_state(what, state, whole)
+        _check_form(what, state, whole)
         _check_initial(state)
         if state.use_growable_memory and not state.use_same_buffer_for_input_output:
             raise InvalidArgument(
                 "In order to 'use_growable_memory', you must also enable 'use_single_buffer' for state input name "
                 f"'{state.input_name}'."
             )
-
-
-def _check_state(what: str, state: Any, whole: bool) -> None:
-    if state.data_type or whole:
-        try:
-            from_model_config(data_type_name(state))
-        except InvalidArgument:
-            raise InvalidArgument(f"{what}: 'data_type' is missing or unknown") from None
-    _check_rank(what, state.dims)
-    _check_dims(what, state.dims)
 
 
 def _check_initial(state: Any) -> None:

@@ -88,7 +88,7 @@ def _violation(error: ValueError | OverflowError) -> Violation:
 
 
 def _understood(common: bytes) -> CallHead:
-    """Decodes header fields that many calls share, as ``HpackDecoder.decode`` packed them, to the head of a call."""
+    """Decodes header fields that many calls share, as ``LibraryDecoder.decode`` packed them, to the head of a call."""
     raw = fields(common)
     check_common(raw)
     said = dict(metadata(raw))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from tensord.shm.extensions import check
 
@@ -31,19 +30,6 @@ COMMON = frozenset(
 _SIZES = struct.Struct("=II")
 
 
-class HpackDecoder(Protocol):
-    """Decodes the header blocks of one connection; its dynamic table has HTTP/2's default size."""
-
-    def decode(self, block: bytes, /) -> tuple[bytes, Fields]:
-        """Decodes the connection's next header block.
-
-        Returns the fields that many calls share (``COMMON``: path, content-type, ...), packed as one bytes object that the
-        function ``fields`` unpacks, and a list of the others.
-        A pseudo-header (``:path``, ...) behind one of the others is put into that list, so that the checks see and refuse it.
-        Raises: ValueError: the bytes are no header block.  OverflowError: the fields are larger than allowed.
-        """
-
-
 def parted(decoded: Iterable[Field]) -> tuple[bytes, Fields]:
     """Separates decoded fields: those that many calls share (``COMMON``), packed (``fields`` unpacks them), and the others."""
     common: list[bytes] = []
@@ -57,7 +43,7 @@ def parted(decoded: Iterable[Field]) -> tuple[bytes, Fields]:
 
 
 def fields(common: bytes) -> Fields:
-    """Unpacks the fields that many calls share, as ``HpackDecoder.decode`` packed them."""
+    """Unpacks the fields that many calls share, as ``LibraryDecoder.decode`` packed them."""
     found, at = [], 0
     while at < len(common):
         name_size, value_size = _SIZES.unpack_from(common, at)
@@ -68,7 +54,7 @@ def fields(common: bytes) -> Fields:
 
 
 class LibraryDecoder:
-    """Decodes the header blocks of one connection with the Python library hpack."""
+    """Decodes the header blocks of one connection with the Python library hpack, as ``_hpack.Decoder`` does in C."""
 
     def __init__(self, max_list_size: int) -> None:
         # Imported where it is needed: mostly it is not.
@@ -78,7 +64,13 @@ class LibraryDecoder:
         self._error, self._too_large = hpack.HPACKError, hpack.OversizedHeaderListError
 
     def decode(self, block: bytes, /) -> tuple[bytes, Fields]:
-        """Decodes the connection's next header block to shared fields, packed, and the others (see ``HpackDecoder``)."""
+        """Decodes the connection's next header block.
+
+        Returns the fields that many calls share (``COMMON``: path, content-type, ...), packed as one bytes object that the
+        function ``fields`` unpacks, and a list of the others. A pseudo-header (``:path``, ...) behind one of the others is put
+        into that list, so that the checks see and refuse it.
+        Raises: ValueError: the bytes are no header block.  OverflowError: the fields are larger than allowed.
+        """
         try:
             return parted([(bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True)])
         except self._too_large as error:
@@ -87,20 +79,13 @@ class LibraryDecoder:
             raise ValueError(str(error)) from error
 
 
-def decoder(max_list_size: int) -> HpackDecoder:
-    """Makes the fastest HPACK decoder that is available, for one connection.
-
-    ``max_list_size``: the most bytes of a block's fields, counted as in RFC 9113, section 6.5.2.
-    """
-    return _Decoder(max_list_size)
-
-
-_Decoder: Callable[[int], HpackDecoder]
+#: Makes a connection's decoder. Its argument: the most bytes of a block's fields, counted as in RFC 9113, section 6.5.2.
+decoder: Callable[[int], LibraryDecoder | _hpack.Decoder]
 try:
     from tensord.daemon.grpc import _hpack
 
     check(_hpack)
 except ImportError:  # not built, or not from these sources
-    _Decoder = LibraryDecoder
+    decoder = LibraryDecoder
 else:
-    _Decoder = _hpack.Decoder
+    decoder = _hpack.Decoder

@@ -395,7 +395,7 @@ class Http2:
             self.rst_stream(number, frames.PROTOCOL_ERROR)
             return cost
         if self.phase is ENDING:
-            numbers.cut(number)
+            numbers.remember(number, Past.CUT)
             return cost
         if len(self.streams) >= self.serving.options.max_concurrent_streams:
             self.rst_stream(number, frames.REFUSED_STREAM)
@@ -445,7 +445,7 @@ class Http2:
         stream = self.streams.get(number)
         if stream is not None:
             self._floods.reset(self.answered)
-            self.numbers.reset(number)
+            self.numbers.remember(number, Past.RESET)
             stream.abandon()
         elif self.numbers.past(number) is Past.IDLE:
             raise Violation(frames.PROTOCOL_ERROR, f"stream {number} is reset before it is opened")
@@ -555,7 +555,7 @@ class Http2:
 
     def rst_stream(self, number: int, code: int) -> None:
         """Sends RST_STREAM; frames of that stream that the client still sends are ignored."""
-        self.numbers.cut(number)
+        self.numbers.remember(number, Past.CUT)
         self.write(frames.rst_stream(number, code))
 
     def reset(self, stream: Stream, code: int) -> None:

@@ -17,6 +17,7 @@ from typing import cast
 
 import msgspec
 
+from tensord.config.options import Options
 from tensord.daemon.front.forwarding import Forwarding
 from tensord.daemon.front.status import grpc_status
 from tensord.daemon.grpc.arriving_message import ArrivingMessage
@@ -38,7 +39,6 @@ from tensord.shm.control_records import ModelState
 from tensord.shm.errors import DEFECT, Internal, ServingError, Unsupported
 from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import AnswerRecord, Buffer, Content, PreparedAnswer, RequestRecord, is_mark
-from tensord.shm.prepared import MAX_NUMBERS
 from tensord.shm.tracer import Trace, Tracer
 
 _log = logging.getLogger(__name__)
@@ -51,24 +51,16 @@ DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction po
 class Infer:
     """Sends the inference requests of a gRPC front to workers, and encodes the answers."""
 
-    def __init__(
-        self,
-        submitter: Submitter,
-        table: ModelStates,
-        max_stream_requests: int,
-        forwarding: Forwarding | None,
-        tracer: Tracer,
-        makes_ids: bool = False,
-        max_prepared: int = MAX_NUMBERS,
-    ) -> None:
+    def __init__(self, submitter: Submitter, table: ModelStates, options: Options, tracer: Tracer) -> None:
         self.submitter = submitter
-        self.max_stream_requests = max_stream_requests
+        self.max_stream_requests = options.grpc.max_stream_requests
         self.tracer = tracer
-        self._makes_ids = makes_ids
-        self._prepared = PreparedMessages(table, submitter, max_prepared)
+        self._makes_ids = options.requests.make_ids
+        self._prepared = PreparedMessages(table, submitter, options.expert.max_prepared)
         self._inline = submitter.inline_byte_size
+        pattern = options.grpc.header_forward_pattern
         #: Adds something to each request, so that none is sent by a number.
-        self._forwarding = forwarding
+        self._forwarding = Forwarding(pattern) if pattern else None
 
     def ask(
         self,

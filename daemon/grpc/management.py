@@ -64,8 +64,7 @@ class Management:
             answer = getattr(self, method.name, None)
             if answer is not None:
                 request = getattr(grpc_service_pb2, method.input_type.name)
-                maker = _maker_for_peer if method.name in _FOR_PEER else _maker
-                yield f"/{SERVICE}/{method.name}", maker(request, answer)
+                yield f"/{SERVICE}/{method.name}", _maker(request, answer, method.name in _FOR_PEER)
 
     # ------------------------------------------------------------------------------------------------ health
 
@@ -185,12 +184,8 @@ class Management:
         return _filled(answer, {"regions": {region["name"]: region for region in regions}})
 
 
-def _maker(request: type[Message], answer: Any) -> Callable[[Stream], Call]:
-    return lambda stream: Unary(stream, request, answer)
-
-
-def _maker_for_peer(request: type[Message], answer: Any) -> Callable[[Stream], Call]:
-    return lambda stream: Unary(stream, request, functools.partial(answer, stream.connection))
+def _maker(request: type[Message], answer: Any, for_peer: bool) -> Callable[[Stream], Call]:
+    return lambda stream: Unary(stream, request, functools.partial(answer, stream.connection) if for_peer else answer)
 
 
 def _filled(message: Message, fields: dict[str, Any]) -> Any:

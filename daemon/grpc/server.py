@@ -13,7 +13,6 @@ from tensord.daemon.control.certificates import Certificates
 from tensord.daemon.front.access import grpc_access
 from tensord.daemon.front.answered import Answered
 from tensord.daemon.front.endpoints import Endpoints
-from tensord.daemon.front.forwarding import Forwarding
 from tensord.daemon.front.longest_idle import described
 from tensord.daemon.front.opening import Opening
 from tensord.daemon.front.process import Front
@@ -38,16 +37,7 @@ class GrpcFront(Front):
     }
 
     async def open(self, options: Options, endpoints: Endpoints) -> None:
-        pattern = options.grpc.header_forward_pattern
-        infer = Infer(
-            self.submitter,
-            self.table,
-            options.grpc.max_stream_requests,
-            Forwarding(pattern) if pattern else None,
-            self.tracer,
-            options.requests.make_ids,
-            options.expert.max_prepared,
-        )
+        infer = Infer(self.submitter, self.table, options, self.tracer)
         methods: dict[str, Callable[[Stream], Call]] = {
             **dict(Management(endpoints).methods()),
             **dict(StandardServices(endpoints).methods()),

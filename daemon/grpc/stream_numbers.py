@@ -57,14 +57,6 @@ class StreamNumbers:
             self._gaps.append((self.next, number - 2))
         self.next = number + 2
 
-    def cut(self, number: int) -> None:
-        """Remembers that the server ended a stream before the client had ended its side: ``past`` returns CUT for it."""
-        self._remember(number, Past.CUT)
-
-    def reset(self, number: int) -> None:
-        """Remembers that the client reset a stream: ``past`` returns RESET for it."""
-        self._remember(number, Past.RESET)
-
     def past(self, number: int) -> Past:
         """Returns why a stream is not open; CUT, the most lenient reason, also if it ended too long ago to be remembered."""
         if not number & 1 or number >= self.next:
@@ -76,7 +68,8 @@ class StreamNumbers:
             return Past.PASSED_OVER
         return Past.CUT if number <= self._forgotten else Past.CLOSED
 
-    def _remember(self, number: int, past: Past) -> None:
+    def remember(self, number: int, past: Past) -> None:
+        """Remembers that a stream ended otherwise than by both sides: ``past`` returns RESET or CUT for it."""
         self._ended[number] = past
         if len(self._ended) > _MAX_REMEMBERED:
             oldest = next(iter(self._ended))

@@ -53,7 +53,7 @@ class GrpcBench(LaneBench):
     def __init__(self, tracer: Tracer | None = None) -> None:
         super().__init__()
         tracer = tracer or Tracer(1, TraceFiles())
-        infer = Infer(self.submitter, self.table, OPTIONS.grpc.max_stream_requests, None, tracer)
+        infer = Infer(self.submitter, self.table, OPTIONS, tracer)
         methods: dict[str, Callable[[Stream], Call]] = {
             INFER: functools.partial(UnaryInfer, infer),
             STREAM: functools.partial(StreamInfer, infer),

@@ -25,7 +25,7 @@ def test_every_number(streams: list[tuple[int, str]]) -> None:
         assert numbers.last == number
         expected[number] = {"close": Past.CLOSED, "cut": Past.CUT, "reset": Past.RESET}[end]
         if end != "close":
-            (numbers.cut if end == "cut" else numbers.reset)(number)
+            numbers.remember(number, expected[number])
     for above in range(1, 6):
         expected.setdefault(number + above, Past.IDLE)
     for each in range(0, number, 2):
@@ -38,7 +38,7 @@ def test_what_is_remembered_is_bounded() -> None:
     numbers = StreamNumbers()
     for number in range(1, 20_000, 4):
         numbers.use(number)
-        numbers.cut(number) if number % 3 else numbers.reset(number)
+        numbers.remember(number, Past.CUT if number % 3 else Past.RESET)
     assert len(numbers._ended) == len(numbers._gaps) == 256
     assert numbers.past(1) is numbers.past(3) is Past.CUT
     assert numbers.past(numbers.last - 2) is Past.PASSED_OVER
@@ -49,6 +49,6 @@ def test_a_reset_stream_that_was_told_so() -> None:
     """A client that goes on sending on a stream that it has reset is told once."""
     numbers = StreamNumbers()
     numbers.use(1)
-    numbers.reset(1)
-    numbers.cut(1)
+    numbers.remember(1, Past.RESET)
+    numbers.remember(1, Past.CUT)
     assert numbers.past(1) is Past.CUT
