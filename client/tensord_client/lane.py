@@ -315,7 +315,7 @@ class LaneConnection(Sender):
 
         Raises: as ``ask``.
         """
-        known = self.known(call)
+        known = self.models.get((call.model, call.version))
         if known is None or call.traceparent or len(self.held.sizes) >= self.held.most:
             return self.ask(call)
         sequence_id = call.scheduling.sequence_id
