@@ -20,7 +20,10 @@ def path(configured: str, name: str, environment: Mapping[str, str]) -> Path | N
 
 
 def bind(path: Path, kind: int, mode: int) -> socket.socket:
-    """Binds a Unix socket, which does not listen yet, to a path whose file has this mode from the start. Raises OSError."""
+    """Binds a Unix socket, which does not listen yet, to a path whose file has this mode from the start.
+
+    Raises OSError: the path cannot be bound.
+    """
     sock = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC)
     try:
         remove_stale(path, kind)

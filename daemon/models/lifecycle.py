@@ -107,7 +107,10 @@ class Lifecycle:
         return self._follow(name, self.models[name], Operation((token,), None))
 
     def _follow(self, name: str, model: ModelEntry, later: Operation) -> list[Instruction]:
-        """Queues a load or unload, and drops earlier loads that it makes pointless; who waits for these gets its outcome."""
+        """Queues a load or unload, and drops earlier loads that it makes pointless.
+
+        Who waits for a dropped load gets the outcome of a later load, or that the model was unloaded.
+        """
         overtaken: list[Operation] = []
         while model.waiting and model.waiting[-1].overtaken_by(later):
             overtaken.insert(0, model.waiting.pop())

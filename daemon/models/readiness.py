@@ -104,7 +104,7 @@ class ReadinessCheck:
     """Publishes the daemon's readiness to the fronts when it changes, and the progress of loads while a model is not served."""
 
     def __init__(self, standings: Callable[[], Iterable[Standing]], publish: Callable[[Readiness], None]) -> None:
-        """``standings`` returns each wanted model's readiness; ``publish`` sends the daemon's to the fronts."""
+        """Begins without models. ``standings`` returns each wanted model's readiness; ``publish`` sends the daemon's on."""
         self._standings = standings
         self._publish = publish
         #: The readiness that was published last; nothing is published before it is known what is wanted.

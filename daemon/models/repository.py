@@ -58,7 +58,9 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 def fingerprints(path: Path, config: bytes) -> tuple[str, str, list[str]]:
     """Computes two digests of the files that can be reached from a model's folder; returns them and the links to nowhere in it.
 
-    The first one changes with any file and with ``config``; the second one ignores that and config.pbtxt. Raises OSError.
+    The first one changes with any file and with ``config``; the second one ignores that and config.pbtxt.
+
+    Raises OSError: the folder cannot be read.
     """
     all_of_it, rest, nowhere = hashlib.sha256(config), hashlib.sha256(), list[str]()
     for name, status in itertools.islice(model_folder.walk(path), model_folder.MAX_ENTRIES):

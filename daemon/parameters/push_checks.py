@@ -57,7 +57,7 @@ def check(wanted: PushParameters, memory: int, most: int) -> None:
 
 
 def check_memory(memory: int, most: int) -> None:
-    """Raises InvalidArgument: memory that came with a push is not a memfd of ordinary pages, or has no allowed size."""
+    """Raises InvalidArgument: memory that came with a push is not a memfd of ordinary pages, or its size is not allowed."""
     try:
         fcntl.fcntl(memory, fcntl.F_GET_SEALS)
         pages = os.fstatvfs(memory).f_bsize

@@ -241,7 +241,10 @@ class Parameters:
         return version is not None and version.state is IndexState.LOADING
 
     def _claim(self, key: VersionKey, wanted: PushParameters) -> int:
-        """Reserves the number of a push, so that no later push can have it, and returns it. Raises ServingError: none is left."""
+        """Reserves the number of a push, so that no later push can have it, and returns it.
+
+        Raises Replaced: another push's number is as high; another ServingError: no number is left, or there are too many sets.
+        """
         found = self.sets.find(key, wanted.set)
         highest = max(0 if found is None else found.highest, self._claimed.get((key, wanted.set), 0))
         number = wanted.number or highest + 1
@@ -420,7 +423,7 @@ class Parameters:
         descriptors.close(fds)
 
     async def _obeyed(self, worker: WorkerProcess, operation: Operation) -> bool:
-        """Has a worker carry out a decided step, such as a commit, or kills it. Returns whether it did."""
+        """Has a worker carry out a decided step, such as a commit; kills it if it fails. Returns whether it did."""
         try:
             await self._call(worker, operation)
         except ServingError as error:
@@ -444,9 +447,10 @@ class Parameters:
                 del self._waiting[model], self._turns[model]
 
     async def _in_turn(self, key: VersionKey, change: Callable[[], Awaitable[Content]]) -> Content:
-        """Runs ``change`` while no other change of the model runs, once a worker serves the version. Again if all workers died.
+        """Runs ``change`` while no other change of the model runs, once a worker serves the version.
 
-        Raises Unavailable: too many changes are waiting, or no worker serves the version for longer than a request would wait.
+        Repeats it if all workers died. Raises Unavailable: too many changes are waiting, or no worker serves the version for
+        longer than a request would wait.
         """
         if self._waiting.total() >= _MAX_WAITING:
             raise Unavailable(

@@ -91,7 +91,10 @@ class RegisteredRegion:
 
 
 def is_owner(peer: Peer, owner: Peer) -> bool:
-    """Returns whether a client (``peer``) may unregister a region that ``owner`` registered: its own, or on TCP any of TCP's."""
+    """Returns whether a client (``peer``) may unregister a region that ``owner`` registered.
+
+    On Unix sockets that is the same user; on TCP any client may unregister a region of TCP; the operator may unregister all.
+    """
     return peer.kind == "operator" or (peer.kind == owner.kind and (peer.kind == "tcp" or peer.uid == owner.uid))
 
 

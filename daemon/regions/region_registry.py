@@ -173,7 +173,10 @@ class RegionRegistry:
         task.add_done_callback(self._tasks.discard)
 
     def _device_of(self, request: RegisterCudaRegion) -> str:
-        """Returns the device of the workers on the request's GPU; "": none has a GPU at all. Raises InvalidArgument."""
+        """Returns the device name of the workers on the request's GPU; "": no worker has a GPU at all.
+
+        Raises InvalidArgument: workers have GPUs, but not this one.
+        """
         gpus = {gpu for device in self._workers.devices if (gpu := gpu_of(device))}
         if not gpus:
             return ""

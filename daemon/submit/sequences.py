@@ -69,7 +69,8 @@ class SequenceRouting:
     def find(self, request: InFlight, model: SequencedModel, gpu: str) -> WorkerLink | None:
         """Returns the worker for a request of a sequence; None: there is none, or the sequence's cannot be used now.
 
-        ``gpu``: where its regions are; "": anywhere. A sequence stays on its worker. Raises: Unavailable: that was lost.
+        ``gpu``: where its regions are; "": anywhere. A sequence stays on its worker.
+        Raises: Unavailable: the sequence was lost with its worker.
         """
         record, state = request.record, model.state
         key = request.sequence = model.keys.key(record.sequence_id)
@@ -248,7 +249,7 @@ class LostSequences:
         self._since[key] = now
 
     def holds(self, key: Key, idle: float, now: float) -> bool:
-        """Returns whether a sequence was lost at most ``idle`` seconds before ``now``: later a worker had forgotten it too."""
+        """Returns whether a sequence was lost at most ``idle`` seconds before ``now``; later a worker would have dropped it."""
         since = self._since.get(key)
         if since is not None and now - since > idle:
             del self._since[key]

@@ -43,7 +43,10 @@ class Throttle:
     # ---------------------------------------------------------------------------------------------------- who holds its share
 
     def fills_client(self, account: Account, request: InFlight) -> bool:
-        """Returns whether the client of an answered request has just reached its share; notes which kinds are large."""
+        """Returns whether the client of an answered request has just reached its share of response memory.
+
+        If it holds its share and the answer is large, records that requests of this kind have large answers.
+        """
         client = account.client
         if client.answers < client.limit:
             return False
