@@ -1,13 +1,14 @@
 """The program ``tensorctl``: the operator's commands to a running daemon, sent over its control socket.
 
-The socket is ``--socket``, else ``TENSORCTL_SOCKET``, else the socket of the one daemon that answers on a default path
-(``tensord.daemon.operator.control_client``). Exit status: 0: done; 1: the daemon refused; 2: the daemon cannot be reached.
+The socket is ``--socket``, else ``TENSORCTL_SOCKET``, else that of the one daemon which answers on a default path
+(``tensord.daemon.control.runtime_directory``). Exit status: 0: done; 1: the daemon refused; 2: the daemon cannot be reached.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +20,8 @@ from click.shell_completion import CompletionItem
 
 from tensord.daemon import tables
 from tensord.daemon.command_group import CommandGroup
-from tensord.daemon.operator import control_client
-from tensord.daemon.operator.control_client import Refused, Unreachable
+from tensord.daemon.control import runtime_directory
+from tensord.daemon.control.runtime_directory import CONTROL_SOCKET
 
 _PROCESS_COLUMNS = (
     *("name", "pid", "ready", "connections", "lanes", "device", "isolated", "memory_fraction", "cores", "threads"),
@@ -93,21 +94,16 @@ class _Daemon:
     """Sends commands to the daemon, and prints its answers as tables or as JSON."""
 
     def __init__(self, path: Path | None, as_json: bool) -> None:
-        """Stores the path of the daemon's control socket (None: the default paths are tried). ``as_json``: print JSON."""
         self._path = path
         self.as_json = as_json
 
     def ask(self, command: str, **words: Any) -> Any:
-        """Sends a command to the daemon and returns its answer. If the daemon refuses or is not reached, the program exits.
-
-        Args:
-          words: the arguments of the command.
-        """
+        """Sends a command to the daemon and returns its answer. If the daemon refuses or is not reached, the program exits."""
         try:
-            return control_client.ask(self._path, os.environ, {"command": command, **words})
-        except Refused as error:
+            return _ask(self._path, {"command": command, **words})
+        except _Refused as error:
             self._fail(str(error), 1)
-        except Unreachable as error:
+        except _Unreachable as error:
             self._fail(str(error), 2)
 
     def _fail(self, message: str, status: int) -> NoReturn:
@@ -119,21 +115,15 @@ class _Daemon:
         sys.exit(status)
 
     def do(self, command: str, **words: Any) -> None:
-        """Sends a command to the daemon, and prints the answer as JSON. ``words``: the command's arguments.
-
-        A null is printed only if JSON is wanted, as {}. If the daemon refuses or is not reached, the program exits.
-        """
+        """Sends a command as ``ask`` does, and prints the answer as JSON; a null only if JSON is wanted, as {}."""
         result = self.ask(command, **words)
         if result is not None or self.as_json:
             _print_json({} if result is None else result)
 
     def show(self, watch: float | None, print_: Callable[[Any], None], command: str, **words: Any) -> None:
-        """Prints the daemon's answer to a command. If the daemon refuses or is not reached, the program exits.
+        """Sends a command as ``ask`` does, and prints the answer by ``print_``, or as JSON.
 
-        Args:
-          watch: ask and print again after so many seconds, until the user interrupts; None: only once.
-          print_: prints the answer, unless JSON is wanted.
-          words: the arguments of the command.
+        ``watch``: ask and print again after so many seconds, until the user interrupts; None: only once.
         """
         while True:
             result = self.ask(command, **words)
@@ -146,6 +136,73 @@ class _Daemon:
             if watch is None:
                 return
             time.sleep(watch)
+
+
+class _Unreachable(Exception):
+    """No daemon answers, or several do and no path chooses one of them; the message names the sockets."""
+
+
+class _Refused(Exception):
+    """The daemon answered a question with an error, which is this exception's message."""
+
+
+def _ask(path: Path | None, question: Mapping[str, Any]) -> Any:
+    """Sends a command, the fields of ``OperatorQuestion``, to a daemon and returns its result, as decoded JSON.
+
+    ``path``: the daemon's control socket; None: it is looked for where daemons have it by default.
+    Raises Unreachable: not exactly one daemon answers; Refused: the daemon answered with an error.
+    """
+    sock = _connected(path) if path is not None else _found()
+    try:
+        with sock:
+            where = sock.getpeername()
+            sock.sendall(json.dumps(question).encode() + b"\n")
+            with sock.makefile("rb") as lines:
+                answer = lines.readline()
+    except OSError:
+        answer = b""
+    if not answer.endswith(b"\n"):
+        raise _Unreachable("the daemon stopped before it answered")
+    try:
+        fields = json.loads(answer)
+        if "error" not in fields:
+            return fields["result"]
+        error = fields["error"].strip()
+    except (ValueError, TypeError, LookupError, AttributeError):
+        raise _Unreachable(f"what answers at '{where}' is not the control socket of a tensord") from None
+    raise _Refused(error)
+
+
+def _connected(path: Path) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.connect(str(path))
+    except OSError as error:
+        sock.close()
+        raise _Unreachable(f"no tensord answers at '{path}': {error.strerror or error}") from None
+    return sock
+
+
+def _found() -> socket.socket:
+    """Connects to the daemon in the first of the default folders where one answers. Raises Unreachable: none or several do."""
+    reasons: list[str] = []
+    for folder in runtime_directory.searched(os.environ):
+        answering: dict[Path, socket.socket] = {}
+        for path in runtime_directory.sockets(folder, CONTROL_SOCKET):
+            try:
+                answering[path] = _connected(path)
+            except _Unreachable as error:
+                reasons.append(str(error).removeprefix("no tensord answers at "))
+        if len(answering) == 1:
+            return answering.popitem()[1]
+        for sock in answering.values():
+            sock.close()
+        if answering:
+            named = ", ".join(f"'{path}'" for path in answering)
+            raise _Unreachable(
+                f"{len(answering)} daemons of this user answer, at {named}: name one with --socket or TENSORCTL_SOCKET"
+            )
+    raise _Unreachable(f"no tensord answers at {'; '.join(reasons)}")
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -165,18 +222,13 @@ def _watched(command: F) -> F:
 
 
 def _names(command: str, read: Callable[[Any], Sequence[str]]) -> Callable[..., list[CompletionItem]]:
-    """Returns a function with which click completes a name in the shell; if the daemon is not reached, it offers none.
-
-    Args:
-      command: the daemon's answer to it has the names.
-      read: returns the names in the answer.
-    """
+    """Returns a function with which click completes names in the shell: those that ``read`` finds in the answer to a command."""
 
     def complete(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
         parent = ctx.find_root().params
         try:
-            answer = control_client.ask(parent.get("path"), os.environ, {"command": command})
-        except (Refused, Unreachable):
+            answer = _ask(parent.get("path"), {"command": command})
+        except (_Refused, _Unreachable):
             return []
         return [CompletionItem(name) for name in dict.fromkeys(read(answer)) if name.startswith(incomplete)]
 
@@ -185,8 +237,6 @@ def _names(command: str, read: Callable[[Any], Sequence[str]]) -> Callable[..., 
 
 _model_name = _names("models", lambda rows: [row["name"] for row in rows])
 _region_name = _names("regions", lambda rows: [row["name"] for row in rows])
-
-
 _worker_name = _names("status", lambda status: [worker["name"] for worker in status["workers"]])
 
 

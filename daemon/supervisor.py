@@ -37,7 +37,7 @@ from tensord.daemon.metrics.collection import Collection
 from tensord.daemon.metrics.endpoint import Endpoint
 from tensord.daemon.models.changes import Models
 from tensord.daemon.models.polling import Polling
-from tensord.daemon.operator import model_list, process_list
+from tensord.daemon.operator import listings
 from tensord.daemon.operator.audit import Audit
 from tensord.daemon.operator.configuration import Configuration
 from tensord.daemon.operator.control_socket import ControlSocket
@@ -158,7 +158,7 @@ class Supervisor:
             options, self, runtime_directory.of_service(environment), runtime_directory.state_of_service(environment)
         )
         self.parameters = Parameters(options, self, self.models)
-        self._served_models = model_list.ServedModels(self.models)
+        self._served_models = listings.ServedModels(self.models)
         each = options.workers.devices_per_worker
         self._regions = RegionRegistry(options.regions, self.workers, self.fronts, each)
         self.lanes = ClientLanes(options, self)
@@ -348,7 +348,7 @@ class Supervisor:
         return self.fronts.missing() + [name for name in self.workers.missing() if name not in lost]
 
     def _summary(self) -> str:
-        return model_list.summary(self.models, (worker.device for worker in self.workers.ready()))
+        return listings.summary(self.models, (worker.device for worker in self.workers.ready()))
 
     def _log_readiness(self, line: str) -> None:
         _log.log(logging.INFO if self.models.readiness.ready else logging.WARNING, "%s", line)
@@ -571,14 +571,14 @@ class Supervisor:
             "server_name": self.options.server_name,
             "phase": self.phase.value if self.drain.phase is DrainPhase.NONE else self._drain_phase(),
             # Behind "phase", where deploy/container/healthy looks for it.
-            **model_list.of_models(self.models),
+            **listings.of_models(self.models),
             "http": self.fronts.urls("http"),
             "grpc": self.fronts.urls("grpc"),
             "metrics": self._metrics.url,
-            "workers": process_list.of_workers(
+            "workers": listings.of_workers(
                 self.workers, self._slots, self.models.lifecycle.known_versions(), self.lanes.open_by_worker(), now_ns
             ),
-            "fronts": process_list.of_fronts(self.fronts, self._slots, now_ns),
+            "fronts": listings.of_fronts(self.fronts, self._slots, now_ns),
             "regions": self._regions.statistics(),
             "clients": self._clients.describe(),
             "parameters": self.parameters.describe(),

@@ -81,10 +81,7 @@ class AnswerOrder:
             self.announce_end()
 
     def received_whole(self) -> None:
-        """Called when the arriving body is complete: lets its request go on.
-
-        If earlier requests are not answered yet, reading from the client is paused.
-        """
+        """Called when the arriving body is complete: lets its request go on."""
         receiving, self.receiving = self.receiving, None
         self.times.body_since = 0.0
         if len(self.requests) > 1:
@@ -103,7 +100,7 @@ class AnswerOrder:
     def answer_whole(self, answer: bytes) -> None:
         """Writes the whole answer to the first request in one piece, and lets the next request be answered.
 
-        The caller must have checked that no bytes lie in the arena, and that the connection stays open after this answer.
+        No bytes may lie in the arena, and the connection must stay open after this answer.
         """
         self.transport.write(answer)
         answered = self.requests.popleft()
@@ -115,8 +112,7 @@ class AnswerOrder:
     def answer_pieces(self, pieces: list[Buffer]) -> bool:
         """Writes the whole answer to the first request, and lets the next request be answered.
 
-        Returns whether the transport took all of it. If False, ``written`` of the answered request is called once it has taken
-        the rest.
+        Returns whether the transport took all of it. If False, ``written`` of the request is called once it has taken the rest.
         """
         if len(pieces) == 1:
             self.transport.write(pieces[0])
@@ -130,10 +126,9 @@ class AnswerOrder:
         return not waits
 
     def answer_part(self, part: bytes) -> bool:
-        """Writes a part of the answer to the first request, a ``Generation`` (generate or streams); ``answered`` ends the answer.
+        """Writes a part of the answer to the first request, a ``Generation``; ``answered`` ends the answer.
 
-        Returns whether the transport took all of the part. If False, ``written`` of the request is called once it has taken the
-        rest.
+        Returns whether the transport took all of it. If False, ``written`` of the request is called once it has taken the rest.
         """
         self.transport.write(part)
         if not self.flow.write_paused:
@@ -171,10 +166,7 @@ class AnswerOrder:
                 self.flow.resume_reading()
 
     def _give_turn(self) -> None:
-        """Lets the first request be submitted and answered; if it is answered at once, also the next, and so on.
-
-        This is a loop, not a recursion.
-        """
+        """Lets the first request be submitted and answered; if it is answered at once, also the next. A loop, not a recursion."""
         if not self.requests:
             return
         following: HttpRequest | None = self.requests[0]
@@ -190,19 +182,8 @@ class AnswerOrder:
         finally:
             self._turning = False
 
-    def owes(self, exchange: Exchange) -> bool:
-        """Returns whether ``exchange`` (an inference request) is the next request to be answered on the connection."""
-        return bool(self.requests) and self.requests[0] is exchange
-
-    def cut(self) -> None:
-        """Aborts the connection, because a correct answer is no longer possible: a part of a wrong one may have been sent."""
-        self.transport.abort()
-
     def announce_end(self) -> None:
-        """Chooses the answer to the connection's newest request as its last one, which says ``Connection: close``.
-
-        Does nothing if all requests are answered.
-        """
+        """Makes the answer to the newest request the last one, which says ``Connection: close``, if a request is unanswered."""
         last = self.requests[-1] if self.requests else None
         if last is None or not last.keep_alive:
             return
@@ -247,10 +228,9 @@ class AnswerOrder:
         self._steer_reading()
 
     def _steer_reading(self) -> None:
-        """Pauses or resumes reading from the client.
+        """Pauses reading while the client reads no answers or the arriving body waits for room in the arena.
 
-        It is paused while the client does not read its answers, and while the arriving body waits for room in the arena. If
-        neither is so, it resumes for an arriving inference request, and when no request waits for an answer.
+        Otherwise resumes it for an arriving inference request, and when no request waits for an answer.
         """
         if self.flow.write_paused or self._body_waits_since:
             self.flow.pause_reading()
@@ -258,10 +238,7 @@ class AnswerOrder:
             self.flow.resume_reading()
 
     def ask_for_body(self, request: HttpRequest) -> None:
-        """Sends ``100 Continue`` if the client waits for it with the body of ``request``; the body's deadline starts anew.
-
-        Does nothing if it was sent before, or if the client has sent the whole body without it.
-        """
+        """Sends ``100 Continue`` if the client waits for it with the body of ``request``; the body's deadline starts anew."""
         if self._expects_continue and self.receiving is request:
             self._expects_continue = False
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -270,7 +247,7 @@ class AnswerOrder:
     def forgo_body(self, request: HttpRequest) -> None:
         """Ensures that no ``100 Continue`` is sent for this request any more, because its answer has begun.
 
-        The client may send the body or not; its deadline for that runs as if ``100 Continue`` had been sent.
+        The client's deadline for the body runs as if it had been sent.
         """
         if self.receiving is request:
             self._expects_continue = False

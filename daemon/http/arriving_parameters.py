@@ -31,15 +31,12 @@ class ArrivingParameters:
 
     @contextlib.asynccontextmanager
     async def receive(self, request: Request, limit: int) -> AsyncIterator[tuple[bytes, int]]:
-        """Receives one push of parameters. Yields its JSON, and a file descriptor of read-only memory that holds the parameters.
+        """Receives one push of parameters. Yields its JSON, and a descriptor of read-only memory that holds the parameters.
 
-        The descriptor is open inside the ``with`` block only; -1: no parameters follow the JSON.
-
-        Args:
-          limit: the most bytes of parameters of one push, and of all pushes that arrive at the same time.
-        Raises: InvalidArgument: the sizes in the headers are wrong, or the body is too short; Unsupported: the body is
-          compressed; BodyTooLarge: the JSON or the parameters are too large; Unavailable: other pushes take all the room, or the
-          host has no memory or file descriptors left; ClientDisconnect: the client has disconnected.
+        The descriptor is open inside the ``with`` block only; -1: no parameters follow the JSON. ``limit``: the most bytes of one
+        push, and of all pushes that arrive at the same time.
+        Raises: InvalidArgument: the sizes in the headers are wrong, or the body is too short; Unsupported: it is compressed;
+          BodyTooLarge; Unavailable: other pushes take all the room, or the host has no memory or descriptors left.
         """
         text_size, length = _sizes(request)
         if text_size is None or length == text_size:
@@ -73,20 +70,16 @@ class ArrivingParameters:
 
 
 class _Pushed:
-    """Holds the memory of the parameters of one push while they arrive."""
+    """Holds the memory of the parameters of one push while they arrive; ``limit``: as of ``ArrivingParameters.receive``."""
 
     def __init__(self, arriving: ArrivingParameters, limit: int) -> None:
-        """Reserves no memory yet. ``limit``: the most bytes of one push, and of all pushes that arrive at the same time."""
         self._arriving = arriving
         self._limit = limit
         self._memory = -1
         self._taken = self._written = 0
 
     def reserve(self, whole: int) -> None:
-        """Enlarges the room reserved for this push to ``whole`` bytes. Nothing is reserved if this raises.
-
-        Raises BodyTooLarge: the push is too large; Unavailable: other pushes take the room.
-        """
+        """Enlarges the room reserved for this push to ``whole`` bytes. Raises, with no effect, BodyTooLarge or Unavailable."""
         more, taken = whole - self._taken, self._arriving.byte_size
         if whole > self._limit:
             raise BodyTooLarge(f"has {whole} bytes of parameters or more", self._limit)
@@ -99,11 +92,7 @@ class _Pushed:
         self._taken = whole
 
     def write(self, piece: memoryview) -> None:
-        """Writes a received piece of the parameters to memory, and reserves room for it if none is reserved.
-
-        Raises BodyTooLarge: the push is too large; Unavailable: other pushes take the room, the host has no memory left, or this
-        process no file descriptors.
-        """
+        """Writes a received piece of the parameters to memory. Raises BodyTooLarge or Unavailable."""
         end = self._written + len(piece)
         if end > self._taken:
             self.reserve(end)
@@ -136,7 +125,7 @@ class _Pushed:
 
 
 def _sizes(request: Request) -> tuple[int | None, int | None]:
-    """Returns two sizes in bytes: of the JSON (None: the whole body is JSON), and of the body (None: it has no Content-Length).
+    """Returns the bytes of the JSON (None: the whole body is JSON), and of the body (None: it has no Content-Length).
 
     Raises: InvalidArgument: a header is malformed, or the JSON is longer than the body; Unsupported: the body is compressed.
     """

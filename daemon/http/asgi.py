@@ -2,8 +2,7 @@
 
     head, body ─▶ AsgiRequest ─receive─▶ application ─send─▶ AsgiRequest ─▶ socket
 
-This is the server's side of ASGI for answers that come whole, as all of ours do: it frames the answer, and asks for the body
-if the client waits for ``100 Continue``.
+It frames the answer, which must come whole, and asks for the body if the client waits for ``100 Continue``.
 Source: ASGI 3.0, "HTTP & WebSocket ASGI Message Format"; RFC 9112.
 """
 
@@ -43,11 +42,7 @@ class _Error(msgspec.Struct):
 
 
 class AsgiRequest:
-    """One HTTP request that the ASGI application answers: any request other than inference.
-
-    Args:
-      order: the order of answers of the request's connection.
-    """
+    """One HTTP request that the ASGI application answers: any request other than inference."""
 
     def __init__(self, serving: HttpServing, scope: dict[str, Any], order: AnswerOrder, keep_alive: bool) -> None:
         self._serving = serving
@@ -130,10 +125,7 @@ class AsgiRequest:
             raise RuntimeError(f"the ASGI message '{kind}' is out of place, or has a part of an answer")
 
     def _write(self, status: int, fields: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
-        """Writes the answer to the client.
-
-        Raises: RuntimeError: the application gave a header field that is malformed, or another Content-Length than the body has.
-        """
+        """Writes the answer to the client. Raises RuntimeError: a header field is malformed, or the Content-Length is wrong."""
         lines = [status_line(status)]
         if self.keep_alive and self._scope["http_version"] == "1.0":
             # Who speaks HTTP/1.0 must be told that the connection stays.

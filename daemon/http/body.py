@@ -49,7 +49,6 @@ class CollectedBody:
 
     @classmethod
     def of(cls, content: bytes) -> CollectedBody:
-        """Returns a body that is complete and consists of ``content``."""
         body = cls()
         body.write(content)
         return body
@@ -84,8 +83,7 @@ class TextBody:
     """Collects a large JSON body of known length in ordinary memory, whose pages the kernel allocates as the bytes arrive.
 
     Args:
-      grown: called with the number of bytes that have arrived since its last call. Returns False to drop the body: what was
-        received is freed, and what still arrives is discarded.
+      grown: called with the number of bytes that have arrived since its last call. Returns False to drop the body.
     """
 
     __slots__ = ("_byte_size", "_grown", "_kept", "_memory", "received")
@@ -109,7 +107,7 @@ class TextBody:
         return self._memory[: self._byte_size - self.received]
 
     def advance(self, byte_size: int) -> None:
-        """Counts ``byte_size`` bytes, which were written into the memory that ``rest`` returns, as received."""
+        """Counts ``byte_size`` bytes, which were written into ``rest``, as received."""
         self.received += byte_size
         if self._kept and not self._grown(byte_size):
             self.drop()
@@ -150,30 +148,25 @@ class PlacedBody:
         return self.lease.view[self._start + self.received : self._end]
 
     def advance(self, byte_size: int) -> None:
-        """Counts ``byte_size`` bytes, which were written into the memory that ``rest`` returns, as received."""
+        """Counts ``byte_size`` bytes, which were written into ``rest``, as received."""
         self.received += byte_size
 
     def head(self, head_size: int) -> memoryview:
-        """Returns the JSON head of the body, which is its first ``head_size`` bytes."""
         return self.lease.view[self._start : self._start + head_size]
 
     def places(self, head_size: int, parts: list[BinaryPart]) -> tuple[Slice, ...]:
-        """Returns where the binary parts of the body lie in the arena.
+        """Returns where the binary parts lie in the arena, none of which may be small enough for the request's record.
 
-        Args:
-          head_size: the bytes of JSON before the first part.
-          parts: the caller must have checked that none is small enough to be sent within the request's record.
+        ``head_size``: the bytes of JSON before the first part.
         """
         slice_ = self.lease.place
         segment, start = slice_.segment, slice_.offset + self._start + head_size
         return tuple([Slice(segment, start + part.offset, part.byte_size) for part in parts])
 
     def place(self, head_size: int, part: BinaryPart, inline_byte_size: int) -> Content:
-        """Returns where one binary part lies in the arena, or its bytes if they are few.
+        """Returns where one binary part lies in the arena, or its bytes if they are at most ``inline_byte_size``.
 
-        Args:
-          head_size: the bytes of JSON before the first part.
-          inline_byte_size: the most bytes of a tensor that is sent to the worker within the request's record.
+        ``head_size``: the bytes of JSON before the first part.
         """
         start = self._start + head_size + part.offset
         if part.byte_size <= inline_byte_size:
@@ -192,7 +185,6 @@ def located(
     """Returns a request's input tensors; those in the body as their bytes, or as their places in the arena.
 
     Args:
-      sources: where the data of each input is: in the body, in a region, or in the JSON.
       json_size: the bytes of JSON in the body before its binary parts.
       inline_byte_size: the most bytes of a tensor that is sent to the worker within the request's record.
     """

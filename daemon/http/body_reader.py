@@ -13,12 +13,10 @@ _FIRST_BYTE_SIZE = 16 << 10
 
 
 class BodyReader(asyncio.BufferedProtocol):
-    """Reads large request bodies from the socket straight into their memory; all other bytes go to the connection's protocol.
+    """Reads large request bodies from the socket straight into their memory; all other bytes go to the connection.
 
-    While the bytes of such a body arrive there is nothing to parse, and reading them into their final memory saves two copies of
-    each byte. The reader stays until the client has sent no large body for a while: a client that sends one will most often send
-    another. So only the first pages of each body are read in the ordinary way, and the transport's protocol is not exchanged
-    twice for each body.
+    That saves two copies of each byte. The reader stays until the client has sent no large body for a while, because a client
+    that sends one will most often send another. So the transport's protocol is not exchanged twice for each body.
 
         read     | heads, first bytes of the body | rest of the body ...                      |
         into     | pages of our own ─▶ connection | the lease, in as few reads as there can be |
@@ -37,7 +35,7 @@ class BodyReader(asyncio.BufferedProtocol):
         self._started = False
 
     def receive(self, room: memoryview) -> None:
-        """Begins to read the next bytes into ``room``; once it is full, ``direct_body_complete`` of the connection is called."""
+        """Begins to read the next bytes into ``room``; once it is full, the connection's ``direct_body_complete`` is called."""
         self._room, self.reads_body, self.byte_size = room, True, 0
         if self._started:
             self._transport.resume_reading()

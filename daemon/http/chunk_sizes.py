@@ -1,11 +1,8 @@
 """Follows the framing of a chunked HTTP body alongside the parser, to refuse a body as soon as it announces too large a chunk.
 
-Sans-I/O.
-
     size [;extension] CRLF | so many bytes | CRLF     ...     0 [;extension] CRLF | trailers | CRLF
 
-A body that breaks this framing is left to the parser to refuse.
-Source: RFC 9112, section 7.1.
+A body that breaks this framing is left to the parser to refuse. Sans-I/O. Source: RFC 9112, section 7.1.
 """
 
 from __future__ import annotations
@@ -19,12 +16,7 @@ _SIZE = re.compile(rb"[0-9A-Fa-f]+")
 
 
 class ChunkRefused(Exception):
-    """Raised when a chunked body is refused; carries the status and the text of the HTTP response."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
+    """Raised when a chunked body is refused; its arguments are the status and the text of the HTTP response."""
 
 
 class _Phase(enum.Enum):
@@ -65,9 +57,7 @@ class ChunkSizes:
     def take(self, data: bytes, at: int, end: int) -> int:
         """Searches ``data[at:end]``, the body's next bytes, for the body's end. Returns the index behind that end.
 
-        Returns ``end`` if the body goes on (``ended`` is False), or if the bytes are not chunked: the HTTP parser refuses them.
-
-        Raises ChunkRefused: the body, its chunk extensions or its trailers are too large.
+        Returns ``end`` if the body goes on (``ended`` is False), or is not chunked. Raises ChunkRefused: something is too large.
         """
         while at < end and self._phase is not _Phase.ENDED and self._phase is not _Phase.LOST:
             if self._left:
@@ -86,7 +76,6 @@ class ChunkSizes:
 
     @property
     def ended(self) -> bool:
-        """Returns whether the body has ended."""
         return self._phase is _Phase.ENDED
 
     def _take_line(self, line: bytes) -> None:

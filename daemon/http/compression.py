@@ -97,10 +97,7 @@ class Inflation:
         self._body.write(content)
 
     def _next_member(self) -> None:
-        """Begins the next member of a gzip stream, which may have several in a row.
-
-        Raises: InvalidArgument: the coding is deflate, which has no members, or there are too many.
-        """
+        """Begins the next member of a gzip stream. Raises InvalidArgument: deflate has no members, or there are too many."""
         if self._coding != "gzip":
             raise InvalidArgument("failed to decompress the request body: bytes follow the end of the deflate stream")
         self._members += 1
@@ -113,12 +110,11 @@ class Inflation:
 
 
 class Deflation:
-    """Compresses an answer in steps; ``compressed`` holds the result.
+    """Compresses an answer in steps by gzip or deflate; ``compressed`` holds the result.
 
     Args:
-      coding: "gzip" or "deflate".
       level: zlib's level, from 1. Answers are mostly numbers, for which a higher level saves hardly a byte.
-      pieces: the bytes of the answer. They are only read, and no longer referred to once all are compressed, or after ``drop``.
+      pieces: the bytes of the answer. They are no longer referred to once all are compressed, or after ``drop``.
     """
 
     def __init__(self, coding: str, level: int, pieces: Iterable[Buffer]) -> None:
@@ -147,10 +143,7 @@ class Deflation:
 
 
 def request_coding(value: bytes) -> str | None:
-    """Returns the coding that a Content-Encoding header names: "gzip", "deflate", or "" for identity.
-
-    None: the coding is not supported, or there are several.
-    """
+    """Returns the coding that a Content-Encoding header names: gzip, deflate, or "" for identity; None: it is not supported."""
     name = value.decode("latin-1").lower()
     if name == "identity":
         return ""

@@ -103,13 +103,9 @@ class Http1Connection(asyncio.Protocol):
             self._parse(data, between)
 
     def _take(self, head: InferHead, data: bytes, head_size: int) -> bool:
-        """Begins a request whose head was parsed before and is cached, while no other request of the connection is open.
+        """Begins a request whose head was parsed before: the first ``head_size`` bytes of ``data``, which mean ``head``.
 
         Returns False, with no effect, if the parser must read ``data`` instead.
-
-        Args:
-          head: what the first ``head_size`` bytes of ``data`` mean.
-          data: the bytes received so far of the request.
         """
         order, serving, length = self.order, self._serving, head.content_length
         received = len(data) - head_size
@@ -149,12 +145,7 @@ class Http1Connection(asyncio.Protocol):
         )
 
     def _take_large(self, head: InferHead, first: bytes) -> bool:
-        """Begins a request with a large body. Returns False, with no effect, if shared memory has no room for the body now.
-
-        Args:
-          head: the parsed head of the request, from the cache.
-          first: the bytes of the body that came with the head.
-        """
+        """Begins a request with a large body, of which ``first`` has come. Returns False, with no effect: there is no room."""
         order = self.order
         if order.flow.read_paused or self._speaks_tls:
             return False
@@ -209,13 +200,13 @@ class Http1Connection(asyncio.Protocol):
 
     @property
     def _speaks_tls(self) -> bool:
-        """Returns whether the connection is encrypted with TLS, so that bodies cannot be read directly from its socket."""
+        """Returns whether the connection is encrypted, so that bodies cannot be read directly from its socket."""
         return self._serving.tls and self.transport.get_extra_info("sslcontext") is not None
 
     # ---------------------------------------------------------------------------------------------- large bodies
 
     def _read_rest(self, body: PlacedBody | TextBody) -> None:
-        """Starts a ``BodyReader``, which reads the rest of a large body from the socket directly into the body's memory."""
+        """Has a ``BodyReader`` read the rest of a large body from the socket directly into the body's memory."""
         order = self.order
         order.reader = order.reader or BodyReader(self, self.transport)
         self._direct = body
@@ -229,10 +220,7 @@ class Http1Connection(asyncio.Protocol):
             order.reader = None
 
     def direct_body_complete(self) -> None:
-        """Called when the ``BodyReader`` has filled its memory with a whole binary body, or with a piece of a JSON body.
-
-        Continues the request if the body is complete; otherwise has the ``BodyReader`` read the next piece.
-        """
+        """Called when the ``BodyReader`` has read a whole body, or a piece of a JSON body: goes on with what follows."""
         order = self.order
         body, self._direct = self._direct, None
         assert body is not None
@@ -254,13 +242,9 @@ class Http1Connection(asyncio.Protocol):
         self.order.resume_writing()
 
     def check(self, now: float) -> None:
-        """Acts on the deadline that the client has missed, if any; the server calls this about once a second.
+        """Acts on the deadline that the client has missed, if any; called about once a second (``now``: monotonic).
 
-        It refuses a request that comes too slowly with 408, aborts the connection of a client that does not read its answers, and
-        closes one that was idle too long.
-
-        Args:
-          now: in monotonic seconds.
+        A request that comes too slowly is refused with 408, a client that reads no answers is cut off, and an idle one is closed.
         """
         http, order = self._serving.options.http, self.order
         if order.holds_up:
@@ -309,10 +293,7 @@ class Http1Connection(asyncio.Protocol):
 
     @property
     def asks_nothing(self) -> bool:
-        """Returns whether the client waits for nothing: neither for an answer nor for the rest of one.
-
-        A client that has sent only a part of a request head does not wait for an answer.
-        """
+        """Returns whether the client waits for no answer and no rest of one. (With a part of a head it does not wait for one.)"""
         order = self.order
         return not (order.requests or order.times.body_since or order.flow.write_paused)
 

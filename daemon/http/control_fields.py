@@ -1,6 +1,7 @@
 """Reads the JSON object of a control request (repository, regions, settings) and its fields; errors as in Triton 2.51.
 
-If Triton answers a client's mistake with status 500, the error has Triton's sentence and the status 400. Source: as recorded.
+A function that is named after a kind of value returns a value of that kind, or raises InvalidArgument. If Triton answers a
+client's mistake with status 500, the error has Triton's sentence and the status 400. Source: as recorded.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def read(body: bytes, required: bool = False) -> dict[str, Any]:
 
 
 def settings(body: bytes) -> dict[str, Any]:
-    """Returns the settings in the JSON object of a request's body; an empty dict for a JSON array, as in Triton.
+    """Returns the settings in the JSON object of a body; an empty dict for a JSON array, as in Triton.
 
     Raises: InvalidArgument: the body is no JSON, or neither an object nor an array, or has too many settings.
     """
@@ -48,21 +49,18 @@ def settings(body: bytes) -> dict[str, Any]:
 
 
 def boolean(value: Any) -> bool:
-    """Returns ``value``, which must be true or false. Raises InvalidArgument: ``value`` is neither."""
     if not isinstance(value, bool):
         raise _refusal("boolean")
     return value
 
 
 def text(value: Any) -> str:
-    """Returns ``value``, which must be a string. Raises InvalidArgument: ``value`` is no string."""
     if not isinstance(value, str):
         raise _refusal("string")
     return value
 
 
 def texts(value: Any) -> list[str]:
-    """Returns ``value``, which must be a list of strings. Raises InvalidArgument: ``value`` is no such list, or too long."""
     if not isinstance(value, list):
         raise _refusal("array")
     check_count(len(value), "values of a setting")
@@ -70,14 +68,12 @@ def texts(value: Any) -> list[str]:
 
 
 def unsigned(value: Any) -> int:
-    """Returns ``value``, which must be an unsigned 64-bit integer. Raises InvalidArgument: ``value`` is no such integer."""
     if not is_unsigned(value):
         raise _refusal("unsigned-integer")
     return int(value)
 
 
 def members(value: Any) -> dict[str, Any]:
-    """Returns ``value``, which must be a JSON object (dict). Raises InvalidArgument: it is no object, or has too many members."""
     if not isinstance(value, dict):
         raise InvalidArgument("attempt to get members for non-object")
     check_count(len(value), "members of an object")
@@ -85,14 +81,13 @@ def members(value: Any) -> dict[str, Any]:
 
 
 def member(holder: Any, key: str) -> Any:
-    """Returns the member ``key`` of a JSON object. Raises InvalidArgument: ``holder`` is no object or has no such member."""
     if not isinstance(holder, dict) or key not in holder:
         raise InvalidArgument(f"attempt to access non-existing object member '{key}'")
     return holder[key]
 
 
 def base64_content(key: str, value: Any) -> bytes:
-    """Decodes a string of base64. Raises InvalidArgument: ``value`` is no string or no base64. ``key`` names it, for errors."""
+    """Decodes a string of base64. Raises InvalidArgument, which names ``key``: it is none."""
     try:
         return base64.b64decode(text(value), validate=True)
     except (binascii.Error, ValueError) as error:
@@ -100,7 +95,7 @@ def base64_content(key: str, value: Any) -> bytes:
 
 
 def cuda_registration(fields: dict[str, Any]) -> tuple[bytes, int, int]:
-    """Returns the raw CUDA IPC handle, device_id and byte_size from the fields of a request that registers a CUDA region.
+    """Returns the raw CUDA IPC handle, device_id and byte_size of a request that registers a CUDA region.
 
     Raises: InvalidArgument: one of the three is missing or malformed.
     """

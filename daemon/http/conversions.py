@@ -11,23 +11,20 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import Any
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
 class Job:
     """Holds one conversion that runs in steps: a generator, and the callbacks for its result and its exception."""
 
-    __slots__ = ("_done", "_failed", "_steps", "cancelled")
-
-    def __init__(
-        self, steps: Generator[None, None, Any], done: Callable[[Any], None], failed: Callable[[Exception], None]
-    ) -> None:
-        self._steps = steps
-        self._done = done
-        self._failed = failed
-        self.cancelled = False
+    _steps: Generator[None, None, Any]
+    _done: Callable[[Any], None]
+    _failed: Callable[[Exception], None]
+    cancelled: bool = False
 
     def cancel(self) -> None:
         """Cancels the job: neither of its callbacks will be called, and the memory that it works on may be freed."""
@@ -57,7 +54,7 @@ class Conversions:
     ) -> Job:
         """Starts a job: runs ``steps`` step by step, then calls ``done`` with its result, or ``failed`` with its exception.
 
-        Neither is called before this method returns. ``cancel`` of the returned job ends it early.
+        Neither is called before this method returns.
         """
         job = Job(steps, done, failed)
         if not self._jobs:

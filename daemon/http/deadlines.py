@@ -43,10 +43,8 @@ class ClientDeadlines:
     def stopped(self, now: float, came: int) -> bool:
         """Returns whether no more bytes of an incomplete request have come for more than ``SILENCE_SECONDS``.
 
-        To be called again and again while the server stops: the time counts from the first call with the present ``came``.
-
-        Args:
-          came: how many bytes of the request have been received; below 0: no request is incomplete.
+        To be called again and again while the server stops: the time counts from the first call with the present ``came``, the
+        bytes received (below 0: no request is incomplete).
         """
         if came != self._came:
             self._came, self._silent_since = came, now
@@ -63,7 +61,6 @@ class ClientDeadlines:
         """Returns the deadline that the client has missed; None: it has missed none.
 
         Args:
-          http: the options with the timeouts and the least bytes a second.
           unsent: how many bytes of answers the client has not read yet.
           received: how many bytes of the arriving body have been received; below 0: none is arriving, or the server holds it up.
           refused: whether the client was refused, so that only the reading of its answers has a deadline.

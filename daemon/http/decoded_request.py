@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tensord.daemon.http.json_array import JsonArray
-from tensord.daemon.http.json_base64 import JsonBase64
-from tensord.daemon.http.json_strings import JsonStrings
+from tensord.daemon.http.json_steps import JsonArray, JsonBase64, JsonStrings
 from tensord.shm.common.scheduling import UNSCHEDULED, Scheduling
 from tensord.shm.messages import Parameter, RegionSlice, RequestedOutput
 

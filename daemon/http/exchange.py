@@ -29,10 +29,9 @@ from tensord.daemon.http import json_cut, request_codec, response_codec
 from tensord.daemon.http.body import Body, CollectedBody, PlacedBody, located
 from tensord.daemon.http.compression import Deflation
 from tensord.daemon.http.conversions import Job
-from tensord.daemon.http.json_array import PIECE_BYTE_SIZE
+from tensord.daemon.http.json_steps import PIECE_BYTE_SIZE
 from tensord.daemon.http.message_head import InferHead
 from tensord.daemon.http.prepared import ParsedRequest, PreparedKind
-from tensord.daemon.http.raw_request import decode_raw
 from tensord.daemon.http.reception import Reception
 from tensord.daemon.http.serving import HttpServing
 from tensord.daemon.submit import placement
@@ -136,8 +135,8 @@ class Exchange(InFlight):
     def _check(self) -> None:
         """Checks that the head is good and the model accepts requests over HTTP.
 
-        Raises NotFound: no such model version serves or is being loaded; Unsupported: the model gives several responses to a
-          request; or the ``error`` that was found in the request's head.
+        Raises NotFound: the model version neither serves nor is being loaded; Unsupported: the model gives several responses to a
+        request; or the ``error`` that was found in the request's head.
         """
         head, table = self._head, self._serving.table
         if head.error is not None:
@@ -150,7 +149,6 @@ class Exchange(InFlight):
             head.edition = table.edition
 
     def _sample(self) -> None:
-        """Begins a trace of the request, if the tracer's sampling selects it."""
         trace = self._serving.tracer.sample(self._head.model, self._head.trace_parent)
         if trace is not None:
             self._trace, self.context = trace, trace.context
@@ -169,7 +167,7 @@ class Exchange(InFlight):
 
     @property
     def body(self) -> Body | None:
-        """Returns the body as far as it has arrived; None: it is small, and its bytes are held by the exchange itself."""
+        """Returns the body as far as it has arrived; None: it is small, and the exchange itself holds its bytes."""
         return None if self._reception is None else self._reception.body
 
     @property
@@ -204,12 +202,9 @@ class Exchange(InFlight):
         self._go_on()
 
     def take(self, data: bytes, begins: int) -> None:
-        """Submits the request, whose body is complete, small and not compressed, or answers it with an error.
+        """Submits the request, whose body is ``data`` from the offset ``begins`` on, or answers it with an error.
 
-        The caller must have checked that every earlier request of the connection is answered.
-
-        Args:
-          data: received bytes; the body is all of them from the offset ``begins`` on.
+        The body must be small and not compressed, and every earlier request of the connection answered.
         """
         serving, head = self._serving, self._head
         passes = serving.tracer.passes
@@ -314,7 +309,7 @@ class Exchange(InFlight):
             state = self._serving.table.expect(self._head.model, self._head.version)
             if not state.metadata:
                 raise Unavailable(f"model '{state.name}' is being loaded, and what its raw input is is not known yet")
-            raw = decode_raw(state, text)
+            raw = request_codec.decode_raw(state, text)
             self._submit(self._serving.prepared.prepare(self._head, raw), body)
             return
         if len(text) <= PIECE_BYTE_SIZE:
@@ -363,9 +358,9 @@ class Exchange(InFlight):
     def _place(
         self, scheduling: Scheduling, inputs: list[InputContent | Unconverted], lease: Lease | ServingError
     ) -> None:
-        """Copies a request's tensors to shared memory, converting large JSON in steps, and sends the request to a worker.
+        """Copies a request's tensors to the memory of ``lease``, large JSON in steps, and sends the request to a worker.
 
-        ``lease``: the reserved memory, or the error that there was none, which is raised.
+        Raises ``lease`` if it is the error that there was no memory.
         """
         if isinstance(lease, ServingError):
             raise lease
@@ -452,8 +447,7 @@ class Exchange(InFlight):
     def _answer_anew(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
         """Encodes and writes an answer without a cached head, such as an error, a compressed one, or one with values in its JSON.
 
-        ``prepared``, ``own``: the part of the answer that many answers share, and the rest; ``lane``: the channel to the worker,
-        with the arena of its answers; None: the answer is an error that this front has made.
+        ``lane`` is None if this front has made the answer, an error.
         """
         if own.lease is not None and lane is not None:
             self._unwritten = (lane, own.lease)
@@ -484,9 +478,10 @@ class Exchange(InFlight):
         self._answer([head], parts)
 
     def undelivered(self) -> None:
-        if self.phase is ExchangePhase.ANSWERED or self._gone or not self._order.owes(self):
+        order = self._order
+        if self.phase is ExchangePhase.ANSWERED or self._gone or not (order.requests and order.requests[0] is self):
             # Some of the answer may have left: nothing else can follow it.
-            self._order.cut()
+            order.transport.abort()
         else:
             self._answer_error(500, DEFECT)
 
@@ -519,17 +514,14 @@ class Exchange(InFlight):
         self._hand_over(pieces)
 
     def _hand_over(self, pieces: list[response_codec.Buffer]) -> None:
-        """Writes a complete HTTP response to the connection; ``written`` is called when the transport needs the bytes no more."""
+        """Writes a complete HTTP response; ``written`` is called when the transport needs the bytes no more."""
         if self._trace is not None:
             self._trace.stamp(trace_stamps.HTTP_SEND_START)
         if self._order.answer_pieces(pieces):
             self.written()
 
     def _deflate(self, deflation: Deflation, json_size: int, tail_size: int) -> None:
-        """Compresses the answer in steps, releases the shared memory of its tensors, then writes the compressed answer.
-
-        ``json_size``, ``tail_size``: the bytes of JSON and of the binary tensors that follow it, before compression.
-        """
+        """Compresses the answer in steps, releases the shared memory of its tensors, then writes the compressed answer."""
         if self._gone:
             return
         if deflation.step():
@@ -575,7 +567,7 @@ class Exchange(InFlight):
         self._refused(error)
 
     def _answer_if_refused(self, step: Callable[..., None], *arguments: object) -> None:
-        """Calls ``step``, the next step of the request, from the event loop; an exception is answered as an error response."""
+        """Calls the next step of the request from the event loop; an exception is answered as an error response."""
         try:
             step(*arguments)
         except Exception as error:

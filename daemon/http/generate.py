@@ -1,8 +1,9 @@
-"""Handles the endpoints generate and generate_stream: they take one JSON object, and answer with one, or with server-sent events.
+"""Handles the endpoints generate, generate_stream and infer_stream, which answer with one JSON object, events, or responses.
 
     head, body ─▶ Generation ─▶ generate_codec ─▶ submit.placement ─▶ answers, any number
                                                                         ├▶ Generate: exactly one as JSON, or all joined
-                                                                        ╰▶ GenerateStream: each as an event, when it comes
+                                                                        ├▶ GenerateStream: each as an event, when it comes
+                                                                        ╰▶ InferStream: each with its tensors as bytes
 
 Each arrow is a call from the connection's or the lane's callback, as for infer (``exchange``). A response is acknowledged to its
 worker once it is written, and none is written while the client does not read: so the worker waits for a slow client. If a client
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import struct
 import uuid
 from collections import deque
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from tensord.daemon.front.status import BodyTooLarge, http_status
-from tensord.daemon.http import generate_codec
+from tensord.daemon.http import generate_codec, request_codec, response_codec
 from tensord.daemon.http.body import Body, PlacedBody, located
 from tensord.daemon.http.decoded_request import DecodedRequest
 from tensord.daemon.http.json_text import ResponseLayout
@@ -48,6 +50,9 @@ _NOT_ONE = (
     "use generate stream for model that generates various number of responses"
 )
 _JSON, _EVENTS = b"application/json", b"text/event-stream; charset=utf-8"
+#: The most bytes of JSON of an infer_stream request: it is read at once, on the loop.
+_MAX_JSON = 256 << 10
+_SIZES = struct.Struct("<IQ")
 #: Bytes of an error that are logged.
 _MAX_SAID = 1000
 _encode = msgspec.json.Encoder().encode
@@ -117,7 +122,6 @@ class Generation(InFlight):
 
     @property
     def received(self) -> int:
-        """Returns how many bytes of the body have been received."""
         return self._received if self._reception is None else self._reception.received
 
     @property
@@ -132,10 +136,6 @@ class Generation(InFlight):
         self._go_on()
 
     def take_turn(self) -> None:
-        """Called when every earlier request of the connection is answered.
-
-        Checks that the model serves, once it is loaded, and submits the request once its body is complete.
-        """
         self._my_turn = True
         self._go_on()
 
@@ -190,7 +190,7 @@ class Generation(InFlight):
     def _admit(self) -> ModelState:
         """Begins a trace if the request is sampled, and returns the state of the model that the request names.
 
-        Raises NotFound: no such model version serves requests; InvalidArgument: the body is compressed.
+        Raises NotFound: the model version does not serve; InvalidArgument: the body is compressed.
         """
         head, table = self._head, self._serving.table
         trace = self._trace = self._serving.tracer.sample(head.model, head.trace_parent)
@@ -220,10 +220,7 @@ class Generation(InFlight):
         self._running = True
 
     def _read(self, body: Body, state: ModelState) -> DecodedRequest:
-        """Decodes the complete body to an inference request.
-
-        Raises InvalidArgument: the body is no JSON object with values for the model.
-        """
+        """Decodes the complete body to an inference request. Raises InvalidArgument."""
         assert not isinstance(body, PlacedBody)  # which a body of JSON alone never is
         return generate_codec.decode(bytes(body.whole()), state.metadata)
 
@@ -238,10 +235,9 @@ class Generation(InFlight):
         self._take(prepared, own, lane)
 
     def _take(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Writes a response to the client and acknowledges it to its worker; queues it instead while the client does not read.
+        """Writes a response and acknowledges it to its worker; queues it instead while the client does not read.
 
-        ``prepared``, ``own``: the part of the response that many share, and the rest; ``lane``: the channel to the worker; None:
-        the response is an error that this front has made.
+        ``lane`` is None if this front has made the response, an error.
         """
         if self._blocked:
             self._held.append((prepared, own, lane))
@@ -278,10 +274,7 @@ class Generation(InFlight):
             self._serving.submitter.release(lane, own.lease)
 
     def _answer(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> None:
-        """Writes one good response, or stores it for ``_end`` to write. Raises InvalidArgument: this endpoint cannot express it.
-
-        ``prepared``, ``own``: the part of the response that many share, and the rest; ``lane``: has the arena that it lies in.
-        """
+        """Writes one good response, or stores it for ``_end``. Raises InvalidArgument: this endpoint cannot express it."""
         raise NotImplementedError
 
     def _fail(self, error: ServingError, final: bool) -> None:
@@ -325,15 +318,12 @@ class Generation(InFlight):
         self._write_whole(status, _encode({"error": message}))
 
     def _meet_defect(self) -> None:
-        """Logs the exception that is being handled, a defect of the server, and answers 500 if no answer has begun.
-
-        Otherwise it cuts the connection.
-        """
+        """Logs the exception that is being handled, and answers 500, or cuts the connection if an answer has begun."""
         _log.exception("request '%s' for model '%s' met a defect of the server", self._client_id, self._head.model)
         if self._begun:
             self._gone = True
             self._let_go()
-            self._order.cut()
+            self._order.transport.abort()
         else:
             self._write_whole(500, _encode({"error": DEFECT}))
 
@@ -347,11 +337,7 @@ class Generation(InFlight):
             self._trace.end()
 
     def _finish(self, status: int, said: bytes = b"") -> None:
-        """Ends the request, because its answer is written: counts and logs it, frees its memory, lets the next one be answered.
-
-        Args:
-          said: the body of the answer, or the last part of the body, for the access log.
-        """
+        """Ends the request, whose answer is written: counts and logs it (``said``), frees its memory, goes on with the next."""
         if status == 200:
             self._serving.answered.good(self, 0 if self._state is None else self._state.version, said)
         else:
@@ -445,14 +431,10 @@ class GenerateStream(Generation):
         self._say(b"data: %b\n\n" % _encode({"error": error.message}), 400)
 
     def _say(self, event: bytes, status: int) -> None:
-        """Sends one event to the client; a client that uses HTTP/1.0 gets all events together at the end.
-
-        ``status``: the HTTP status of the answer, if this is its first event.
-        """
+        """Sends one event; HTTP/1.0 gets all together at the end. ``status``: that of the answer, if this is its first."""
         head = b"" if self._status else self._begin(status)
         if self._kept is None:
-            self._begun = True
-            self._blocked = not self._order.answer_part(b"%b%x\r\n%b\r\n" % (head, len(event), event))
+            self._write(b"%b%x\r\n%b\r\n" % (head, len(event), event))
             return
         self._kept += event
         size, most = len(self._kept), self._serving.options.http.max_body_byte_size
@@ -475,3 +457,43 @@ class GenerateStream(Generation):
             self._write(head + b"0\r\n\r\n")
             self._finish(self._status)
         self._sent()
+
+
+class InferStream(GenerateStream):
+    """One infer_stream request, in the format of ``infer``: all responses of its model are written into one HTTP response.
+
+        | u32 size of the JSON | u64 size of what follows it | JSON | tensor | tensor | ...      little-endian
+
+    An error is a response whose JSON has ``error`` and ``code``; if it is final and the first, it is an ordinary error response.
+    """
+
+    _media_type: ClassVar[bytes] = b"application/octet-stream"
+
+    def _read(self, body: Body, state: ModelState) -> DecodedRequest:
+        head, size = self._head, body.received
+        json_size = size if head.json_size is None else head.json_size
+        if not 0 < json_size <= size:
+            raise InvalidArgument(f"inference header size should be in range (1, {size}), got: {json_size}")
+        if json_size > _MAX_JSON:
+            raise InvalidArgument(
+                f"the JSON of a request for infer_stream has {json_size} bytes, at most {_MAX_JSON} are read: "
+                "send large tensors as binary data"
+            )
+        text = bytes(body.head(json_size) if isinstance(body, PlacedBody) else body.whole()[:json_size])
+        return request_codec.decode(text, size - json_size, head.model)
+
+    def _answer(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> None:
+        decoded, contents = self._decoded, own.contents
+        assert decoded is not None
+        said, parts = response_codec.encode(prepared, contents, self._head.model, self._client_id, decoded, lane.view)
+        self._say(_response(said, parts), 200)
+
+    def _fail(self, error: ServingError, final: bool) -> None:
+        if not self._status and final:
+            self._refuse(http_status(error), error.message)
+        else:
+            self._say(_response(_encode({"error": error.message, "code": error.code}), []), 200)
+
+
+def _response(said: bytes, parts: list[response_codec.Buffer]) -> bytes:
+    return b"".join([_SIZES.pack(len(said), sum(map(len, parts))), said, *parts])

@@ -80,13 +80,9 @@ def _read(key: str, value: Any, inputs: dict[str, dict[str, Any]], decoded: Deco
 
 
 def _shape(name: str, values: list[Any], wanted: list[int]) -> list[int]:
-    """Returns the shape of the tensor that a client's JSON values form.
+    """Returns the shape of the tensor that a client's JSON values form, for an input of the shape ``wanted`` (-1: variable).
 
     If the values are not nested, the last variable dimension gets the size that fits all values, and the others get 1.
-
-    Args:
-      wanted: the shape of the input in the model's metadata; -1 is a variable dimension.
-    Raises: InvalidArgument: the values do not fit the shape.
     """
     shape = _nesting(values, len(wanted)) if any(isinstance(value, list) for value in values) else None
     if shape is None:
@@ -115,47 +111,30 @@ def _nesting(values: Any, max_rank: int) -> list[int]:
     return lengths
 
 
-class _JoinedOutput:
-    """Collects the parts of one output tensor from several responses."""
-
-    def __init__(self, datatype: str, shape: tuple[int, ...]) -> None:
-        """Creates it without parts. ``shape``: the shape of the output in one response."""
-        self.datatype = datatype
-        self.rest = shape[1:]
-        self.size = 0
-        self.contents: list[bytes] = []
-
-
 class JoinedAnswers:
-    """Joins all responses to one request into one answer: each output tensor is concatenated along its first axis.
+    """Joins all responses to a generate request into one answer: each output is concatenated along its first axis.
 
-    Used for a generate request, whose client gets a single answer, if its model asks for it (``ModelState.joins``).
+    Args:
+      state: the model version, whose metadata lists the outputs.
+      max_byte_size: the most bytes of all outputs together.
     """
 
     def __init__(self, state: ModelState, max_byte_size: int) -> None:
-        """Creates it without responses.
-
-        ``state``: the model version, whose metadata lists the outputs. ``max_byte_size``: the most bytes of all outputs together.
-        """
         self._state = state
         self._max_byte_size = max_byte_size
         self._byte_size = 0
         self._parameters: dict[str, Parameter] = {}
         outputs = msgspec.json.decode(state.metadata)["outputs"]
-        self._outputs = {each["name"]: _JoinedOutput(each["datatype"], tuple(each["shape"])) for each in outputs}
+        #: Name of an output -> its datatype, its shape but for the first axis, and the sizes and bytes of its parts.
+        self._outputs: dict[str, tuple[str, list[int], list[int], list[bytes]]] = {
+            each["name"]: (each["datatype"], each["shape"][1:], [], []) for each in outputs
+        }
 
     def add(self, prepared: PreparedAnswer, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]) -> None:
-        """Adds the next response. Raises InvalidArgument: the responses together exceed ``max_byte_size``.
-
-        Args:
-          prepared: the constant part of the response: output names, datatypes, shapes.
-          contents: the bytes of its outputs, or where they lie.
-          view: returns the bytes of a slice of the response arena.
-        """
+        """Adds the next response. Raises InvalidArgument: the responses together exceed ``max_byte_size``."""
         self._parameters |= prepared.parameters
         for tensor, place in placed(prepared.outputs, contents):
             assert not isinstance(place, RegionSlice)
-            joined = self._outputs[tensor.name]
             content = bytes(view(place) if isinstance(place, Slice) else place)
             self._byte_size += len(content)
             if self._byte_size > self._max_byte_size:
@@ -163,14 +142,15 @@ class JoinedAnswers:
                     f"the responses of model '{self._state.name}' have more than {self._max_byte_size} bytes, "
                     "use generate stream"
                 )
-            joined.size += tensor.shape[0]
-            joined.contents.append(content)
+            _, _, sizes, parts = self._outputs[tensor.name]
+            sizes.append(tensor.shape[0])
+            parts.append(content)
 
     def whole(self) -> tuple[PreparedAnswer, tuple[Content, ...]]:
-        """Returns all responses joined into one answer: its constant part (names, datatypes, shapes), and its outputs' bytes.
-
-        If there were no responses, the outputs have no elements.
-        """
-        tensors = [PreparedTensor(name, each.datatype, (each.size, *each.rest)) for name, each in self._outputs.items()]
-        contents = [b"".join(each.contents) for each in self._outputs.values()]
+        """Returns all responses joined into one answer. If there were none, the outputs have no elements."""
+        tensors = [
+            PreparedTensor(name, datatype, (sum(sizes), *rest))
+            for name, (datatype, rest, sizes, _) in self._outputs.items()
+        ]
+        contents = [b"".join(parts) for *_, parts in self._outputs.values()]
         return PreparedAnswer(self._state.version, tuple(tensors), self._parameters), tuple(contents)

@@ -28,7 +28,7 @@ _SIGNIFICANT = (
 
 
 def _line_without(names: bytes) -> re.Pattern[bytes]:
-    """Compiles a pattern that matches a well-formed header line unless its field is one of ``names`` (regular expressions)."""
+    """Compiles a pattern that matches a well-formed header line unless its field is one of ``names``."""
     return re.compile(
         rb"\r\n(?!(?:" + names + rb"):)[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e]*(?=\r\n)", re.IGNORECASE
     )
@@ -52,7 +52,6 @@ class Heads(BoundedCache[bytes, InferHead]):
         """Creates an empty cache.
 
         Args:
-          max_byte_size, max_fields: the most bytes and header fields of a head that the front accepts.
           cuts: whether header lines without effect are left out of the cache's keys, as no rule of the operator looks at them.
           count: how many heads are cached at least, but no more than ``MAX_COUNT``.
           joins: whether the front reads the ``traceparent`` header.
@@ -78,10 +77,7 @@ class Heads(BoundedCache[bytes, InferHead]):
         return meaning
 
     def learn(self, head: bytes, meaning: InferHead) -> None:
-        """Caches the parsed head of a request, so that its bytes are not parsed again.
-
-        Does nothing for a head that is long or refused, or has a chunked body or a ``traceparent``.
-        """
+        """Caches a parsed head, unless it is long or refused, or has a chunked body or a ``traceparent``."""
         if len(head) > MAX_HEAD or not head.startswith(b"POST ") or head.find(END) != len(head) - len(END):
             return
         if meaning.content_length is None or meaning.error is not None or meaning.trace_parent:

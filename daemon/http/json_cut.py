@@ -57,11 +57,7 @@ class Cut:
     document: memoryview
 
     def number_of(self, data: Any) -> int | None:
-        """Returns the index in ``spans`` of the large value that the placeholder ``data`` stands for; None: it is no placeholder.
-
-        Args:
-          data: the ``data`` value of an input, as JSON text or parsed.
-        """
+        """Returns the index in ``spans`` of the value that the placeholder ``data`` (text or parsed) stands for, if it is one."""
         if isinstance(data, msgspec.Raw):
             text = bytes(data) if memoryview(data).nbytes < 64 else b""
             return int(text[len(_PLACEHOLDER) : -2]) if text.startswith(_PLACEHOLDER) else None
@@ -79,10 +75,7 @@ class Cut:
 
 
 def cut(document: bytes | memoryview) -> Cut | None:
-    """Cuts large values of ``data`` keys out of a JSON text, all at once. Returns None if there are none.
-
-    Raises InvalidArgument: the rest of the text is longer than ``MAX_TEXT``.
-    """
+    """Cuts as ``steps`` does, all at once."""
     found = steps(document)
     while True:
         try:
@@ -153,13 +146,9 @@ def _placeholder(number: int) -> bytes:
 
 
 def _end_of(view: memoryview, start: int, opening: re.Match[bytes]) -> Generator[None, None, int]:
-    """Finds the end of the JSON value of a ``data`` key. Yields between steps of bounded work.
+    """Finds the end of the JSON value of a ``data`` key, which begins at ``start``. Yields between steps of bounded work.
 
-    Returns: the offset behind the value; at most ``start``: the value stays in the text; _UNCLOSED: the value does not end.
-
-    Args:
-      start: where the value begins.
-      opening: the match of ``_OPENING``: the key, and whether the value begins a string, or an array with which first character.
+    Returns the offset behind the value; at most ``start``: the value stays in the text; _UNCLOSED: the value does not end.
     """
     if opening[1] is not None:
         end = find(view, b'"', start + 1, len(view))
@@ -180,8 +169,7 @@ def _end_of(view: memoryview, start: int, opening: re.Match[bytes]) -> Generator
 def _end_of_strings(view: memoryview, start: int) -> Generator[None, None, int]:
     """Finds the end of a JSON array whose first element is a string. Yields after each piece.
 
-    Returns: the offset behind the array; ``start``: the array also holds something else and stays in the text; _UNCLOSED: it
-      does not end.
+    Returns as ``_end_of``; ``start``: the array also holds something else.
     """
     at, inside = start + 1, False
     while at < len(view):
@@ -215,12 +203,9 @@ def _is_odd(text: bytes) -> bool:
 
 
 def find(view: memoryview, what: bytes, start: int, end: int, enough: int | None = None) -> int:
-    """Searches a memory view as ``bytes.find`` searches bytes. Returns the offset of the first ``what``, or -1.
+    """Searches a memory view as ``bytes.find`` searches bytes, in pieces that are small enough for the processor's cache.
 
-    It copies the view in pieces that are small enough for the processor's cache.
-
-    Args:
-      enough: the search may give up, and return -1, after so many bytes; None: it searches to the end.
+    ``enough``: the search may give up, and return -1, after so many bytes; None: it searches to the end.
     """
     size, begin = _GLANCE_BYTE_SIZE, start
     while start < end and (enough is None or start - begin <= enough):

@@ -73,10 +73,7 @@ def _quick_text(text: msgspec.Raw) -> str:
 def exact(value: Any, datatype: str, shape: list[int], count: int, name: str) -> bytes:
     """Converts a parsed JSON value, the ``data`` of an input, to a tensor's bytes.
 
-    Args:
-      count: how many elements ``shape`` has.
-      name: the name of the input, for errors.
-    Raises: InvalidArgument: the value is wrong or does not fit the shape; in Triton's words, if Triton has the same error.
+    Raises: InvalidArgument: the value is wrong or does not fit the shape, of ``count`` elements.
     """
     if isinstance(value, str):
         return _from_base64(value, datatype, shape)
@@ -92,11 +89,7 @@ def exact(value: Any, datatype: str, shape: list[int], count: int, name: str) ->
 
 
 def flat(leaves: list[Any], datatype: str, name: str) -> bytes:
-    """Converts a flat list of values to a tensor's bytes. Raises InvalidArgument: a value is of the wrong type or out of range.
-
-    Args:
-      name: the name of the input, for errors.
-    """
+    """Converts a flat list of values to a tensor's bytes. Raises InvalidArgument: a value has a wrong type or range."""
     for leaf in leaves:
         _check(leaf, datatype)
     try:
@@ -126,11 +119,19 @@ def _wire_bytes(values: list[Any], datatype: str) -> bytes:
         return np.array(values, np.float64).astype(dtype).tobytes()
 
 
-def _from_base64(text: str, datatype: str, shape: list[int]) -> bytes:
+def from_base64(text: str | bytes) -> bytes:
+    """Decodes base64, the ``data`` of an input or a part of it. Raises InvalidArgument: it is no base64."""
     try:
-        content = base64.b64decode(text, validate=True)
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise refusal("data", "non-array", "array") from error
+
+
+def _from_base64(text: str, datatype: str, shape: list[int]) -> bytes:
+    content = from_base64(text)
+    try:
         array(content, datatype, shape)
-    except (binascii.Error, ValueError, InvalidArgument) as error:
+    except (ValueError, InvalidArgument) as error:
         raise refusal("data", "non-array", "array") from error
     return content
 
@@ -168,10 +169,7 @@ def of_wrong_kind(datatype: str) -> InvalidArgument:
 
 
 def _check(leaf: Any, datatype: str) -> None:
-    """Checks that one JSON value is of the kind that the datatype needs. Raises InvalidArgument: it is not.
-
-    Ranges of integers below 64 bits are not checked here: numpy refuses a number that is out of range.
-    """
+    """Raises InvalidArgument: the value is not of the kind that the datatype needs. (numpy checks ranges below 64 bits.)"""
     kind = DATATYPES[datatype].json
     if kind == "boolean":
         right = isinstance(leaf, bool)

@@ -30,14 +30,6 @@ _LENGTH = struct.Struct("<I")
 _encode = msgspec.json.Encoder().encode
 
 
-def whole(tensor: PreparedTensor, content: bytes | memoryview) -> bytes:
-    """Returns the JSON array of a tensor whose bytes are ``content``.
-
-    Raises InvalidArgument: JSON cannot express the tensor (FP16, BF16, strings that are not UTF-8); binary output can.
-    """
-    return writer(tensor)(content)
-
-
 def writer(tensor: PreparedTensor) -> Callable[[bytes | memoryview], bytes]:
     """Returns a function that writes a tensor's bytes as a JSON array; datatype and shape are checked here, once.
 
@@ -58,10 +50,9 @@ def writer(tensor: PreparedTensor) -> Callable[[bytes | memoryview], bytes]:
 
 
 def pieces(tensor: PreparedTensor, content: bytes | memoryview) -> Iterator[bytes]:
-    """Yields the JSON array of a tensor whose bytes are ``content``, in pieces that take about a millisecond each.
+    """Yields the JSON array of a tensor in pieces that take about a millisecond each.
 
-    Raises InvalidArgument, perhaps only after some pieces: JSON cannot express the tensor (FP16, BF16, strings that are not
-    UTF-8).
+    Raises InvalidArgument, perhaps only after some pieces: JSON cannot express the tensor.
     """
     separator = b"["
     for text in _string_pieces(tensor, content) if tensor.datatype == "BYTES" else _number_pieces(tensor, content):
@@ -118,21 +109,15 @@ def _strings(elements: list[bytes], name: str) -> bytes:
 
 
 class ResponseLayout:
-    """Encodes the responses to one generate request, which differ only in the bytes of their outputs, as JSON objects.
+    """Encodes the responses to one generate request as JSON objects, which differ only in the bytes of their outputs.
 
-    What they share is worked out once. An output of one element is written as that element, others as flat arrays.
+    An output of one element is written as that element, others as flat arrays.
     """
 
     __slots__ = ("_outputs", "_shared", "prepared")
 
     def __init__(self, prepared: PreparedAnswer, model: str, client_id: str) -> None:
-        """Encodes the part that all responses to the request share.
-
-        Args:
-          prepared: the constant part of the responses: output names, datatypes, shapes.
-          client_id: the request's id; "": it has none.
-        Raises: InvalidArgument: an output cannot be written as JSON.
-        """
+        """Encodes what the responses share. Raises InvalidArgument: an output cannot be written as JSON."""
         self.prepared = prepared
         self._shared: dict[str, Any] = {"id": client_id} if client_id else {}
         self._shared |= {"model_name": model, "model_version": str(prepared.version)}
@@ -145,12 +130,9 @@ class ResponseLayout:
         ]
 
     def encode(self, contents: tuple[Content, ...], view: Callable[[Slice], memoryview] | None = None) -> bytes:
-        """Returns one response as the JSON object that generate answers with.
+        """Returns one response as a JSON object. Raises InvalidArgument: an output cannot be written as JSON.
 
-        Args:
-          contents: the bytes of its outputs, or where they lie.
-          view: returns the bytes of a slice of the response arena; None: no output lies there.
-        Raises: InvalidArgument: an output cannot be written as JSON.
+        ``view``: returns the bytes of a slice of the response arena; None: no output lies there.
         """
         fields = dict(self._shared)
         for (name, write, is_one), place in zip(self._outputs, contents, strict=True):

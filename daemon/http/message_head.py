@@ -32,6 +32,8 @@ MAX_TEXT = 2048
 _TARGET = re.compile(rb"(?:https?://[^/?]*)?(/[^?#]*)(?:\?([^#]*))?.*", re.IGNORECASE | re.DOTALL)
 #: The path of an inference request.
 _INFER_PATH = re.compile(r"/v2/models/([^/]+)(?:/versions/([0-9]+))?/(infer|infer_stream|generate|generate_stream)")
+#: The fields that say how long a body is.
+_FRAMING = (b"content-length", b"transfer-encoding")
 #: Request targets remembered, because the same ones come again and again; more than a client of many models and versions uses.
 _REMEMBERED = 1024
 
@@ -49,10 +51,7 @@ class InferRoute:
 
 @functools.lru_cache(_REMEMBERED)
 def infer_route(target: bytes) -> InferRoute | None:
-    """Parses the target of an HTTP request (absolute or not, with or without query).
-
-    Returns None if it is no inference endpoint.
-    """
+    """Parses the target of an HTTP request (absolute or not). Returns None if it is no inference endpoint."""
     match = _INFER_PATH.fullmatch(path_and_query(target)[0])
     if match is None:
         return None
@@ -114,7 +113,7 @@ class InferHead:
         self.key = (self.model, self.version, self.tail_size) if known else None
 
     def tell_origin(self, lines: bytes) -> None:
-        """Sets the CORS header lines, which tell a browser which web page may read the answer to this request; empty: none."""
+        """Sets the CORS header lines of the answer, which tell a browser which web page may read it; empty: none."""
         self.origin_lines = lines
         self.is_plain = self.is_plain and not lines
 
@@ -127,10 +126,7 @@ class InferHead:
 
 
 def refusal(version: str, fields: Fields) -> tuple[int, str] | None:
-    """Checks that a request head leaves no doubt about the body's framing and the host, and that its HTTP version is served.
-
-    Returns the status and text to refuse the request with, or None if the head is good.
-    """
+    """Checks that framing, host and HTTP version are beyond doubt. Returns the status and text to refuse the request with."""
     hosts = 0
     for name, value in fields:
         if name == b"host":
@@ -147,7 +143,7 @@ def refusal(version: str, fields: Fields) -> tuple[int, str] | None:
 def path_and_query(target: bytes) -> tuple[str, bytes, bytes]:
     """Splits a request target into the percent-decoded path, the path as it came, and the query.
 
-    An encoded slash belongs to a path segment and does not separate two, so it stays encoded.
+    An encoded slash belongs to a path segment, so it stays encoded.
     """
     match = _TARGET.fullmatch(target)
     path, query = (match[1], match[2] or b"") if match else (target, b"")
@@ -158,7 +154,7 @@ def path_and_query(target: bytes) -> tuple[str, bytes, bytes]:
 
 
 def scope(method: bytes, target: bytes, version: str, fields: Fields) -> dict[str, Any]:
-    """Returns the ASGI scope of an HTTP request, in which the application finds what the request's head says."""
+    """Returns the ASGI scope of an HTTP request."""
     path, raw_path, query = path_and_query(target)
     return {
         "type": "http",
@@ -180,7 +176,6 @@ def infer_head(
 
     Args:
       version: the HTTP version, such as "1.1".
-      keep_alive: whether the connection stays open after the answer.
       compresses: whether answers are compressed for clients that accept it.
     """
     length: int | None = 0
@@ -229,23 +224,11 @@ def infer_head(
 
 
 def generate_head(route: InferRoute, version: str, keep_alive: bool, fields: Fields) -> InferHead:
-    """Reads the head of a request for generate or generate_stream.
+    """Reads the head of a request for generate or generate_stream, whose whole body is JSON.
 
     If the body is compressed, the result's ``coding`` is not empty, and the request is refused later.
-
-    Args:
-      version: the HTTP version, such as "1.1".
-      keep_alive: whether the connection stays open after the answer.
     """
-    length: int | None = 0
-    coding: bytes | None = None
-    for name, value in fields:
-        if name == b"content-length":
-            length = int(value)
-        elif name == b"transfer-encoding":
-            length = None
-        elif name == b"content-encoding" and coding is None:
-            coding = value
-    taken = "" if coding is None or coding == b"identity" else "unknown"
-    connection = b"" if version != "1.0" else b"Connection: keep-alive\r\n"
-    return InferHead(route.model, route.version, length, None, keep_alive, route.error, connection, taken)
+    head = infer_head(route, version, keep_alive, [each for each in fields if each[0] in _FRAMING])
+    if next((value for name, value in fields if name == b"content-encoding"), b"identity") != b"identity":
+        head.coding = "unknown"
+    return head

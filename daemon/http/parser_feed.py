@@ -3,13 +3,12 @@
     read ─▶ | head | body ... | head | ...     | rest |     the rest: in the next iteration; meanwhile the client is not read
             ╰── at most this in an iteration ──╯
 
-The parser cannot be told to stop in the middle of the bytes it was given, and a few bytes may be a request, or a chunk of a body.
-Because the bytes are cut into pieces, a client that sends thousands of either does not keep other clients waiting. A head that a
-chunked body may follow is given to the parser by itself: so it is known where that body begins, whose framing ``chunk_sizes``
-follows.
+The parser cannot be told to stop in the middle of the bytes it was given, so a client that sends thousands of small requests or
+chunks would keep other clients waiting. A head that a chunked body may follow is given to the parser by itself: so it is known
+where that body begins, whose framing ``chunk_sizes`` follows.
 
 What is refused with an error response: a head that is too large or has too many fields (431), malformed HTTP (400), what
-``message_head`` refuses, and a body that is too large (413). A head that asks for no inference becomes an ``AsgiRequest``.
+``message_head`` refuses, and a body that is too large (413).
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ from tensord.daemon.http.answer_order import AnswerOrder
 from tensord.daemon.http.asgi import AsgiRequest
 from tensord.daemon.http.chunk_sizes import ChunkRefused, ChunkSizes
 from tensord.daemon.http.exchange import Exchange
-from tensord.daemon.http.generate import Generate, GenerateStream
+from tensord.daemon.http.generate import Generate, GenerateStream, InferStream
 from tensord.daemon.http.heads import END, MAX_HEAD
-from tensord.daemon.http.infer_stream import InferStream
 from tensord.daemon.http.message_head import InferHead
 from tensord.daemon.http.serving import HttpServing
 from tensord.shm.errors import ServingError
@@ -57,10 +55,7 @@ _bare_line_ends = re.compile(rb"\n(?<!\r\n)[\r\n]*([A-Z]|\Z)?").finditer
 
 
 def _bare_line_feed(data: bytes, begin: int, end: int) -> int:
-    """Finds the first line feed without a carriage return after which the parser would accept a new request.
-
-    Returns the line feed's offset in ``data``, between ``begin`` and ``end``; -1: there is none.
-    """
+    """Returns the offset of the first line feed without a carriage return after which the parser takes a request; -1: none."""
     for found in _bare_line_ends(data, begin, end):
         if found[1] is not None:
             return found.start()
@@ -189,7 +184,6 @@ class Messages:
         return message_head.refusal(version, self.headers)
 
     def too_long(self) -> tuple[int, str]:
-        """Returns the status (431) and text with which a request head that is too long is refused."""
         limit = self._serving.options.http.max_head_byte_size
         return 431, f"the request line and headers have more than {limit} bytes, at most {limit} are allowed"
 
@@ -220,16 +214,13 @@ class Messages:
         """Applies the operator's rules to a request head, reads its ``traceparent``, and begins its body if that is chunked."""
         if self._serving.has_rules:
             self._apply_rules(head)
-        if self._serving.joins:
+        if self._serving.tracer.joins:
             head.trace_parent = dict(self.headers).get(b"traceparent", b"").decode("latin-1")
         if head.content_length is None:
             self._chunks_begin()
 
     def _apply_rules(self, head: InferHead) -> None:
-        """Applies the operator's rules to a request head: adds CORS lines, checks the access key, forwards headers to the model.
-
-        A rule that refuses the request leaves its error in ``head.error``.
-        """
+        """Adds CORS lines, checks the access key, and forwards headers to the model. An error is stored in ``head.error``."""
         if self._order.origin_lines:
             head.tell_origin(self._order.origin_lines)
         try:
@@ -270,11 +261,7 @@ class Messages:
     # ------------------------------------------------------------------------------------------------- body
 
     def _chunks_begin(self, most: int = 0) -> None:
-        """Begins to follow the framing of a body that comes in chunks.
-
-        Args:
-          most: the most bytes of the body, if that is more than ``http.max_body_byte_size``.
-        """
+        """Begins to follow the framing of a chunked body, which may have ``most`` bytes if that is more than other bodies."""
         http = self._serving.options.http
         self.chunks = ChunkSizes(max(most, http.max_body_byte_size), http.max_head_byte_size)
 
@@ -296,10 +283,7 @@ class Messages:
 
 
 class ParserFeed:
-    """Feeds the bytes that one client sends to its connection's HTTP parser.
-
-    A connection gets a ParserFeed only once its client has sent a request head that is not cached.
-    """
+    """Feeds the bytes that one client sends to its connection's HTTP parser, once it has sent a head that is not cached."""
 
     def __init__(self, serving: HttpServing, transport: asyncio.Transport, order: AnswerOrder) -> None:
         self._serving = serving
@@ -365,7 +349,7 @@ class ParserFeed:
                 data, between = self._head_without_upgrade() + data[upgrade.args[0] :], True
                 messages.begin_anew()
             except ChunkRefused as refusal:
-                order.refuse(refusal.status, refusal.message)
+                order.refuse(*refusal.args)
             except httptools.HttpParserCallbackError:
                 _log.exception("a request met a defect of the server")
                 order.refuse(500, "internal error; the server's log has the details")
@@ -376,8 +360,7 @@ class ParserFeed:
     def _feed_pieces(self, data: bytes) -> None:
         """Feeds the parser in pieces of at most ``_PIECE`` bytes, up to the limit of one iteration.
 
-        Raises ChunkRefused: the framing of a chunked body is refused; HttpParserError: the bytes are no HTTP; HttpParserUpgrade:
-        a head offers an upgrade and ends at the offset in ``data`` that the exception carries.
+        Raises HttpParserUpgrade: a head offers an upgrade and ends at the offset in ``data`` that it carries; or as the parser.
         """
         order, messages = self._order, self.messages
         at, messages.chunk_count = 0, 0
@@ -417,10 +400,7 @@ class ParserFeed:
             self._order.refuse(400, "malformed HTTP request")
 
     def _end_of_head(self, data: bytes, at: int, end: int) -> int:
-        """Returns the offset in ``data`` behind the end of the arriving head; ``end`` if the head does not end before that.
-
-        ``at``: the offset from which ``data`` is searched.
-        """
+        """Returns the offset in ``data[at:end]`` behind the end of the arriving head; ``end`` if the head goes on."""
         tail = self._head_tail
         cut = (tail + data[at:end]).find(END) - len(tail) if tail else data.find(END, at, end) - at
         if cut < -len(tail):
@@ -438,7 +418,6 @@ class ParserFeed:
     # ------------------------------------------------------------------------------------------------------- the rest
 
     def _wait_a_turn(self, rest: bytes) -> None:
-        """Stores ``rest`` for the next iteration of the loop, in which ``_go_on`` parses it: other connections come first."""
         self._rest = rest
         self._order.flow.rest(True)
         asyncio.get_running_loop().call_soon(self._go_on)

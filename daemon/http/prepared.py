@@ -1,13 +1,9 @@
 """Parses the JSON of HTTP inference requests, and caches what requests of one kind have in common ("prepared"). Sans-I/O.
 
-    text ─▶ a cached text ───────────────────────────────────────────────────▶ ParsedRequest: prepared, id, sources
+    text ─▶ a cached text ───────────────────────────────────────────────────▶ ParsedRequest: kind, id, sources
          ├▶ quick (request_head) ─▶ what it says ─▶ a known kind ────────────▶
          │                                       ╰▶ checked (request_codec) ─▶
          ╰▶ exact: what the quick parser does not understand ────────────────▶
-
-    PreparedKind ─▶ prepared ─▶ Numbered (tensord.shm.prepared)     what workers are told once
-             ├▶ sources                                         where its tensors are: in the body, a region, the JSON
-             ╰▶ AnswerText, a few                               what the answers say but for their ids and tensors
 
 Requests are of one kind if they agree in model, version, names, datatypes, shapes, sizes, regions, outputs and parameters,
 whichever connection they come on. Of a request of a known kind only that is checked which may differ within the kind: its id, its
@@ -49,16 +45,13 @@ _encode = msgspec.json.Encoder().encode
 
 
 class PreparedRequests:
-    """Parses inference requests, and caches what requests of one kind have in common. There is one per front.
-
-    Requests are of one kind if they differ only in id, scheduling and tensor values.
-    """
+    """Parses inference requests, and caches what requests of one kind have in common. There is one per front."""
 
     def __init__(self, count: int = MAX_NUMBERS, inline_byte_size: int = 0) -> None:
         """Creates an empty cache.
 
         Args:
-          count: how many constant parts of requests, and how many JSON texts, are cached, at least.
+          count: how many kinds of requests, and how many JSON texts, are cached, at least.
           inline_byte_size: the largest tensor, in bytes, that is sent to a worker within the request's record.
         """
         self._inline_byte_size = inline_byte_size
@@ -75,8 +68,6 @@ class PreparedRequests:
         """Parses the JSON of an inference request, from the cache if possible.
 
         Args:
-          head: the request's parsed HTTP head.
-          text: the JSON.
           tail_size: the bytes of all binary tensors that follow the JSON.
           apart: the large data that ``json_cut`` has cut out of a JSON longer than ``request_codec.MAX_UNCUT``; None: nothing.
         Raises: InvalidArgument: the JSON is malformed or contradicts itself; Unsupported: a string sequence id is too long.
@@ -87,15 +78,10 @@ class PreparedRequests:
         return self.texts[key] or self.meet(head, key)
 
     def meet(self, head: InferHead, key: tuple[TextKey, bytes]) -> ParsedRequest:
-        """Parses the JSON of a request that is not in the cache ``texts``.
+        """Parses the JSON of a request that is not in the cache ``texts``; ``key`` is its key there. Raises as ``read``.
 
-        Caches the JSON if it holds no tensor values, and if the last request with the same constant part that was parsed here had
-        the same id and scheduling (apart from the parameter set).
-
-        Args:
-          head: the request's parsed HTTP head.
-          key: the key in ``texts``: model, version, bytes of binary tensors, and the JSON.
-        Raises: InvalidArgument: the JSON is malformed or contradicts itself; Unsupported: a string sequence id is too long.
+        Caches the JSON if it holds no tensor values, and if the last request of its kind that was parsed here had the same id and
+        scheduling (apart from the parameter set).
         """
         (_, _, tail_size), text = key
         request = self._read(head, text, tail_size, None)
@@ -138,7 +124,7 @@ class PreparedRequests:
         return request
 
     def _part(self, given: dict[str, Any]) -> tuple[Scheduling, str]:
-        """Separates the parameters of a request: returns its scheduling, and the other parameters as text ("": none)."""
+        """Separates the parameters of a request: returns its scheduling, and the others as text (empty if there are none)."""
         # As text: 1, 1.0 and true are equal, and not the same.
         text = repr(given)
         known = self._parts[text]
@@ -150,10 +136,7 @@ class PreparedRequests:
         return known
 
     def prepare(self, head: InferHead, decoded: DecodedRequest) -> ParsedRequest:
-        """Converts a request's decoded JSON to a parsed request, whose constant part will be sent to workers only once.
-
-        It neither looks in the cache for requests that differ only in id, scheduling and values, nor stores anything there.
-        """
+        """Makes a parsed request of a kind of its own: it is neither looked for in the cache nor stored there."""
         sources = [source for _, _, _, source in decoded.inputs]
         return ParsedRequest(
             PreparedKind(head, decoded, self._inline_byte_size), decoded.id, sources, decoded.scheduling
@@ -164,12 +147,8 @@ class PreparedRequests:
 
 
 def _values(prepared: PreparedKind, said: RequestHead, apart: Cut | None) -> list[Source]:
-    """Returns the data sources of a request whose constant part is known, with the tensors in its JSON converted to bytes.
+    """Returns the data sources of a request of a known kind, with the tensors in its JSON converted to bytes.
 
-    Args:
-      prepared: the constant part.
-      said: the JSON of the request at hand, as the quick parser read it.
-      apart: the large data that was cut out of the JSON; None: nothing.
     Raises InvalidArgument: a value is wrong; UnusualText: only the exact parser understands the data.
     """
     sources: list[Source] = []
@@ -182,7 +161,7 @@ def _values(prepared: PreparedKind, said: RequestHead, apart: Cut | None) -> lis
 
 
 class PreparedKind:
-    """Holds the constant part of inference requests that differ only in id, scheduling and tensor values.
+    """Holds what inference requests have in common that differ only in id, scheduling and tensor values.
 
     Also caches the JSON heads of answers to these requests. All connections of the front share it.
     """
@@ -240,20 +219,15 @@ class PreparedKind:
         self.last_answer: AnswerText | None = None
 
     def on_lane(self, numbers: Numbers[PreparedRequest]) -> Numbered[PreparedRequest] | None:
-        """Returns the number that stands for the constant part of these requests in records (messages) to workers.
-
-        None: this is the first such request, whose record must contain the whole constant part. ``numbers``: assigns the
-        numbers.
-        """
+        """Returns the number that stands for this kind on the lanes; None: this is its first request, sent in full."""
         if self.numbered is None:
             self.numbered = numbers.number_again(self.record)
         return self.numbered
 
     def answer(self, prepared: PreparedAnswer, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> AnswerText:
-        """Returns the encoder of these requests' answers with the constant part ``prepared``; the first call creates it.
+        """Returns the encoder of these requests' answers that have ``prepared`` in common; the first call creates it.
 
         Args:
-          prepared: the constant part of the answers: output names, datatypes, shapes.
           own: the record of the answer at hand.
           view: returns the bytes of a slice of the response arena.
         Raises: InvalidArgument: a tensor of the answer is outside the arena.
@@ -271,7 +245,7 @@ class PreparedKind:
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
-    """A parsed inference request: the constant part (``prepared``) that many share, its id, data sources and scheduling."""
+    """A parsed inference request: its kind, its id, and where its data are."""
 
     prepared: PreparedKind
     id: str
@@ -281,10 +255,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
 
 
 class AnswerText:
-    """Encodes answers that differ only in id and tensor values, with one cached JSON head.
-
-    They answer requests of one ``PreparedKind``.
-    """
+    """Encodes answers that differ only in id and tensor values, with one cached JSON head."""
 
     __slots__ = ("_head", "_id", "_rest", "_sizes", "_tail_size", "prepared")
 
@@ -296,15 +267,10 @@ class AnswerText:
         own: AnswerRecord,
         view: Callable[[Slice], memoryview],
     ) -> None:
-        """Encodes the JSON head of all these answers from the first of them.
+        """Encodes the JSON head of all these answers from the first of them, ``own``.
 
         If the JSON must contain an output's values, or is long, no head is cached: ``whole`` and ``pieces`` return None.
 
-        Args:
-          asked: one of the requests, which says which outputs are binary.
-          prepared: the constant part of the answers: output names, datatypes, shapes.
-          own: the record of the first answer.
-          view: returns the bytes of a slice of the response arena.
         Raises: InvalidArgument: a tensor of the answer is outside the arena.
         """
         self.prepared = prepared
@@ -332,10 +298,6 @@ class AnswerText:
         """Encodes an answer whose tensors are not in shared memory as one piece of bytes: HTTP head, JSON and tensors.
 
         Returns None if there is no cached head, or the tensors have other sizes than the first answer's.
-
-        Args:
-          client_id: the request's id; "": it has none.
-          own: the record of the answer.
         """
         contents: Any = own.contents
         if [*map(len, contents)] != self._sizes:
@@ -347,12 +309,7 @@ class AnswerText:
     def pieces(self, client_id: str, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> list[Buffer] | None:
         """Encodes an answer with tensors in shared memory as pieces: HTTP head and JSON, then views of the tensors.
 
-        Returns None if there is no cached head, or the tensors have other sizes than the first answer's.
-
-        Args:
-          client_id: the request's id; "": it has none.
-          own: the record of the answer.
-          view: returns the bytes of a slice of the response arena; raises InvalidArgument if it is outside of the arena.
+        Returns None as ``whole`` does. Raises InvalidArgument: a tensor is outside the arena.
         """
         if self._sizes is None:
             return None

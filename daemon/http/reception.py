@@ -29,8 +29,7 @@ class Reception(Receiver):
 
     Args:
       pause: called to stop (True) or resume (False) reading from the socket.
-      progressed: called when a step of decompression was the last for now, or the body got room in the arena; ``ready`` may be
-        true then.
+      progressed: called when no step of decompression is due, or the body got room in the arena; ``ready`` may be true then.
       account: the account that the body's memory counts against; None: none.
     """
 
@@ -93,7 +92,7 @@ class Reception(Receiver):
             self.body = TextBody(length, self._grown)
 
     def begin_now(self) -> PlacedBody | None:
-        """Begins to receive a large binary body, and returns it; None, with no effect: shared memory has no room now."""
+        """Begins to receive a large binary body into shared memory, and returns it; None, with no effect: there is no room."""
         length = self._head.content_length
         assert length is not None
         lease = self._submitter.loan(PlacedBody.lease_size(length), self._account, True)
@@ -125,10 +124,7 @@ class Reception(Receiver):
         self._on_progress()
 
     def _collect(self, byte_size: int) -> None:
-        """Counts ``byte_size`` more bytes of the body as held in ordinary memory.
-
-        Raises Unavailable: the bodies of all connections together would take more than ``http.max_collected_byte_size``.
-        """
+        """Counts more bytes as held in ordinary memory. Raises Unavailable: all bodies together would take too much."""
         serving, limit = self._serving, self._serving.options.http.max_collected_byte_size
         if serving.collected_byte_size + byte_size > limit:
             serving.submitter.refusals.note(self._head.model, Refusal.BODIES)
@@ -211,17 +207,14 @@ class Reception(Receiver):
     # ----------------------------------------------------------------------------------------------------------- leave
 
     def leave(self) -> tuple[Lease, ...]:
-        """Ends the reception once the request's tensors are in their places; frees ordinary memory, returns the body's lease.
-
-        The caller now owns the lease. Empty: the body has no lease.
-        """
+        """Ends the reception once the tensors are in their places. Returns the body's lease, if any; the caller owns it now."""
         if self._collected_byte_size:
             self.drop_body()
         lease = self.take_lease()
         return () if lease is None else (lease,)
 
     def drop_body(self) -> None:
-        """Frees the memory of a body that was collected in ordinary memory, because it is no longer read."""
+        """Frees the ordinary memory of a body that is no longer read."""
         if self._collected_byte_size:
             self.body, self._inflation = CollectedBody(), None
             self._drop_collected()

@@ -12,8 +12,6 @@ extension_parameters.md, extension_sequence.md, extension_schedule_policy.md; KS
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Callable
 from math import prod
 from typing import Any
@@ -22,9 +20,7 @@ import msgspec
 
 from tensord.daemon.http import json_cut, json_data, request_head
 from tensord.daemon.http.decoded_request import BinaryPart, DecodedRequest, Source, Values
-from tensord.daemon.http.json_array import PIECE_BYTE_SIZE, JsonArray
-from tensord.daemon.http.json_base64 import JsonBase64
-from tensord.daemon.http.json_strings import JsonStrings, is_flat
+from tensord.daemon.http.json_steps import PIECE_BYTE_SIZE, JsonArray, JsonBase64, JsonStrings, is_flat
 from tensord.daemon.http.request_head import (
     ABSENT,
     UINT64_MAX,
@@ -39,7 +35,9 @@ from tensord.daemon.http.request_head import (
     refusal,
     text,
 )
+from tensord.daemon.submit.model_states import configured
 from tensord.shm.common.scheduling import MAX_SEQUENCE_ID, PARAMETERS, UNSCHEDULED, Kind, Scheduling, checked_set_name
+from tensord.shm.control_records import ModelState
 from tensord.shm.datatypes import ELEMENT_SIZES, MAX_ELEMENTS, MAX_RANK, element_count, wire_name
 from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
 from tensord.shm.messages import Parameter, RegionSlice, RequestedOutput
@@ -52,6 +50,8 @@ _MAX_EXACT = 256 << 10
 _QUOTE = ord('"')
 _INT64_MAX = (1 << 63) - 1
 _BLANKS = b"[], \t\r\n"
+#: How Triton's messages about raw requests begin; such a request has no id.
+_RAW = "[request id: <id_unknown>] "
 #: Longer texts are not counted: it would keep the loop for more than a millisecond or two.
 _MAX_COUNTED = 1 << 20
 
@@ -76,15 +76,9 @@ def decode(head: bytes | memoryview, tail_size: int, model: str, apart: json_cut
 def decode_exactly(
     text: bytes | memoryview, apart: json_cut.Cut | None, tail_size: int, model: str, reason: UnusualText
 ) -> DecodedRequest:
-    """Decodes the JSON head of a request with the exact parser, because the quick one failed.
+    """Decodes the JSON head of a request with the exact parser, because the quick one failed with ``reason``.
 
-    Args:
-      text: the JSON, without the large data in ``apart``.
-      apart: the large data that was cut out of the JSON; None: nothing.
-      tail_size: the bytes of all binary parts that follow the JSON.
-      reason: the error of the quick parser.
-    Raises: InvalidArgument: the JSON is wrong, in Triton's words, or too long for this parser; Unsupported: a string sequence id
-      is too long.
+    ``text`` lacks the large data in ``apart``. Raises as ``decode``, or InvalidArgument: it is too long for this parser.
     """
     if len(text) > _MAX_EXACT:
         raise InvalidArgument(f"failed to parse the request JSON: {reason}") from reason
@@ -97,12 +91,7 @@ def decode_head(
 ) -> DecodedRequest:
     """Checks a parsed JSON head and decodes it to a request.
 
-    Args:
-      request: the head, as the quick or the exact parser read it.
-      apart: the large data that was cut out of the JSON; None: nothing.
-      tail_size: the bytes of all binary parts that follow the JSON.
-    Raises: InvalidArgument: the head is not in the protocol's format or contradicts itself; Unsupported: a string sequence id is
-      too long; UnusualText: only the exact parser understands the data of an input.
+    Raises as ``decode``, or UnusualText: only the exact parser understands the data of an input.
     """
     decoded = DecodedRequest(request.id, [], (), {}, False, {})
     if request.parameters:
@@ -128,11 +117,8 @@ def decode_head(
 
 
 def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | None) -> Source:
-    """Returns where the data of one input comes from: the binary parts, a shared memory region, or the JSON.
+    """Returns where the data of one input comes from: the binary parts (at ``offset``), a shared memory region, or the JSON.
 
-    Args:
-      offset: the offset at which the input's binary part would begin, from the first binary part.
-      apart: the large data that was cut out of the JSON; None: nothing.
     Raises: InvalidArgument: datatype or shape is wrong, or not exactly one source is given; UnusualText: only the exact parser
       understands the data.
     """
@@ -170,8 +156,6 @@ def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | No
 def read_values(entry: InputHead | ExactInput, apart: json_cut.Cut | None) -> Values:
     """Converts the JSON ``data`` of an input whose shape was checked to a tensor's bytes; large data may be converted later.
 
-    Args:
-      apart: the large data that was cut out of the JSON; None: nothing.
     Raises: InvalidArgument: the data is wrong or does not fit the shape; UnusualText: only the exact parser understands it.
     """
     count = prod(entry.shape)
@@ -194,7 +178,7 @@ def read_values(entry: InputHead | ExactInput, apart: json_cut.Cut | None) -> Va
 
 
 def _count(entry: InputHead | ExactInput, text: memoryview | None) -> int:
-    """Counts the values in the JSON ``data`` of an input. ``text``: the data, if it was cut out of the JSON; else None."""
+    """Counts the values in the JSON ``data`` of an input. ``text``: the data, if it was cut out of the JSON."""
     what = f"input '{entry.name}' shape"
     if text is None and not isinstance(entry, InputHead):
         return count_in_value(entry.data, entry.datatype, what)
@@ -202,12 +186,9 @@ def _count(entry: InputHead | ExactInput, text: memoryview | None) -> int:
 
 
 def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, count: int) -> Values:
-    """Converts large data that was cut out of the JSON to a tensor's bytes.
-
-    Returns: the bytes, or, if converting takes long, an object that converts the data later, in steps.
+    """Converts large data that was cut out of the JSON to a tensor's bytes; returns what converts it in steps if that takes long.
 
     Args:
-      apart: the JSON that the data was cut out of.
       number: the index of the data in ``apart.spans``.
       count: how many values the input has.
     Raises: InvalidArgument: the data is wrong or does not fit the shape.
@@ -233,6 +214,60 @@ def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, 
     return array if end - start > PIECE_BYTE_SIZE else array.wire_bytes()
 
 
+# -------------------------------------------------------------------------------------- requests without JSON
+
+
+def decode_raw(state: ModelState, body: bytes | memoryview) -> DecodedRequest:
+    """Decodes a raw request (Inference-Header-Content-Length: 0), whose whole body is the bytes of the model's one input.
+
+    At most one dimension of the input is variable, and gets the size that fits the body. The body of a BYTES input is one element
+    without its length, and the shape must be [1]. A batching model gets a batch of one; every output comes back binary.
+
+    Args:
+      state: the model version that is asked for.
+    Raises: InvalidArgument: the model has not exactly one input, or not exactly one shape of that input fits the body.
+    Source: Triton docs/protocol/extension_binary_data.md, "Raw Binary Request"; texts as recorded against a real Triton.
+    """
+    inputs = msgspec.json.decode(state.metadata)["inputs"]
+    if len(inputs) != 1:
+        raise InvalidArgument(
+            f"{_RAW}Raw request must only have 1 input (found 1) to be deduced but got {len(inputs)} inputs in "
+            f"'{state.name}' model configuration"
+        )
+    name, datatype, shape = inputs[0]["name"], inputs[0]["datatype"], list(inputs[0]["shape"])
+    if configured(state).max_batch_size > 0:
+        shape[0] = 1
+    if shape.count(-1) > 1:
+        raise InvalidArgument(
+            f"{_RAW}The shape of the raw input '{name}' can not be deduced because there are more than one "
+            "variable-sized dimension"
+        )
+    source: Source = BinaryPart(0, len(body))
+    if datatype == "BYTES":
+        if -1 in shape or element_count(shape) != 1:
+            raise InvalidArgument(f"{_RAW}For BYTE datatype raw input '{name}', the model must have input shape [1]")
+        source = len(body).to_bytes(4, "little") + body
+    else:
+        _fill(state.name, shape, ELEMENT_SIZES[datatype] or 1, len(body))
+    return DecodedRequest("", [(name, datatype, tuple(shape), source)], (), {}, True, {})
+
+
+def _fill(model: str, shape: list[Any], element_size: int, byte_size: int) -> None:
+    """Replaces the variable dimension (-1) in ``shape``, if there is one, by the size that fits ``byte_size`` bytes.
+
+    Raises: InvalidArgument: no size fits. ``model`` is named in the error.
+    """
+    known = element_count([dim for dim in shape if dim != -1]) * element_size
+    count = 1
+    if -1 in shape:
+        count = shape[shape.index(-1)] = byte_size // known if known else 0
+    if known * count != byte_size:
+        raise InvalidArgument(
+            f"{_RAW}input byte size mismatch for input 'raw_input' for model '{model}'. "
+            f"Expected {known * count}, got {byte_size}"
+        )
+
+
 # -------------------------------------------------------------------------------------- how many values an open shape has
 
 
@@ -241,10 +276,8 @@ def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, 
 
 
 def count_in_text(text: bytes | memoryview, datatype: str, what: str) -> int:
-    """Counts the values in the text of a JSON array, or the elements in a JSON string of base64.
+    """Counts the values in the text of a JSON array, or the elements in a JSON string of base64. ``what`` begins error texts.
 
-    Args:
-      what: the beginning of error texts, such as "input 'x' shape".
     Raises: InvalidArgument: the text is too long to count, or the string is no base64 of whole elements.
     """
     if len(text) > _MAX_COUNTED:
@@ -264,17 +297,12 @@ def count_in_text(text: bytes | memoryview, datatype: str, what: str) -> int:
 
 
 def count_in_value(value: Any, datatype: str, what: str) -> int:
-    """Counts the values in a nested list, or the elements in a string of base64, that is the ``data`` of an input.
+    """Counts the values in a nested list, or the elements in a string of base64. ``what`` begins error texts.
 
-    Args:
-      what: the beginning of error texts, such as "input 'x' shape".
     Raises: InvalidArgument: the string is no base64 of whole elements.
     """
     if isinstance(value, str):
-        try:
-            return elements(datatype, base64.b64decode(value, validate=True), what)
-        except (binascii.Error, ValueError) as error:
-            raise refusal("data", "non-array", "array") from error
+        return elements(datatype, json_data.from_base64(value), what)
     left, count = [value], 0
     while left:
         item = left.pop()
@@ -335,14 +363,12 @@ def _region(parameters: dict[str, Any]) -> RegionSlice:
 
 
 def _boolean(key: str, value: Any) -> bool:
-    """Returns ``value``, which must be true or false. Raises InvalidArgument, which names ``key``: ``value`` is neither."""
     if not isinstance(value, bool):
         raise refusal(key, "non-boolean", "boolean")
     return value
 
 
 def _unsigned(key: str, value: Any) -> int:
-    """Returns ``value``, which must be an unsigned 64-bit integer. Raises InvalidArgument, which names ``key``: it is not."""
     if type(value) is not int or not 0 <= value <= UINT64_MAX:
         raise refusal(key, "non-unsigned-integer", "unsigned-integer")
     return value
@@ -365,9 +391,9 @@ def read_parameters(given: dict[str, Any], decoded: DecodedRequest) -> None:
 
 
 def part(given: dict[str, Any]) -> tuple[Scheduling, dict[str, Any]]:
-    """Separates the parameters of a request: returns those that schedule the request, such as its priority, and the others.
+    """Separates the parameters that schedule a request, such as its priority, from the others.
 
-    Malformed scheduling parameters stay among the others: ``read_parameters`` will refuse them.
+    Malformed ones stay among the others: ``read_parameters`` will refuse them.
     """
     if _SCHEDULING.keys().isdisjoint(given):
         return UNSCHEDULED, given

@@ -136,17 +136,14 @@ def quick(head: bytes | memoryview) -> RequestHead:
 
 
 def itself(offset: int) -> int:
-    """Returns ``offset`` as it is: the place of a byte in a JSON text that nothing was cut out of."""
     return offset
 
 
 def exact(head: bytes | memoryview, place: Callable[[int], int] = itself) -> ExactRequest:
-    """Parses any JSON text of an inference request as Triton does.
+    """Parses any JSON text of an inference request as Triton does; offsets in errors are converted by ``place`` (see ``parse``).
 
-    Args:
-      place: converts the offset of a byte in ``head`` to its offset in what the client sent, for errors.
     Raises: InvalidArgument: the text is no JSON or not in the protocol's format. Inputs and outputs raise it while they are
-      iterated over.
+    iterated over.
     """
     value = parse(bytes(head), place)
     request: dict[str, Any] = value if isinstance(value, dict) else {}
@@ -237,7 +234,7 @@ def refusal(key: str, given: str, wanted: str) -> InvalidArgument:
 
 
 def text(key: str, value: Any) -> str:
-    """Returns ``value``, which must be a string. Raises InvalidArgument, which names ``key``: ``value`` is no string."""
+    """Returns ``value``, which must be a string. Raises InvalidArgument, which names ``key``: it is not."""
     if not isinstance(value, str):
         raise refusal(key, "non-string", "string")
     return value

@@ -41,7 +41,7 @@ def encode(
     """Encodes a good answer to an inference request. Returns its JSON head and its binary parts.
 
     Args:
-      prepared: the constant part of the answer: output names, datatypes, shapes.
+      prepared: what answers have in common: output names, datatypes, shapes.
       contents: the bytes of its outputs, or where they lie.
       client_id: the request's id; "": it has none.
       asked: the request, which says which outputs are binary.
@@ -60,7 +60,7 @@ def encode(
                 parts.append(content)
             else:
                 apart = in_steps and _is_large(place)
-                entry["data"] = msgspec.Raw(_PLACEHOLDER if apart else json_text.whole(tensor, content))
+                entry["data"] = msgspec.Raw(_PLACEHOLDER if apart else json_text.writer(tensor)(content))
         outputs.append(entry)
     head: dict[str, Any] = {"id": client_id} if client_id else {}
     head["model_name"] = model
@@ -74,10 +74,7 @@ def encode(
 def large_texts(
     prepared: PreparedAnswer, contents: tuple[Content, ...], asked: DecodedRequest
 ) -> list[tuple[PreparedTensor, Slice]]:
-    """Returns the tensors of an answer, with their places, that are to be JSON but too large to be written in one step.
-
-    The arguments are those of ``encode``.
-    """
+    """Returns the tensors of an answer, with their places, that are to be JSON but too large to be written in one step."""
     return [
         (tensor, place)
         for tensor, place in placed(prepared.outputs, contents)
@@ -97,10 +94,9 @@ def encode_in_steps(
     asked: DecodedRequest,
     view: Callable[[Slice], memoryview],
 ) -> Generator[None, None, tuple[list[Buffer], list[Buffer]]]:
-    """Encodes a good answer as JSON head and binary parts, and yields after each piece of a large tensor's JSON.
+    """Encodes a good answer as ``encode`` does, and yields after each piece of a large tensor's JSON.
 
-    Returns: the pieces of the JSON head, and the binary parts. The arguments are those of ``encode``, which does it at once.
-    Raises: InvalidArgument: an output cannot be written as JSON.
+    Returns the pieces of the JSON head, and the binary parts.
     """
     texts: list[list[Buffer]] = []
     for tensor, place in large_texts(prepared, contents, asked):
@@ -140,16 +136,11 @@ def timing_line(timing: tuple[int, int, int]) -> bytes:
 
 
 def status_line(status: int) -> bytes:
-    """Returns the status line of an HTTP response, with its line end."""
     return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
 
 
 def error_response(status: int, message: str, lines: bytes = b"") -> bytes:
-    """Returns a complete HTTP error response, whose body is a JSON object with ``error``.
-
-    Args:
-      lines: further header lines, each with its line end.
-    """
+    """Returns a complete HTTP error response, whose body is a JSON object with ``error``; ``lines``: further header lines."""
     body = _encode({"error": message})
     retry = b"Retry-After: 1\r\n" if status == 503 else b""
     return (

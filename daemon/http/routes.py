@@ -112,7 +112,7 @@ class Routes:
         return table
 
     def refused(self) -> list[Endpoint]:
-        """Returns routes, as ``table`` does, for paths that lack a name or have one too many: they answer with an error."""
+        """Returns routes for paths that lack a name or have one too many: they answer with an error."""
         repository = "/v2/repository/{repository}/models/{model}"
         return [
             ("POST", f"{repository}/load", self.named_repository, "RepositoryModelLoad"),
@@ -122,7 +122,7 @@ class Routes:
         ]
 
     def undescribed(self) -> list[Endpoint]:
-        """Returns routes, as ``table`` does, that the OpenAPI description leaves out: the one that serves the description."""
+        """Returns the route that the OpenAPI description leaves out: the one that serves the description."""
         return [("GET", "/v2/openapi.yaml", self.openapi, "OpenApi")]
 
     def application(self) -> Starlette:
@@ -342,12 +342,7 @@ async def _read_body(request: Request, limit: int) -> bytes:
 
 
 async def _fields(request: Request, required: bool = False) -> dict[str, Any]:
-    """Returns the fields of the JSON object in the body of a control request.
-
-    Args:
-      required: whether an empty body is an error; otherwise it counts as an object without fields.
-    Raises: InvalidArgument: the body is no JSON; HTTPException 413: it is too large.
-    """
+    """Returns the fields of the JSON object in the body of a control request; an empty body has none, unless ``required``."""
     return control_fields.read(await _read_body(request, MAX_BODY), required)
 
 
@@ -365,19 +360,15 @@ def _description() -> tuple[bytes, str]:
 
 
 def _traced(request: Request) -> str:
-    """Returns the model whose trace settings a request's path names; "": the path names those of all models."""
     name: str = request.path_params.get("model", "")
     return name
 
 
 def _guarded(method: str, handler: Handler, rule: Rule | None, heads: bool) -> Handler:
-    """Wraps a handler, so that the request's method, and the header that the operator demands, are checked first.
+    """Wraps a handler, so that the request's method, and the header that the operator demands (``rule``), are checked first.
 
     A HEAD request, which Starlette passes to each GET route, is refused with 405, as by Triton, unless ``heads`` is true (health,
     which load balancers ask for by HEAD, and the OpenAPI file).
-
-    Args:
-      rule: the header and value that the call needs; None: none.
     """
 
     async def handle(request: Request) -> Response:
@@ -438,7 +429,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> list[str]:
-    """Returns the HTTP methods that the path of a request allows, sorted."""
     found: set[str] = set()
     for route in request.app.routes:
         if route.matches(request.scope)[0] is not Match.NONE:

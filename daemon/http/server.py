@@ -18,9 +18,8 @@ from tensord.daemon.front.opening import Opening
 from tensord.daemon.front.process import Front
 from tensord.daemon.front.socket_transport import SocketWatch
 from tensord.daemon.http.connection import Http1Connection
-from tensord.daemon.http.cross_origin import CrossOrigin
 from tensord.daemon.http.routes import Routes
-from tensord.daemon.http.serving import HttpServing
+from tensord.daemon.http.serving import CrossOrigin, HttpServing
 
 #: How long the tasks of answers that were cut may take to end.
 _TASK_SECONDS = 0.25

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from tensord.config.options import COMPRESSION_LEVELS, Options
@@ -15,13 +17,55 @@ from tensord.daemon.front.forwarding import Forwarding
 from tensord.daemon.front.lingering_close import LingeringClose
 from tensord.daemon.front.longest_idle import LongestIdle
 from tensord.daemon.http.conversions import Conversions
-from tensord.daemon.http.cross_origin import CrossOrigin
 from tensord.daemon.http.heads import Heads
 from tensord.daemon.http.prepared import PreparedRequests
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.trace_file import TraceFiles
 from tensord.shm.tracer import Tracer
+
+_EXPOSED = "Inference-Header-Content-Length"
+
+
+class CrossOrigin:
+    """Adds CORS headers to answers, so that web pages of the origins in ``http.cors_origins`` may use this server.
+
+    Starlette's middleware adds them to what Starlette answers, preflight requests included. Answers to inference requests do not
+    go through Starlette, and get their header lines here. Source: the Fetch standard, "HTTP-CORS protocol".
+
+    Args:
+      origins: as browsers send them, such as ``https://example.org``; ``*`` allows all.
+    """
+
+    def __init__(self, origins: Sequence[str]) -> None:
+        self._origins = tuple(origins)
+        self._any = "*" in origins
+        self._known = frozenset(origin.encode() for origin in origins)
+
+    def around(self, application: ASGIApp) -> ASGIApp:
+        return CORSMiddleware(
+            application,
+            allow_origins=self._origins,
+            allow_methods=("GET", "HEAD", "POST"),
+            allow_headers=("*",),
+            expose_headers=(_EXPOSED,),
+        )
+
+    def lines(self, fields: Sequence[tuple[bytes, bytes]]) -> bytes:
+        """Returns the CORS header lines of the answer to a request with these header fields; empty: it has no Origin header."""
+        origin = next((value for name, value in fields if name == b"origin"), None)
+        if origin is None:
+            return b""
+        allowed = b"*" if self._any else origin if origin in self._known else b""
+        # Whoever keeps answers must not give another page what this one got.
+        vary = b"" if self._any else b"Vary: Origin\r\n"
+        if not allowed:
+            return vary
+        return b"Access-Control-Allow-Origin: %b\r\nAccess-Control-Expose-Headers: %b\r\n%b" % (
+            allowed,
+            _EXPOSED.encode(),
+            vary,
+        )
 
 
 @dataclass(slots=True)
@@ -52,8 +96,6 @@ class HttpServing:
     #: The origins whose web pages may send requests; None: none.
     cross_origin: CrossOrigin | None = None
     tracer: Tracer = field(default_factory=lambda: Tracer(0, TraceFiles()))
-    #: Whether clients' ``traceparent`` is read.
-    joins: bool = field(init=False)
     conversions: Conversions = field(default_factory=Conversions)
     #: Bytes of all bodies that are collected in ordinary memory.
     collected_byte_size: int = 0
@@ -77,8 +119,7 @@ class HttpServing:
         self.prepared = PreparedRequests(expert.max_prepared, self.submitter.inline_byte_size)
         self.lingering = LingeringClose(http.min_rate)
         self.compression = COMPRESSION_LEVELS[http.response_compression]
-        self.joins = self.tracer.joins
         self.has_rules = not (self.infer_rule is None and self.forwarding is None and self.cross_origin is None)
         self.heads = Heads(
-            http.max_head_byte_size, http.max_head_fields, not self.has_rules, expert.max_prepared, self.joins
+            http.max_head_byte_size, http.max_head_fields, not self.has_rules, expert.max_prepared, self.tracer.joins
         )

@@ -36,8 +36,6 @@ WINDOW_NS = 5 * 10**9
 class BusyPart:
     """Measures the part of the last seconds in which workers were running models, from the total time of their runs so far.
 
-        busy time of all runs so far, read again and again ─▶ growth over the last seconds / (seconds * workers)
-
     A run is counted when it ends; so the caller also says how many workers have a run that lasts longer than the window.
     Times are CLOCK_MONOTONIC ns.
     """
@@ -48,12 +46,9 @@ class BusyPart:
         self._workers = self._running = 0
 
     def look(self, now_ns: int, busy_ns: int, workers: int, running: int = 0) -> None:
-        """Stores the workers' total busy time at ``now_ns``, from which ``value`` computes the busy part of the last seconds.
+        """Stores the total time of all workers' runs that have ended by ``now_ns``.
 
-        Args:
-          busy_ns: the total time of all workers' runs that have ended so far.
-          workers: how many workers there are.
-          running: how many workers have a run that has lasted longer than ``WINDOW_NS``.
+        ``running``: how many workers have a run that has lasted longer than ``WINDOW_NS``.
         """
         while len(self._looks) > 1 and now_ns - self._looks[1][0] >= WINDOW_NS:
             self._looks.popleft()
@@ -77,10 +72,8 @@ class BusyPart:
 def line(draining: bool, unreadiness: str, busy: float) -> bytes:
     """Returns the state of the daemon as one line for HAProxy's agent-check.
 
-    Args:
-      draining: the daemon is being drained, or stops.
-      unreadiness: why the daemon is not ready; "": it is ready.
-      busy: the part of the time (0 to 1) in which the workers run something. The weight is at least 1, as 0 would mean to drain.
+    ``unreadiness``: why it is not ready; "": it is. ``busy``: the part of the time in which the workers run something, 0 to 1;
+    the weight is at least 1, as 0 would mean to drain.
     """
     if draining:
         return b"drain\n"
@@ -95,7 +88,7 @@ class Agent:
 
     Args:
       state: returns whether the daemon is being drained, and why it is not ready ("": it is ready).
-      look: asks the workers for their busy times, and adds these to the BusyPart that is passed to it.
+      look: adds the workers' busy times to the BusyPart that is passed to it.
     """
 
     def __init__(
@@ -125,7 +118,6 @@ class Agent:
         _log.info("answering agent checks on %s:%d", self._options.address, self._options.agent_port)
 
     def line(self) -> bytes:
-        """Returns the present state of the daemon as one line for HAProxy's agent-check."""
         return line(*self._state(), self._busy.value)
 
     async def _look_on(self) -> None:

@@ -59,10 +59,7 @@ class _OfSlot:
         self._answers: Counter[str] = Counter()
 
     def update(self, incarnation: int, figures: Figures) -> None:
-        """Stores the counters that the slot's process reports; those of the processes before it stay in the sums.
-
-        ``incarnation``: the number of the process.
-        """
+        """Stores the counters that the process ``incarnation`` reports; those of the processes before it stay in the sums."""
         if incarnation != self.incarnation:
             self._before = self._sum
             self._answers_before += self._answers
@@ -77,34 +74,20 @@ class _OfSlot:
 
     @property
     def requests(self) -> int:
-        """Returns how many requests ever came to this slot's processes on lanes of clients (their direct sockets to workers)."""
         return self._sum[0]
 
     @property
     def answers(self) -> Counter[str]:
-        """Returns, by code, how many final answers this slot's processes have ever sent on lanes of clients (direct sockets)."""
         return self._answers_before + self._answers
 
     @property
     def compiles(self) -> Compiles:
-        """Returns number, time and cache hits of all programs that this slot's processes have ever compiled."""
         return Compiles(*self._sum[1:])
 
 
+#: A bucket (model, version, protocol, kind of duration, number), and its exemplar, the traced request that came last (trace id,
+#: duration in seconds, seconds since 1970).
 _Exemplar = tuple[tuple[str, int, str, int, int], tuple[str, float, float]]
-
-
-def _latest(told: Iterable[_Exemplar]) -> dict[tuple[str, int, str, int, int], tuple[str, float, float]]:
-    """Returns the latest exemplar (a traced request) of each histogram bucket, from those of all fronts.
-
-    A bucket is (model, version, protocol, kind of duration, number); an exemplar is (trace id, duration in seconds, seconds
-    since 1970).
-    """
-    found: dict[tuple[str, int, str, int, int], tuple[str, float, float]] = {}
-    for bucket, exemplar in told:
-        if bucket not in found or found[bucket][2] < exemplar[2]:
-            found[bucket] = exemplar
-    return found
 
 
 @dataclass(slots=True)
@@ -176,7 +159,8 @@ class Collection:
             ParameterTotals(
                 self._parameters.sets.by_version(), self._parameters.sets.byte_size, dict(self._parameters.outcomes)
             ),
-            _latest(itertools.chain(*told)),
+            # Of all fronts the latest of each bucket, which stands last.
+            dict(sorted(itertools.chain(*told), key=lambda exemplar: exemplar[1][2])),
             {} if self._spans is None else self._spans.outcomes(),
         )
 
@@ -200,10 +184,7 @@ class Collection:
         return {key: loaded.footprint for key, loaded in described.items() if loaded is not None}
 
     async def _ask(self, worker: WorkerProcess) -> bool:
-        """Asks a worker for its counters, and stores them for the next snapshot.
-
-        Returns False if the worker did not answer in time, or not in the known format.
-        """
+        """Asks a worker for its counters, and stores them. Returns False: it did not answer in time, or in another format."""
         try:
             figures = msgspec.json.decode(await worker.result_of(WorkerFigures(), _PATIENCE), type=Figures)
         except ServingError:
@@ -219,10 +200,7 @@ class Collection:
         return True
 
     async def _exemplars(self, front: FrontProcess) -> list[_Exemplar]:
-        """Asks a front for the exemplar, the last traced request, of each histogram bucket. Returns pairs of bucket and exemplar.
-
-        The list is empty if the front does not answer in time.
-        """
+        """Asks a front for the exemplar of each histogram bucket; empty: it did not answer in time."""
         try:
             answer = await front.result_of(TraceExemplars(), _PATIENCE)
             told = msgspec.json.decode(answer, type=list[tuple[str, int, list[tuple[int, int, str, float, float]]]])

@@ -164,11 +164,7 @@ _REFUSALS: tuple[tuple[Refusal, Callable[[Counts], int]], ...] = (
 
 
 def render(snapshot: MetricsSnapshot, accept: str) -> tuple[bytes, str]:
-    """Returns the metrics as text, and its content type.
-
-    Args:
-      accept: the request's Accept header; the text is in the OpenMetrics format if it names that, else in Prometheus's own.
-    """
+    """Returns the metrics as text, and its content type. The text is OpenMetrics if the Accept header names that."""
     is_openmetrics = wants_openmetrics(accept)
     text = families(snapshot, is_openmetrics) + _durations(snapshot, is_openmetrics)
     if is_openmetrics:
@@ -187,10 +183,7 @@ def families(snapshot: MetricsSnapshot, is_openmetrics: bool) -> bytes:
 
 
 def _durations(snapshot: MetricsSnapshot, exemplars: bool) -> bytes:
-    """Returns the text of the histograms of durations; ``exemplars``: with an example request for buckets, as OpenMetrics allows.
-
-    With many models this is most of a scrape's text.
-    """
+    """Returns the text of the histograms of durations, which is most of a scrape with many models."""
     found: list[str] = []
     bounds = (*map(str, snapshot.buckets), "+Inf")
     row = len(bounds) + 1
@@ -222,10 +215,7 @@ def _durations(snapshot: MetricsSnapshot, exemplars: bool) -> bytes:
 
 @functools.lru_cache(_MAX_HISTOGRAMS)
 def _histogram(name: str, model: str, version: int, protocol: str, bounds: tuple[str, ...]) -> str:
-    """Returns a histogram's lines as a ``%`` pattern, to be filled with the count up to each bucket, the total and the sum.
-
-    ``bounds``: the text of the upper bound of each bucket.
-    """
+    """Returns a histogram's lines as a ``%`` pattern, to be filled with the count up to each bucket, the total and the sum."""
     labels = f'model="{escaped(model)}",protocol="{protocol}",version="{version}"'.replace("%", "%%")
     lines = [f'{name}_bucket{{{labels},le="{bound}"}} %d' for bound in bounds]
     return "\n".join([*lines, f"{name}_count{{{labels}}} %d", f"{name}_sum{{{labels}}} %s", ""])
@@ -451,13 +441,11 @@ class Family:
     __slots__ = ("_help", "_labels", "kind", "lines", "name")
 
     def __init__(self, kind: str, name: str, text: str, value: float | None = None, labels: Sequence[str] = ()) -> None:
-        """Creates a family, with one sample if ``value`` is given.
+        """Creates a family, with one sample without labels if ``value`` is given.
 
         Args:
           kind: the type that OpenMetrics names for it.
           name: the name of its samples; a counter's must end in ``_total``.
-          text: the help text that describes the metric.
-          value: the value of its only sample, where it has no labels; None: no sample yet.
           labels: the names of the labels of each sample.
         """
         self.kind, self.name = kind, name
@@ -480,10 +468,7 @@ class Family:
         self.lines.append(f"{self.name}{suffix}{_labelled(tuple(names), tuple(values))} {floatToGoString(value)}\n")
 
     def text(self, is_openmetrics: bool) -> str:
-        """Returns the family as text; "" if it has no samples, because a name without samples would promise some.
-
-        ``is_openmetrics``: in the OpenMetrics format, else in Prometheus's own.
-        """
+        """Returns the family as text; "" if it has no samples, because a name without samples would promise some."""
         if not self.lines:
             return ""
         name, kind, said = self.name, self.kind, self._help
@@ -499,11 +484,9 @@ class Family:
     def observe(
         self, names: Sequence[str], values: Sequence[str], buckets: Iterable[tuple[str, int]], total: float
     ) -> None:
-        """Adds a histogram with these labels (``names`` and ``values``).
+        """Adds a histogram with these labels, whose values sum up to ``total``.
 
-        Args:
-          buckets: upper bounds in rising order, the last one "+Inf", each with the number of values that are at most that large.
-          total: the sum of all values.
+        ``buckets``: upper bounds in rising order, the last one "+Inf", each with the number of values that are at most that.
         """
         within = 0
         for bound, within in buckets:

@@ -48,10 +48,7 @@ class Total:
 
 
 class Ledger:
-    """Adds up each model version's counters over all workers, for the life of the daemon.
-
-    A worker is known by its incarnation, the number of its process.
-    """
+    """Adds up each model version's counters over all workers, which are known by their incarnation, for the daemon's life."""
 
     def __init__(self) -> None:
         #: Incarnation -> its last report.
@@ -69,10 +66,7 @@ class Ledger:
         self._end(last for key, last in before.items() if key not in now or now[key].began_ns != last.began_ns)
 
     def keep(self, incarnations: Set[int], served: Set[Key]) -> None:
-        """Moves the counters of ended workers to a separate sum, and removes versions that are not served any more from that sum.
-
-        ``incarnations``: the workers that still run. ``served``: name and number of each version that is served.
-        """
+        """Keeps the counters of workers that have ended (all but ``incarnations``), as long as the version is ``served``."""
         for incarnation in self._workers.keys() - incarnations:
             self._end(self._workers.pop(incarnation).values())
         self._ended = {key: counts for key, counts in self._ended.items() if key in served}
@@ -108,10 +102,7 @@ class Ledger:
 
 
 def _moved(before: tuple[int, int], version: VersionFigures) -> tuple[int, int]:
-    """Adds a worker's counts of moved parameter sets of a version to ``before``, and returns the two sums.
-
-    They are: parameter sets evicted from the device, and runs that waited for their set to be brought there.
-    """
+    """Adds a worker's counts of evicted and missed parameter sets of a version to ``before``."""
     found = version.parameters
     return before if found is None else (before[0] + found.evictions, before[1] + found.misses)
 
@@ -130,7 +121,7 @@ class OwnFamily:
 class OwnMetricsLedger:
     """Adds up, over all workers and for the life of the daemon, the metrics that models define.
 
-    A worker is known by its incarnation, the number of its process.
+    Gauges of two workers are not added: each gets the worker's name as a label. A worker is known by its incarnation.
     """
 
     def __init__(self) -> None:
@@ -144,10 +135,7 @@ class OwnMetricsLedger:
         self._workers[incarnation] = worker, families
 
     def keep(self, incarnations: Set[int], served: Set[tuple[str, int]]) -> None:
-        """Moves the counters of ended workers to a separate sum, and removes metrics whose models are not served from that sum.
-
-        ``incarnations``: the workers that still run. ``served``: name and number of each version that is served.
-        """
+        """Keeps the counters of workers that have ended (all but ``incarnations``), as long as their model is ``served``."""
         for incarnation in self._workers.keys() - incarnations:
             for family in self._workers.pop(incarnation)[1]:
                 if family.kind != "gauge":
@@ -159,10 +147,7 @@ class OwnMetricsLedger:
         self._ended = {name: family for name, family in self._ended.items() if served & {*family.owners}}
 
     def families(self, apart: bool) -> list[OwnFamily]:
-        """Returns all metrics that models define.
-
-        ``apart``: there are several workers, so each gauge gets its worker's name as a label.
-        """
+        """Returns all metrics that models define. ``apart``: gauges get their worker's name as a label, as there are several."""
         found: dict[str, tuple[OwnMetrics, list[MetricFigures]]] = {}
         for worker, families in [*self._workers.values(), ("", tuple(self._ended.values()))]:
             for family in families:

@@ -124,9 +124,8 @@ HEADERS = (
 def render(status: Mapping[str, Any]) -> bytes:
     """Returns the status page of the daemon as HTML.
 
-    Args:
-      status: what ``tensorctl status`` shows, with ``standings``: each model, with the reason if it is not served; and
-        ``errors``: the errors that clients got last, the newest first.
+    ``status``: what ``tensorctl status`` shows, with ``standings``, each model and why it is not served, and ``errors``, those
+    that clients got last, the newest first.
     """
     name, ready = str(status["server_name"]), bool(status["ready"])
     models, urls = status["models"], [*status["http"], *status["grpc"]]

@@ -93,7 +93,6 @@ class _Request:
             self.refusal = 505
 
     def values(self, name: bytes) -> list[bytes]:
-        """Returns the values of all header fields of this name, which is in lower case."""
         return [value for found, value in self._fields if found == name]
 
     @property
@@ -118,10 +117,8 @@ async def serve(
     Returns when the client has closed its side or sent too much, or if it sent no request. The caller closes the connection.
 
     Args:
-      snapshot: called once the request has been read.
       thread: the executor in which the text is written.
       describe: returns what the status page shows; None: there is no such page, and / is answered with 404.
-
     Raises OSError: the client closed the connection before it was answered.
     """
     request = _Request()

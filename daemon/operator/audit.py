@@ -47,12 +47,9 @@ class Audit:
     def note(
         self, operation: Operation, peer: Peer | None, error: ServingError | None = None, result: bytes = b""
     ) -> None:
-        """Logs an operation that was carried out or refused, if it can change anything.
+        """Logs an operation that was carried out, or refused with ``error``, if it can change anything.
 
-        Args:
-          peer: the client that asked; None: a model asked.
-          error: why the operation was refused; None: it was carried out.
-          result: what was replied to it, JSON or empty.
+        ``peer``: None: a model asked. ``result``: what was replied, JSON or empty.
         """
         what = _described(operation)
         if not what:

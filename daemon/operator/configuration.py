@@ -23,10 +23,7 @@ _RELOADABLE = ("repository.paths", "repository.load", "repository.required", "lo
 
 
 class Configuration:
-    """Holds the options in force, for the supervisor.
-
-    ``reread``: reads all configuration sources again; raises ConfigurationError if they cannot be used.
-    """
+    """Holds the options in force. ``reread``: reads all sources again; raises ConfigurationError if they cannot be used."""
 
     def __init__(self, configured: Configured, reread: Callable[[], Configured]) -> None:
         self.options = configured.options
@@ -40,10 +37,7 @@ class Configuration:
         self.reloaded_at = time.time()
 
     async def read(self) -> Configured:
-        """Reads the configuration's files, environment and flags again, and checks them.
-
-        Raises ConfigurationError: a value or a TLS file cannot be used, or a file cannot be read or written.
-        """
+        """Reads files, environment and flags again, and checks them. Raises ConfigurationError: they cannot be used."""
         new = await asyncio.to_thread(self._reread)
         start_checks.check(new.options)
         return new

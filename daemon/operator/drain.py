@@ -40,10 +40,7 @@ class DrainPhase(enum.Enum):
 
 
 class Drain:
-    """Takes the daemon out of service without stopping it, and puts it back. Belongs to the supervisor's loop.
-
-    The daemon is not ready at once, refuses new requests when the drain's time is over, and answers those in flight.
-    """
+    """Takes the daemon out of service without stopping it, and puts it back. Belongs to the supervisor's loop."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
@@ -58,9 +55,9 @@ class Drain:
         return self.phase in (DrainPhase.REFUSING, DrainPhase.DRAINED)
 
     def begin(self, seconds: float | None = None) -> None:
-        """Begins a drain: the daemon is not ready at once, and refuses requests ``seconds`` later. A second call does nothing.
+        """Begins a drain: the daemon is not ready at once, and refuses requests ``seconds`` (None: ``drain_time``) later.
 
-        ``seconds``: None: ``supervisor.drain_time``.
+        A second call does nothing.
         """
         if self.phase is not DrainPhase.NONE:
             return

@@ -13,7 +13,7 @@ import msgspec
 from tensord.daemon.control.log_settings import LogSettings
 from tensord.daemon.models.changes import Models
 from tensord.daemon.models.versions import IndexState
-from tensord.daemon.operator import model_list
+from tensord.daemon.operator import listings
 from tensord.daemon.operator.audit import Audit
 from tensord.daemon.parameters.pushes import Parameters
 from tensord.daemon.processes.child import WorkerProcess
@@ -73,11 +73,7 @@ class Operations:
     _audit: Audit
 
     async def reply(self, call: ControlCall, end: int = -1, by_model: bool = False) -> Reply:
-        """Carries out a call and returns its reply record; every failure becomes an error code and a sentence.
-
-        ``end``: a descriptor that came with a registration or push and that the caller must close (see ``answer``); -1: none.
-        ``by_model``: a model made the call.
-        """
+        """Carries out a call as ``answer`` does; every failure becomes an error code and a sentence in the reply."""
         call_id, operation = call.call_id, call.operation
         _log.debug("operation %s %s", type(operation).__name__, getattr(operation, "name", ""))
         try:
@@ -89,10 +85,7 @@ class Operations:
             return Reply(call_id, Internal.code, FAILED)
 
     async def reply_to_model(self, call: ControlCall) -> Reply:
-        """Carries out a call that a model in a worker made and returns the reply.
-
-        A call for anything but loading, unloading or readiness is refused, with the error Unsupported in the reply.
-        """
+        """Carries out a model's call. One for anything but loading, unloading or readiness is answered with Unsupported."""
         if isinstance(call.operation, LoadModel | UnloadModel | ModelReady):
             return await self.reply(call, by_model=True)
         return Reply(call.call_id, Unsupported.code, f"a model may not ask for {type(call.operation).__name__}")
@@ -103,11 +96,9 @@ class Operations:
         All fronts are waited for, because the client's next request may come to any of them.
 
         Args:
-          peer: the client that asks.
           end: a file descriptor that came with the operation and that the caller closes: with a registration it becomes readable
             when the region is to be unregistered, with a push it is the memory of the parameters; -1: none.
           by_model: a model asks, so that ``peer`` has no meaning.
-
         Raises ServingError: the operation was refused or failed.
         """
         try:
@@ -170,7 +161,7 @@ class Operations:
         asked = self._workers.ready()
         found = await asyncio.gather(*(self._slow(worker, name) for worker in asked))
         slow = {worker.name: why for worker, why in zip(asked, found, strict=True)}
-        return model_list.of_model(self._models, name, index, workers, slow)
+        return listings.of_model(self._models, name, index, workers, slow)
 
     async def _slow(self, worker: WorkerProcess, name: str) -> dict[int, dict[str, int]]:
         """Returns, by version of a model, why a worker does not answer requests in C; {}: the worker does not say so in time."""
@@ -221,10 +212,7 @@ class Operations:
         return bool(answers) and all(answers)
 
     async def _listed(self, index: list[dict[str, str | int]], ready: bool) -> list[dict[str, str | int]]:
-        """Marks versions in the repository index as UNAVAILABLE if their ``is_ready()`` is not true; returns the index.
-
-        ``ready``: return only the versions that are READY after that.
-        """
+        """Marks versions in the index as UNAVAILABLE if their ``is_ready()`` is not true, or leaves them out (``ready``)."""
         served = [entry for entry in index if entry.get("state") == IndexState.READY.value]
         answers = await asyncio.gather(*(self._is_ready(str(e["name"]), int(e["version"])) for e in served))
         for entry, answer in zip(served, answers, strict=True):

@@ -87,10 +87,7 @@ class OperatorCommands:
         self._operations = operations
 
     async def answer(self, question: OperatorQuestion) -> bytes:
-        """Carries out a command of tensorctl and returns its result as JSON.
-
-        Raises ServingError: the command was refused or failed.
-        """
+        """Carries out a command of tensorctl and returns its result as JSON. Raises ServingError: it was refused or failed."""
         match question.command:
             case "status":
                 return msgspec.json.encode(self._supervisor.describe())
@@ -129,10 +126,7 @@ class OperatorCommands:
         return await self._operations.answer(_operation(question), _OPERATOR) or b"null"
 
     async def _load_or_unload(self, question: OperatorQuestion) -> bytes:
-        """Loads or unloads a model by name. Raises ServingError: it was refused or failed.
-
-        In another mode of model control than "explicit" the error's message says so, and what loads models there.
-        """
+        """Loads or unloads a model by name. In another mode than "explicit" the error says so, and what loads models there."""
         try:
             return await self._operations.answer(_operation(question), _OPERATOR) or b"null"
         except ServingError:
@@ -145,11 +139,9 @@ class OperatorCommands:
             ) from None
 
     async def _profile(self, name: str, seconds: float, folder: str) -> bytes:
-        """Tells a worker to record a profile for ``seconds``. Returns the profile's folder as JSON, {"folder": path}.
+        """Has a worker record a profile. Returns its folder as JSON: ``folder``, or a new one below $STATE_DIRECTORY or /tmp.
 
         Raises InvalidArgument: there is no such worker.
-
-        ``folder``: where the profile is written; "": in a new folder below $STATE_DIRECTORY or the temporary directory.
         """
         worker = next((each for each in self._supervisor.workers.ready() if each.name == name), None)
         if worker is None:
@@ -174,7 +166,7 @@ class OperatorCommands:
         return msgspec.json.encode(rows)
 
     async def _reload(self, wait: bool) -> bytes:
-        """Reloads the configuration. ``wait``: returns only when the loads of models that the reload began have ended.
+        """Reloads the configuration; with ``wait`` returns only when the loads of models that it began have ended.
 
         Raises InvalidArgument: the configuration is refused; Unavailable: a load has failed (only with ``wait``).
         """
@@ -222,10 +214,7 @@ def _operation(question: OperatorQuestion) -> Operation:
 
 
 async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
-    """Asks a child process for a list (``operation``), such as its connections. Returns it; empty: no answer came in time.
-
-    A worker whose loop runs a long batch does not answer in time.
-    """
+    """Asks a child process for a list, such as its connections; empty: no answer came in time, as from a busy worker."""
     try:
         return msgspec.json.decode(await child.result_of(operation, _LIST_SECONDS), type=list[dict[str, Any]])
     except ServingError:
@@ -233,10 +222,7 @@ async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
 
 
 async def recent_errors(fronts: Iterable[Child], workers: Iterable[Child]) -> list[dict[str, Any]]:
-    """Returns the latest errors that clients got from fronts, or from workers by lanes, the newest first.
-
-    Each error is a row of JSON values, with the name of the front or worker as ``front``.
-    """
+    """Returns the latest errors that clients got, the newest first, each with the name of the front or worker as ``front``."""
     asked = [*fronts, *workers]
     told = await asyncio.gather(*(records(child, RecentErrors()) for child in asked))
     rows = [{**row, "front": child.name} for child, found in zip(asked, told, strict=True) for row in found]

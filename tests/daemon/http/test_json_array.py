@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensord.daemon.http import json_array, json_cut
-from tensord.daemon.http.json_array import PIECE_BYTE_SIZE, JsonArray
-from tensord.daemon.http.json_base64 import JsonBase64
+from tensord.daemon.http import json_cut, json_steps
+from tensord.daemon.http.json_steps import PIECE_BYTE_SIZE, JsonArray, JsonBase64
 from tensord.shm.arrays import DTYPES, array
 from tensord.shm.errors import InvalidArgument, ServingError
 from tests.daemon.http.heads import decode
@@ -34,7 +33,7 @@ def reader(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_array, "simdjson", None)
+        patch.setattr(json_steps, "simdjson", None)
         yield
 
 

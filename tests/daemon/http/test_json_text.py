@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tensord.daemon.http.json_text import PIECE_COUNT, ResponseLayout, pieces, whole
+from tensord.daemon.http.json_text import PIECE_COUNT, ResponseLayout, pieces, writer
 from tensord.shm.arrays import DTYPES, array, byte_content
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.messages import Content, PreparedAnswer, PreparedTensor, RegionSlice
@@ -29,16 +29,16 @@ def test_numbers(datatype: str, count: int) -> None:
     described, content = tensor(datatype, values)
     texts = list(pieces(described, content))
     assert len(texts) <= 6
-    for text in (b"".join(texts), whole(described, content)):
+    for text in (b"".join(texts), writer(described)(content)):
         back = np.array(json.loads(text), DTYPES[datatype])
         np.testing.assert_array_equal(back, array(content, datatype, values.shape))
 
 
 def test_the_shortest_text_and_the_literals() -> None:
     described, content = tensor("FP32", np.array([0.1, 3, -0.0, 16777216, 1e-45], np.float32))
-    assert whole(described, content) == b"[0.1,3.0,-0.0,16777216.0,1e-45]"
+    assert writer(described)(content) == b"[0.1,3.0,-0.0,16777216.0,1e-45]"
     described, content = tensor("FP64", np.array([math.nan, math.inf, -math.inf, 0.1]))
-    assert whole(described, content) == b"".join(pieces(described, content)) == b"[NaN,Infinity,-Infinity,0.1]"
+    assert writer(described)(content) == b"".join(pieces(described, content)) == b"[NaN,Infinity,-Infinity,0.1]"
 
 
 @pytest.mark.parametrize("count", [0, 1, 20_000])
@@ -46,13 +46,13 @@ def test_the_shortest_text_and_the_literals() -> None:
 def test_strings(count: int, size: int) -> None:
     values = np.array([("ä\n" * size + str(number)).encode() for number in range(count)], np.object_)
     described, content = tensor("BYTES", values)
-    assert b"".join(pieces(described, content)) == whole(described, content)
-    assert json.loads(whole(described, content)) == [value.decode() for value in values]
+    assert b"".join(pieces(described, content)) == writer(described)(content)
+    assert json.loads(writer(described)(content)) == [value.decode() for value in values]
 
 
 def test_bytes_that_are_no_text() -> None:
     described, content = tensor("BYTES", np.array([b"a", b"\xff"], np.object_))
-    for write in (whole, lambda *arguments: list(pieces(*arguments))):
+    for write in (lambda of, content: writer(of)(content), lambda *arguments: list(pieces(*arguments))):
         with pytest.raises(InvalidArgument, match="Please use the binary data format for output y"):
             write(described, content)
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tensord.daemon.http.decoded_request import BinaryPart, DecodedRequest
-from tensord.daemon.http.raw_request import decode_raw
+from tensord.daemon.http.request_codec import decode_raw
 from tensord.shm.control_records import ModelState
 from tensord.shm.errors import InvalidArgument
 

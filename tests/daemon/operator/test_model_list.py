@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tensord.daemon.models.readiness import Standing
-from tensord.daemon.operator.model_list import ServedModels
+from tensord.daemon.operator.listings import ServedModels
 
 
 def test_each_change_is_said_once() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from tensord.config.options import Expert
-from tensord.daemon.operator import process_list
+from tensord.daemon.operator import listings
 from tensord.daemon.processes.child import FrontProcess, WorkerProcess
 from tensord.daemon.processes.fronts import Fronts
 from tensord.daemon.processes.process_slots import ProcessSlots
@@ -26,7 +26,7 @@ def test_workers() -> None:
     executing.page = StatusPage.create()
     executing.page.set_state(WorkerState.EXECUTING, 4 * SECOND)
     executing.page.outputs = Outputs.IN_PLACE
-    first, second = process_list.of_workers([starting, executing], slots(), MODELS, {"worker-1": 3}, 5 * SECOND)
+    first, second = listings.of_workers([starting, executing], slots(), MODELS, {"worker-1": 3}, 5 * SECOND)
     assert first == {
         "name": "worker-0",
         "pid": 0,
@@ -44,14 +44,14 @@ def test_workers() -> None:
     assert (second["state"], second["ready"], second["uptime_s"], second["lanes"]) == ("executing", True, 2.0, 3)
     # What the loader does beside the loop.
     executing.send(Load("digits", 1, "", "", b""))
-    (entry,) = process_list.of_workers([executing], slots(), MODELS, {}, 5 * SECOND)
+    (entry,) = listings.of_workers([executing], slots(), MODELS, {}, 5 * SECOND)
     assert entry["state"].startswith("executing, loading digits, ")
     executing.loading = Loading("digits", 1, 3, 16, 1)
     executing.page.set_state(WorkerState.IDLE, 4 * SECOND)
-    (entry,) = process_list.of_workers([executing], slots(), MODELS, {}, 5 * SECOND)
+    (entry,) = listings.of_workers([executing], slots(), MODELS, {}, 5 * SECOND)
     assert entry["state"].startswith("compiling digits 3/16, 1 from the cache, ")
     executing.load_answered("digits", 1)
-    (entry,) = process_list.of_workers([executing], slots(), MODELS, {}, 5 * SECOND)
+    (entry,) = listings.of_workers([executing], slots(), MODELS, {}, 5 * SECOND)
     assert entry["state"] == "idle"
     assert second["outputs"] == "in_place"
     executing.release()
@@ -63,7 +63,7 @@ def test_what_a_worker_has_been_at_for_longest() -> None:
     worker.page = StatusPage.create()
 
     def entry() -> dict[str, Any]:
-        return process_list.of_workers([worker], slots(), MODELS, {}, 10 * SECOND)[0]
+        return listings.of_workers([worker], slots(), MODELS, {}, 10 * SECOND)[0]
 
     worker.page.begin(4, [(1, 2)], model_key("digits", 2), 7 * SECOND)
     worker.page.begin(5, [(1, 3)], model_key("gone", 1), 8 * SECOND)
@@ -99,12 +99,12 @@ def test_fronts() -> None:
         def connections(self, front: FrontProcess) -> int:
             return front.row * 7
 
-    listed = process_list.of_fronts(cast(Fronts, Two()), slots(), SECOND)
+    listed = listings.of_fronts(cast(Fronts, Two()), slots(), SECOND)
     assert [(entry["name"], entry["connections"]) for entry in listed] == [("http-0", 0), ("http-1", 7)]
 
 
 def test_a_worker_that_one_model_has_to_itself() -> None:
     worker = WorkerProcess("worker-1#digits", 3, "cuda:1#digits", lambda *_: None, lambda _: None)
     worker.memory_fraction = 0.25
-    (entry,) = process_list.of_workers([worker], slots(), MODELS, {}, SECOND)
+    (entry,) = listings.of_workers([worker], slots(), MODELS, {}, SECOND)
     assert (entry["device"], entry["isolated"], entry["memory_fraction"]) == ("cuda:1", "digits", 0.25)

@@ -1,7 +1,8 @@
-"""Large arrays of strings in JSON: the same bytes as of a small one, whatever the strings look like."""
+"""Large arrays of strings, and base64, in JSON: the same bytes as of small ones, whatever the strings look like."""
 
 from __future__ import annotations
 
+import base64
 import json
 
 import numpy as np
@@ -9,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensord.daemon.http.json_array import PIECE_BYTE_SIZE
-from tensord.daemon.http.json_strings import JsonStrings
+from tensord.daemon.http.json_steps import PIECE_BYTE_SIZE, JsonBase64, JsonStrings
 from tensord.shm.arrays import byte_content
 from tensord.shm.errors import InvalidArgument
 from tests.daemon.http.heads import decode
@@ -21,13 +21,21 @@ def converted(data: str, count: int) -> bytes:
     head = f'{{"inputs":[{{"name":"x","datatype":"BYTES","shape":[{count}],"data":{data}}}]}}'.encode()
     ((_, _, _, source),) = decode(memoryview(head), 0).inputs
     assert isinstance(source, JsonStrings)
-    content = bytearray(source.byte_size)
-    steps = source.fill(memoryview(content))
+    return filled(source)
+
+
+def filled(source: JsonStrings | JsonBase64) -> bytes:
+    place = bytearray(source.byte_size)
+    steps = source.fill(memoryview(place))
     while True:
         try:
             next(steps)
         except StopIteration as end:
-            return bytes(content[: end.value])
+            return bytes(place[: end.value])
+
+
+def decoded(text: bytes, datatype: str, count: int) -> bytes:
+    return filled(JsonBase64(memoryview(b'"' + text + b'"'), datatype, count))
 
 
 def wire(values: list[str]) -> bytes:
@@ -68,3 +76,27 @@ def test_a_wrong_element_among_many(wrong: str) -> None:
 def test_another_number_of_strings_than_the_shape_has(count: int) -> None:
     with pytest.raises(InvalidArgument, match="Shape does not match true shape of 'data' field"):
         converted(json.dumps(["a"] * PIECE_BYTE_SIZE), count)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 100_000, (3 << 20) - 1, 3 << 20, (3 << 20) + 1])
+def test_the_same_bytes_come_out(size: int) -> None:
+    content = bytes(range(251)) * (size // 251 + 1)
+    assert decoded(base64.b64encode(content[:size]), "UINT8", size) == content[:size]
+    assert decoded(base64.b64encode(content[:size]), "BYTES", 1) == content[:size]
+
+
+@pytest.mark.parametrize("count", [0, 1, 99, 101, 102, 1 << 60])
+def test_another_size_than_the_tensor_has(count: int) -> None:
+    with pytest.raises(InvalidArgument, match="attempt to access JSON non-array as array"):
+        decoded(base64.b64encode(bytes(400)), "FP32", count)
+    with pytest.raises(InvalidArgument, match="attempt to access JSON non-array as array"):
+        decoded(base64.b64encode(bytes(100)), "UINT8", count)
+
+
+@pytest.mark.parametrize("wrong", [b"*", b"\xff", b" ", b"=", b"\\n"])
+def test_no_base64(wrong: bytes) -> None:
+    text = base64.b64encode(bytes(3 << 20))
+    for at in (0, 5, 2 << 20):
+        broken = text[:at] + (wrong * 4)[:4] + text[at + 4 :]
+        with pytest.raises(InvalidArgument, match="attempt to access JSON non-array as array"):
+            decoded(broken, "UINT8", 3 << 20)

@@ -1,15 +1,21 @@
-"""Converts a large JSON array of numbers, which was cut out of a request (``json_cut``), piece by piece. Sans-I/O.
+"""Converts large JSON data of inputs, which was cut out of a request (``json_cut``), to tensors, piece by piece. Sans-I/O.
 
-    [ 0.1,0.2, ... ,0.3 ]
-      └ piece ┘└ piece ┘       each piece, by itself, is read by simdjson into the tensor's place
+    [ 0.1,0.2, ... ,0.3 ]                 numbers: a piece ends before a comma, and simdjson reads it into the tensor's place
+      └ piece ┘└ piece ┘
+    [ "a","b", ... ,"," , ... ,"z" ]      strings: a piece ends at a quotation mark that a comma and another one follow
+      └ piece  ┘└ piece      ┘
 
-No piece takes longer than about a millisecond, so that the event loop can serve other connections between two pieces. A piece
-that simdjson refuses is parsed by RapidJSON, like a small text, which converts it or says what is wrong. If simdjson is not
-installed, msgspec parses the pieces.
+No piece takes longer than about a millisecond, so that the event loop can serve other connections between two pieces. A piece of
+numbers that simdjson refuses is parsed by RapidJSON, like a small text, which converts it or says what is wrong. If simdjson is
+not installed, msgspec parses the pieces.
+
+Where a piece of strings ends may also be the beginning of a string that is nothing but a comma. Such a piece is no JSON: then
+parsing it fails, and the piece is extended to the next such place, which is the right one.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -20,8 +26,8 @@ import numpy.typing as npt
 
 from tensord.daemon.http import json_data
 from tensord.daemon.http.json_cut import find
-from tensord.daemon.http.request_head import parse
-from tensord.shm.arrays import DTYPES
+from tensord.daemon.http.request_head import parse, refusal
+from tensord.shm.arrays import DTYPES, encoded
 from tensord.shm.datatypes import ELEMENT_SIZES
 from tensord.shm.errors import InvalidArgument
 
@@ -30,8 +36,10 @@ try:
 except ModuleNotFoundError:  # it has no wheel for this Python (setup.cfg)
     simdjson = None  # type: ignore[assignment]
 
-#: Text converted at a time.
+#: Text converted at a time: of numbers, of strings (which may be tiny, and each costs), and of base64 (a multiple of four).
 PIECE_BYTE_SIZE = 64 << 10
+STRINGS_BYTE_SIZE = 16 << 10
+_BASE64_BYTE_SIZE = 1 << 20
 #: What is left of nested numbers without these is their nesting.
 _LEAVES = bytes(range(256)).translate(None, b"[],")
 _BRACKETS_TO_BLANKS = bytes.maketrans(b"[]", b"  ")
@@ -41,6 +49,9 @@ _BUFFERS: dict[str, tuple[Literal["d", "i", "u"], type[np.generic], msgspec.json
     "i": ("i", np.int64, msgspec.json.Decoder(list[int])),
     "u": ("u", np.uint64, msgspec.json.Decoder(list[int])),
 }
+_FLAT = re.compile(rb'\[[ \t\r\n]*"')
+_SEPARATOR = re.compile(rb'"[ \t\r\n]*,[ \t\r\n]*(?=")')
+_strings = msgspec.json.Decoder(list[str])
 _booleans = msgspec.json.Decoder(list[bool])
 
 
@@ -69,10 +80,7 @@ class JsonArray:
         return self.count * (ELEMENT_SIZES[self.datatype] or 0)
 
     def wire_bytes(self) -> bytes:
-        """Converts the whole array at once and returns the tensor's bytes.
-
-        Raises InvalidArgument: the text is no JSON array for this datatype and shape.
-        """
+        """Converts the whole array at once and returns the tensor's bytes. Raises as ``fill``."""
         content = bytearray(self.byte_size)
         for _ in self.fill(memoryview(content)):
             pass
@@ -143,10 +151,7 @@ class JsonArray:
         return values
 
     def _check_nesting(self) -> Generator[None, None, bool]:
-        """Returns whether the array holds nested arrays; yields between steps of bounded work.
-
-        Raises: InvalidArgument: the nesting contradicts the shape.
-        """
+        """Returns whether the array holds nested arrays, which fit the shape; yields between steps. Raises as ``fill``."""
         if find(self.text, b"[", 1, len(self.text)) < 0:
             return False
         structure = bytearray()
@@ -163,11 +168,7 @@ def _dimensions(structure: bytes, rank: int) -> Generator[None, None, list[int]]
     """Returns the lengths of nested lists, outermost first; empty: lists of one level differ, or they are nested far too deep.
 
     It takes the length of the first innermost list, and removes all lists like that one: if all were alike, a structure with one
-    level less is left. Yields after each level.
-
-    Args:
-      structure: the brackets and commas of the lists alone, such as ``[[,,],[,,]]``.
-      rank: the number of dimensions of the tensor.
+    level less is left. Yields after each level. ``structure``: brackets and commas alone, such as ``[[,,],[,,]]``.
     """
     left, dims = structure, list[int]()
     while left and len(dims) <= 2 * rank + 1:
@@ -183,3 +184,119 @@ def _dimensions(structure: bytes, rank: int) -> Generator[None, None, list[int]]
     for dim in dims:
         built = b"[" + b",".join([built] * dim) + b"]"
     return dims[::-1] if built == structure else []
+
+
+def is_flat(text: memoryview) -> bool:
+    """Returns whether a JSON text is an array whose first element is a string."""
+    return _FLAT.match(text) is not None
+
+
+@dataclass(slots=True)
+class JsonStrings:
+    """Converts the JSON text of an array of strings to the bytes of a BYTES tensor, in steps."""
+
+    #: The array, from its opening bracket to its closing one.
+    text: memoryview
+    name: str
+    count: int
+
+    def __post_init__(self) -> None:
+        """Checks the length of the text. Raises InvalidArgument: the text is too short for ``count`` strings."""
+        if 3 * self.count > len(self.text):
+            raise InvalidArgument(json_data.MISMATCH)
+
+    @property
+    def byte_size(self) -> int:
+        """Returns the most bytes that the tensor can have.
+
+        A string takes 4 bytes for its length in the tensor, and in the text 3 bytes for its quotation marks and comma.
+        """
+        return len(self.text) + self.count
+
+    def fill(self, place: memoryview) -> Generator[None, None, int]:
+        """Writes the tensor's bytes into ``place``, and yields after each piece. Returns how many bytes were written.
+
+        Raises: InvalidArgument: the text is no JSON array of ``count`` strings; the message says what is wrong.
+        """
+        start, written, count = 1, 0, 0
+        while start < len(self.text):
+            values, start = self._piece(start)
+            count += len(values)
+            if count > self.count:
+                raise InvalidArgument(json_data.MISMATCH)
+            content = encoded(values)
+            place[written : written + len(content)] = content
+            written += len(content)
+            yield
+        if count != self.count:
+            raise InvalidArgument(json_data.MISMATCH)
+        return written
+
+    def _piece(self, start: int) -> tuple[list[str], int]:
+        """Returns the strings of the piece at the offset ``start``, and where the next piece begins. Raises as ``fill``."""
+        search = start + STRINGS_BYTE_SIZE
+        for _ in range(2):
+            end, following = self._end_of_piece(search)
+            try:
+                return _strings.decode(b"[%b]" % bytes(self.text[start:end])), following
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                search = end
+        # Not JSON, or not strings: the slow way says which, as of a small text, but not where in the whole text.
+        try:
+            values = parse(b"[%b]" % bytes(self.text[start:end]))
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{error.message.rpartition(' at ')[0]} Input '{self.name}'") from error
+        json_data.flat(values, "BYTES", self.name)
+        raise json_data.of_wrong_kind("BYTES")
+
+    def _end_of_piece(self, search: int) -> tuple[int, int]:
+        """Finds the first offset from ``search`` on where a piece may end: behind a string, before a comma and another string.
+
+        Returns that offset, and the one behind the comma; if there is none, that of the closing bracket and the text's end.
+        """
+        while (found := _SEPARATOR.search(self.text, search)) is not None:
+            mark = found.start()
+            backslashes = 0
+            while self.text[mark - 1 - backslashes] == 0x5C:
+                backslashes += 1
+            if backslashes % 2 == 0:
+                return mark + 1, found.end()
+            search = mark + 1
+        return len(self.text) - 1, len(self.text)
+
+
+@dataclass(slots=True)
+class JsonBase64:
+    """Decodes the base64 text of a tensor's bytes, in steps. The bytes are those that the binary tensor data extension sends."""
+
+    #: The JSON string of base64, with its quotation marks.
+    text: memoryview
+    datatype: str
+    count: int
+
+    def __post_init__(self) -> None:
+        """Checks the length of the text. Raises InvalidArgument: it does not fit ``count`` elements of the datatype."""
+        needed = ELEMENT_SIZES[self.datatype]
+        if needed is not None and not self.count * needed <= self.byte_size < self.count * needed + 3:
+            raise refusal("data", "non-array", "array")
+
+    @property
+    def byte_size(self) -> int:
+        """Returns the most bytes that the tensor can have; it has up to two fewer if the base64 text ends with padding."""
+        return (len(self.text) - 2) // 4 * 3
+
+    def fill(self, place: memoryview) -> Generator[None, None, int]:
+        """Writes the tensor's bytes into ``place``, and yields after each piece. Returns how many bytes were written.
+
+        Raises: InvalidArgument: the text is no base64, or has not the tensor's size. (A worker checks the strings of BYTES.)
+        """
+        written, end = 0, len(self.text) - 1
+        for start in range(1, end, _BASE64_BYTE_SIZE):
+            content = json_data.from_base64(bytes(self.text[start : min(end, start + _BASE64_BYTE_SIZE)]))
+            place[written : written + len(content)] = content
+            written += len(content)
+            yield
+        needed = ELEMENT_SIZES[self.datatype]
+        if needed is not None and written != self.count * needed:
+            raise refusal("data", "non-array", "array")
+        return written
