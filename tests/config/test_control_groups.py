@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from tensord.config import control_groups
+from tensord.config import control_groups, layers
 from tensord.config.control_groups import MemoryGroup, memory_groups
+from tensord.config.layers import ConfigurationError, Setting
 from tensord.daemon.processes.process_slots import MemoryKills
 from tensord.shm.errors import Internal
 from tensord.workers.devices import device_memory
@@ -118,3 +119,30 @@ def test_a_counter_that_says_nothing(tmp_path: Path, content: str | None) -> Non
         (tmp_path / "memory.events").write_text(content)
     assert not kills.grew()
     assert not MemoryKills(None).grew()
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("host", "arena", "pinned"),
+    [
+        (2 * GIB, GIB, GIB),
+        (128 * GIB, 2 * GIB, 8 * GIB),
+        (512 * GIB, 8 * GIB, 32 * GIB),
+        (4096 * GIB, 16 * GIB, 64 * GIB),
+    ],
+)
+def test_parts_of_it(monkeypatch: pytest.MonkeyPatch, host: int, arena: int, pinned: int) -> None:
+    monkeypatch.setattr(control_groups, "host_byte_size", lambda: host)
+    options = layers.load()
+    assert (options.arenas.max_byte_size, options.workers.pinned_byte_size) == (arena, pinned)
+    # Also where an operator says so, and as a text; a number is that number.
+    given = [Setting("arenas.max_byte_size", "auto", "X", textual=True), Setting("workers.pinned_byte_size", 0, "Y")]
+    options = layers.load(flags=given)
+    assert (options.arenas.max_byte_size, options.workers.pinned_byte_size) == (arena, 0)
+
+
+def test_nothing_else_is_a_part_of_it() -> None:
+    with pytest.raises(ConfigurationError, match=r"arenas\.byte_size"):
+        layers.load(flags=[Setting("arenas.byte_size", "auto", "X")])
