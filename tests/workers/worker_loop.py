@@ -32,6 +32,7 @@ from tensord.shm.operations import Peer
 from tensord.shm.prepared import Numbers
 from tensord.shm.record import Record, decoder
 from tensord.workers.devices.device import DeviceName
+from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.scheduling.queue import RequestQueue
 from tensord.workers.worker import Worker
 from tests import run_folder
@@ -124,6 +125,9 @@ class WorkerLoop:
     def load(self, path: Path) -> None:
         """Loads version 1 of a model, or loads it again. Fails if it is refused."""
         assert self.refused(path) == ""
+
+    def version(self, name: str) -> ModelVersion:
+        return self.worker._models.find(name, 1)
 
     def refused(self, path: Path) -> str:
         """Loads version 1 of a model. Returns the reason why it does not load; "": it is loaded."""

@@ -4,9 +4,8 @@
     small outputs, as the last such request had them ─▶ cut out of the batch's by the plan that was made then ─▶ announced
 
 This is the only copy on the way out (docs/data-plane.md). After it the answer no longer uses the memory that the model returned.
-Copies into a GPU's memory are finished when the record is returned. An output that is wanted as class labels is replaced by its
-largest elements, as ``value:index[:label]`` (Triton docs/protocol/extension_classification.md; ties and number formats as
-observed).
+Copies into a GPU's memory are finished when the record is returned. Class labels: Triton
+docs/protocol/extension_classification.md; ties and number formats as observed.
 """
 
 from __future__ import annotations

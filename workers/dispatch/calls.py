@@ -2,9 +2,8 @@
 
     thread of a model ── ModelCall ──▶ inner request ─▶ queue, batch, answer ─▶ its responses ──▶ that thread
 
-A calling model may occupy an instance while it waits, so calls can wait for each other in a circle: the last call of such a
-circle ends with an error. A call ends when the requests that it was made for are
-cancelled. A call for a request waits while its model is being loaded here, as a client's request does.
+A calling model may occupy an instance while it waits, so calls can wait for each other in a circle: its last call ends with an
+error. A call ends when the requests that it was made for are cancelled, and waits while its model is being loaded here.
 
     a call or a step ─▶ the instance that runs it, or all that could ─▶ the calls that these wait for ─▶ ...
                                                                     └▶ the model that does not take their responses
@@ -209,8 +208,7 @@ class Calls:
         """
         Args:
           post: asks the loop to call a function; from any thread.
-          enter: queues a request; gets its model version, the request and the time (ns).
-          withdraw: cancels a request.
+          enter: queues a request at a time (ns); ``withdraw`` cancels one.
           max_calls: how many calls one execution of a model may have under way.
         """
         self._models = models

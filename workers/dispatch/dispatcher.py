@@ -5,9 +5,8 @@
                                             └▶ parked while its shape is compiled, then queued again
 
 Planners decide what to run (``tensord.workers.scheduling.planner``), and the dispatcher does it. An iteration of the loop asks
-only what is on the agenda: the planners of versions that have changed, and functions whose time has come. A version with waiting
-requests is put on the agenda by whatever changes it: a request that arrives, leaves or is queued again, the end of a run, a
-compiled program, a free resource or slot. So no planner is asked without need; each is asked again at the time it names.
+only what is on the agenda: functions whose time has come, and the planners of versions with waiting requests at the time that
+they name, or when something changed: a request arrived or left, a run ended, a program was compiled, a resource or slot is free.
 
 Batches of jitted models with one instance run in the loop itself, those of one model in an iteration: of the models with a due
 batch, the one whose request has waited longest. Every request in ``SubmitterLink.in_flight`` gets exactly one final answer.
@@ -116,7 +115,8 @@ class Dispatcher:
         #: The work of the last program that ran in the loop, as a part of an iteration (``weight.share_of``).
         self._share = 0.0
         self._stepping = SteppingRuns(self.responses, page, clock, check)
-        self._expiry = Expiry(models, self._outbox, self.agenda)
+        #: When a sequence may have got no request for too long, or earlier: those that run in C do not put it off.
+        self._silent_ns = NEVER
         self.calls = Calls(
             models,
             self.responses,
@@ -202,8 +202,8 @@ class Dispatcher:
         if version.cache is not None and self._cached.answer(version, request, version.cache):
             return
         waiting = version.compiling.get(request.key) if version.sequences is None else None
-        if now_ns >= self._expiry.next_ns:
-            self._expiry.end(now_ns)
+        if now_ns >= self._silent_ns:
+            self._end_silent(now_ns)
         try:
             replacement = version.planner.arrived(request) if waiting is None else waiting.add(request)
         except Unavailable as error:
@@ -214,13 +214,13 @@ class Dispatcher:
             self._outbox.fail(request, error)
             return
         if replacement is not None:
-            self._expiry.refuse(version, [(replacement.old, replacement.error)], now_ns)
+            self._refuse(version, [(replacement.old, replacement.error)], now_ns)
         if waiting is not None:
             return
         self._active[version] = None
         self.agenda.wake(version)
         if version.sequences is not None:
-            self._expiry.note(version.sequences, now_ns)
+            self._note_silent(version.sequences, now_ns)
             # Whoever asked last: with that client's lane the sequence ends.
             request.live.client = request.submitter.peer if request.submitter.segments is not None else 0
             request.submitter.sequences = True
@@ -297,6 +297,37 @@ class Dispatcher:
                 version.sequences.close_client(submitter.peer, record.sequence_id)
                 self._changed(version)
 
+    def _note_silent(self, sequences: SequenceBatcher[Request], now_ns: int) -> None:
+        """Schedules ``_end_silent`` for the earliest time at which a sequence may have got no request for too long."""
+        silent_ns = sequences.table.silent_ns(now_ns)
+        if silent_ns < self._silent_ns:
+            self._silent_ns = silent_ns
+            self.agenda.put(self._end_silent, silent_ns)
+
+    def _end_silent(self, now_ns: int) -> None:
+        """Ends the sequences of all models that got no request for too long; refuses their requests that waited too long."""
+        self._silent_ns = NEVER
+        self.agenda.put(self._end_silent, NEVER)
+        for version in self._models.everyone():
+            if version.sequences is not None:
+                self._refuse(version, version.planner.tick(now_ns), now_ns)
+                self._note_silent(version.sequences, now_ns)
+                if len(version.planner):
+                    # Slots may have become free.
+                    self.agenda.wake(version)
+
+    def _refuse(self, version: ModelVersion, answers: list[tuple[Request, ServingError]], now_ns: int) -> None:
+        """Answers requests with their errors, in order if the model answers so: they waited too long or were replaced."""
+        for request, error in answers:
+            if isinstance(error, Unavailable):
+                version.statistics.failed(now_ns - request.arrived_ns)
+                answer = functools.partial(self._outbox.refuse, request, Refusal.QUEUE_TIMEOUT, error, now_ns)
+            else:
+                answer = functools.partial(self._outbox.fail_all, [(request, error)], now_ns)
+            if version.order is not None:
+                version.order.taken(request)
+            in_order(version, request, answer)
+
     # ---------------------------------------------------------------------------------------------------------- running
 
     def run_due(self, now_ns: int) -> int | None:
@@ -364,7 +395,7 @@ class Dispatcher:
         planner, instances = version.planner, version.loaded.instances
         decision = planner.decide(now_ns)
         while isinstance(decision, Refuse):
-            self._expiry.refuse(version, decision.answers, now_ns)
+            self._refuse(version, decision.answers, now_ns)
             decision = planner.decide(now_ns)
         if decision is RUN and not instances and version.steps is None:
             return True
@@ -499,52 +530,3 @@ def _extend(version: ModelVersion, grouped: GroupedCalls, batch: list[Request]) 
     if program is not None and waiting and program.rows > 1:
         batch += version.queue.take(key, program.rows - 1)
     return program
-
-
-class Expiry:
-    """Ends sequences that got no request for too long, and answers requests that waited too long, on one worker.
-
-    Silent sequences cost nothing in other iterations of the loop. Sequences that run in C (``workers/dispatch/sequence_runs.py``)
-    do not update the noted time: requests only make it later, and a check that comes too early does no harm.
-    """
-
-    def __init__(self, models: ModelTable, outbox: Outbox, agenda: Agenda[AgendaPart]) -> None:
-        self._models = models
-        self._outbox = outbox
-        self._agenda = agenda
-        #: When ``end`` has to be called next.
-        self.next_ns = NEVER
-
-    def note(self, sequences: SequenceBatcher[Request], now_ns: int) -> None:
-        """Schedules ``end`` for the earliest time at which one of a model's sequences may have got no request for too long."""
-        silent_ns = sequences.table.silent_ns(now_ns)
-        if silent_ns < self.next_ns:
-            self.next_ns = silent_ns
-            self._agenda.put(self.end, silent_ns)
-
-    def end(self, now_ns: int) -> None:
-        """Ends the sequences of all models that got no request for too long; refuses their requests that waited too long."""
-        self.next_ns = NEVER
-        self._agenda.put(self.end, NEVER)
-        for version in self._models.everyone():
-            if version.sequences is not None:
-                self.refuse(version, version.planner.tick(now_ns), now_ns)
-                self.note(version.sequences, now_ns)
-                if len(version.planner):
-                    # Slots may have become free.
-                    self._agenda.wake(version)
-
-    def refuse(self, version: ModelVersion, answers: list[tuple[Request, ServingError]], now_ns: int) -> None:
-        """Answers requests with their errors, in order if the model answers so: they waited too long or were replaced."""
-        for request, error in answers:
-            if isinstance(error, Unavailable):
-                version.statistics.failed(now_ns - request.arrived_ns)
-                answer = functools.partial(self._outbox.refuse, request, Refusal.QUEUE_TIMEOUT, error, now_ns)
-            else:
-                answer = functools.partial(self._outbox.fail_all, [(request, error)], now_ns)
-            if version.order is not None:
-                version.order.taken(request)
-            in_order(version, request, answer)
-
-    def __repr__(self) -> str:
-        return f"<Expiry at {self.next_ns}>"

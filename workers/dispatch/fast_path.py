@@ -5,14 +5,11 @@
                                   ╰─ from then on ``wait`` receives, runs and answers such requests, and returns for anything else
 
 For a model with sequences the planner says before each run which requests take part (``workers/dispatch/sequence_runs.py``).
+What still waits for others to share its run when ``wait`` returns is passed to Python.
 
-Of a model that delays requests it knows how long they wait for others, and how many are enough; what still waits when ``wait``
-returns is passed to Python.
-
-The C part decides nothing else. What it has learned is valid until a table changes: models, regions, grouped programs, the
-numbers that stand for prepared answers. These tables change between two calls of ``wait`` and never during one, because each
-change comes as an event, with which ``wait`` returns. A request that differs in anything from a learned one is passed to Python
-untouched.
+What C has learned is valid until a table changes: models, regions, grouped programs, numbers of prepared answers. They change
+between two calls of ``wait`` and never during one, because each change comes as an event, with which ``wait`` returns. A request
+that differs in anything from a learned one is passed to Python untouched.
 """
 
 from __future__ import annotations

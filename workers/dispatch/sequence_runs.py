@@ -4,8 +4,8 @@
                                                                              │   ─▶ answered in C
                                                                              ╰─ it failed ─▶ fail: answered here
 
-The planner is that of the model version, which Python uses too. A request that cannot run at once (it waits for a slot, it is the
-second one of a sequence, it is refused) goes the ordinary way through Python, and nothing has changed for it before.
+A request that cannot run at once (it waits for a slot, it is the second one of a sequence, it is refused) goes the ordinary way
+through Python, and nothing has changed for it before.
 """
 
 from __future__ import annotations

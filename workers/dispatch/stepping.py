@@ -65,26 +65,13 @@ class _Joined(NamedTuple):
     until: int
 
 
-class _Lane:
-    """Sends each step's responses to the requests of one submitter that have joined, all at once."""
+class _Lane(NamedTuple):
+    """The requests of one submitter that have joined: what their answers share, their slots, and their ids in that order."""
 
-    def __init__(self, submitter: SubmitterLink[Request], numbered: Numbered[PreparedAnswer], sizes: list[int]) -> None:
-        self._submitter = submitter
-        self._numbered = numbered
-        self._sizes = tuple(sizes)
-        self._slots = np.zeros(0, np.int64)
-        self._ids: list[int] = []
-
-    def take(self, slots: list[int], request_ids: list[int]) -> None:
-        """Sets the slots for which ``send`` queues responses to the submitter, and the ids of their requests, in that order."""
-        self._slots = np.array(slots)
-        self._ids = request_ids
-
-    def send(self, rows: Array) -> None:
-        """Queues a response for each slot of the submitter. ``rows``: the outputs of all slots, UINT8[slots, size]."""
-        records = answers(self._numbered.number, self._ids, self._sizes, rows[self._slots])
-        self._submitter.lane.complete_encoded(self._numbered, records)
-        self._submitter.flush_soon()
+    submitter: SubmitterLink[Request]
+    numbered: Numbered[PreparedAnswer]
+    slots: Array
+    request_ids: list[int]
 
 
 class StepRows:
@@ -95,7 +82,7 @@ class StepRows:
         self._layout = layout
         self._responses = responses
         self._statistics = statistics
-        self._sizes = [part.stop - part.start for part in layout.slices]
+        self._sizes = tuple([part.stop - part.start for part in layout.slices])
         #: The bytes that each response counts until the client has taken it.
         self._byte_size = response_byte_size(tuple([bytes(size) for size in self._sizes]))
         #: By slot.
@@ -105,7 +92,7 @@ class StepRows:
         self._look_at = _MOST
         #: The slots that the lanes are prepared for; empty: a request has joined or left since.
         self._ready: list[int] = []
-        self._lanes: dict[SubmitterLink[Request], _Lane] = {}
+        self._lanes: list[_Lane] = []
 
     def join(self, slot: int, sender: ResponseSender) -> None:
         """Sends a request's responses together with others from the next step on, unless they must be sent by themselves."""
@@ -148,8 +135,10 @@ class StepRows:
         if slots != self._ready:
             self._prepare(slots)
         outputs = rows[:, : self._layout.says]
-        for lane in self._lanes.values():
-            lane.send(outputs)
+        for submitter, numbered, own, request_ids in self._lanes:
+            records = answers(numbered.number, request_ids, self._sizes, outputs[own])
+            submitter.lane.complete_encoded(numbered, records)
+            submitter.flush_soon()
         self._left_ns.append(now_ns)
         return self._look() if len(self._left_ns) >= self._look_at else []
 
@@ -161,12 +150,12 @@ class StepRows:
         shares: dict[SubmitterLink[Request], list[int]] = {}
         for slot in slots:
             shares.setdefault(self.members[slot].sender.request.submitter, []).append(slot)
-        lanes, self._lanes = self._lanes, {}
+        self._lanes = []
         for submitter, share in shares.items():
             requests = [self.members[slot].sender.request for slot in share]
             kind = submitter.response_kind(requests[0].version.version, self._layout.described, False)
-            lane = self._lanes[submitter] = lanes.get(submitter) or _Lane(submitter, kind.numbered, self._sizes)
-            lane.take(share, [request.request_id for request in requests])
+            ids = [request.request_id for request in requests]
+            self._lanes.append(_Lane(submitter, kind.numbered, np.array(share), ids))
         self._ready = slots
 
     def _look(self) -> list[ResponseSender]:

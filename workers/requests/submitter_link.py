@@ -1,7 +1,7 @@
 """A worker's end of the connection to one submitter: lane, requests in flight, waiting answers.
 
-When the lane ends, so do its requests: nobody is there to take the answers. What a client's requests, and answers to it, hold of
-the worker's memory is bounded, for all lanes of its user together:
+When the lane ends, so do its requests. What a client's requests, and answers to it, hold of the worker's memory is bounded for
+all lanes of its user together:
 
 request ─▶ parts of a record that is not whole ─▶ held until it is, or its time is over
        ├▶ prepared                              ─▶ held until the lane ends                     of all lanes of the user

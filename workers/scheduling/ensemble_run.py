@@ -4,9 +4,9 @@
     responded(start, tensors)       ├─▶ StepStart: a step may run;  EnsembleAnswer: to the client
     ended(start)                   ─┘
 
-Pure: tensors are any objects that the caller gives, and a missing tensor (an optional input that the client left out, an output
-that a member did not make) is not passed on. A tensor is held no longer than a step or an answer needs it. When no step runs and
-none can start the run is over, successfully or not (``stuck``).
+Pure: tensors are any objects, and a missing one (an optional input, an output that a member did not make) is not passed on. A
+tensor is held no longer than a step or an answer needs it. When no step runs and none can start the run is over, successfully or
+not (``stuck``).
 
 Steps belong to the sequence of the client's request, unless a model names another sequence in its answer (``controls``): then the
 steps that take a tensor of that answer, and all steps that depend on these, belong to the sequence that it names.

@@ -151,7 +151,6 @@ class SequenceBatcher(Planner[S]):
         """
         Args:
           strategy: makes the strategy of one instance.
-          events: registers each sequence when it arrives, begins and ends.
           attach: called with each request before it may run; adds its sequence's state to its inputs. None: not needed.
         """
         self.table: SequenceTable[S] = SequenceTable(model, rules, instances, events)
@@ -231,12 +230,10 @@ class SequenceBatcher(Planner[S]):
     def run_now(self, asked: Iterable[Asked], now_ns: int) -> list[LiveSequence[S]]:
         """Begins to run, on the first instance, requests that came together, one row each, if no other requests wait.
 
-        This saves ``arrived``, ``take`` and ``done`` for each of them. It stops at the first request that has to wait, is of a
-        sequence that runs, or is to be refused; that request and those after it have not arrived.
+        It stops at the first request that has to wait, is of a sequence that runs, or is to be refused; that request and those
+        after it have not arrived.
 
-        Args:
-          asked: (correlation id, START, END) of each request.
-        Returns: the sequences of the requests that begin, in the order of ``asked``; call ``table.have_run`` when they have run.
+        Returns the sequences of the requests that begin, in the order of ``asked``; call ``table.have_run`` when they have run.
         """
         self.table.close_idle(now_ns)
         return self.table.run_now(asked)

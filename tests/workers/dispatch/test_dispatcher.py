@@ -13,7 +13,6 @@ import pytest
 
 from tensord.config.model_config import empty, parse_pbtxt
 from tensord.config.options import Arenas, ExecutablesOptions, Options, RegionsOptions
-from tensord.shm.arena import Arena
 from tensord.shm.control_records import Load
 from tensord.shm.cuda_regions import Driver
 from tensord.shm.errors import InvalidArgument
@@ -29,24 +28,15 @@ from tensord.workers.requests.submitter_link import SubmitterLink
 from tensord.workers.threads.cancellation import Cancellation
 from tensord.workers.threads.inbox import Inbox
 from tensord.workers.threads.work_thread import WorkThread
-from tests.records import Tensor, WholeAnswer, WholeRequest, noting
+from tests.records import Tensor, WholeRequest
 from tests.repositories import scale_model, write_model
+from tests.workers.dispatch.test_outbox import ALane
 from tests.workers.loading.targets import target
 
 OPTIONS = Options(
     arenas=Arenas(byte_size=1 << 20, max_byte_size=1 << 20, inline_byte_size=64, wait=600),
     executables=ExecutablesOptions(max_unexpected_shapes=2),
 )
-
-
-class ALane:
-    """The worker's end of a lane, with a real arena and no socket."""
-
-    def __init__(self) -> None:
-        self.arena = Arena(1 << 20, 1 << 20, 0)
-        self.sent: list[WholeAnswer] = []
-        self.complete = noting(self.sent)
-        self.loan = self.arena.loan
 
 
 class ACompiler:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from tensord.shm.messages import RequestedOutput
-from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.native.extensions import available
 from tests.records import Tensor, WholeAnswer
 from tests.repositories import ensemble, scale_model, write_model
@@ -52,11 +51,6 @@ def chained(loop: WorkerLoop, tmp_path: Path) -> Callable[..., WorkerLoop]:
         return loop
 
     return made
-
-
-def version(loop: WorkerLoop, name: str) -> ModelVersion:
-    (found,) = [each for each in loop.worker._models if each.name == name]
-    return found
 
 
 def submit(loop: WorkerLoop, values: Sequence[float], *outputs: str, model: str = "chain", **more: Any) -> None:
@@ -100,7 +94,7 @@ def known(loop: WorkerLoop, once: Callable[[], object]) -> None:
 
 
 def counts(loop: WorkerLoop, name: str) -> dict[str, Any]:
-    found = version(loop, name).statistics.to_dict()
+    found = loop.version(name).statistics.to_dict()
     sizes = {batch["batch_size"]: batch["compute_infer"]["count"] for batch in found["batch_stats"]}
     good, failed = found["inference_stats"]["success"], found["inference_stats"]["fail"]
     return {
@@ -226,6 +220,6 @@ def test_a_model_that_waits_for_company_is_no_link(loop: WorkerLoop, tmp_path: P
     steps = [("scale", {"x": "x"}, {"y": "scaled"}), ("square", {"x": "scaled"}, {"y": "y"})]
     ensemble(tmp_path, "chain", ["x FP32 4"], ["y FP32 4"], steps, 8)
     load(loop, tmp_path, "scale", "square", "chain")
-    before = ever_queued(version(loop, "square").queue)
+    before = ever_queued(loop.version("square").queue)
     assert ask(loop, [1, 2]) == {"y": [16, 49]}
-    assert ever_queued(version(loop, "square").queue) == before + 2
+    assert ever_queued(loop.version("square").queue) == before + 2

@@ -42,7 +42,6 @@ from tensord.shm.operations import RegisterSystemRegion, UnregisterRegion
 from tensord.shm.prepared import Numbers
 from tensord.shm.record import decoder, encoder
 from tensord.shm.spin import Spin
-from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.native.extensions import available
 from tensord.workers.programs.grouped_calls import MOST
 from tensord.workers.requests.timeline import timeline_end
@@ -1010,7 +1009,7 @@ def served(loop: WorkerLoop) -> int:
 
 def compiled(loop: WorkerLoop) -> bool:
     """Returns whether all programs of addsub are there: that for one request, and those for several in one call."""
-    model = version(loop).jitted
+    model = loop.version("addsub").jitted
     assert model is not None
     assert model.grouped is not None
     return any(model.grouped.find(shapes, MOST) for shapes in model.executables.unexpected)
@@ -1027,21 +1026,16 @@ def known(loop: WorkerLoop, once: Callable[[], object]) -> None:
         assert time.monotonic() < deadline, "it never came about"
 
 
-def version(loop: WorkerLoop) -> ModelVersion:
-    (found,) = [each for each in loop.worker._models if each.name == "addsub"]
-    return found
-
-
 @pytest.mark.parametrize("together", [1, 3, 16])
 def test_answers_are_those_of_python(loop: WorkerLoop, together: int) -> None:
     loop.load(MODELS / "addsub")
     first = ask(loop, 2.5)
     known(loop, lambda: ask(loop, 1.0, together=together))
-    before, counted = served(loop), version(loop).statistics.success_count
+    before, counted = served(loop), loop.version("addsub").statistics.success_count
     answers = ask(loop, *[2.5 + n for n in range(together)])
     assert firsts(answers) == [(3.5 + n, 1.5 + n) for n in range(together)]
     assert answers[0].outputs == first[0].outputs
-    assert (served(loop), version(loop).statistics.success_count) == (before, counted + together)
+    assert (served(loop), loop.version("addsub").statistics.success_count) == (before, counted + together)
 
 
 def test_requests_that_differ_in_scheduling_alone_have_one_number(loop: WorkerLoop) -> None:
@@ -1087,7 +1081,7 @@ def test_an_id_that_is_in_flight_twice_ends_its_lane_and_no_other(loop: WorkerLo
 def test_statistics_count_them_as_any(loop: WorkerLoop) -> None:
     loop.load(MODELS / "addsub")
     known(loop, lambda: ask(loop, 1.0, together=2))
-    statistics = version(loop).statistics
+    statistics = loop.version("addsub").statistics
     before = statistics.to_dict()
     ask(loop, 1.0, together=2)
     after = statistics.to_dict()

@@ -241,7 +241,7 @@ def test_who_is_silent_too_long_is_forgotten(loop: WorkerLoop, tmp_path: Path) -
     assert "must specify the START flag" in str(made.ask((1, 1))[0])
     time.sleep(0.01)
     # Nobody asks again: the loop's own iterations find it, once it is time to look. (What was noted is of the longer time above.)
-    made.loop.worker._dispatcher._expiry.end(time.monotonic_ns())
+    made.loop.worker._dispatcher._end_silent(time.monotonic_ns())
     assert made.ask((1, 1, "S")) == [1]
     time.sleep(0.01)
     made.loop.worker.iterate()

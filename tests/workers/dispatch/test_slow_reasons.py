@@ -124,11 +124,7 @@ def load(loop: WorkerLoop, folder: Path, case: Case, name: str = "m") -> ModelVe
         source = source.replace(word, case.replaced.get(word, other))
     write_model(folder, name, source, f'backend: "jax" {case.config}')
     loop.load(folder / name)
-    return version(loop, name)
-
-
-def version(loop: WorkerLoop, name: str) -> ModelVersion:
-    return loop.worker._models.find(name, 1)
+    return loop.version(name)
 
 
 def ask(loop: WorkerLoop, name: str, case: Case = Case(None)) -> None:  # noqa: B008
@@ -196,14 +192,14 @@ def test_steps_of_ensembles(loop: WorkerLoop, tmp_path: Path) -> None:
     loop.load(tmp_path / "chain")
     for _ in range(3):
         ask(loop, "chain")
-    assert slow(version(loop, "chain")) == {SlowReason.STEPS.label: 3}
-    assert slow(version(loop, "plain")) == {SlowReason.INSIDE.label: 3}
+    assert slow(loop.version("chain")) == {SlowReason.STEPS.label: 3}
+    assert slow(loop.version("plain")) == {SlowReason.INSIDE.label: 3}
 
 
 def test_a_stepped_model(loop: WorkerLoop, tmp_path: Path) -> None:
     write_model(tmp_path, "m", STEPPED, 'backend: "jax"')
     loop.load(tmp_path / "m")
-    assert version(loop, "m").statistics.slow is SlowReason.STREAMS
+    assert loop.version("m").statistics.slow is SlowReason.STREAMS
 
 
 def test_parameters_that_answers_tell(leaves_nothing: None, tmp_path: Path) -> None:
@@ -215,7 +211,7 @@ def test_parameters_that_answers_tell(leaves_nothing: None, tmp_path: Path) -> N
         for _ in range(3):
             loop.ask_value("m", set="a", tells=True)
             loop.worker.iterate()
-        assert slow(version(loop, "m")) == {SlowReason.PARAMETERS.label: 3}
+        assert slow(loop.version("m")) == {SlowReason.PARAMETERS.label: 3}
     finally:
         loop.close()
 
@@ -238,7 +234,7 @@ def test_a_load_goes_on_counting(loop: WorkerLoop, tmp_path: Path) -> None:
     ask(loop, "m", KINDS[1])
     loop.load(tmp_path / "m")
     ask(loop, "m", KINDS[1])
-    second = version(loop, "m")
+    second = loop.version("m")
     assert second is not first
     assert slow(second) == {SlowReason.CLASSIFICATION.label: 2}
 
