@@ -173,7 +173,7 @@ class PythonModel:
         execution.finish([self._result(*each) for each in zip(requests, asked, responses, strict=True)])
 
     def _rows(self, requests: Sequence[Request]) -> list[int | None] | None:
-        """Returns the index of the request of each row, or None for an empty slot; None: the rows are the requests."""
+        """Returns the index of the request of each row, None for an empty slot. Returns no list if the rows are the requests."""
         if self._sequences is None or not self._sequences.direct or requests[0].version is None:
             return None
         rows: list[int | None] = [None] * (requests[-1].slot.number + 1)

@@ -42,7 +42,7 @@ class SequenceRegister:
         self.live += 1
 
     def tell(self) -> None:
-        """Writes changed counts of free slots to the sequence page; called before answers are sent, whose clients may go on."""
+        """Writes changed counts of free slots to the sequence page, before answers are sent whose clients may start sequences."""
         changed, self.changed = self.changed, set()
         for each in changed:
             each.publish_slots()

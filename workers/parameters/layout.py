@@ -175,7 +175,7 @@ def _entries(header: bytes | memoryview, what: str, leaves: Leaves | None) -> di
 
 
 def check_truth(arrays: Mapping[str, Array], what: str) -> None:
-    """Raises InvalidArgument: a truth value among pushed arrays is neither 0 nor 1, as in memory it must be."""
+    """Checks the truth values among pushed arrays. Raises InvalidArgument: one is neither 0 nor 1, as in memory it must be."""
     for name, array in arrays.items():
         if array.dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1:
             raise InvalidArgument(f"{what}: leaf '{name[:_MAX_NAME]}' has a truth value that is neither 0 nor 1")
@@ -210,6 +210,6 @@ def laid_out(leaves: Sequence[tuple[LaidLeaf, Copy]], limit: int, what: str) -> 
 
 
 def check_size(byte_size: int, limit: int, what: str) -> None:
-    """Raises InvalidArgument: pushed parameters have more than ``limit`` bytes."""
+    """Checks the size of pushed parameters. Raises InvalidArgument: they have more than ``limit`` bytes."""
     if byte_size > limit:
         raise InvalidArgument(f"{what} would have {byte_size} bytes, workers.max_parameter_byte_size allows {limit}")

@@ -84,7 +84,7 @@ class Leaves:
         return sum([leaf.byte_size for leaf in self._leaves if not (named and leaf.shared)])
 
     def check_named(self) -> None:
-        """Raises Unsupported: the parameters cannot be pushed, because two have the same name, or none is an array."""
+        """Checks that parameters can be pushed. Raises Unsupported: two have the same name, or none is an array."""
         if self._twice is not None:
             raise Unsupported(f"model '{self.model}': two of its parameters are called '{self._twice}'")
         if not any(leaf.plain for leaf in self._leaves):
@@ -119,9 +119,9 @@ class Leaves:
         return fitting
 
     def check_known(self, found: Mapping[str, Any], what: str) -> None:
-        """Raises InvalidArgument: the model has no leaf of a name in ``found``, or it has another dtype or shape.
+        """Checks pushed arrays: ``found`` is leaf name -> array, or what describes it; leaves may be missing.
 
-        ``found``: leaf name -> array, or what describes it; leaves may be missing.
+        Raises InvalidArgument: the model has no leaf of such a name, or it has another dtype or shape.
         """
         self.check_names(found, what)
         for name in self.fixed & found.keys():
@@ -142,7 +142,7 @@ class Leaves:
         return [np.asarray(array) if leaf.plain else None for leaf, array in zip(self, arrays, strict=True)]
 
     def check_names(self, found: Iterable[str], what: str) -> None:
-        """Raises InvalidArgument: the model has no leaf of one of these names."""
+        """Checks the names of pushed arrays. Raises InvalidArgument: the model has no leaf of such a name."""
         known = self.fixed | {leaf.name for leaf in self._leaves}
         if unknown := sorted(name for name in found if name not in known):
             raise InvalidArgument(f"{what}: model '{self.model}' has no leaf '{unknown[0][:256]}'")
@@ -173,7 +173,7 @@ def names_of(parameters: Any, kinds: tuple[type, ...] = (object,)) -> list[str]:
 
 
 def check_finite(leaves: Leaves, arrays: Sequence[Array | None], what: str) -> None:
-    """Raises InvalidArgument: a pushed value is infinite or NaN; the error names leaf, index and ``what``."""
+    """Checks pushed values. Raises InvalidArgument: one is infinite or NaN; the error names leaf, index and ``what``."""
     for leaf, array in zip(leaves, arrays, strict=True):
         if array is None or array.dtype.kind in "biu":
             continue

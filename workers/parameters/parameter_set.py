@@ -353,7 +353,7 @@ class ParameterSets:
         return found
 
     def check_count(self, name: str, limit: int) -> None:
-        """Raises InvalidArgument: no set has this name, and there are ``limit`` sets already."""
+        """Checks that a set may have this name. Raises InvalidArgument: the name is new, and there are ``limit`` sets already."""
         names = {MAIN_SET, *self.named, *(each.name for each in self.staged)}
         if name not in names and len(names) >= limit:
             raise InvalidArgument(

@@ -50,9 +50,9 @@ class SetDeclaration(NamedTuple):
         return bool(self.names) and not any(_is_in(name, own) for own in self.names)
 
     def check(self, model: str, names: Sequence[str]) -> None:
-        """Raises InvalidArgument: no parameter has a declared name, or the model has no parameters.
+        """Checks the declared names against ``names``, those of the model's leaves.
 
-        ``names``: those of its leaves.
+        Raises InvalidArgument: no leaf has a declared name, or the model has no parameters.
         """
         for own in self.names:
             if not any(_is_in(name, own) for name in names):

@@ -165,7 +165,10 @@ class Making:
                 yield found[leaf.name].reshape(-1).view(_BYTES)
 
     def check_sum(self, contents: Iterable[Any]) -> None:
-        """Raises InvalidArgument: the push has a checksum, and ``contents``, the source's bytes in order, have another."""
+        """Compares the push's checksum, if it has one, with that of ``contents``, the source's bytes in order.
+
+        Raises InvalidArgument: they differ.
+        """
         kind, _, wanted = self._checksum.partition(":")
         if not kind:
             return

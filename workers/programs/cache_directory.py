@@ -236,7 +236,7 @@ def _open(stack: contextlib.ExitStack, name: str, above: int, flags: int) -> int
 
 
 def _check_above(place: int, path: Path) -> None:
-    """Raises PermissionError: another user could rename or replace the entries of a directory above the cache."""
+    """Checks a directory above the cache. Raises PermissionError: another user could rename or replace its entries."""
     found = os.fstat(place)
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid not in (0, os.geteuid()) or (mode & _WRITABLE and not mode & stat.S_ISVTX):

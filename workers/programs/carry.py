@@ -95,7 +95,7 @@ class Carry:
 
 
 def check_state_size(signature: Signature, instances: int, limit: int) -> None:
-    """Raises InvalidArgument: the state of all instances together needs more than ``limit`` bytes."""
+    """Checks the size of a model's state. Raises InvalidArgument: all instances together need more than ``limit`` bytes."""
     needed = instances * carry_byte_size(signature)
     if signature.states and needed > limit:
         raise InvalidArgument(

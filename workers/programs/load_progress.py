@@ -31,10 +31,7 @@ class LoadProgress:
     """
 
     def __init__(self, name: str, version: int, tell: Tell = nobody, cancellation: Cancellation | None = None) -> None:
-        """``tell``: called before each program is made.
-
-        ``cancellation``: tells whether the load was given up; None: it cannot be.
-        """
+        """``tell``: is called before each program is made. ``cancellation``: tells whether the load was given up."""
         self.cancellation = cancellation or Cancellation()
         #: Called when the next executable is begun.
         self.renew: Callable[[], None] = lambda: None

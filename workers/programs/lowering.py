@@ -120,7 +120,7 @@ def _kind(made: Any) -> str:
 def check_output(
     model: str, spec: TensorSpec, batches: bool, rows: int, shape: tuple[int, ...], dtype: np.dtype[Any]
 ) -> None:
-    """Raises Internal: the datatype or shape of a computed output is not the declared one.
+    """Checks the datatype and shape of a computed output. Raises Internal: they are not the declared ones.
 
     ``rows``: the expected batch size. ``shape``: of the computed output, with the batch.
     """
@@ -139,7 +139,7 @@ def check_output(
 
 
 def check_cut(model: str, spec: TensorSpec, elements: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Raises Internal: an output that is cut like an input has not as many ``elements`` as that input, or another datatype."""
+    """Checks an output that is cut like an input of so many ``elements``. Raises Internal: its number or datatype is another."""
     if dtype == spec.dtype and math.prod(shape) == elements:
         return
     made = f"{datatype_of(dtype) or dtype}{list(shape)}"

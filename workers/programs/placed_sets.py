@@ -87,10 +87,7 @@ class DevicePlacer(Placer):
     def __init__(
         self, signature: Signature, described: Leaves, parameters: Any, several: SeveralDevices | None, remote: bool
     ) -> None:
-        """``parameters``: those that the model is loaded with, of which the leaves that cannot be pushed are kept for all sets.
-
-        The others are as for ``placed_sets``.
-        """
+        """Keeps those leaves of ``parameters``, which the model is loaded with, that cannot be pushed: all sets share them."""
         super().__init__(described)
         self._signature = signature
         self._several = several

@@ -93,7 +93,7 @@ class StepPrograms:
     ) -> None:
         """``slots``: how many requests the carry has room for.
 
-        ``insert_rows``: how many requests ``insert`` takes; 0: one, without an axis for requests.
+        ``insert_rows``: how many ``insert`` takes; 0: one, without an axis for them.
         """
         self._functions = functions
         self._signature = signature
@@ -168,9 +168,9 @@ class StepPrograms:
         return Internal(f"model '{self._signature.model}': {which} returned {what}, {expected} expected")
 
     def _check_carry(self, which: str, given: Any, made: Any) -> None:
-        """Raises Internal: the state that a function was given and the one that it made differ in structure, shape or datatype.
+        """Compares the state that a function was given with the one that it made.
 
-        ``which``: names the function in the error.
+        ``which``: names the function. Raises Internal: they differ in structure, shape or datatype.
         """
         what = f"model '{self._signature.model}': {which} returned"
         before, after = jax.tree_util.tree_leaves_with_path(given), jax.tree_util.tree_leaves_with_path(made)
