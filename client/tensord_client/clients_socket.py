@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tensord_client.errors import Unavailable, Unknown, from_code
+from tensord_client.lane_socket import descriptors
 
 _MAX_ANSWER = 128 << 10
 _MAX_FDS = 253
@@ -57,10 +58,14 @@ class ClientsSocket:
                 socket.send_fds(self._sock, [content], list(fds))
             else:
                 self._sock.send(content)
-            content, came, flags, _ = socket.recv_fds(self._sock, _MAX_ANSWER + 1, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+            # ``socket.recv_fds`` ignores its flags: children would inherit the descriptors.
+            content, ancillary, flags, _ = self._sock.recvmsg(
+                _MAX_ANSWER + 1, socket.CMSG_SPACE(_MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC
+            )
         except OSError as error:
             self.close()
             raise Unavailable(f"the daemon at {self._path} does not answer: {error.strerror or error}") from error
+        came = descriptors(ancillary)
         if not content or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             _close(came)
             self.close()

@@ -53,6 +53,7 @@ def test_a_daemon_says_what_it_is_and_what_a_model_is(connection: LaneConnection
     assert [each["name"] for each in description.metadata["inputs"]] == ["INPUT0", "INPUT1"]
     assert connection.open("repeat").streams
     assert connection.open("total").sequences
+    assert not any(lane.socket.sock.get_inheritable() for lane in connection.models["total", 0].lanes)
     with pytest.raises(NotFound, match="nowhere"):
         connection.open("nowhere")
 
