@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tensord.shm import strings
 from tensord.shm.common.datatypes import DATATYPES
 from tensord.shm.errors import InvalidArgument
 
@@ -21,6 +22,8 @@ _BYTES_ALIAS = "STRING"
 MAX_RANK = 32
 #: The largest element has 8 bytes, so every byte size is an int64 as the protocol wants it, and a size numpy takes.
 MAX_ELEMENTS = (1 << 60) - 1
+#: The size of an open dimension, which is computed from the data. Source: KServe's schema of inference requests.
+OPEN = -1
 
 
 def wire_name(datatype: str) -> str:
@@ -74,3 +77,51 @@ def byte_size(datatype: str, shape: Sequence[int], what: str = "shape") -> int |
         raise InvalidArgument(f"{what}: invalid datatype '{datatype}'") from None
     count = element_count(shape, what)
     return None if size is None else count * size
+
+
+def is_open(shape: Sequence[int]) -> bool:
+    """Returns whether a dimension of the shape is open (-1)."""
+    return OPEN in shape
+
+
+def check_shape(shape: Sequence[int], what: str) -> None:
+    """Raises InvalidArgument if more than one dimension is open (-1), or the other dimensions are not a valid shape.
+
+    ``what`` names the shape in errors.
+    """
+    if shape.count(OPEN) > 1:
+        raise InvalidArgument(
+            f"{what} {_shown(shape)} has {shape.count(OPEN)} dimensions of -1, at most 1 can be found from the data"
+        )
+    element_count([dim for dim in shape if dim != OPEN], what)
+
+
+def closed(shape: Sequence[int], count: int, what: str) -> tuple[int, ...]:
+    """Returns the shape with its open dimension (-1) replaced by the size that gives the shape ``count`` elements.
+
+    ``what`` names the shape in errors. Raises InvalidArgument: no size of the open dimension gives ``count`` elements.
+    """
+    check_shape(shape, what)
+    given = element_count([dim for dim in shape if dim != OPEN], what)
+    if not given or count % given:
+        raise InvalidArgument(f"{what} {_shown(shape)} cannot have the {count} elements that are given")
+    return tuple([count // given if dim == OPEN else dim for dim in shape])
+
+
+def elements(datatype: str, content: bytes | memoryview, what: str) -> int:
+    """Returns how many elements a tensor's content holds, as it came over the protocol; ``what`` names the tensor in errors.
+
+    A last element of BYTES that is cut short counts. Raises InvalidArgument: the content ends within an element of fixed size.
+    """
+    size = ELEMENT_SIZES[datatype]
+    if size is not None:
+        if len(content) % size:
+            raise InvalidArgument(f"{what}: {len(content)} bytes are no whole number of {datatype}")
+        return len(content) // size
+    # Elements that are cut short are refused, in better words, by whoever reads them.
+    count, at = strings.count(content, len(content))
+    return count + (len(content) - at >= 4)
+
+
+def _shown(shape: Sequence[int]) -> str:
+    return f"[{','.join(map(str, shape))}]"

@@ -6,12 +6,45 @@ say when they began, so that whoever adds them up can tell counters that began a
 
 from __future__ import annotations
 
+import enum
 import operator
 
 import msgspec
 
 #: Upper bounds of the histogram of the time to the first response, as Triton's, in ms.
 FIRST_RESPONSE_MS = (100, 500, 2000, 5000)
+
+
+class SlowReason(enum.Enum):
+    """The reason why a worker answers a request in Python and not in C: a sentence for whoever operates the daemon.
+
+    A request has none if C answers its repeats: it was the first of its kind, or came while others waited in Python.
+    """
+
+    # Of a model version: they hold for each request to it.
+    NOT_COMPILED = "the C extension was not built when tensord was installed"
+    INSTANCES = "the model runs in threads or processes of its own, not in the worker's loop"
+    STREAMS = "a request to the model may have several responses"
+    ORDERED = "the model's answers keep the order of their requests"
+    QUEUE = "the model's queue has priorities, a policy, or replaces requests"
+    PROPERTIES = "the model has inputs that are made of properties of the request"
+    CACHE = "the response cache is used for the model"
+    DATATYPES = "the model has inputs whose bytes are converted: BYTES, BOOL, or with another shape than clients send"
+    # Of a kind of requests, or of an ensemble: it is known when one has run.
+    CLASSIFICATION = "the requests want outputs as class labels"
+    NEW = "the requests were the first of their kind, or of ever other shapes, or a model or a region had just changed"
+    INSIDE = "the requests were made by a model or by a step of an ensemble"
+    TRACED = "the requests were traced before an answer to one without a trace was known"
+    PARAMETERS = "the requests use or name another parameter set than the newest main"
+    REGIONS = "the requests have tensors in regions of a GPU, or empty ones, or a sequence whose tensors are in regions"
+    STEPS = "the steps of the ensemble run as requests to their models"
+    LARGE = "the tensors are large or on a GPU, and the program can neither read nor write them where they are"
+    UNFIT = "no run of C fits: the requests are padded, leave out inputs, have too many tensors, or are large and share runs"
+
+    @property
+    def label(self) -> str:
+        """Returns the reason's name in lower case, for metrics."""
+        return self.name.lower()
 
 
 class Counts(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

@@ -27,8 +27,8 @@ from tensord.daemon.http.request_codec import part
 from tensord.daemon.http.request_head import ABSENT, RequestHead, UnusualText
 from tensord.daemon.http.response_codec import Buffer
 from tensord.shm.common.scheduling import UNSCHEDULED, Scheduling
+from tensord.shm.datatypes import OPEN
 from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, PreparedTensor, RegionSlice, Slice
-from tensord.shm.open_shape import OPEN
 from tensord.shm.prepared import MAX_NUMBERS, Numbered, Numbers
 
 #: The most kinds of answers cached for one kind of requests (they differ by worker and load); beyond it the cache is emptied.

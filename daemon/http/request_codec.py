@@ -38,10 +38,20 @@ from tensord.daemon.http.request_head import (
 from tensord.daemon.submit.model_states import configured
 from tensord.shm.common.scheduling import MAX_SEQUENCE_ID, PARAMETERS, UNSCHEDULED, Kind, Scheduling, checked_set_name
 from tensord.shm.control_records import ModelState
-from tensord.shm.datatypes import ELEMENT_SIZES, MAX_ELEMENTS, MAX_RANK, element_count, wire_name
+from tensord.shm.datatypes import (
+    ELEMENT_SIZES,
+    MAX_ELEMENTS,
+    MAX_RANK,
+    OPEN,
+    check_shape,
+    closed,
+    element_count,
+    elements,
+    is_open,
+    wire_name,
+)
 from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
 from tensord.shm.messages import Parameter, RegionSlice, RequestedOutput
-from tensord.shm.open_shape import OPEN, check, closed, elements, is_open
 
 #: Shorter texts are read whole, longer ones only once their large data is cut out.
 MAX_UNCUT = 4096
@@ -130,7 +140,7 @@ def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | No
         if type(dim) is not int or dim < OPEN:
             raise refusal("shape", "non-unsigned-integer", "unsigned-integer")
     if OPEN in shape:
-        check(shape, f"input '{name}' shape")
+        check_shape(shape, f"input '{name}' shape")
     elif len(shape) > MAX_RANK or 0 in shape or prod(shape) > MAX_ELEMENTS:
         element_count(shape, f"input '{name}' shape")  # which says what is wrong
     given = []

@@ -27,9 +27,8 @@ from tensord.daemon.metrics.ledger import OwnFamily, Total
 from tensord.daemon.metrics.snapshot import Exemplars, MetricsSnapshot, WorkerSlot
 from tensord.daemon.models.versions import IndexState
 from tensord.shm.durations import PROTOCOLS, QUEUE
-from tensord.shm.figures import FIRST_RESPONSE_MS, Counts
+from tensord.shm.figures import FIRST_RESPONSE_MS, Counts, SlowReason
 from tensord.shm.refusals import Refusal
-from tensord.shm.slow_reasons import SlowReason
 
 #: Label texts that are kept from scrape to scrape: some twenty for each model version.
 _MAX_LABELS = 1 << 15

@@ -24,7 +24,7 @@ from tensord.daemon.tracing.trace_settings import TraceSettings
 from tensord.shm import descriptors
 from tensord.shm.control_records import ControlCall, Reply
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
-from tensord.shm.figures import Figures
+from tensord.shm.figures import Figures, SlowReason
 from tensord.shm.operations import (
     FAILED,
     ChangeLog,
@@ -48,7 +48,6 @@ from tensord.shm.operations import (
     UnregisterRegion,
     WorkerFigures,
 )
-from tensord.shm.slow_reasons import SlowReason
 
 _log = logging.getLogger(__name__)
 #: Seconds to wait for a worker's statistics; it answers later if its loop is busy for longer.

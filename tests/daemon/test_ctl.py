@@ -16,7 +16,7 @@ import click
 import pytest
 
 from tensord.daemon.ctl import main
-from tensord.shm.slow_reasons import SlowReason
+from tensord.shm.figures import SlowReason
 from tests import prepared
 from tests.daemon.fake_daemon import ROOT, FakeDaemon, write_model
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensord.shm.arrays import byte_content
+from tensord.shm.datatypes import check_shape, closed, elements, is_open
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.open_shape import check, closed, elements, is_open
 
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.integers(0, 4), st.integers(0, 7))
@@ -40,10 +40,10 @@ def test_what_cannot_be_found(shape: list[int], count: int, said: str) -> None:
 
 
 def test_only_the_shape_is_looked_at() -> None:
-    check([-1, 4], "x")
-    check([2, 4], "x")
+    check_shape([-1, 4], "x")
+    check_shape([2, 4], "x")
     with pytest.raises(InvalidArgument, match="2 dimensions of -1"):
-        check([-1, 4, -1], "x")
+        check_shape([-1, 4, -1], "x")
 
 
 @given(st.lists(st.binary(max_size=9), max_size=9))

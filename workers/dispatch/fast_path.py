@@ -21,10 +21,10 @@ from typing import Any, cast
 
 from tensord.shm.arrays import address_of
 from tensord.shm.errors import ServingError
+from tensord.shm.figures import SlowReason
 from tensord.shm.messages import PreparedAnswer, RegionSlice
 from tensord.shm.prepared import Numbered
 from tensord.shm.regions import Region
-from tensord.shm.slow_reasons import SlowReason
 from tensord.shm.status_page import StatusPage, WorkerState
 from tensord.workers.dispatch.poller import Poller, Woken
 from tensord.workers.dispatch.sequence_runs import SequenceRuns

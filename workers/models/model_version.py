@@ -15,10 +15,9 @@ import msgspec
 from tensord.config.options import Metrics
 from tensord.shm.arrays import Array
 from tensord.shm.errors import ServingError
-from tensord.shm.figures import VersionFigures
+from tensord.shm.figures import SlowReason, VersionFigures
 from tensord.shm.operations import MAIN_SET
 from tensord.shm.response_order import ResponseOrder
-from tensord.shm.slow_reasons import SlowReason
 from tensord.shm.status_page import model_key
 from tensord.workers.models.instance import Instance
 from tensord.workers.models.loaded_model import LoadedModel

@@ -19,9 +19,8 @@ from tensord.config.options import Metrics
 from tensord.shm.arrays import Array
 from tensord.shm.durations import FIRST_RESPONSE, QUEUE, REQUEST, Counted, Durations, total
 from tensord.shm.errors import ServingError
-from tensord.shm.figures import FIRST_RESPONSE_MS, Counts
+from tensord.shm.figures import FIRST_RESPONSE_MS, Counts, SlowReason
 from tensord.shm.refusals import Refusal
-from tensord.shm.slow_reasons import SlowReason
 from tensord.workers.models.execution import Execution
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_sender import ResponseSender, Sent

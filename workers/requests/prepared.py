@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from tensord.shm.arrays import Array, IncompleteString, datatype_of, received_strings
 from tensord.shm.common.scheduling import PARAMETERS, SET_PARAMETER
 from tensord.shm.cuda_regions import CudaRegion
-from tensord.shm.datatypes import ELEMENT_SIZES, MAX_ELEMENTS
+from tensord.shm.datatypes import ELEMENT_SIZES, MAX_ELEMENTS, OPEN, check_shape, closed, elements
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.messages import (
     TELLING_PARAMETER,
@@ -34,8 +34,6 @@ from tensord.shm.messages import (
     all_parameters,
     placed,
 )
-from tensord.shm.open_shape import OPEN, closed, elements
-from tensord.shm.open_shape import check as check_shape
 from tensord.shm.operations import MAIN_SET
 from tensord.shm.regions import Region, check_range
 from tensord.workers.devices.late_tensor import CudaTensor, LateTensor, RegionTensor

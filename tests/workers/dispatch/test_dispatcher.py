@@ -16,7 +16,7 @@ from tensord.config.options import Arenas, ExecutablesOptions, Options, RegionsO
 from tensord.shm.control_records import Load
 from tensord.shm.cuda_regions import Driver
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.slow_reasons import SlowReason
+from tensord.shm.figures import SlowReason
 from tensord.shm.status_page import StatusPage
 from tensord.workers.dispatch.dispatcher import Dispatcher
 from tensord.workers.loading.loader import Loader

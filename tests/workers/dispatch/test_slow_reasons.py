@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from tensord.shm.figures import SlowReason
 from tensord.shm.messages import RegionSlice, RequestedOutput
 from tensord.shm.operations import RegisterSystemRegion
-from tensord.shm.slow_reasons import SlowReason
 from tensord.workers.models import model_version
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.native.extensions import available
