@@ -36,7 +36,8 @@ class ArrivingParameters:
         The descriptor is open inside the ``with`` block only; -1: no parameters follow the JSON. ``limit``: the most bytes of one
         push, and of all pushes that arrive at the same time.
         Raises: InvalidArgument: the sizes in the headers are wrong, or the body is too short; Unsupported: it is compressed;
-          BodyTooLarge; Unavailable: other pushes take all the room, or the host has no memory or descriptors left.
+          BodyTooLarge: JSON or parameters are too large; Unavailable: other pushes take the room, or the host has no memory or
+          descriptors left; ClientDisconnect: the client has disconnected.
         """
         text_size, length = _sizes(request)
         if text_size is None or length == text_size:
@@ -79,7 +80,10 @@ class _Pushed:
         self._taken = self._written = 0
 
     def reserve(self, whole: int) -> None:
-        """Enlarges the room reserved for this push to ``whole`` bytes. Raises, with no effect, BodyTooLarge or Unavailable."""
+        """Enlarges the room reserved for this push to ``whole`` bytes; nothing is reserved if this raises.
+
+        Raises BodyTooLarge: the push is too large; Unavailable: other pushes take the room.
+        """
         more, taken = whole - self._taken, self._arriving.byte_size
         if whole > self._limit:
             raise BodyTooLarge(f"has {whole} bytes of parameters or more", self._limit)
@@ -92,7 +96,10 @@ class _Pushed:
         self._taken = whole
 
     def write(self, piece: memoryview) -> None:
-        """Writes a received piece of the parameters to memory. Raises BodyTooLarge or Unavailable."""
+        """Writes a received piece of the parameters to memory, and reserves room for it if none is reserved.
+
+        Raises as ``reserve``, or Unavailable: the host has no memory left, or this process no file descriptors.
+        """
         end = self._written + len(piece)
         if end > self._taken:
             self.reserve(end)

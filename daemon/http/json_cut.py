@@ -57,7 +57,7 @@ class Cut:
     document: memoryview
 
     def number_of(self, data: Any) -> int | None:
-        """Returns the index in ``spans`` of the value that the placeholder ``data`` (text or parsed) stands for, if it is one."""
+        """Returns the index in ``spans`` of the value that ``data`` (text or parsed) stands for; None: it is no placeholder."""
         if isinstance(data, msgspec.Raw):
             text = bytes(data) if memoryview(data).nbytes < 64 else b""
             return int(text[len(_PLACEHOLDER) : -2]) if text.startswith(_PLACEHOLDER) else None
@@ -75,7 +75,7 @@ class Cut:
 
 
 def cut(document: bytes | memoryview) -> Cut | None:
-    """Cuts as ``steps`` does, all at once."""
+    """Cuts large values of ``data`` keys out of a JSON text as ``steps`` does, all at once."""
     found = steps(document)
     while True:
         try:
