@@ -142,10 +142,7 @@ def encoded(values: list[Any]) -> bytes:
 
 
 def _check_strings(content: bytes, shape: Sequence[int], what: str = "tensor", whose: str = "") -> None:
-    """Checks the content of a BYTES tensor, without decoding it; see ``array`` for the arguments.
-
-    Raises InvalidArgument: the content ends within an element, or the number of elements is not that of the shape.
-    """
+    """Raises InvalidArgument unless the content of a BYTES tensor has as many whole elements as its shape. Args: as ``array``."""
     wanted, end = element_count(shape, what), len(content)
     found, at = strings.count(content, wanted + 1)
     if at < end and found <= wanted:

@@ -85,10 +85,7 @@ def is_open(shape: Sequence[int]) -> bool:
 
 
 def check_shape(shape: Sequence[int], what: str) -> None:
-    """Raises InvalidArgument if more than one dimension is open (-1), or the other dimensions are not a valid shape.
-
-    ``what`` names the shape in errors.
-    """
+    """Raises InvalidArgument, which names ``what``, unless one dimension at most is open (-1) and the others are valid."""
     if shape.count(OPEN) > 1:
         raise InvalidArgument(
             f"{what} {_shown(shape)} has {shape.count(OPEN)} dimensions of -1, at most 1 can be found from the data"

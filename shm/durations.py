@@ -25,10 +25,7 @@ Counted = Mapping[str, tuple[int, ...]]
 class Durations:
     """Histograms of how long a model version's requests took on a worker: one for each protocol ("http") and kind ("queue").
 
-    Only the worker's main loop may use them.
-
-    Args:
-      buckets: the upper bounds of the buckets in seconds, ascending.
+    Only the worker's main loop may use them. ``buckets``: the upper bounds of the buckets in seconds, ascending.
     """
 
     __slots__ = ("_row", "bounds", "counts")
@@ -47,10 +44,7 @@ class Durations:
         counts[at + self._row - 1] += ns
 
     def ran(self, protocol: int, request_ns: int, queue_ns: int, compute_ns: int) -> None:
-        """Counts an answered request in the histograms of the kinds request, queue and compute. No duration may be negative.
-
-        One function does all three, because every request comes here. ``protocol``: position in PROTOCOLS.
-        """
+        """Counts an answered request in the histograms of its request, queue and compute durations; none may be negative."""
         counts, bounds, row, at = self.counts, self.bounds, self._row, protocol * len(KINDS) * self._row
         counts[at + bisect_left(bounds, request_ns)] += 1
         counts[at + row - 1] += request_ns
@@ -62,10 +56,7 @@ class Durations:
         counts[at + row - 1] += compute_ns
 
     def counted(self) -> Counted:
-        """Returns the histograms, protocol -> numbers: for each of KINDS in turn the count of each bucket, then the sum in ns.
-
-        Behind the last bound there is one more bucket, without limit. Protocols without requests are left out.
-        """
+        """Returns the histograms, protocol -> numbers, without protocols that had no requests."""
         size = len(KINDS) * self._row
         found: dict[str, tuple[int, ...]] = {}
         for number, protocol in enumerate(PROTOCOLS):

@@ -352,7 +352,7 @@ class WorkerLane(LaneEnd):
     def receive(self) -> list[Instruction] | None:
         """Returns the requests and other records for the dispatcher in the next datagram, in order; None: no datagram is waiting.
 
-        The list is empty if the datagram held only returned leases and news of segments, which this method has dealt with.
+        The list is empty if the datagram held only what this method has dealt with: returned leases, and news of segments.
         Raises: ChannelClosed: the submitter has closed its end or exited.  InvalidArgument: the datagram is malformed or of
           another version, or it returns a lease that is not outstanding.
         """
@@ -426,10 +426,7 @@ class WorkerLane(LaneEnd):
         self.channel.put_encoded(records)
 
     def _announced(self, request_id: int, lease: LeaseKey) -> AnswerRecord | None:
-        """Announces the segment of a lease to the submitter, if it is new there. Returns None on success.
-
-        If this process has no descriptor left, it releases the lease and returns the error to answer the request with.
-        """
+        """Announces the segment of a lease; if no descriptor is left, releases the lease and returns an error to send."""
         try:
             self.announce(lease[0])
         except Unavailable as error:

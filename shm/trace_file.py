@@ -78,10 +78,7 @@ class TraceFiles:
                     _log.error("traces cannot be written to %s: %s", path, reason)
 
     def _create(self, path: str, traces: bytes) -> None:
-        """Writes traces to the first file of the series ``path``.N that does not exist yet; drops them if all exist.
-
-        Raises OSError: the file cannot be written.
-        """
+        """Writes traces to the first file of the series ``path``.N that does not exist yet; drops them if all exist."""
         for index in range(self._next_index.get(path, 0), self._max_files):
             self._next_index[path] = index + 1
             try:
@@ -98,7 +95,7 @@ class TraceFiles:
         self._complain(f"there are trace.max_files ({self._max_files}) files {path}.N; remove them and restart")
 
     def close(self) -> None:
-        """Waits until the queued traces are written, for ``_CLOSE_SECONDS`` at most, and ends the thread that writes them."""
+        """Waits until the queued traces are written, for two seconds at most, and ends the thread that writes them."""
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join(_CLOSE_SECONDS)
@@ -121,10 +118,7 @@ def append(path: str, traces: bytes) -> None:
 
 
 def _put(fd: int, content: bytes, at: int) -> None:
-    """Writes all of ``content`` at offset ``at``; if a full disk takes only a part, restores the file.
-
-    Raises OSError: the content was not written.
-    """
+    """Writes all of ``content`` at offset ``at``; if a full disk takes only a part, restores the file and raises OSError."""
     written = 0
     try:
         written = os.pwrite(fd, content, at)

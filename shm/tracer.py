@@ -195,16 +195,13 @@ class Tracer:
         self._last_id = incarnation << _ID_BITS
 
     def changed(self, record: TraceChanged, fds: list[int]) -> None:
-        """Applies the settings of a model, or of all models ("") that have none of their own.
-
-        ``fds``: the descriptors of the settings' shared counters, which the tracer owns then.
-        """
+        """Applies the settings of a model, or of all models ("") that have none of their own; takes over ``fds``."""
         self._forget(record.model)
         self._samplers[record.model] = Sampler(record, fds, self._files)
         self._look()
 
     def cleared(self, record: TraceCleared) -> None:
-        """Removes the settings that a model has of its own; the settings of all models hold for it then."""
+        """Removes a model's own settings; those of all models hold for it then."""
         self._forget(record.model)
         self._look()
 
