@@ -1,4 +1,4 @@
-"""Checks whether models load, for ``tensord check``: with the code and in the order of a worker, without serving them.
+"""Checks whether models load (``tensord check``) or exports one (``tensord export``), in child processes that have JAX.
 
     found in the repositories ─▶ python -m tensord.workers.check, bounded in time ─▶ good, or the reason, or how the process ended
     an ensemble               ─▶ its configuration is checked against those of its members, once these were tried
@@ -331,3 +331,32 @@ class _Attempt:
         reason = "; ".join(f"version {number}: {reason}" for number, reason in reasons)
         footprints = {outcome.version: outcome.footprint for outcome in outcomes}
         return Verdict(model, reason, text, configs, footprints)
+
+
+def export(model: FoundModel, options: Options, device: Device, folder: Path, platforms: str) -> None:
+    """Writes the newest version of a model as a new model without Python code: a program of jax.export and its parameters.
+
+    What the model's code prints goes to stderr.
+
+    Args:
+      device: what the model is loaded on.
+      folder: the new model's folder, which is made if it is missing.
+      platforms: the platforms that it shall run on, such as "cpu,cuda"; "": that of ``device``.
+    Raises: InvalidArgument: the model cannot be exported, or the folder has a version 1 or cannot be written.
+    """
+    if model.problem:
+        raise InvalidArgument(f"model '{model.name}': {model.problem}")
+    asked = CheckLoads(msgspec.Raw(msgspec.msgpack.encode(options)), (model.load(model.chosen[-1]),))
+    arguments = ["--device", device.name, "--folder", os.path.abspath(folder), "--platforms", platforms]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "tensord.workers.check", *arguments],
+        input=msgspec.msgpack.encode(asked),
+        stdout=subprocess.PIPE,
+        env=child_environment(device.environment),
+        check=False,
+    )
+    if not done.stdout:
+        raise InvalidArgument(f"model '{model.name}': its process {describe_exit(done.returncode)} while exporting it")
+    outcome = msgspec.json.decode(done.stdout, type=LoadOutcome)
+    if outcome.reason:
+        raise InvalidArgument(outcome.reason)

@@ -7,6 +7,7 @@ Exit status: 0: done; 1: a failure while serving, or a bad repository; 2: a bad 
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -18,11 +19,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from tensord import __version__
 from tensord.config import layers, log
 from tensord.config.layers import ConfigurationError, Setting
 from tensord.config.options import Options
 from tensord.daemon import flags, tables
-from tensord.daemon.command_group import CommandGroup
 from tensord.daemon.processes import spawned
 from tensord.daemon.processes.devices import MissingDevice, find_devices
 from tensord.daemon.processes.first_signals import FirstSignals
@@ -42,7 +43,7 @@ _WATCH = (
 )
 
 
-class _Commands(CommandGroup):
+class _Commands(tables.CommandGroup):
     """The group of tensord's commands: a ConfigurationError in any of them prints its message and exits with status 2."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -342,13 +343,13 @@ def export_model(model: Path, folder: Path, platforms: str) -> None:
     Its newest version is written as a program of jax.export and a file of parameters, which any tensord can serve and any JAX can
     call. This runs the model's code as the user who calls it.
     """
-    from tensord.daemon import export as exporting
+    from tensord.daemon import check as model_check
     from tensord.daemon.models import repository
 
     options = layers.load(None, os.environ)
     try:
         found = repository.poll(model.absolute())
-        exporting.export(found, options, find_devices(options.workers, os.environ)[0], folder, platforms)
+        model_check.export(found, options, find_devices(options.workers, os.environ)[0], folder, platforms)
     except (InvalidArgument, MissingDevice) as error:
         _fail(str(error), status=1)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -366,14 +367,32 @@ def write_man_pages(folder: Path) -> None:
     from tensord.daemon import ctl
 
     try:
-        from tensord.daemon import man_pages
+        from click_man import core
     except ModuleNotFoundError as error:
         _fail(f"{error.name} is not installed (pip install 'tensord[man]')", status=1)
     try:
-        written = man_pages.write({"tensord": main, "tensorctl": ctl.main}, folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        before = {path: path.stat().st_mtime_ns for path in folder.glob("*.1")}
+        for name, command in (("tensord", main), ("tensorctl", ctl.main)):
+            described = _described(command, click.Context(command, info_name=name))
+            core.write_man_pages(name, described, version=__version__, target_dir=str(folder))
     except OSError as error:
         _fail(f"{error.filename} cannot be written: {error.strerror}", status=1)
+    written = [path for path in folder.glob("*.1") if before.get(path) != path.stat().st_mtime_ns]
     click.echo(f"{len(written)} pages in {folder}")
+
+
+def _described(command: click.Command, ctx: click.Context) -> click.Command:
+    """Returns a copy of a command for click-man: with all of its parameters, and its first help sentence in full length."""
+    described = copy.copy(command)
+    described.params = command.get_params(ctx)
+    described.short_help = " ".join((command.help or "").strip().partition("\n\n")[0].split()).removesuffix(".")
+    if isinstance(command, click.Group):
+        assert isinstance(described, click.Group)
+        described.commands = {
+            name: _described(each, click.Context(each, ctx, info_name=name)) for name, each in command.commands.items()
+        }
+    return described
 
 
 @main.command("config", cls=flags.FlagCommand)

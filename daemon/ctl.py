@@ -19,7 +19,6 @@ import click
 from click.shell_completion import CompletionItem
 
 from tensord.daemon import tables
-from tensord.daemon.command_group import CommandGroup
 from tensord.daemon.control import runtime_directory
 from tensord.daemon.control.runtime_directory import CONTROL_SOCKET
 
@@ -66,7 +65,7 @@ def _print_as_json(ctx: click.Context, _: click.Parameter, given: bool) -> None:
         daemon.as_json = True
 
 
-class _Group(CommandGroup):
+class _Group(tables.CommandGroup):
     """A group of tensorctl's commands, which all accept ``--json``; its subgroups are such groups, too."""
 
     command_class = _Command

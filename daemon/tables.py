@@ -1,4 +1,4 @@
-"""Prints reports of tensord and tensorctl as tables: one line for each row, columns as wide as their values."""
+"""Prints what tensord and tensorctl show as tables: reports, one line for each row, and the commands in their help."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 import click
+
+#: Characters of a command's first sentence; click's own bound cuts most of ours.
+_MAX_SENTENCE = 240
 
 
 def show(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
@@ -97,3 +100,14 @@ def _count(durations: Mapping[str, Any], what: str) -> int:
 def _mean(durations: Mapping[str, Any], what: str) -> str:
     count = _count(durations, what)
     return f"{durations[what]['ns'] / count / 1000:.0f}" if count else ""
+
+
+class CommandGroup(click.Group):
+    """A group of commands whose help lists each with its first sentence, over several lines where one is too short."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the section "Commands" of the group's help."""
+        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [(name, command.get_short_help_str(_MAX_SENTENCE)) for name, command in found if command is not None]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)

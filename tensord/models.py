@@ -120,7 +120,7 @@ def load_model(name: str, config: str = "", files: Mapping[str, bytes] | None = 
 
     Raises: ServingError: the model could not be loaded, and why; or this code is not run by a model on a server.
     """
-    from tensord.workers.calls.other_models import load
+    from tensord.workers.calls.asking import load
 
     load(name, config, files)
 
@@ -130,7 +130,7 @@ def unload_model(name: str, dependents: bool = False) -> None:
 
     Raises ServingError: the server refused, and why; or this code is not run by a model on a server.
     """
-    from tensord.workers.calls.other_models import unload
+    from tensord.workers.calls.asking import unload
 
     unload(name, dependents)
 
@@ -140,7 +140,7 @@ def is_ready(name: str, version: int = 0) -> bool:
 
     Raises ServingError: the server could not say; or this code is not run by a model on a server.
     """
-    from tensord.workers.calls.other_models import is_ready
+    from tensord.workers.calls.asking import is_ready
 
     return is_ready(name, version)
 

@@ -39,7 +39,6 @@ OURS = {
         ),
         *(
             "workers.calls.asking",
-            "workers.calls.other_models",
             "workers.calls.own_metrics",
             "workers.calls.own_spans",
         ),

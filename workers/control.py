@@ -16,12 +16,14 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import socket
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import msgspec
 
 from tensord.config import log
@@ -71,6 +73,7 @@ from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.parameter_pushes import ParameterOperation, ParameterPushes
 from tensord.workers.regions.region_table import RegionTable
 from tensord.workers.threads.cancellation import REASON, Cancellation
+from tensord.workers.threads.inbox import Inbox
 from tensord.workers.threads.work_thread import WorkThread
 
 if TYPE_CHECKING:
@@ -79,6 +82,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 #: The most sequences of a model version that are described.
 _MAX_SEQUENCES = 1000
+#: The longest profile: all of it is in memory before it is written.
+_MAX_PROFILE_SECONDS = 60.0
 
 
 class _Running(NamedTuple):
@@ -101,6 +106,7 @@ class Control:
         thread: WorkThread,
         operations: DaemonOperations,
         pushes: ParameterPushes,
+        inbox: Inbox,
     ) -> None:
         self._worker = worker
         self._channel = channel
@@ -110,6 +116,7 @@ class Control:
         self._thread = thread
         self._operations = operations
         self._pushes = pushes
+        self._profiler = _Profiler(inbox)
         #: (name, version) -> its unanswered loads, the running one first: answers keep the order of loads.
         self._running: dict[tuple[str, int], deque[_Running]] = {}
 
@@ -275,7 +282,7 @@ class Control:
             elif isinstance(operation, SequenceRecords):
                 reply(json.dumps(self._sequences()).encode())
             elif isinstance(operation, TakeProfile):
-                self._worker.profiler.take(operation.seconds, operation.folder, lambda error: reply(error or b""))
+                self._profiler.take(operation.seconds, operation.folder, lambda error: reply(error or b""))
             elif isinstance(operation, RecentErrors):
                 reply(msgspec.json.encode(self._worker.recent_lane_errors()))
             elif isinstance(operation, WorkerFigures):
@@ -363,3 +370,41 @@ class Control:
 
 def _sentence(error: Exception) -> str:
     return error.message if isinstance(error, ServingError) else f"loading failed with {type(error).__name__}"
+
+
+class _Profiler:
+    """Records what XLA and its threads do with ``jax.profiler``, one profile at a time, in a thread of its own."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._thread = WorkThread("profiler", inbox)
+
+    def take(self, seconds: float, folder: str, done: Callable[[ServingError | None], None]) -> None:
+        """Records a profile for ``seconds``, writes it below ``folder``; then calls ``done`` on the loop with None or an error.
+
+        Raises InvalidArgument: the time is out of bounds, or another profile is being taken.
+        """
+        if not 0 < seconds <= _MAX_PROFILE_SECONDS:
+            raise InvalidArgument(
+                f"a profile of {seconds:g} s is asked for, at most {_MAX_PROFILE_SECONDS:g} s are recorded"
+            )
+        if self._thread.pending:
+            raise InvalidArgument("a profile of this worker is being taken")
+
+        def finished(outcome: Exception | None) -> None:
+            if isinstance(outcome, OSError):
+                done(InvalidArgument(f"'{folder}' cannot be written: {outcome.strerror or outcome}"))
+            elif outcome is not None:
+                done(InvalidArgument(f"the profile failed: {outcome}"))
+            else:
+                done(None)
+
+        self._thread.do(lambda: _record(seconds, folder), finished)
+
+
+def _record(seconds: float, folder: str) -> None:
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    jax.profiler.start_trace(folder)
+    try:
+        time.sleep(seconds)
+    finally:
+        jax.profiler.stop_trace()

@@ -54,7 +54,6 @@ from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.native import extensions
 from tensord.workers.parameter_pushes import ParameterPushes
 from tensord.workers.processor import output_memory
-from tensord.workers.profiler import Profiler
 from tensord.workers.programs.run_errors import works
 from tensord.workers.regions.lane_segments import LaneSegments
 from tensord.workers.regions.region_table import RegionPolicy, RegionTable
@@ -130,8 +129,9 @@ class Worker:
         self._pushes = ParameterPushes(
             self._models, self._regions, WorkThread("parameters", self._inbox), options.workers, self._dispatcher.agenda
         )
-        self._control = Control(self, channel, self._models, self._regions, loader, thread, operations, self._pushes)
-        self.profiler = Profiler(self._inbox)
+        self._control = Control(
+            self, channel, self._models, self._regions, loader, thread, operations, self._pushes, self._inbox
+        )
         self._cache = ResponseCache(options.response_cache.byte_size)
         #: By the descriptor of their lane; clients' lanes also by their number.
         self._submitters: dict[int, SubmitterLink[Request]] = {}

@@ -58,6 +58,7 @@ class Bench:
             thread := cast(Any, SimpleNamespace(do=lambda job, done: self.loads.append(done))),
             DaemonOperations(channel, thread, Inbox()),
             ParameterPushes(self.models, regions, thread, Workers(), Agenda()),
+            Inbox(),
         )
 
     def load(self) -> Callable[[Any], None]:

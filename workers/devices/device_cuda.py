@@ -4,7 +4,7 @@
     CUDA region otherwise, or on another GPU         ─▶ device to device into the staging buffer
     arena, system region, body; small                ─▶ brought together on the host (``host_staging.py``), one transfer into it
                                 large                ─▶ host to device into it; only a transfer where the pages are locked
-    system region whose pages are not locked, large  ─▶ copied on the host first, and so on the way out (``client_memory.py``)
+    system region whose pages are not locked, large  ─▶ copied on the host first, and so on the way out (``device_array.py``)
 
 All models share one staging buffer, which belongs to the thread that runs them: a batch is computed before the next one is
 gathered. Another thread that runs programs (the loader with a version's samples) has a ``CudaDevice`` of its own.
@@ -30,8 +30,7 @@ from tensord.shm.arrays import Array, address_of
 from tensord.shm.common.dlpack import DeviceView
 from tensord.shm.cuda_regions import Context, CudaError, CudaRegion, DeviceLost
 from tensord.shm.errors import Unavailable
-from tensord.workers.devices.client_memory import may_be_written, standing
-from tensord.workers.devices.device_array import GpuArray
+from tensord.workers.devices.device_array import GpuArray, may_be_written, standing
 from tensord.workers.devices.host_staging import TOGETHER, HostStaging, StagingPool
 from tensord.workers.devices.late_tensor import CudaTensor
 from tensord.workers.jax_internals.wide import byte_size_of

@@ -23,8 +23,7 @@ from tensord.shm.errors import Internal, InvalidArgument, ServingError
 from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedTensor, RegionSlice
 from tensord.shm.messages import Content as SentContent
 from tensord.shm.regions import SnapshotRegion, check_range
-from tensord.workers.devices.client_memory import standing
-from tensord.workers.devices.device_array import GpuArray
+from tensord.workers.devices.device_array import GpuArray, standing
 from tensord.workers.models.author_error import bounded
 from tensord.workers.regions.places import Places
 from tensord.workers.regions.region_table import AnyRegion, check_intact

@@ -14,8 +14,7 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 
-from tensord.workers.imports.model_imports import ModelImports, OwnModules
-from tensord.workers.imports.plain_names import PlainNames, importer_of
+from tensord.workers.imports.model_imports import ModelImports, OwnModules, PlainNames, importer_of
 from tensord.workers.python_backend import interface
 
 

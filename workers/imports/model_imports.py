@@ -3,6 +3,8 @@
     tensord_model_7_digits            a package for each loaded version: the modules in the version's and the model's folder
     tensord_model_7_digits.model      model.py
     tensord_model_7_digits.labels     labels.py beside it, by "import labels" as by "from . import labels"
+    labels                            a placeholder, for libraries that a model's code calls: an unpickler that finds the name
+                                      "labels.Net"
 
 Python takes ``__import__`` from the builtins of the module whose code imports, and modules of such a package have builtins of
 their own. So an import statement finds the same module at load, while a function is traced, in any thread and at any later time,
@@ -32,15 +34,16 @@ from importlib.machinery import (
 )
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, MethodType, ModuleType
 from typing import Any
 
 from tensord.config import model_folder
 from tensord.shm.errors import InvalidArgument
 from tensord.workers.calls.caller import PORT, EndsLater, ModelPort
-from tensord.workers.imports.plain_names import Importer, PlainName
 
 _NOT_A_NAME = re.compile(r"\W")
+#: Attributes that the import system asks a module for; any other is looked up in the asking model's module.
+_OF_ITS_OWN = frozenset({"__class__", "__loader__", "__name__", "__package__", "__path__", "__spec__"})
 
 
 class SourceLoader(SourceFileLoader):
@@ -75,7 +78,7 @@ class BytecodeLoader(SourcelessFileLoader):
         super().exec_module(module)
 
 
-class ModelImports(Importer):
+class ModelImports:
     """The package of one loaded version's modules. It is also the package's ``__loader__``, by which ``of`` finds it."""
 
     #: Numbers in packages' names. None is used twice in a process: remains of an unloaded model must not find another's code.
@@ -205,9 +208,11 @@ class ModelImports(Importer):
             raise
 
     def module(self, name: str) -> ModuleType:
+        """Imports a module by name as the model's code would."""
         return self.import_(name, fromlist=("__name__",))
 
     def own_module(self, name: str) -> ModuleType | None:
+        """Imports the model's own module with this short name and returns it; None: the model has no such module."""
         try:
             return builtins.__import__(self._prefix + name, fromlist=("__name__",))
         except ModuleNotFoundError as error:
@@ -282,6 +287,63 @@ class OwnModules:
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         imports = ModelImports.of(name.partition(".")[0])
         return None if path is None or imports is None else imports.find_spec(name, path)
+
+
+class PlainName(ModuleType):
+    """A placeholder in ``sys.modules`` for all models' modules with one short name.
+
+    Its attributes are those of the module of the model whose code asks.
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _OF_ITS_OWN:
+            return super().__getattribute__(name)
+        asking = asking_model()
+        module = None if asking is None else asking.own_module(self.__name__)
+        if module is None:
+            raise AttributeError(f"module {self.__name__!r} is a model's, and no model of that module asks")
+        return getattr(module, name)
+
+
+class PlainNames:
+    """Finds and makes placeholders (``PlainName``); last on ``sys.meta_path``, so that the environment's modules come first."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        package = name.rpartition(".")[0]
+        if package and not isinstance(sys.modules.get(package), PlainName):
+            return None
+        asking = asking_model()
+        if asking is None or asking.own_module(name) is None:
+            return None
+        return ModuleSpec(name, PlainNames, is_package=True)  # type: ignore[arg-type]
+
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> PlainName:
+        return PlainName(spec.name)
+
+    @staticmethod
+    def exec_module(module: ModuleType) -> None:
+        """Does nothing: a placeholder module has no content of its own."""
+
+
+def asking_model() -> ModelImports | None:
+    """Returns the ``ModelImports`` of the model whose code is nearest on the call stack; None: no model's code is on it."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        asking = importer_of(frame.f_builtins)
+        if asking is not None:
+            return asking
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def importer_of(builtins: dict[str, Any]) -> ModelImports | None:
+    """Returns the ``ModelImports`` of the model whose code has these builtins, or None if they are no model's."""
+    function = builtins.get("__import__")
+    if type(function) is MethodType and isinstance(function.__self__, ModelImports):
+        return function.__self__
+    return None
 
 
 def python_source(folder: Path) -> bytes:

@@ -17,7 +17,7 @@ import numpy as np
 
 from tensord.shm.arrays import Array, array, byte_content
 from tensord.shm.errors import InvalidArgument, ServingError
-from tensord.workers.calls import other_models
+from tensord.workers.calls import asking
 from tensord.workers.calls.metric_registry import MetricKind, Value
 from tensord.workers.calls.own_metrics import HeldFamily
 
@@ -187,7 +187,7 @@ class _Asking(Saying):
     """Turns errors as ``Saying`` does; Triton's message is raised where the running code may not load models or ask for them."""
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, other_models.NotAllowed):
+        if isinstance(error, asking.NotAllowed):
             error = InvalidArgument(
                 "the model loading API is not supported during the 'auto_complete_config' and 'finalize' functions."
             )
@@ -318,7 +318,7 @@ def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | N
             f"failed to load model '{model_name}', files should be a dictionary of file paths and file contents"
         )
     with _Asking("Failed to load model"):
-        other_models.load(model_name, config, files)
+        asking.load(model_name, config, files)
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
@@ -327,7 +327,7 @@ def unload_model(model_name: str, unload_dependents: bool = False) -> None:
     Raises TritonModelException: the server refused, or the running code may not unload models.
     """
     with _Asking("Failed to unload model"):
-        other_models.unload(model_name, unload_dependents)
+        asking.unload(model_name, unload_dependents)
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
@@ -344,4 +344,4 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
             )
         number = int(model_version)
     with _Asking("Failed to check model readiness"):
-        return other_models.is_ready(model_name, number)
+        return asking.is_ready(model_name, number)

@@ -10,7 +10,7 @@ import pytest
 
 from tensord.shm import guard
 from tensord.shm.regions import Region
-from tensord.workers.devices.client_memory import may_be_written, standing
+from tensord.workers.devices.device_array import may_be_written, standing
 
 SIZE = 4 * mmap.PAGESIZE
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from tensord.workers.imports import import_system
 from tensord.workers.imports.import_system import LoadedModels
-from tensord.workers.imports.model_imports import ModelImports, OwnModules
-from tensord.workers.imports.plain_names import PlainNames
+from tensord.workers.imports.model_imports import ModelImports, OwnModules, PlainNames
 
 
 def test_it_is_told_once() -> None:

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from tensord.workers.imports import import_system
-from tensord.workers.imports.model_imports import ModelImports
-from tensord.workers.imports.plain_names import PlainName
+from tensord.workers.imports.model_imports import ModelImports, PlainName
 
 NAME = "a_module_of_models"
 MODEL = """
