@@ -8,6 +8,11 @@
     REPOSITORY/NAME/          what daemons serve: exchanged with the staged model by one rename, when that is complete and checked
 
 A fetch that is killed leaves the stage. The next fetch keeps each file that is here and has not changed at its source.
+
+    s3://bucket/models/digits          a folder, on any file system of fsspec that lists: every file beneath it
+    https://host/digits-7.tar.gz       an archive, on any file system
+
+The libraries behind fsspec raise all kinds of exceptions; here they become a ServingError, without the secrets of a URL.
 """
 
 from __future__ import annotations
@@ -20,25 +25,53 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+import stat
+import sys
+import tarfile
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import IO, Any
 
 import msgspec
 
+from tensord.config.model_folder import MAX_ENTRIES, is_passed_over
 from tensord.config.options import Options
 from tensord.daemon import check, tables
-from tensord.daemon.fetching import archive
-from tensord.daemon.fetching.source import RECORD, File, Source
 from tensord.daemon.models import repository
 from tensord.daemon.models.repository import FoundModel
 from tensord.daemon.processes.devices import Device
 from tensord.daemon.progress_bar import ProgressBar
-from tensord.shm.errors import InvalidArgument, Unavailable
+from tensord.shm.errors import InvalidArgument, NotFound, ServingError, Unavailable
+
+try:
+    import fsspec
+    from fsspec.callbacks import Callback
+    from fsspec.core import url_to_fs
+except ImportError:
+    fsspec, Callback = None, object
 
 #: A list of checksums in a model's folder, as ``sha256sum`` writes it.
 SUMS = "SHA256SUMS"
 _SUM = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
 _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
+ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
+#: In the folder of a model that was fetched: what it was fetched from. It is no part of the model.
+RECORD = ".fetched.json"
+#: Seconds before each further try of what failed.
+PAUSES = (0.5, 2.0, 8.0)
+#: Names under which file systems identify a file's content, or at least its last change; the most exact come first.
+_IDENTITIES = (
+    *("ETag", "etag", "md5Hash", "content_hash", "blob_id", "Content-MD5", "Digest", "generation"),
+    *("LastModified", "Last-Modified", "last_modified", "updated", "mtime", "created"),
+)
+#: Errors that are the same when asked again, and those of this host's disk.
+_FINAL = (PermissionError, IsADirectoryError, NotImplementedError)
+_HERE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 def fetch(
@@ -134,7 +167,7 @@ def fill(model: Path, source: Source, files: Sequence[File], sha256: str, max_by
     try:
         if source.is_archive:
             _check_sum(places[files[0]], files[0].name, sha256)
-            archive.unpack(places[files[0]], files[0].name, model, max_byte_size)
+            unpack(places[files[0]], files[0].name, model, max_byte_size)
         for file in () if source.is_archive else files:
             place = model / file.name
             (place if file.name.endswith("/") else place.parent).mkdir(parents=True, exist_ok=True)
@@ -239,3 +272,221 @@ def _verified(model: Path, beside: Path, options: Options, devices: Sequence[Dev
             f"model '{found.name}' as it was fetched cannot be served, and stays in {model}: {' '.join(reason.split())}"
         )
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file or folder of the model at its source. A folder's name ends with a slash; an empty one may be a version."""
+
+    #: Its path as its file system names it; "" of an archive, whose URL may hold a signature.
+    path: str
+    #: Its path in the model's folder, or the name of an archive.
+    name: str
+    #: -1: nobody says.
+    byte_size: int
+    #: Changes when its content does; "": nobody says whether it has changed.
+    identity: str
+
+
+class Source:
+    """A folder or an archive with a model, on any file system that fsspec knows."""
+
+    def __init__(self, url: str) -> None:
+        """Chooses the file system for the URL, and sends no request yet. Raises InvalidArgument: the URL cannot be used."""
+        if fsspec is None:
+            raise InvalidArgument("fetching needs fsspec: pip install 'tensord[fetch]'")
+        #: The URL as it may be shown: without a user's name, password and query, where signatures stand.
+        self.shown = re.sub(r"(?<=://)[^/@]*@", "", url.partition("?")[0]).rstrip("/")
+        if "::" in url:
+            raise InvalidArgument(f"'{self.shown}' is a chain of URLs: tensord fetch takes one")
+        self.is_archive, options = self.shown.lower().endswith(ENDINGS), {}
+        if self.shown.startswith(("http:", "https:")):
+            if not self.is_archive:
+                kinds = ", ".join(ENDINGS)
+                raise InvalidArgument(
+                    f"{self.shown}: nobody lists a folder over HTTP; it has to be an archive ({kinds})"
+                )
+            import aiohttp
+
+            session = {
+                "timeout": aiohttp.ClientTimeout(total=None, sock_connect=30.0, sock_read=60.0),
+                "trust_env": True,  # its proxies
+                "requote_redirect_url": False,
+                # A server's Content-Encoding is undone, unless it may be what the archive is compressed with.
+                "auto_decompress": not self.shown.lower().endswith(("gz", "bz2", "xz")),
+            }
+            options = {"encoded": True, "headers": {"Accept-Encoding": "identity"}, "client_kwargs": session}
+        try:
+            self._files, self._path = url_to_fs(url, **options)
+        except (ImportError, ValueError) as error:
+            raise InvalidArgument(f"{self.shown}: {error}") from None
+        #: How many files may be downloaded at a time: as many as the file system's library can.
+        self.at_a_time = 8 if self._files.async_impl else 1
+
+    def files(self) -> tuple[File, ...]:
+        """Lists the model's files at the source, sorted by name; for an archive, only the archive file.
+
+        Raises NotFound: there is nothing; InvalidArgument: it is no model, or may not be read; Unavailable: it could not be read
+        now.
+        """
+        if self.is_archive:
+            return (_file("", self.shown.rpartition("/")[2], self._ask(self._files.info, self._path)),)
+        found = self._ask(self._files.find, self._path, withdirs=True, detail=True)
+        if not found:
+            raise NotFound(f"{self.shown}: there is no such folder, or nothing is in it")
+        if len(found) > MAX_ENTRIES:
+            raise InvalidArgument(f"{self.shown}: it has {len(found)} files; a model has at most {MAX_ENTRIES}")
+        root, files = self._path.rstrip("/"), []
+        for path, info in found.items():
+            name = path.rstrip("/").removeprefix(root).lstrip("/")
+            # Object stores have empty objects whose names end with a slash, for folders.
+            kind = "directory" if path.endswith("/") else info.get("type")
+            if not name and kind != "directory":
+                raise InvalidArgument(f"{self.shown}: it is a file, and no archive ({', '.join(ENDINGS)})")
+            if name and name != RECORD and not is_left_out(name.split("/")):
+                if kind not in ("directory", "file"):
+                    raise InvalidArgument(f"{self.shown}: '{name}' is neither a file nor a folder")
+                files.append(_file(path, name, info) if kind == "file" else File(path, f"{name}/", 0, "folder"))
+        return tuple(sorted(files, key=lambda file: file.name))
+
+    def download(self, files: Sequence[File], places: Sequence[Path], stage: Path, max_byte_size: int) -> None:
+        """Brings whole files to ``places``. ``max_byte_size``: of an archive whose size nobody says.
+
+        Raises ServingError: a file could not be read, or has another size than was listed; OSError: one cannot be written.
+        """
+
+        def bring() -> None:
+            # In a new folder of the stage, where no earlier attempt still writes.
+            with tempfile.TemporaryDirectory(prefix="part.", dir=stage) as folder:
+                parts = [os.path.join(folder, str(index)) for index in range(len(files))]
+                if self.is_archive:
+                    self._files.get_file(self._path, parts[0], callback=_Coming(files[0], max_byte_size))
+                else:
+                    self._files.get([file.path for file in files], parts)
+                for file, part, place in zip(files, parts, places, strict=True):
+                    if file.byte_size not in (-1, came := os.stat(part).st_size):
+                        raise Unavailable(f"'{file.name}' has {file.byte_size} bytes, {came} came")
+                    with open(part, "rb") as opened:
+                        os.fsync(opened.fileno())
+                    os.rename(part, place)
+
+        self._ask(bring)
+
+    def _ask(self, ask: Callable[..., Any], *arguments: object, **named: object) -> Any:
+        """Calls the file system's library, again after a pause where another attempt may succeed. Raises ServingError."""
+        pauses = list(PAUSES)
+        while True:
+            try:
+                return ask(*arguments, **named)
+            except Exception as error:
+                if getattr(error, "errno", None) in _HERE:
+                    raise
+                refusal = self._refusal(error)
+                if not (pauses and isinstance(refusal, Unavailable)):
+                    raise refusal from error
+            time.sleep(pauses.pop(0))
+
+    def _refusal(self, error: Exception) -> ServingError:
+        if isinstance(error, ServingError):
+            return type(error)(f"{self.shown}: {error.message}")
+        # fsspec says that a file is not found of whatever an HTTP server answers, and of servers that are not there.
+        why = (isinstance(error, FileNotFoundError) and error.__cause__) or error
+        status, message = getattr(why, "status", 0), getattr(why, "message", "")
+        code = status or getattr(getattr(why, "response", None), "status_code", 0)
+        if isinstance(why, FileNotFoundError) or (why is not error and code == 404):
+            return NotFound(f"{self.shown}: it is not there")
+        # Without the queries of URLs, which may be secrets.
+        said = re.sub(r"\?\S*", "", " ".join((f"{status} {message}" if message else str(why)).split()))
+        # Hugging Face refuses whoever asks for a repository that it has not.
+        final = code in (401, 403) or isinstance(why, _FINAL)
+        return (InvalidArgument if final else Unavailable)(f"{self.shown}: {said or type(why).__name__}")
+
+
+class _Coming(Callback):  # type: ignore[misc]
+    """Counts the bytes of an archive that come: ends those that are too many, and says every ten seconds how many there are."""
+
+    def __init__(self, file: File, max_byte_size: int) -> None:
+        super().__init__()
+        self._file, self._max_byte_size, self._said = file, max_byte_size, time.monotonic()
+
+    def relative_update(self, inc: int = 1) -> None:
+        self.value += inc
+        if self.value > self._max_byte_size:
+            raise InvalidArgument(f"it has more than {self._max_byte_size} bytes (--max-byte-size)")
+        if time.monotonic() - self._said > 10:
+            self._said = time.monotonic()
+            print(f"{self._file.name}: {self.value >> 20} of {self._file.byte_size >> 20} MiB", file=sys.stderr)
+
+
+def _file(path: str, name: str, info: Mapping[str, Any]) -> File:
+    identity = next((f"{key}={info[key]}" for key in _IDENTITIES if info.get(key)), "")
+    return File(path, name, -1 if info.get("size") is None else int(info["size"]), identity)
+
+
+def unpack(archive: Path, name: str, folder: Path, max_byte_size: int) -> None:
+    """Unpacks an archive of this name into ``folder``, which must not exist yet; a single folder in it becomes ``folder``.
+
+    ``max_byte_size``: of all files in the archive together. Raises InvalidArgument: the archive is damaged, too large, or has
+    members that are not allowed; OSError: a file cannot be written.
+    """
+    left = max_byte_size
+    folder.mkdir()
+    try:
+        members = _zipped(archive) if name.lower().endswith(".zip") else _tarred(archive)
+        for count, (member, mode, opens) in enumerate(members):
+            if count == MAX_ENTRIES:
+                raise InvalidArgument(f"'{name}' has more than {MAX_ENTRIES} files, as many as a model has")
+            parts = member.removeprefix("./").rstrip("/").split("/")
+            if is_left_out(parts):
+                continue
+            place = folder.joinpath(*parts)
+            if stat.S_ISDIR(mode):
+                place.mkdir(parents=True, exist_ok=True)
+                continue
+            if (opened := opens()) is None:
+                raise InvalidArgument(f"'{member}' of '{name}' is neither a file nor a folder nor leads to one in it")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with opened, open(place, "wb") as file:
+                while block := opened.read(1 << 20):
+                    left -= file.write(block)
+                    if left < 0:
+                        raise InvalidArgument(
+                            f"'{name}' has {max_byte_size - left} bytes up to '{member}'; --max-byte-size is {max_byte_size}"
+                        )
+                os.fchmod(file.fileno(), 0o755 if mode & 0o100 else 0o644)
+    except InvalidArgument:
+        raise
+    except Exception as error:  # of a format, or of what it is compressed with
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise InvalidArgument(f"'{name}' cannot be unpacked: {' '.join(str(error).split())}") from error
+    if len(names := os.listdir(folder)) == 1 and repository.no_model(folder) and (folder / names[0]).is_dir():
+        outer = folder.rename(folder.with_name(f"{folder.name}.outer"))
+        (outer / names[0]).rename(folder)
+
+
+def _tarred(archive: Path) -> Iterator[tuple[str, int, Callable[[], IO[bytes] | None]]]:
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            # A link is written as what it leads to in the archive.
+            yield member.name, stat.S_IFDIR if member.isdir() else member.mode, partial(tar.extractfile, member)
+        # tarfile stops at its own end; the compressed stream's, with its checksum, comes after it.
+        while tar.fileobj is not None and tar.fileobj.read(1 << 20):
+            pass
+
+
+def _zipped(archive: Path) -> Iterator[tuple[str, int, Callable[[], IO[bytes] | None]]]:
+    with zipfile.ZipFile(archive) as opened:
+        for member in opened.infolist():
+            mode = stat.S_IFDIR if member.is_dir() else member.external_attr >> 16
+            yield member.filename, mode, (lambda: None) if stat.S_ISLNK(mode) else partial(opened.open, member)
+
+
+def is_left_out(parts: Sequence[str]) -> bool:
+    """Returns whether the path of a file at the source is no part of a model, such as what other programs leave in folders.
+
+    Raises InvalidArgument: the path leads out of the model's folder on some operating system.
+    """
+    if any(part in ("..", "") or "\\" in part or "\0" in part for part in parts) and parts != [""]:
+        raise InvalidArgument(f"'{'/'.join(parts)}' is no path in a model's folder")
+    return any(map(is_passed_over, parts))

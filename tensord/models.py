@@ -63,7 +63,7 @@ def export(
     Raises: tensord.shm.errors.InvalidArgument: a declaration is wrong, or the function cannot be exported; the message says why.
     """
     # Imported here: ``load`` needs no JAX.
-    from tensord.workers.declarations.exporting import export_model
+    from tensord.workers.loading.exporting import export_model
 
     return export_model(folder, function, parameters, inputs, max_batch_size, buckets, platforms)
 

@@ -33,7 +33,7 @@ OURS = {
         ),
         *(
             "daemon.models.repository",
-            "workers.declarations.exporting",
+            "workers.loading.exporting",
             "workers.models.model_version",
             "workers.local_worker",
         ),
@@ -50,7 +50,6 @@ INSIDE = {
     "daemon.control": (),
     "daemon.tracing": (),
     "daemon.models": (),
-    "daemon.fetching": ("models",),
     "daemon.submit": ("control", "tracing"),
     "daemon.front": ("control", "tracing", "models", "submit"),
     "daemon.grpc": ("control", "tracing", "submit", "front"),
@@ -63,7 +62,7 @@ INSIDE = {
     "daemon.metrics": ("tracing", "models", "parameters", "processes", "regions", "clients", "operator"),
     # The commands and the supervisor. Fronts are other processes: it starts them and imports nothing of theirs.
     "daemon": (
-        *("control", "tracing", "models", "fetching", "parameters", "processes", "regions", "clients", "operator"),
+        *("control", "tracing", "models", "parameters", "processes", "regions", "clients", "operator"),
         "metrics",
     ),
     "workers.scheduling": (),
@@ -132,8 +131,8 @@ FENCED = {
     ),
     "cuda": ("shm/cuda_regions.py",),
     # It fetches models for a command; a daemon fetches nothing.
-    "fsspec": ("daemon/fetching/source.py",),
-    "aiohttp": ("daemon/fetching/source.py",),
+    "fsspec": ("daemon/fetch.py",),
+    "aiohttp": ("daemon/fetch.py",),
     "posix_ipc": ("shm/regions.py",),
     "starlette": ("daemon/http/",),
     "httptools": ("daemon/http/", "daemon/metrics/scrape.py"),

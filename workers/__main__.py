@@ -95,8 +95,7 @@ def main() -> None:
 def _outlive_signals() -> None:
     """Keeps the process running when its process group gets a signal, because the supervisor decides when it stops.
 
-    The signals get handlers that do nothing. If they were set to be ignored, the processes that a model starts would inherit
-    this, and could not be ended.
+    The handlers do nothing: processes that a model starts would inherit that signals are ignored, and could not be ended.
     """
     former = {number: signal.signal(number, lambda *_: None) for number in child_process.GROUP_SIGNALS}
 
@@ -118,9 +117,7 @@ def _outlive_signals() -> None:
 
 
 def _receive_start(channel: Channel) -> Start:
-    """Waits for the supervisor's first record (message), Start, and returns it.
-
-    From then on stack reports are written to the file descriptor that came with it.
+    """Waits for the supervisor's first record, Start, and has stack reports written to the descriptor that came with it.
 
     Raises: ChannelClosed: the supervisor is gone; SystemExit: another record came.
     """

@@ -3,7 +3,7 @@
     stdin   CheckLoads: the configuration, and what to load, one version after the other; each stays, as in a worker
     stdout  LoadSteps, and one LoadOutcome for each version that is done
 
-``tensord.daemon.check`` starts this process, and ``tensord.daemon.export`` with ``--folder``, into which the version is exported
+``tensord.daemon.check`` starts this process, for exports with ``--folder``, into which the version is exported
 instead. If it ends early, a missing line shows which version ended it. What the models print goes to stderr.
 """
 
@@ -40,17 +40,14 @@ if TYPE_CHECKING:
 
 
 class Apart:
-    """Replaces the daemon in a process that only checks models: refuses calls to other models, but reports each as ready."""
+    """Answers models' calls in a process that only checks models: refuses requests, and says that other models are ready."""
 
     def __init__(self, explicit: bool) -> None:
-        """``explicit``: whether the daemon is configured to load models only on request, so that models may ask for it."""
+        """``explicit``: whether the daemon loads models only on request, so that models may ask for it."""
         self._explicit = explicit
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
-        """Returns, without doing anything, what the daemon answers on success: b"true" to ModelReady, else b"".
-
-        Raises: Unavailable: the operation loads or unloads a model, and the server does not do that on request.
-        """
+        """Does nothing, and returns what the daemon answers on success. Raises Unavailable: it loads nothing on request."""
         if isinstance(operation, ModelReady):
             return b"true"
         if not self._explicit:
@@ -138,7 +135,7 @@ def _tried(loader: Loader, load: Load, say: Callable[[LoadLine], None], kept: li
 
 
 def _exported(load: Load, device: jax.Device, folder: Path, platforms: str) -> LoadOutcome:
-    from tensord.workers.loading.exported_version import export_version
+    from tensord.workers.loading.exporting import export_version
 
     try:
         export_version(load, device, folder, platforms)

@@ -21,7 +21,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import msgspec
@@ -86,13 +86,6 @@ _MAX_SEQUENCES = 1000
 _MAX_PROFILE_SECONDS = 60.0
 
 
-class _Running(NamedTuple):
-    """A loading of a model version, whose end the supervisor awaits: what cancels it, and the function that begins it."""
-
-    cancellation: Cancellation
-    begin: Callable[[], None]
-
-
 class Control:
     """Carries out the supervisor's orders to one worker (such as to load a model or register a region), and answers them."""
 
@@ -117,14 +110,11 @@ class Control:
         self._operations = operations
         self._pushes = pushes
         self._profiler = _Profiler(inbox)
-        #: (name, version) -> its unanswered loads, the running one first: answers keep the order of loads.
-        self._running: dict[tuple[str, int], deque[_Running]] = {}
+        #: (name, version) -> what cancels and begins its unanswered loads, the running one first: answers keep their order.
+        self._running: dict[tuple[str, int], deque[tuple[Cancellation, Callable[[], None]]]] = {}
 
     def handle(self, record: Any, fds: list[int]) -> None:
-        """Carries out a record (message) from the supervisor, and closes the descriptors in ``fds`` that are not kept.
-
-        Raises InvalidArgument on an unexpected record.
-        """
+        """Carries out a record from the supervisor, and closes descriptors that are not kept. Raises InvalidArgument."""
         try:
             if isinstance(record, LaneOpened) and len(fds) == 1:
                 self._worker.open_lane(record.peer, socket.socket(fileno=fds.pop()), record)
@@ -188,22 +178,18 @@ class Control:
             self._answer(record, outcome, cancellation)
             self._models.load_ended(*key)
             if running:
-                running[0].begin()
+                running[0][1]()
             else:
                 del self._running[key]
 
         running = self._running.setdefault(key, deque())
-        running.append(_Running(cancellation, begin))
+        running.append((cancellation, begin))
         self._models.coming[key] += 1
         if len(running) == 1:
-            running[0].begin()
+            begin()
 
     def _answer(self, record: Load, outcome: LoadedModel | Exception, cancellation: Cancellation) -> None:
-        """Puts a loaded version into service, or holds it back if ``record`` says so, and sends Loaded to the supervisor.
-
-        ``outcome``: the loaded version, or the error. If loading failed or was cancelled, Loaded has the reason. If the device is
-        lost nothing is sent: the process ends.
-        """
+        """Puts a loaded version into service, or holds it back if ``record`` says so, and sends Loaded or the reason why not."""
         if isinstance(outcome, DeviceLost):
             return  # nothing is said of the model: this process ends, and its replacement loads it
         if cancellation.cancelled:
@@ -237,9 +223,9 @@ class Control:
         )
 
     def _cancel(self, key: tuple[str, int]) -> None:
-        """Cancels each loading of a model version that runs or waits. ``key``: the model's name and the version."""
-        for load in self._running.get(key, ()):
-            load.cancellation.cancel()
+        """Cancels each loading of a model version that runs or waits."""
+        for cancellation, _ in self._running.get(key, ()):
+            cancellation.cancel()
 
     def _unload(self, record: Unload) -> None:
         self._cancel((record.name, record.version))
@@ -284,7 +270,7 @@ class Control:
             elif isinstance(operation, TakeProfile):
                 self._profiler.take(operation.seconds, operation.folder, lambda error: reply(error or b""))
             elif isinstance(operation, RecentErrors):
-                reply(msgspec.json.encode(self._worker.recent_lane_errors()))
+                reply(msgspec.json.encode(self._worker.lanes.recent()))
             elif isinstance(operation, WorkerFigures):
                 reply(self._figures())
             elif isinstance(operation, ParameterOperation):
@@ -298,19 +284,16 @@ class Control:
             reply(Internal(f"the call failed with {type(error).__name__}"))
 
     def _reply(self, call_id: int, outcome: bytes | ServingError = b"", fd: int | None = None) -> None:
-        """Answers a call of the supervisor with a result or an error. ``fd``: a descriptor that goes with the result."""
+        """Answers a call of the supervisor. ``fd``: a descriptor that goes with the result."""
         if isinstance(outcome, ServingError):
             self._channel.put(Reply(call_id, outcome.code, outcome.message))
         else:
             self._channel.put(Reply(call_id, result=outcome), *(() if fd is None else (fd,)))
 
     def refuse(self, lost: DescriptorsLost) -> None:
-        """Refuses records (messages) that came without their file descriptors, because this process has too many open files.
+        """Refuses records that came without their file descriptors, because this process has too many open files.
 
-        ``lost``: has these records. A call is answered with Unavailable; a client's lane is
-        reported as closed (LaneClosed).
-
-        Raises: InvalidArgument: a record is neither a call nor the opening of a client's lane.
+        A call is answered with Unavailable; a client's lane is reported as closed. Raises InvalidArgument: another one came.
         """
         for record in lost.records:
             if isinstance(record, LaneOpened) and record.client is not None:
@@ -325,12 +308,7 @@ class Control:
             self._reply(record.call_id, Unavailable(message))
 
     def _ask_ready(self, operation: ModelReady, answered: Callable[[bool], None]) -> None:
-        """Asks a model's ``is_ready`` function, in another thread, whether the model is ready; calls ``answered`` with that.
-
-        A model without that function is ready.
-
-        Raises NotFound: the model is not served here.
-        """
+        """Calls ``answered`` with what the model's ``is_ready`` function says in another thread; True: it has none."""
         found = self._models.find(operation.name, operation.version).loaded.is_ready_calls
         if found is None:
             answered(True)
@@ -338,7 +316,7 @@ class Control:
             found.ask(answered)
 
     def _sequences(self) -> list[dict[str, Any]]:
-        """Returns a description of each live sequence, model version by model version; sequences with a slot come first."""
+        """Describes each live sequence, model version by model version; sequences with a slot come first."""
         now_ns = time.monotonic_ns()
         return [
             {"model": version.name, "version": version.version, **record}

@@ -26,10 +26,7 @@ _MAX_WAITING = 16
 
 
 class DaemonOperations:
-    """Asks the daemon to load or unload models, or to check whether they are ready, when models of a worker want that.
-
-    Any thread may call ``ask``; the other methods belong to the worker's loop.
-    """
+    """Asks the daemon for what models of a worker want. Any thread may call ``ask``; the rest belongs to the worker's loop."""
 
     def __init__(self, channel: Channel, loader: WorkThread, inbox: Inbox) -> None:
         self._channel = channel
@@ -40,12 +37,9 @@ class DaemonOperations:
         self._asked: dict[int, tuple[Callable[[Reply], None], bool]] = {}
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
-        """Asks the daemon to carry out an operation, and waits for its answer.
+        """Has the daemon carry out an operation for the model of ``port``. Waits for the result and returns it.
 
-        Args:
-          port: the model that asks.
-        Returns: the result in the daemon's reply.
-        Raises: ServingError: the daemon refused, or the operation failed.
+        Raises ServingError: the daemon refused, or the operation failed.
         """
         answer: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         waits = port.loading and isinstance(operation, LoadModel)
@@ -59,10 +53,7 @@ class DaemonOperations:
         return reply.result
 
     def is_ready(self, name: str, version: int, answered: Callable[[bool], None]) -> None:
-        """Asks the daemon whether any worker serves a version of a model (0: any version).
-
-        ``answered`` is called on the worker's loop with the answer; False also if the daemon could not tell.
-        """
+        """Asks whether any worker serves a version of a model (0: any); ``answered`` gets False also if the daemon cannot say."""
         self._ask(ModelReady(name, version), False, lambda reply: answered(reply.result == b"true"))
 
     def _ask(
@@ -77,7 +68,7 @@ class DaemonOperations:
         self._channel.put(ControlCall(call_id, operation))
 
     def answered(self, reply: Reply) -> None:
-        """Passes a reply of the supervisor to whatever waits for it: a thread in ``ask``, or the callback of ``is_ready``."""
+        """Passes a reply of the supervisor to the thread in ``ask`` or the callback of ``is_ready`` that waits for it."""
         answered, _ = self._asked.pop(reply.call_id)
         answered(reply)
 

@@ -1,4 +1,4 @@
-"""The parts that serve requests, in a worker process or in any other process: models, their sequences, and the dispatcher."""
+"""The parts that serve requests, in a worker process or in any other process."""
 
 from __future__ import annotations
 
@@ -24,12 +24,7 @@ class Engine:
     def __init__(
         self, options: Options, inbox: Inbox, regions: RegionTable, gpu: int | None, check: CheckDevice = works
     ) -> None:
-        """
-        Args:
-          inbox: calls from other threads to the loop.
-          gpu: the number of the device's GPU; None: the device is a processor.
-          check: raises DeviceLost if the device failed.
-        """
+        """``gpu``: the number of the device's GPU; None: a processor. ``check``: raises DeviceLost if the device failed."""
         most = options.requests.max_sequences
         self._buckets = options.metrics.buckets
         self.page = StatusPage.create()
@@ -41,17 +36,13 @@ class Engine:
         )
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Creates the ``ModelVersion`` (queue, statistics) of a loaded version, and returns it.
-
-        Until the version closes, its instances are known to the rate limiter, which shares resources out among instances.
-        """
+        """Makes the ``ModelVersion`` of a loaded version, whose instances the rate limiter knows until the version closes."""
         version = ModelVersion(loaded, self.sequences, self._buckets)
         self.dispatcher.limiter.add([instance for instance in loaded.instances if not instance.closing])
         version.when_closed(lambda: self.dispatcher.limiter.remove(version.ended_instances))
         return version
 
     def close(self) -> None:
-        """Closes the status page and the sequence page."""
         self.page.close()
         self.sequences.page.close()
 

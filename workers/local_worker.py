@@ -130,8 +130,7 @@ class LocalWorker:
 
         Args:
           answers: the caller's request, which the loop gives the responses.
-          prepared: model, version and other properties that requests have in common; it names no inputs.
-          own: the request's id, priority, timeout, sequence and so on.
+          prepared: what requests have in common; it names no inputs.
           arrays: the inputs, in the shapes that clients send; nobody may write to them any more.
           outputs: names of the wanted outputs; empty: all.
         """

@@ -53,11 +53,7 @@ class _Staged(NamedTuple):
 
 
 class ParameterPushes:
-    """Carries out pushes (new parameters for loaded models of a worker), and creates and removes parameter sets.
-
-    A push is staged (checked, and placed on the device), and then committed (put into use) or aborted. Only the worker's loop
-    uses this class.
-    """
+    """Stages pushes of new parameters (checks them, places them on the device), and commits or aborts them; drops sets."""
 
     def __init__(
         self, models: ModelTable, regions: RegionTable, thread: WorkThread, options: Workers, agenda: Agenda[AgendaPart]
@@ -79,9 +75,7 @@ class ParameterPushes:
     def carry_out(self, operation: ParameterOperation, fds: list[int], answer: Answer) -> None:
         """Carries out an operation, and calls ``answer`` with its result or its error, now or later.
 
-        Args:
-          fds: descriptors that came with the operation; those that are kept are removed from this list.
-        Raises: ServingError: the operation failed, and ``answer`` is not called.
+        Descriptors that are kept are removed from ``fds``. Raises ServingError: it failed, and ``answer`` is not called.
         """
         if isinstance(operation, MakeParameters):
             self._make(operation, fds, answer)
@@ -98,7 +92,7 @@ class ParameterPushes:
             answer(_DONE, None)
 
     def _find(self, model: str, version: int) -> ModelVersion:
-        """Returns a model version that serves, or is loaded and held back (not yet served). Raises NotFound: there is none."""
+        """Returns a model version that serves or is held back. Raises NotFound: there is none."""
         found = self._models.held.get((model, version)) or self._models.serving(model, version)
         if found is None:
             raise NotFound(f"{UNKNOWN_MODEL}'{model}' version {version} is not found")
@@ -197,13 +191,9 @@ class ParameterPushes:
         self._thread.do(stage, done)
 
     def _checked(self, fd: int, sets: ParameterSets, operation: StageParameters, what: str) -> list[Array | None]:
-        """Returns the leaves (arrays) of a pushed parameter set from the sealed memory of ``fd``, checked to fit the model.
+        """Returns the arrays of a pushed set (``what``) from the sealed memory of ``fd``, checked to fit the model.
 
         None in the list: a leaf that is not pushed, because all sets share it, or because it is a random key.
-
-        Args:
-          what: names the pushed set in errors.
-        Raises: ServingError: the memory is too large or malformed, or its leaves do not fit the model.
         """
         memory = SealedMemory(fd)
         layout.check_size(memory.byte_size, self._limit, what)
@@ -216,10 +206,7 @@ class ParameterPushes:
         return leaves
 
     def _commit(self, operation: CommitParameters) -> None:
-        """Puts the parameters that were staged for a push into use; skips model versions that are not loaded any more.
-
-        Raises NotFound: nothing is staged for the push.
-        """
+        """Puts the parameters that were staged for a push into use; skips model versions that are not loaded any more."""
         staged = self._staged.pop(operation.push, [])
         if not staged:
             raise NotFound(f"nothing is staged for push {operation.push}")
@@ -249,10 +236,7 @@ class ParameterPushes:
             self._let_go([parameters.leave()])
 
     def _leave(self, sets: ParameterSets, former: ParameterSet) -> None:
-        """Tells the thread for parameters to move replaced parameters from the device to host memory, if they are to be kept.
-
-        The push is answered meanwhile. The same thread stages the next push after this, when the device has room for it.
-        """
+        """Has the thread move replaced parameters from the device to host memory, if they are kept, before it stages more."""
 
         def leave() -> None:
             # The room for versions before may have been too small for it.
@@ -268,10 +252,7 @@ class ParameterPushes:
         self._thread.do(leave, done)
 
     def _let_go(self, unused: list[object]) -> None:
-        """Tells the thread for parameters to free objects that are not used any more, because that takes long.
-
-        ``unused`` must hold the only references to them; the thread empties it.
-        """
+        """Has the thread free what is not used any more, because that takes long: ``unused`` holds the only references."""
         self._thread.do(unused.clear, lambda _: None)
 
     def _is_here(self, version: ModelVersion) -> bool:

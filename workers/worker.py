@@ -5,9 +5,8 @@
           ─▶ inbox: what other threads have finished
     then     what is on the agenda (``dispatch/dispatcher.py``), what waits for an end or a flush, statistics
 
-An iteration of the loop asks only those parts of the worker that have work. Each part that could have some keeps a list of it,
-which is empty most of the time (regions and models that are leaving, lanes with answers, sequences that changed), or a due time
-on the agenda. An iteration in which nothing is due waits, beats on the status page, and makes eight calls of ours at most.
+An iteration of the loop asks only those parts of the worker that have work: each keeps a list of it, which is empty most of the
+time, or a due time on the agenda.
 
 Other threads of the worker: a loader, a compiler, one per instance of a model that is not jitted or has several, and on a GPU
 one that page-locks memory. None of them touches the loop's state; they post to the inbox.
@@ -187,9 +186,7 @@ class Worker:
         self._collector = WorkThread("collector", self._inbox)
 
     def run(self, incarnation: int) -> None:
-        """Serves requests until the supervisor orders a stop, or is gone.
-
-        ``incarnation``: the number that the supervisor gave this process.
+        """Serves requests until the supervisor, which gave this process the number ``incarnation``, orders a stop or is gone.
 
         Raises: DeviceLost: the GPU failed for good. Requests that it failed are answered; those that wait will run elsewhere.
         """
@@ -207,10 +204,7 @@ class Worker:
                 self._free_gone()
 
     def iterate(self) -> bool:
-        """Waits for events, receives and runs requests, and sends answers. Returns False if this was the last iteration.
-
-        Raises: DeviceLost: the GPU failed for good.
-        """
+        """Waits for events, receives and runs requests, and sends answers. Returns False if this was the last iteration."""
         for fd, events in self._wait():
             self._handle(fd, events)
         if self._gathers:
@@ -241,10 +235,9 @@ class Worker:
     def _free_gone(self) -> None:
         """Frees memory of unloaded model versions, above all on the device, because the next model may need it at once.
 
-        The memory is held by cycles of references, such as a module and its functions, which Python does not collect while the
-        worker is idle. Another thread collects them, because what a model has left may block for ever when it is freed, such as
-        a pool whose processes are gone. It collects once more a beat later, because a client's lane or a
-        thread that was about to end may still have referred to them.
+        Cycles of references, such as a module and its functions, hold it, and Python collects none while the worker is idle.
+        Another thread does, because freeing what a model has left, such as a pool without its processes, may block for ever; and
+        once more a beat later, because a client's lane or a thread that was about to end may still have referred to them.
         """
         self._free_again_ns = time.monotonic_ns() + self._beat_ns if self._gone else 0
         self._gone = False
@@ -257,10 +250,7 @@ class Worker:
         return not at_once and self._dispatcher.idle
 
     def _wait(self) -> list[tuple[int, int]]:
-        """Waits for events, carries out datagrams that were read during the wait, and returns all other events.
-
-        Each event is (descriptor, epoll events).
-        """
+        """Waits for events, carries out datagrams that came meanwhile, and returns other events: (descriptor, epoll events)."""
         now_ns, next_ns = time.monotonic_ns(), self._next_ns
         until_ns = now_ns + self._beat_ns if next_ns is None else min(next_ns, now_ns + self._beat_ns)
         if self._stop_ns:
@@ -293,10 +283,7 @@ class Worker:
         return woken.events
 
     def _drains(self, at_once: bool) -> bool:
-        """Returns whether this iteration of the loop only runs requests that wait, and receives none.
-
-        ``at_once``: a request is to be run now.
-        """
+        """Returns whether this iteration only runs requests that wait, and receives none. ``at_once``: one is to be run now."""
         if self._poller.missed >= _MISSED:
             self._poller.missed, self._draining = 0, _MAX_DRAINING
         if not self._draining:
@@ -321,11 +308,9 @@ class Worker:
             self._receive_control()
 
     def _receive(self, submitter: SubmitterLink[Request], datagram: Datagram | None = None) -> None:
-        """Receives and carries out what a submitter sent on its lane.
+        """Carries out what a submitter sent; closes the lane if that is malformed or the submitter is gone.
 
-        Closes the lane if what was sent is malformed, or if the submitter is gone.
-
-        ``datagram``: a datagram that was received already; None: it is to be received.
+        ``datagram``: one that was received already; None: it is to be received.
         """
         now_ns = time.monotonic_ns()
         try:
@@ -354,10 +339,7 @@ class Worker:
         self._close_lane(submitter)
 
     def _look_at_half(self, submitter: SubmitterLink[Request], now_ns: int) -> None:
-        """Notes how much of a client's record has come that is not whole, and since when.
-
-        Raises: InvalidArgument: the user's requests hold all bytes that they may.
-        """
+        """Notes how much of a client's record has come that is not whole, and since when. Raises InvalidArgument: too much."""
         number, byte_size = submitter.lane.channel.whole, submitter.lane.channel.half_byte_size
         known = self._halves.get(submitter)
         if byte_size == 0 and known is None:
@@ -385,10 +367,7 @@ class Worker:
         self._watch_halves()
 
     def _may_log(self, now_ns: int) -> bool:
-        """Returns whether another line about a client's lane may be logged now.
-
-        A client that sends garbage may do so endlessly.
-        """
+        """Returns whether another line about a client's lane may be logged: a client may send garbage endlessly."""
         if now_ns - self._window_ns >= _LOG_WINDOW_NS:
             self._window_ns, self._lines = now_ns, 0
         self._lines += 1
@@ -396,10 +375,7 @@ class Worker:
         return self._lines <= _MAX_LINES
 
     def _receive_all(self, submitter: SubmitterLink[Request], now_ns: int) -> None:
-        """Receives the datagrams that have arrived on a lane, up to a bound, and carries out their records.
-
-        Raises: ChannelClosed: the submitter is gone.  InvalidArgument: a record is malformed.
-        """
+        """Receives the datagrams that have arrived on a lane, up to a bound, and carries out their records."""
         count = 0
         for _ in range(_MAX_DATAGRAMS):
             records = submitter.lane.receive() or ()
@@ -462,12 +438,7 @@ class Worker:
     # ------------------------------------------------------------------------------------------------------------ lanes
 
     def open_lane(self, peer: int, sock: socket.socket, opened: LaneOpened) -> None:
-        """Begins to receive requests from one more submitter on its lane.
-
-        Args:
-          peer: the submitter's number.
-          sock: the worker's end of the lane.
-          opened: says whose lane it is, and the limits of a client.
+        """Begins to receive requests from the submitter with the number ``peer``, on its lane's end ``sock``.
 
         If a client's lane cannot be opened, this is logged and ``sock`` is closed.
         """
@@ -478,9 +449,8 @@ class Worker:
         try:
             with descriptors.needed("a client's lane"):
                 descriptors.check_reserve(sock.fileno(), "a client's lane")
-                segments = LaneSegments(self._regions, client.limits)
-                name = client.peer.owner
-                limits = client.limits
+                limits, name = client.limits, client.peer.owner
+                segments = LaneSegments(self._regions, limits)
                 owner = self._owners.get(name) or LaneOwner(
                     name, limits.max_owner_response_byte_size, limits.max_owner_request_byte_size
                 )
@@ -522,10 +492,7 @@ class Worker:
             self._close_lane(submitter)
 
     def end_idle_lanes(self) -> int:
-        """Ends all clients' lanes on which neither a request nor an answer is in flight.
-
-        Returns how many clients' lanes are left open.
-        """
+        """Ends all clients' lanes on which neither a request nor an answer is in flight. Returns how many are left."""
         for submitter in list(self._clients.values()):
             if not (submitter.in_flight or submitter.lane.channel.waiting or submitter.lane.ready(0)):
                 self._close_lane(submitter)
@@ -583,31 +550,24 @@ class Worker:
             self._control_writing = writing
 
     def _watch(self, fd: int, writing: bool) -> None:
-        """Tells the worker's epoll to report when a descriptor has input, and if ``writing`` also when it can be written to."""
+        """Has epoll report when a descriptor has input, and if ``writing`` also when it can be written to."""
         self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if writing else 0))
 
     @property
     def lane_requests(self) -> int:
-        """The number of requests that have come on clients' own channels (lanes) since the worker started."""
+        """The number of requests that have come on clients' lanes since the worker started."""
         return self._dispatcher.lane_requests + self._poller.lane_requests
 
     @property
     def lane_answers(self) -> dict[str, int]:
-        """The numbers of final answers on clients' lanes since it started, by code; "OK": no error."""
+        """The numbers of final answers on clients' lanes since the worker started, by code; "OK": no error."""
         answers = self.lanes.counts
         return {**answers, "OK": answers["OK"] + self._poller.lane_requests}
-
-    def recent_lane_errors(self) -> list[dict[str, Any]]:
-        """Describes the last errors that clients got on their lanes, the latest last."""
-        return self.lanes.recent()
 
     # ------------------------------------------------------------------------------------------------- models, the end
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Creates the ``ModelVersion`` (queue, statistics) of a loaded version, and returns it.
-
-        Until an instance ends, it has a slot on the status page, where the supervisor sees what it runs.
-        """
+        """Makes the ``ModelVersion`` of a loaded version; each instance has a slot on the status page until it ends."""
         for instance in loaded.instances:
             # Those of the version before it have one.
             instance.status_slot = instance.status_slot or (self._free_slots.pop() if self._free_slots else SLOTS)
@@ -637,10 +597,7 @@ class Worker:
         self._page.set_state(WorkerState.STOPPING, now_ns)
 
     def _finished(self) -> bool:
-        """Returns whether the worker may end, because all requests are answered and all models have ended.
-
-        Begins to end the models when every request in flight is answered and the answers are sent.
-        """
+        """Returns whether all models have ended, which begin to end when every request is answered and the answers are sent."""
         for fd, submitter in self._submitters.items():
             if submitter.in_flight or (submitter.lane.channel.waiting and fd not in self._stalled):
                 return False
@@ -650,10 +607,7 @@ class Worker:
         return not self._models.draining
 
     def close(self) -> None:
-        """Closes all lanes, regions and descriptors of the worker.
-
-        The process ends after this; its threads may still be inside models.
-        """
+        """Closes all lanes, regions and descriptors of the worker. Its threads may still be inside models."""
         for submitter in list(self._submitters.values()):
             self._close_lane(submitter)
         self.lanes.close()

@@ -48,12 +48,7 @@ class BegunCall:
 
 
 def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> BegunCall:
-    """Sends a request to another model and returns at once; ``result`` of the returned object waits for the outputs.
-
-    ``outputs``: names of the wanted outputs; empty: all. ``own``: the version, parameters, priority, timeout, sequence.
-
-    Raises InvalidArgument: an input is no array, or the caller is not the code of a model that works on a request.
-    """
+    """Implements ``tensord.models.begin``."""
     call = _call(model, inputs, outputs, own, streams=False)
     call.begin()
     return BegunCall(call)
@@ -62,13 +57,7 @@ def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **
 def stream(
     model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]
 ) -> Iterator[dict[str, Array]]:
-    """Sends a request to another model and returns at once: an iterator, which waits for each response and yields its outputs.
-
-    ``outputs``: names of the wanted outputs; empty: all. ``own``: the version, parameters, priority, timeout, sequence.
-
-    Raises InvalidArgument: an input is no array, or the caller is not the code of a model that works on a request. The iterator
-    raises ServingError where a response is an error, and ends.
-    """
+    """Implements ``tensord.models.stream``. The request is sent at once, not with the first response that is taken."""
     call = _call(model, inputs, outputs, own, streams=True)
     call.begin()
     return _responses(call)
@@ -98,10 +87,9 @@ def _call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str], own: As
 
 
 def records(number: int, model: str, own: Mapping[str, Any]) -> tuple[PreparedRequest, RequestRecord]:
-    """Converts the keyword arguments of a call (``Asked``) to the two records (messages) of a request, without its tensors.
+    """Converts the arguments of a call (``Asked``) to the two records of request ``number``, without its tensors.
 
-    ``number``: the request's id. Raises InvalidArgument: a value is of another type or out of range.  TypeError: a request has no
-    such argument.
+    Raises InvalidArgument: a value is of another type or out of range.  TypeError: a request has no such argument.
     """
     scheduling, said = read_arguments(own, version=natural)
     prepared = PreparedRequest(model, said.get("version", 0), parameters=said.get("parameters", {}))
@@ -122,7 +110,7 @@ def _outputs(result: Result | None) -> dict[str, Array]:
 
 
 def snapshot(array: Array) -> Array:
-    """Returns a read-only copy of an array, because the array's owner or a client's next request may overwrite the original."""
+    """Returns a read-only copy of an array, whose owner may overwrite the original."""
     made = as_strings(array) if array.dtype.kind in "SUO" else np.array(array)
     made.flags.writeable = False
     return made
@@ -141,14 +129,7 @@ class NotAllowed(InvalidArgument):
 
 
 def load(name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
-    """Loads or reloads a model, and waits until it is loaded.
-
-    Raises ServingError: the model could not be loaded; NotAllowed: the running code may not load models.
-
-    Args:
-      config: a configuration in JSON that is used instead of the model's config.pbtxt; "": none.
-      files: ``file:<version>/<name>`` -> content, of which the model consists; None: its files in the repository.
-    """
+    """Implements ``tensord.models.load_model``. Raises NotAllowed: the running code may not load models."""
     given = {path.removeprefix("file:"): bytes(content) for path, content in (files or {}).items()}
     total = sum(map(len, given.values()))
     if len(given) > _MAX_FILES or total > _MAX_BYTE_SIZE:
@@ -159,15 +140,12 @@ def load(name: str, config: str = "", files: Mapping[str, bytes] | None = None) 
 
 
 def unload(name: str, dependents: bool = False) -> None:
-    """Begins to unload a model. ``dependents``: if it is an ensemble, its models are unloaded too.
-
-    Raises ServingError: the daemon refused; NotAllowed: the running code may not unload models.
-    """
+    """Implements ``tensord.models.unload_model``. Raises NotAllowed: the running code may not unload models."""
     _ask(UnloadModel(name, dependents))
 
 
 def is_ready(name: str, version: int = 0) -> bool:
-    """Returns whether a version of a model answers requests; 0: any version. Raises NotAllowed: the code may not ask."""
+    """Implements ``tensord.models.is_ready``. Raises NotAllowed: the running code may not ask."""
     return bool(json.loads(_ask(ModelReady(name, version))))
 
 

@@ -68,10 +68,7 @@ class ModelCall:
         self._first: Callable[[], None] | None = None
 
     def begin(self, by_coroutine: bool = False) -> None:
-        """Sends the request to the worker's loop; the caller must then wait for a response, by ``next`` or ``first``.
-
-        ``by_coroutine``: the caller is a coroutine, not a thread.
-        """
+        """Sends the request to the worker's loop; the caller, perhaps a coroutine, must then wait by ``next`` or ``first``."""
         self._thread = 0 if by_coroutine else threading.get_ident()
         self._asked = 1
         self._server.begin(self)
@@ -87,10 +84,7 @@ class ModelCall:
         return self._asked > self._answered
 
     def answered(self, result: Result | None, final: bool) -> None:
-        """Hands a response to the thread or coroutine that waits for it; called on the worker's loop.
-
-        ``result``: None: no response, only the end of the responses. ``final``: whether no further response comes.
-        """
+        """Hands a response to whoever waits for it; called on the worker's loop. ``result`` None: the responses only end."""
         self._answered += 1
         self._came.put((result, final))
         first, self._first = self._first, None
@@ -98,10 +92,7 @@ class ModelCall:
             first()
 
     def next(self) -> tuple[Result | None, bool]:
-        """Waits for the next response. Returns the response, and whether it is the last; after that ``next`` may not be called.
-
-        None instead of a response: the responses have ended without a further one.
-        """
+        """Waits for the next response. Returns it and whether it is the last; None: the responses end without one."""
         self._thread = threading.get_ident()
         self._taken += 1
         self._asked = self._taken
@@ -112,10 +103,7 @@ class ModelCall:
         return result, final
 
     def first(self) -> asyncio.Task[tuple[Result | None, bool]]:
-        """Returns a task of the running event loop that waits for the first response, and returns it and whether it is the last.
-
-        Cancelling the task cancels the call.
-        """
+        """Returns a task of the running event loop with what ``next`` returns first. Cancelling the task cancels the call."""
         waiting = asyncio.ensure_future(self._wait())
         waiting.add_done_callback(lambda done: self.cancel() if done.cancelled() else None)
         return waiting
@@ -140,10 +128,7 @@ class ModelCall:
             self._server.cancel(self)
 
     def stop(self) -> None:
-        """Asks a streaming model that runs in a thread to stop, and still takes its responses. Cancels a call to any other model.
-
-        Idempotent.
-        """
+        """Asks a streaming model in a thread to stop, and takes its responses; cancels any other call. Idempotent."""
         if not self._over:
             self._server.stop(self)
 

@@ -43,11 +43,9 @@ class CallServer(Protocol):
         """Lets the called model send a further response, because the caller has taken one."""
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: Any) -> bytes:
-        """Asks the daemon to carry out an operation for a model, whose ``ModelPort`` is given.
+        """Has the daemon carry out an operation for the model of ``port``. Returns its answer: to ModelReady "true" or "false".
 
         Raises ServingError: the operation failed.
-
-        Returns the daemon's answer: for ModelReady "true" or "false".
         """
 
     def abandon(self, call: Any) -> None:
@@ -86,12 +84,13 @@ class ModelPort:
     ) -> None:
         """
         Args:
-          server: takes the calls that the code makes; None: nothing is served, so the code may make no calls.
+          server: takes the calls that the code makes; None: the code may make no calls.
           metrics: the registry of the worker's metrics; None: a new one.
-          code: makes a context manager that the worker's threads enter to run the model's code.
+          code: makes a context that the worker's threads enter to run the model's code.
         """
         self.name = name
         self.version = version
+        self.key = name, version
         self.server = server
         self.metrics = MetricRegistry() if metrics is None else metrics
         self.code = code
@@ -107,11 +106,6 @@ class ModelPort:
         self.processes: EndsLater | None = None
         #: The caller for code of the model that works for no known request.
         self.detached = Caller(self)
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """The name and the version of the model."""
-        return self.name, self.version
 
     def close(self) -> None:
         """Closes the resources that the model's code has made, because its version has ended."""
@@ -148,13 +142,7 @@ class Caller:
         execution: object = None,
         phase: CallerPhase = CallerPhase.SERVING,
     ) -> None:
-        """
-        Args:
-          port: connects the model with its worker.
-          requests: the requests that the code works on.
-          execution: the ``Execution`` that the code is part of; None: the code does not keep an instance busy.
-          phase: decides whether the code may call and load other models.
-        """
+        """``execution``: the ``Execution`` that the code is part of; None: the code does not keep an instance busy."""
         self.port = port
         self.requests = tuple(requests)
         self.execution = execution
@@ -168,7 +156,7 @@ class Caller:
         return self.phase is CallerPhase.SERVING and not (self is self.port.detached and self.port.loading)
 
     def close(self) -> None:
-        """Forgets the requests, because they have ended: a call that a remaining task makes later is not made for any of them."""
+        """Forgets the requests, which have ended: a call that a remaining task makes later is for none of them."""
         self.requests, self.execution = (), None
 
     def __repr__(self) -> str:
@@ -176,10 +164,7 @@ class Caller:
 
 
 def asker() -> Caller | None:
-    """Returns the object through which the model whose code is running asks its worker; None: no model's code is running.
-
-    Raises InvalidArgument: the code runs in a process that the model has forked, where no answer of the worker would come.
-    """
+    """Returns ``caller()``. Raises InvalidArgument: a process that the model has forked asks, where no answer would come."""
     found = caller()
     if found is not None and found.port.process != (here := os.getpid()):
         raise InvalidArgument(
@@ -194,10 +179,7 @@ _current: ContextVar[Caller] = ContextVar("caller")
 
 @contextlib.contextmanager
 def calling(caller: Caller) -> Iterator[Caller]:
-    """Runs the ``with`` block as code of ``caller``'s model: ``current`` returns ``caller`` there.
-
-    Afterwards calls ``port.ran``, which restores the process-wide state that the code has changed.
-    """
+    """Runs the block as code of ``caller``'s model, then ``port.ran``, which restores what it has changed of the process."""
     token = _current.set(caller)
     try:
         yield caller
@@ -208,14 +190,14 @@ def calling(caller: Caller) -> Iterator[Caller]:
 
 
 def current() -> Caller | None:
-    """Returns the ``Caller`` that ``calling`` has set for this context; None: there is none, as in a thread that a model made."""
+    """Returns the ``Caller`` of this context; None: there is none, as in a thread that a model made."""
     return _current.get(None)
 
 
 def caller() -> Caller | None:
     """Returns the ``Caller`` of the model whose code called this, directly or through libraries; None: no model's code did.
 
-    If only the model is known, and not the requests that it works on, this is ``port.detached``: a caller without requests.
+    Where it is not known for which requests, this is ``port.detached``.
     """
     found = _current.get(None)
     if found is not None:

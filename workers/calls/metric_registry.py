@@ -73,9 +73,7 @@ class MetricRegistry:
         self._count = 0
 
     def hold(self, name: str, description: str, kind: MetricKind, owner: tuple[str, int]) -> None:
-        """Adds a holder to the metric family of that name, and makes the family if there is none; ``release`` removes the holder.
-
-        The family exists while it has holders. ``owner``: model and version whose code is the holder.
+        """Adds a holder, in code of the model version ``owner``, to a family, which is made if there is none of that name.
 
         Raises InvalidArgument: the name or description is malformed, or the family is of another kind; Unavailable: there are too
         many families.
@@ -99,10 +97,7 @@ class MetricRegistry:
             family.owners.append(owner)
 
     def release(self, name: str, owner: tuple[str, int], held: Iterable[Labels]) -> None:
-        """Removes one holder (``owner``: its model, version) from a family, and from its metrics with the labels ``held``.
-
-        The metrics, and the family, that have no holder left are removed.
-        """
+        """Removes a holder from a family and from its metrics with the labels ``held``; what has no holder left is removed."""
         with self._lock:
             family = self._families[name]
             for labels in held:
@@ -120,10 +115,8 @@ class MetricRegistry:
 
         Args:
           buckets: upper bounds, for a histogram only.
-          held: the keys of the holder's metrics, for ``release``. This one's is added: however often it is asked for, the holder
-            counts once.
-        Raises: InvalidArgument: the labels or buckets are malformed, or the buckets differ from the metric's.  Unavailable: there
-          are too many metrics.
+          held: the labels of the holder's metrics, to which these are added: it counts once, however often it asks.
+        Raises: InvalidArgument: labels or buckets are malformed, or differ from the metric's.  Unavailable: too many metrics.
         """
         key = _checked_labels(name, labels)
         with self._lock:
@@ -145,10 +138,7 @@ class MetricRegistry:
             return value
 
     def increment(self, kind: MetricKind, value: Value, by: float) -> None:
-        """Adds ``by`` to ``value``, of a counter or gauge.
-
-        Raises InvalidArgument: a counter would fall; Unsupported: the metric is a histogram.
-        """
+        """Adds ``by`` to a counter or gauge. Raises InvalidArgument: a counter would fall; Unsupported: it is a histogram."""
         if kind is MetricKind.HISTOGRAM:
             raise _unsupported()
         if kind is MetricKind.COUNTER and not by >= 0:

@@ -17,11 +17,7 @@ class HeldFamily:
     """Keeps a metric family, and the metrics got from this object, in existence for a model's code until ``close``."""
 
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
-        """Makes a family, or joins the family of that name.
-
-        Raises InvalidArgument: name or description is malformed, the family is of another kind, or no model's code is running;
-        Unavailable: there are too many families.
-        """
+        """Makes a family, or joins the one of that name. Raises as ``MetricRegistry.hold``; InvalidArgument: no model's code."""
         found = caller()
         if found is None:
             raise InvalidArgument("it is no model that makes it")
@@ -44,11 +40,7 @@ class HeldFamily:
         return self._port.metrics
 
     def metric(self, labels: Mapping[str, str], buckets: Sequence[float] | None) -> Value:
-        """Returns the metric that has these labels; makes it if there is none. ``buckets``: upper bounds, for a histogram only.
-
-        Raises InvalidArgument: the labels or buckets are malformed, or the buckets differ from the metric's; Unavailable: there
-        are too many metrics.
-        """
+        """Returns the metric that has these labels; makes it if there is none. Raises as ``MetricRegistry.metric``."""
         return self.registry.metric(self.name, labels, buckets, self._labels)
 
     def close(self) -> None:
@@ -67,11 +59,7 @@ class OwnMetric:
     def __init__(
         self, name: str, description: str, labels: Mapping[str, str] | None, buckets: Sequence[float] | None = None
     ) -> None:
-        """Makes a metric, or joins the one with the same name and labels.
-
-        ``buckets``: upper bounds, for a histogram only. Raises InvalidArgument: an argument is malformed, the family is of
-        another kind, the metric has other buckets, or no model's code is running; Unavailable: there are too many metrics.
-        """
+        """Makes a metric, or joins the one with the same name and labels. Raises InvalidArgument, Unavailable."""
         self._held = HeldFamily(name, description, self._kind)
         self._value = self._held.metric(labels or {}, buckets)
 

@@ -66,10 +66,7 @@ class OwnProcesses:
         return self._ending is not None and not self._ending.is_alive()
 
     def mark(self) -> str:
-        """Returns the mark of programs that the model's code executes, which stands in their environment.
-
-        Raises OSError: the model has ended, and its code that still runs (a pool's thread, say) must not start processes.
-        """
+        """Returns the mark in the environment of programs that the model's code executes. Raises OSError: the model has ended."""
         if self._closed:
             raise OSError(errno.ECANCELED, f"model '{self._name}' is unloaded, and starts no more processes")
         return self._mark
@@ -115,12 +112,8 @@ class OwnProcesses:
                     marked_processes.send(each, signal.SIGKILL)
                 time.sleep(_INTERVAL)
                 found = self._found()
-        _log.warning(
-            "model '%s' left %d processes running: they are ended (%d by SIGKILL)",
-            self._name,
-            max(count, killed),
-            killed,
-        )
+        left = "model '%s' left %d processes running: they are ended (%d by SIGKILL)"
+        _log.warning(left, self._name, max(count, killed), killed)
 
     def _wait(self, seconds: float) -> list[Found]:
         """Waits up to ``seconds`` for the model's processes to end. Returns those that still run then."""
@@ -176,10 +169,7 @@ def _owner() -> OwnProcesses | None:
 
 
 def prepare() -> None:
-    """Patches Python's functions that start processes and threads: what a model's code starts is marked as the model's.
-
-    Idempotent.
-    """
+    """Patches Python's functions that start processes and threads: what a model's code starts is the model's. Idempotent."""
     if hasattr(os.fork, "__wrapped__"):
         return
     executes = _fork_exec_for(_posixsubprocess.fork_exec)

@@ -24,14 +24,9 @@ _NOTHING = nullcontext()
 
 
 def span(name: str, attributes: Mapping[str, Parameter]) -> AbstractContextManager[None]:
-    """Returns a context manager whose block is recorded as a span of the traced requests that the running code works on.
-
-    If none of these requests is traced, nothing is recorded.
-    """
-    found = current()
-    timelines = (
-        [] if found is None else [request.timeline for request in found.requests if request.timeline is not None]
-    )
+    """Implements ``tensord.models.span``."""
+    requests = () if (found := current()) is None else found.requests
+    timelines = [request.timeline for request in requests if request.timeline is not None]
     if not timelines:
         return _NOTHING
     told = {key[:_MAX_TEXT]: _told(attributes[key]) for key in [*attributes][:_MAX_ATTRIBUTES]}

@@ -51,7 +51,7 @@ _PLATFORMS = {"gpu": "cuda"}
 
 @dataclass(frozen=True, slots=True)
 class ProgramArray:
-    """Name, dtype and sizes of an array that a program takes or returns."""
+    """An array that a program takes or returns."""
 
     name: str
     #: A dtype of numpy, or of JAX alone, such as a random key's.
@@ -78,9 +78,9 @@ class ProgramFile:
     """A program that was read from a file of jax.export or StableHLO, to be called with named arrays while JAX traces."""
 
     def __init__(self, path: Path, has_parameters: bool) -> None:
-        """Reads the file. Raises InvalidArgument, with the file's name and the reason, if it cannot be read or served.
+        """Reads the file. Raises InvalidArgument: it cannot be read or served; the message has its name and the reason.
 
-        ``has_parameters``: whether there is a file of parameters, which are then the first argument of a program of jax.export.
+        ``has_parameters``: whether a file has parameters, which are then the first argument of a program of jax.export.
         """
         self.path = path
         try:
@@ -91,7 +91,10 @@ class ProgramFile:
                 content = file.read()
             read = _exported if path.suffix == EXPORTED else _of_stablehlo
             self._exported = read(path.name, content)
-            self.arguments, self._first = self._named_arguments(has_parameters)
+            #: The platforms that it was exported for.
+            self.platforms = tuple(self._exported.platforms)
+            #: The arrays of its first argument, if that is the parameters, and those of the others.
+            self.parameters, self.inputs = self._named_arguments(has_parameters)
             self.outputs = self._named(self._exported.out_tree, self._exported.out_avals, "output")
         except (InvalidArgument, MemoryError):
             raise
@@ -101,38 +104,19 @@ class ProgramFile:
             raise InvalidArgument(f"{path.name} cannot be read as a program: {_said(error)}") from error
         self._check()
 
-    @property
-    def parameters(self) -> tuple[ProgramArray, ...]:
-        """The arrays of the program's first argument, if this argument is the parameters; otherwise empty."""
-        return self.arguments[: self._first]
-
-    @property
-    def inputs(self) -> tuple[ProgramArray, ...]:
-        """The arrays of the program's arguments other than parameters."""
-        return self.arguments[self._first :]
-
-    def runs_on(self, platform: str) -> bool:
-        """Returns whether the program was exported for a platform, named as ``jax.Device`` does."""
-        return _PLATFORMS.get(platform, platform) in self.platforms
-
-    @property
-    def platforms(self) -> tuple[str, ...]:
-        """The platforms that the program was exported for."""
-        return tuple(self._exported.platforms)
-
     def call(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Calls the program while a function is traced. Returns the results by name. ``arrays``: all arguments by name."""
-        leaves = [arrays[leaf.name] for leaf in self.arguments]
+        leaves = [arrays[leaf.name] for leaf in (*self.parameters, *self.inputs)]
         positional, keywords = jax.tree.unflatten(self._exported.in_tree, leaves)
         made = jax.tree.leaves(self._exported.call(*positional, **keywords))
         return {leaf.name: array for leaf, array in zip(self.outputs, made, strict=True)}
 
-    def _named_arguments(self, has_parameters: bool) -> tuple[tuple[ProgramArray, ...], int]:
+    def _named_arguments(self, has_parameters: bool) -> tuple[tuple[ProgramArray, ...], tuple[ProgramArray, ...]]:
         tree: Any = self._exported.in_tree
         avals = self._exported.in_avals
         positional, _ = jax.tree.unflatten(tree, range(tree.num_leaves))
         if not has_parameters or self.path.suffix != EXPORTED:
-            return self._named(tree, avals, "input"), 0
+            return (), self._named(tree, avals, "input")
         if not positional:
             raise InvalidArgument(f"{self.path.name} takes no first argument, which parameters beside it would be")
         first: Any = jax.tree.structure(positional[0])
@@ -141,8 +125,7 @@ class ProgramFile:
         inputs = self._named(rest, avals[count:], "input")
         parameters = _leaves(jax.tree.unflatten(first, range(count)), avals[:count], parameter_name)
         # Two names for one place would be two meanings: those of parameters are kept apart.
-        apart = tuple(ProgramArray(f"params/{leaf.name}", leaf.dtype, leaf.dims) for leaf in parameters)
-        return (*apart, *inputs), count
+        return tuple(ProgramArray(f"params/{leaf.name}", leaf.dtype, leaf.dims) for leaf in parameters), inputs
 
     def _named(self, tree: Any, avals: Sequence[Any], kind: str) -> tuple[ProgramArray, ...]:
         whole = jax.tree.unflatten(tree, range(tree.num_leaves))
@@ -159,7 +142,7 @@ class ProgramFile:
         return leaves
 
     def _check(self) -> None:
-        """Raises InvalidArgument if the program cannot be served, for instance because it has side effects such as printing."""
+        """Raises InvalidArgument: the program cannot be served."""
         name, exported = self.path.name, self._exported
         oldest = export.minimum_supported_calling_convention_version
         newest = export.maximum_supported_calling_convention_version
@@ -217,11 +200,7 @@ def _said(error: BaseException) -> str:
 
 
 def _of_stablehlo(name: str, content: bytes) -> export.Exported:
-    """Reads a StableHLO module and returns its function ``main`` as an exported program with positional arguments and a tuple of
-    results.
-
-    ``name``: the file's, for errors. Raises InvalidArgument: the module has no ``main``, or one that cannot be served.
-    """
+    """Reads a StableHLO module. Returns its function ``main`` as a program with positional arguments and a tuple of results."""
     # A lowered function has a context with all of JAX's dialects; no public function makes one.
     lowered: Any = jax.jit(lambda: ()).lower().compiler_ir("stablehlo")
     context = lowered.context
@@ -283,7 +262,7 @@ _DEFAULT_BATCH = 32
 
 
 def is_artifact(folder: Path, file: str) -> bool:
-    """Returns whether a version folder has files of exported programs to serve, and no file named ``file`` (its model.py)."""
+    """Returns whether a version's folder has programs to serve, and no file named ``file`` (its model.py)."""
     return not (folder / file).exists() and bool(model_folder.programs(folder))
 
 
@@ -297,14 +276,10 @@ def digest(folder: Path) -> bytes:
 
 
 def module(folder: Path, message: ModelConfig, platform: str) -> ModuleType:
-    """Builds a Python module from a folder's programs, with ``inputs``, ``outputs``, ``create`` and so on like a model.py.
+    """Builds a Python module from the programs of a version's folder, with ``inputs``, ``create`` and so on like a model.py.
 
-    Args:
-      folder: the version's folder.
-      message: the model's configuration.
-      platform: the platform of the worker's device, as ``jax.Device`` names it.
-
-    Raises: InvalidArgument: a file cannot be read, or the files do not belong together; the message names the file.
+    ``platform``: that of the worker's device, as ``jax.Device`` names it. Raises InvalidArgument: a file cannot be read, or the
+    files do not belong together; the message names the file.
     """
     return _Artifact(folder, message, platform).module()
 
@@ -319,7 +294,8 @@ class _Artifact:
             names = ", ".join(path.name for path in self._parameters)
             raise InvalidArgument(f"model '{message.name}': it has parameters in {names}; one of them is expected")
         every = [ProgramFile(path, bool(self._parameters)) for path in model_folder.programs(folder)]
-        self._programs = [program for program in every if program.runs_on(platform)]
+        # Exported for the platform, which ``jax.Device`` and jax.export name differently.
+        self._programs = [each for each in every if _PLATFORMS.get(platform, platform) in each.platforms]
         if not self._programs:
             named = "; ".join(f"{program.path.name} is for {', '.join(program.platforms)}" for program in every)
             raise InvalidArgument(
@@ -350,12 +326,7 @@ class _Artifact:
     def create(
         self, path: Path, config: Mapping[str, Any], device: jax.Device
     ) -> tuple[Callable[..., dict[str, Any]], dict[str, Any]]:
-        """Returns the function that runs the programs, and its parameters, as ``create`` of a model.py does.
-
-        The arguments are not used.
-
-        Raises InvalidArgument: the file of parameters does not fit the program.
-        """
+        """Returns the function that runs the programs, and its parameters. Raises InvalidArgument: these do not fit."""
         return self._apply, self._loaded()
 
     def _apply(self, params: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -369,10 +340,7 @@ class _Artifact:
         raise ValueError(f"no program of this model takes {shapes}")
 
     def _renamed(self, program: ProgramFile) -> dict[str, str]:
-        """Maps a program's names to the configuration's names, for inputs or outputs that the program only numbers.
-
-        Empty: the program names them, or the configuration does not name them all.
-        """
+        """Maps the program's names of inputs or outputs that it only numbers to the configuration's, if that names them all."""
         found: dict[str, str] = {}
         for kind, leaves, names in (
             ("input", program.inputs, [field.name for field in self._message.input]),
@@ -399,8 +367,7 @@ class _Artifact:
     def _has_batch(self) -> bool:
         """Returns whether the first dim of every tensor is the batch: the configuration says so, or the dim's name does.
 
-        No other varying dim is taken for the batch: along it rows may depend on each other, and those of other clients would
-        change the results.
+        Along any other dim that varies rows may depend on each other, and those of other clients would change the results.
         """
         if self._message.max_batch_size > 0:
             return True
@@ -410,10 +377,7 @@ class _Artifact:
         )
 
     def _batch_sizes(self) -> tuple[int, ...]:
-        """Returns the batch sizes that there are programs for, ascending; empty if a program takes any batch size.
-
-        Raises: InvalidArgument: a tensor has no batch dimension, or the tensors of one program differ in batch size.
-        """
+        """Returns the batch sizes that there are programs for, ascending; empty: a program takes any. Raises InvalidArgument."""
         sizes: set[int] = set()
         for program in self._programs:
             for leaf in (*program.inputs, *program.outputs):
@@ -434,10 +398,7 @@ class _Artifact:
         return tuple(sorted(sizes))
 
     def _declared(self, groups: Sequence[Sequence[ProgramArray]]) -> dict[str, str]:
-        """Returns declarations of tensors as in a model.py: name -> datatype and sizes, such as "FP32[-1, 4]".
-
-        ``groups``: the same tensors in each program.
-        """
+        """Returns declarations of tensors as in a model.py. ``groups``: the same tensors in each program."""
         found: dict[str, str] = {}
         by_name = [{leaf.name: leaf for leaf in group} for group in groups]
         for leaf in groups[0]:

@@ -20,12 +20,10 @@ Created = tuple[Callable[..., Any], Any, object]
 def created(
     module: ModuleType, described: Signature, returned: object, asked: RequestInputs | None, indexed: bool = False
 ) -> Created:
-    """Checks what ``create`` returned, and returns its function, parameters and initial state (None: no state) for the worker.
+    """Checks what ``create`` returned, and wraps the function so that it takes and returns dicts of named arrays.
 
     Args:
-      module: model.py; if it declares trees, the function is wrapped to take and return dicts of named arrays.
-      returned: what ``create`` returned.
-      asked: properties of requests that the function asks for (None: none); it is wrapped to find them among its inputs.
+      asked: properties of requests that the function asks for, which are then among its inputs; None: none.
       indexed: whether the function has an argument ``index``, with the parameter set of each row.
     Raises: InvalidArgument: ``create`` returned something else, or the function does not have the arguments that are expected.
     """
@@ -64,25 +62,19 @@ def created(
 
 
 def create(model: str, module: ModuleType, path: Path, config: dict[str, Any], device: Any) -> object:
-    """Calls ``create`` of model.py with ``path`` (the version's folder), ``config`` and ``device``; returns its result.
-
-    Raises: InvalidArgument: ``create`` cannot be called with these three arguments; or whatever ``create`` raises.
-    """
+    """Calls ``create`` of model.py and returns its result. Raises InvalidArgument: it takes others; or what it raises."""
     check_arguments(model, "create()", module.create, ["path", "config", "device"])
     return module.create(path, config, device)
 
 
 def is_generator(returned: object) -> bool:
-    """Returns whether ``create`` returned a generator function, so that the model answers with any number of responses."""
+    """Returns whether ``create`` returned a generator function, which makes any number of responses."""
     apply = returned[0] if isinstance(returned, tuple) and returned else None
     return inspect.isgeneratorfunction(apply) or inspect.isgeneratorfunction(getattr(apply, "__call__", None))  # noqa: B004
 
 
 def check_arguments(model: str, what: str, apply: Callable[..., Any], names: Sequence[str]) -> None:
-    """Raises InvalidArgument if a function cannot be called with as many positional arguments as there are ``names``.
-
-    ``what``, ``names``: how errors name the function and the arguments.
-    """
+    """Raises InvalidArgument: the function that errors call ``what`` cannot be called with as many arguments as ``names``."""
     try:
         taken = inspect.signature(apply)
     except (TypeError, ValueError):  # one that does not say what it takes

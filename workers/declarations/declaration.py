@@ -24,9 +24,8 @@ _MAX_LABEL_BYTE_SIZE = 16 << 20
 
 
 def declare_tensors(message: ModelConfig, module: ModuleType) -> dict[str, tuple[str | None, ...]]:
-    """Adds model.py's declarations to the configuration: tensors, and ``max_batch_size`` and ``response_cache`` if missing.
+    """Adds model.py's declarations to the configuration. Returns the names of each tensor's axes; None: an axis has no name.
 
-    Returns: for each declared tensor the names of its axes; None for an axis without a name.
     Raises: InvalidArgument: a declaration is malformed, or contradicts the configuration.
     """
     tensors: dict[str, dict[str, Declared]] = {}
@@ -57,10 +56,7 @@ def declare_tensors(message: ModelConfig, module: ModuleType) -> dict[str, tuple
 
 
 def declare_streams(message: ModelConfig) -> None:
-    """Marks a model whose function is a generator as decoupled in its configuration.
-
-    Raises: InvalidArgument: the configuration asks for something that generators cannot do.
-    """
+    """Marks a generator's model as decoupled. Raises InvalidArgument: its configuration asks for what generators cannot do."""
     message.model_transaction_policy.decoupled = True
     if message.HasField("sequence_batching"):
         raise InvalidArgument(
@@ -107,7 +103,7 @@ def choose_buckets(message: ModelConfig, module: ModuleType, described: Signatur
 
 
 def check_size(buckets: Buckets, limit: int) -> None:
-    """Raises InvalidArgument if the tensors of the largest batch that is compiled in advance have more bytes than ``limit``."""
+    """Raises InvalidArgument: the tensors of the largest batch that is compiled in advance have more bytes than ``limit``."""
     described = buckets.signature
     fixed = sum(_byte_size(spec, spec.model_dims) for spec in described.outputs.values() if -1 not in spec.model_dims)
     most = buckets.batch[-1]
@@ -129,10 +125,7 @@ def _byte_size(spec: TensorSpec, shape: tuple[int, ...]) -> int:
 
 
 def _check_axes(message: ModelConfig, module: ModuleType, buckets: Mapping[str, object]) -> None:
-    """Raises InvalidArgument if there are buckets for a name that is not an axis of any input.
-
-    An axis that model.py names counts also if the configuration gives it a fixed size.
-    """
+    """Raises InvalidArgument: there are buckets for a name that model.py gives to no axis of an input."""
     texts = declarations(f"model '{message.name}'", getattr(module, "inputs", {}), "input")
     declared = [parse_declaration(name, text) for name, text in texts.items()]
     named = {axis for tensor in declared for axis in tensor.axes if axis is not None}
@@ -165,12 +158,7 @@ def read_labels(message: ModelConfig, folder: Path) -> dict[str, tuple[str, ...]
 
 
 def queue_rules(message: ModelConfig, max_size: int, workers: int) -> QueueRules:
-    """Returns the rules for a model's queue in this worker.
-
-    Args:
-      max_size: requests that the worker's queue may hold.
-      workers: how many workers serve the model; the bounds of its configuration are divided among them.
-    """
+    """Returns the rules for a model's queue, of ``max_size`` requests, in one of the ``workers`` that share its bounds."""
     replaces = wants(message, REPLACE_WAITING)
     if not message.HasField("dynamic_batching"):
         return QueueRules(max_size, replaces=replaces)
@@ -197,8 +185,7 @@ def _policy(policy: Any, workers: int) -> QueuePolicy:
 def batch_rules(message: ModelConfig) -> BatchRules:
     """Returns the rules by which a model's requests form batches.
 
-    As in Triton, python models batch only if dynamic batching is configured. Jax models batch the requests that wait. A generator
-    gets one request at a time.
+    As in Triton, python models batch only if dynamic batching is configured. A generator gets one request at a time.
     """
     asked = message.HasField("dynamic_batching")
     yields = message.backend != "python" and message.model_transaction_policy.decoupled

@@ -58,14 +58,7 @@ class RequestInputs:
         self.nobody: dict[str, Array] = {each.spec.name: self._array(each, _zero(each.spec), 1) for each in asked}
 
     def arrays(self, prepared: PreparedRequest, own: RequestRecord, rows: int) -> dict[str, Array]:
-        """Returns the properties of a request as inputs, by their names in the program.
-
-        Args:
-          prepared: has the request's parameters.
-          own: has the request's other properties.
-          rows: the batch size of the request.
-        Raises: InvalidArgument: a parameter is missing, or does not fit its datatype.
-        """
+        """Returns the properties of a request of ``rows`` as inputs. Raises InvalidArgument: one is missing or does not fit."""
         return {each.spec.name: self._array(each, self._given(each, prepared, own), rows) for each in self._asked}
 
     def _given(self, asked: _Asked, prepared: PreparedRequest, own: RequestRecord) -> Parameter:
@@ -81,7 +74,7 @@ class RequestInputs:
         return np.full((rows, 1) if self._batches else (1,), value, asked.spec.dtype)
 
     def telling(self, apply: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the model's function so that it gets the properties of requests as its last argument, not among its inputs."""
+        """Wraps the model's function: it gets the properties of requests as its last argument, not among its inputs."""
 
         def of_inputs(parameters: Any, inputs: dict[str, Any], *state: Any) -> Any:
             own, request = self.parted(inputs)
@@ -100,10 +93,7 @@ class RequestInputs:
 
 
 def request_inputs(message: ModelConfig, module: ModuleType) -> RequestInputs | None:
-    """Returns the properties of requests that model.py asks for; None: it asks for none.
-
-    Raises: InvalidArgument: a declaration is malformed, or asks for a property that the model cannot get.
-    """
+    """Returns the properties of requests that model.py asks for; None: it asks for none. Raises InvalidArgument."""
     declared, host = getattr(module, "request", {}), bool(getattr(module, "host", False))
     model, batches = message.name, message.max_batch_size > 0
     if not isinstance(declared, Mapping):
@@ -144,10 +134,7 @@ def _zero(spec: TensorSpec) -> Parameter:
 
 
 def _element(what: str, spec: TensorSpec, given: Any) -> Any:
-    """Converts a value to an element of the input's datatype. Raises InvalidArgument if the value does not fit.
-
-    ``what``: names the value in the error.
-    """
+    """Converts a value, which errors call ``what``, to an element of the input's datatype. Raises InvalidArgument: no fit."""
     kind = spec.dtype.kind
     if spec.datatype == "BYTES":
         if isinstance(given, str):

@@ -1,18 +1,155 @@
-"""Reads how a model's configuration treats sequences: how many run at a time, when they share a batch, when they end."""
+"""Reads how a model's configuration treats sequences, and makes control inputs, which describe them to the model.
+
+The scheduler makes control inputs for each request, and no client may send them.
+
+    START, END, READY    one of two values that the configuration gives, as INT32, FP32 or BOOL
+    CORRID               the correlation id
+
+Each has one element for a request: shape [1], with a batch dimension [1, 1]. ``MadeInputs`` are these and the properties of
+requests that model.py asks for.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from tensord.config.model_config import ModelConfig
-from tensord.workers.declarations.control_inputs import ControlInputs, control_inputs
+import numpy as np
+
+from tensord.config.model_config import ModelConfig, data_type_name
+from tensord.protocol import model_config_pb2
+from tensord.shm import datatypes
+from tensord.shm.arrays import DTYPES, Array
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.messages import RequestRecord
+from tensord.workers.declarations.request_inputs import RequestInputs
 from tensord.workers.scheduling.dynamic_batcher import BatchRules
-from tensord.workers.scheduling.sequence import IterativeIds
+from tensord.workers.scheduling.sequence import Asked, Controls, IterativeIds
 from tensord.workers.scheduling.sequence_batcher import DirectBatcher, DirectRules, OldestBatcher, Strategy
 from tensord.workers.scheduling.sequence_table import SequenceRules
+from tensord.workers.tensors.request_tensors import RequestTensors
+from tensord.workers.tensors.signature import TensorSpec
+
+_DATATYPES = {"int32_false_true": "INT32", "fp32_false_true": "FP32", "bool_false_true": "BOOL"}
+#: Kind of a control input -> the flag that it holds; READY is true for every request.
+_ASKS: dict[str, Callable[[Controls], bool]] = {
+    "CONTROL_SEQUENCE_START": lambda controls: controls.start,
+    "CONTROL_SEQUENCE_END": lambda controls: controls.end,
+    "CONTROL_SEQUENCE_READY": lambda controls: True,
+}
+
+
+class _Flag(NamedTuple):
+    """A control input of kind START, END or READY: whether a sequence starts or ends, or a request fills the row."""
+
+    spec: TensorSpec
+    asks: Callable[[Controls], bool]
+    false: Array
+    true: Array
+
+    def array(self, controls: Controls) -> Array:
+        return self.true if self.asks(controls) else self.false
+
+
+class _CorrelationId(NamedTuple):
+    """A control input of kind CORRID, which holds the correlation id of a request's sequence."""
+
+    spec: TensorSpec
+    shape: tuple[int, ...]
+    model: str
+
+    @property
+    def false(self) -> Array:
+        """The value of this input in a row of a batch that no request fills."""
+        if self.spec.datatype == "BYTES":
+            return np.full(self.shape, b"", np.object_)
+        return np.zeros(self.shape, self.spec.dtype)
+
+    def array(self, controls: Controls) -> Array:
+        """Returns the array for a request. Raises InvalidArgument: the datatype cannot hold the correlation id."""
+        given, datatype = controls.correlation_id, self.spec.datatype
+        if datatype == "BYTES":
+            if not isinstance(given, str):
+                raise self._mixed("UINT64")
+            return np.full(self.shape, given.encode(), np.object_)
+        if isinstance(given, str):
+            if self.spec.dtype.itemsize < 8:
+                raise self._mixed("BYTES")
+            # Triton's encoding: the first bytes of the text as it is on the wire, its length before it.
+            content = len(given.encode()).to_bytes(4, "little") + given.encode()
+            given = int.from_bytes(content[:8].ljust(8, b"\0"), "little")
+        low = given & ((1 << 8 * self.spec.dtype.itemsize) - 1)
+        return np.full(self.shape, low, f"u{self.spec.dtype.itemsize}").view(self.spec.dtype)
+
+    def _mixed(self, given: str) -> InvalidArgument:
+        return InvalidArgument(
+            f"sequence batching control '{self.spec.name}' data-type is '{given}', "
+            f"but model '{self.model}' expects '{self.spec.datatype}'"
+        )
+
+
+class ControlInputs:
+    """The control inputs of one model version: made by the worker, they tell the model about the sequence of each request."""
+
+    def __init__(self, flags: list[_Flag], ids: list[_CorrelationId]) -> None:
+        self._ids = ids
+        made: list[_Flag | _CorrelationId] = [*flags, *ids]
+        #: Control inputs by name.
+        self.specs: dict[str, TensorSpec] = {each.spec.name: each.spec for each in made}
+        #: Arrays for a row that no request fills.
+        self.nobody: dict[str, Array] = {each.spec.name: each.false for each in made}
+        #: (START, END) -> flag inputs, which all requests share.
+        self._flags = {
+            (start, end): {flag.spec.name: flag.array(Controls(0, start, end)) for flag in flags}
+            for start in (False, True)
+            for end in (False, True)
+        }
+
+    def arrays(self, controls: Controls) -> dict[str, Array]:
+        """Returns the control inputs for a request, by name. Raises InvalidArgument: a datatype cannot hold its id."""
+        return self._flags[controls.start, controls.end] | {each.spec.name: each.array(controls) for each in self._ids}
+
+    def of_each(self, asked: Iterable[Asked]) -> list[dict[str, Array]]:
+        """Returns the control inputs for each request of a batch, up to one whose correlation id the datatype cannot hold."""
+        found: list[dict[str, Array]] = []
+        with contextlib.suppress(InvalidArgument):
+            for each in asked:
+                found.append(self.arrays(Controls(*each)))
+        return found
+
+
+def control_inputs(message: ModelConfig) -> ControlInputs:
+    """Returns the control inputs that a checked configuration with ``sequence_batching`` declares."""
+    kinds = model_config_pb2.ModelSequenceBatching.Control.Kind
+    shape = (1, 1) if message.max_batch_size > 0 else (1,)
+    flags: list[_Flag] = []
+    ids: list[_CorrelationId] = []
+    for tensor in message.sequence_batching.control_input:
+        for control in tensor.control:
+            kind = kinds.Name(control.kind)
+            if kind == "CONTROL_SEQUENCE_CORRID":
+                datatype = datatypes.from_model_config(data_type_name(control))
+                ids.append(_CorrelationId(_spec(tensor.name, datatype), shape, message.name))
+                continue
+            field = next(name for name in _DATATYPES if len(getattr(control, name)))
+            spec = _spec(tensor.name, _DATATYPES[field])
+            false, true = (_constant(shape, spec, value) for value in getattr(control, field))
+            flags.append(_Flag(spec, _ASKS[kind], false, true))
+    return ControlInputs(flags, ids)
+
+
+def _spec(name: str, datatype: str) -> TensorSpec:
+    return TensorSpec(name, datatype, DTYPES[datatype], (1,), (1,), (None,))
+
+
+def _constant(shape: tuple[int, ...], spec: TensorSpec, value: Any) -> Array:
+    made: Array = np.full(shape, value, spec.dtype)
+    # All requests share the array.
+    made.flags.writeable = False
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +167,7 @@ class SequencePlan:
 
 
 def sequence_plan(message: ModelConfig, max_waiting: int) -> SequencePlan | None:
-    """Returns what a completed configuration says about sequences; None: the model has no sequences.
-
-    ``max_waiting``: how many requests may wait.
-    """
+    """Returns what a completed configuration says about sequences, of which ``max_waiting`` requests may wait; None: nothing."""
     if not message.HasField("sequence_batching"):
         return None
     sequences, rows = message.sequence_batching, max(1, message.max_batch_size)
@@ -53,3 +187,33 @@ def sequence_plan(message: ModelConfig, max_waiting: int) -> SequencePlan | None
         rows, sequences.oldest.max_queue_delay_microseconds * 1000, preferred, joins=message.max_batch_size > 0
     )
     return SequencePlan(rules, control_inputs(message), direct, lambda: OldestBatcher(batching), iterative)
+
+
+class MadeInputs:
+    """The inputs of one model version that the worker adds to each request: control inputs, and properties of the request."""
+
+    def __init__(self, controls: ControlInputs | None = None, asked: RequestInputs | None = None) -> None:
+        #: Control inputs, of a model with sequences.
+        self.controls = controls
+        #: Properties of requests that model.py asks for.
+        self.asked = asked
+        parts = [part for part in (controls, asked) if part is not None]
+        #: Such inputs by name.
+        self.specs: Mapping[str, TensorSpec] = {name: spec for part in parts for name, spec in part.specs.items()}
+        #: Arrays for a row that no request fills.
+        self.nobody: Mapping[str, Array] = {name: array for part in parts for name, array in part.nobody.items()}
+
+    def arrays(self, request: RequestTensors, own: RequestRecord) -> dict[str, Array]:
+        """Returns the inputs that the worker adds to a request. Raises InvalidArgument: a datatype cannot hold its value."""
+        made: dict[str, Array] = {}
+        if self.controls is not None:
+            made = self.controls.arrays(request.controls)
+        if self.asked is not None:
+            made |= self.asked.arrays(request.prepared, own, request.rows)
+        return made
+
+    def __bool__(self) -> bool:
+        return bool(self.specs)
+
+    def __repr__(self) -> str:
+        return f"<MadeInputs {', '.join(self.specs)}>"

@@ -44,9 +44,7 @@ class StepDeclaration:
 
 
 def declare_steps(message: ModelConfig, module: ModuleType) -> StepDeclaration | None:
-    """Returns what a stepped model (it computes many requests together, step by step) declares; None: it is no stepped model.
-
-    Marks a stepped model as decoupled in its configuration.
+    """Returns what a stepped model declares, and marks it as decoupled in its configuration; None: it is no stepped model.
 
     Raises: InvalidArgument: a declaration is malformed.  Unsupported: a host model has no slots.
     """
@@ -87,10 +85,7 @@ def _number(what: str, module: ModuleType, name: str, most: int, default: int | 
 
 
 def check_stepped(message: ModelConfig, described: Signature) -> None:
-    """Checks that a stepped model's completed configuration has only what such a model can have.
-
-    Raises: InvalidArgument, Unsupported: it has something else, such as a batch dimension or sequences.
-    """
+    """Raises InvalidArgument, Unsupported: a completed configuration has what no stepped model can have, such as sequences."""
     what = f"model '{message.name}'"
     if message.max_batch_size:
         raise InvalidArgument(
@@ -119,7 +114,7 @@ def check_stepped(message: ModelConfig, described: Signature) -> None:
 
 
 def check_buckets(buckets: Buckets) -> None:
-    """Raises InvalidArgument if an axis of a stepped model's input varies and has no buckets, or has the name of an input."""
+    """Raises InvalidArgument: an axis of a stepped model's input varies and has no buckets, or has the name of an input."""
     what, axes = f"model '{buckets.signature.model}'", set(buckets.named)
     for spec in buckets.signature.inputs.values():
         for axis, dim in zip(spec.axes, spec.model_dims, strict=True):
@@ -136,9 +131,7 @@ def check_buckets(buckets: Buckets) -> None:
 def created_steps(model: str, returned: object, asked: RequestInputs | None) -> tuple[StepFunctions, Any]:
     """Returns the functions and the parameters that ``create`` of a stepped model returned.
 
-    Args:
-      asked: properties of requests that the insert function asks for, which is wrapped to find them among its inputs; None: none.
-    Raises: InvalidArgument: ``create`` returned something else.
+    ``asked``: properties of requests that ``insert`` asks for, which are then among its inputs. Raises InvalidArgument.
     """
     functions = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else None
     if not isinstance(functions, tuple) or len(functions) != 3 or not all(map(callable, functions)):

@@ -55,10 +55,7 @@ class DeviceName:
         os.environ["JAX_PLATFORMS"] = "cuda,cpu" if self.platform == "cuda" else self.platform
 
     def open(self, count: int = 1) -> jax.Device:
-        """Starts JAX's back end and returns the first device of the platform in this name. Raises NoDevice if there is none.
-
-        ``count``: how many devices a CPU worker is to have. A GPU worker has the GPUs that it sees.
-        """
+        """Starts JAX's back end and returns the first device, of the ``count`` of a CPU worker. Raises NoDevice."""
         import jax
 
         if self.platform == "cpu":

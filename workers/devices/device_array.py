@@ -60,10 +60,7 @@ class GpuArray:
         return GpuArray(self._context, made, made.unsafe_buffer_pointer(), self.dtype, self.shape)
 
     def copy_into(self, memory: memoryview) -> None:
-        """Copies this array to host memory of the same byte size, which may be a client's, and waits for the copy.
-
-        Raises: DeviceLost: the GPU failed.
-        """
+        """Copies this array to host memory of the same byte size, which may be a client's. Raises DeviceLost."""
         if not self.nbytes:
             return
         if may_be_written(memory):
@@ -86,7 +83,6 @@ class GpuArray:
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def tobytes(self) -> bytes:
-        """Returns the content of this array as bytes in host memory."""
         return np.asarray(self).tobytes()
 
     def __repr__(self) -> str:
@@ -94,10 +90,7 @@ class GpuArray:
 
 
 def standing(array: Array) -> Array:
-    """Returns an array that the GPU's driver may read: the given one, or a copy if a client may take the array's memory away.
-
-    ``array`` must be contiguous.
-    """
+    """Returns a contiguous array that the driver may read: the given one, or a copy if a client may take its memory away."""
     if guard.may_be_missing(address_of(array)):
         return array.copy()
     if array.nbytes:
@@ -114,8 +107,5 @@ def may_be_written(memory: memoryview) -> bool:
 
 
 def _look(memory: memoryview) -> None:
-    """Reads the last byte of memory, so that the request fails if a client has truncated the memory's object.
-
-    The SIGBUS handler of ``shm.guard`` then counts a fault.
-    """
+    """Reads the last byte of memory: ``shm.guard`` counts a fault if a client has truncated the memory's object."""
     memory[-1]

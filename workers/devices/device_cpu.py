@@ -27,14 +27,9 @@ def share_of_cores(cores: list[int], index: int, count: int) -> list[int]:
 
 
 def pin(index: int, count: int, lists: Sequence[str] = ()) -> None:
-    """Pins this process to its share of the cores, if there is more than one worker or ``lists`` is given.
+    """Pins worker ``index`` of ``count`` to its share of the cores, before JAX's back end starts.
 
-    Call before JAX's back end starts.
-
-    Args:
-      index: the number of this worker, from 0.
-      count: the number of CPU workers.
-      lists: a list of cores for each worker, as text such as "0-3,8"; empty: equal shares.
+    ``lists``: cores for each worker, as text such as "0-3,8"; empty: equal shares, and a single worker is not pinned.
     """
     if lists:
         cores = list(core_list.parse(lists[index]))
@@ -57,9 +52,7 @@ def pin_to(cores: Sequence[int]) -> None:
 
 
 def limit_threads(threads: int) -> None:
-    """Sets the number of threads that XLA computes with; 0: XLA uses as many as the process has cores.
-
-    Call before JAX's back end starts.
+    """Sets the number of threads that XLA computes with, before JAX's back end starts; 0: as many as the process has cores.
 
     Of all settings that are said to set the number, jaxlib 0.10.2 obeys the process's affinity and ``PJRT_NPROC``, which is set
     here (and ``NPROC``, which others read as well): with 1 its programs are not cut into parts and its pool has no second thread.
@@ -72,10 +65,7 @@ def limit_threads(threads: int) -> None:
 
 @functools.cache
 def thread_count() -> int:
-    """Returns how many threads XLA computes with in this process; programs are compiled for that number.
-
-    The number is looked up once, before a model can change the environment.
-    """
+    """Returns how many threads XLA computes with here. Looked up once, before a model can change the environment."""
     for name in (THREADS_VARIABLE, "NPROC"):
         given = os.environ.get(name, "")
         if given.isdecimal() and int(given) > 0:

@@ -9,7 +9,7 @@
 All models share one staging buffer, which belongs to the thread that runs them: a batch is computed before the next one is
 gathered. Another thread that runs programs (the loader with a version's samples) has a ``CudaDevice`` of its own.
 XLA never waits for a copy, because copies into the buffer have finished before XLA is called. Copies of outputs to the host
-wait for XLA on the device (``StreamOrder``), and the thread waits for the copies; outputs that stay on the device are ready
+wait for XLA on the device (``_follow``), and the thread waits for the copies; outputs that stay on the device are ready
 before anything reads them.
 """
 
@@ -47,10 +47,7 @@ GatheredPart = tuple[str, np.dtype[Any], tuple[int, ...], Sequence[Array]]
 
 
 def prepare_environment(options: Workers) -> None:
-    """Sets the environment variables that limit XLA's part of the GPU's memory. A variable that is set already is not changed.
-
-    Call before JAX's back end starts.
-    """
+    """Limits XLA's part of the GPU's memory by environment variables that are not set, before JAX's back end starts."""
     if not os.environ.keys() & {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}:
         # Workers that share a GPU take equal parts, however many of them run already.
         os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{options.gpu_memory_fraction / options.per_gpu:g}"
@@ -61,19 +58,13 @@ class CudaDevice:
     """Moves inputs and outputs to and from a GPU, for one thread, which runs one program after the other."""
 
     def __init__(self, context: Context, device: jax.Device, pieces: StagingPool) -> None:
-        """
-        Args:
-          context: the CUDA context of the GPU.
-          device: the same GPU as JAX names it.
-          pieces: the process's page-locked host memory for staging.
-        Raises: DeviceLost: the GPU failed.
-        """
         self.context = context
         self._device = device
         self._pieces = pieces
         #: The device's DLDeviceType and number in XLA.
         self._dlpack_device = _dlpack_device_of(device)
-        self._order = StreamOrder(context)
+        #: Whether XLA can make the device wait, as its back end for GPUs does; True until a failure.
+        self._waits = True
         self._staging = 0
         self._staging_byte_size = 0
         self._host: HostStaging | None = None
@@ -89,10 +80,7 @@ class CudaDevice:
     def gather(self, parts: Sequence[GatheredPart]) -> tuple[dict[str, jax.Array], int]:
         """Gathers the inputs of a batch on the device. Returns them as arguments of the program, and how many bytes were copied.
 
-        ``parts``: name, dtype and shape of each input, and the requests' arrays that it consists of.
-
-        Raises: InvalidArgument: a region cannot be read any more.  Unavailable: there is no memory for the staging buffer.
-        DeviceLost: the GPU failed.
+        Raises: InvalidArgument: a region cannot be read any more.  Unavailable: there is no memory.  DeviceLost: the GPU failed.
         """
         arguments: dict[str, jax.Array] = {}
         needed, copied = 0, 0
@@ -143,12 +131,9 @@ class CudaDevice:
     def send(
         self, parts: Sequence[tuple[str, np.dtype[Any], tuple[int, ...], int]], byte_size: int
     ) -> dict[str, jax.Array]:
-        """Transfers a batch that was gathered in ``host`` to the device, in one transfer. Returns the arguments of the program.
+        """Transfers the first ``byte_size`` bytes of ``host`` to the device at once. Returns the arguments of the program.
 
-        Args:
-          parts: name, dtype and shape of each input, and its offset in ``host``, a multiple of ``ALIGNMENT``.
-          byte_size: bytes of ``host`` to transfer, from its beginning.
-        Raises: Unavailable: there is no memory for the staging buffer.  DeviceLost: the GPU failed.
+        ``parts``: name, dtype and shape of each input, and its offset in ``host``, a multiple of ``ALIGNMENT``.
         """
         self._reserve(byte_size)
         self.context.to_device(self._staging, self.host.address, byte_size)
@@ -172,10 +157,7 @@ class CudaDevice:
         self._staging_byte_size = size
 
     def _fill_together(self, staged: Sequence[tuple[GatheredPart, int]], byte_size: int) -> int:
-        """Queues one transfer of all tensors in host memory, then copies of the tensors on the device.
-
-        Returns the bytes copied. ``staged``: each input and its offset in the staging buffer.
-        """
+        """Queues one transfer of all tensors in host memory, then copies within the device. Returns the bytes copied."""
         content, copied, of_host = self.host.content, 0, False
         of_device: list[tuple[int, CudaTensor | GpuArray]] = []
         for (_, dtype, shape, arrays), at in staged:
@@ -212,7 +194,7 @@ class CudaDevice:
     ) -> int:
         """Queues the copies of one input to device memory at ``pointer``. Returns the bytes copied.
 
-        Adds the host arrays that the queued copies read to ``sources``: they must stay in memory until the copies are done.
+        ``sources`` gets the host arrays that the copies read, to be kept until the copies are done.
         """
         total, at = _byte_size(dtype, shape), 0
         row_shape = shape[1:]
@@ -236,7 +218,7 @@ class CudaDevice:
         return at
 
     def _copy_within(self, pointer: int, tensor: CudaTensor | GpuArray) -> None:
-        """Queues the copy of a tensor that is on the device already to device memory at ``pointer``."""
+        """Queues the copy of a tensor on the device to device memory at ``pointer``."""
         if isinstance(tensor, GpuArray):
             self.context.within_device(pointer, tensor.pointer, tensor.nbytes)
             return
@@ -272,12 +254,10 @@ class CudaDevice:
         return GpuArray(self.context, made, made.unsafe_buffer_pointer(), np.dtype(made.dtype), made.shape)
 
     def take(self, made: Sequence[jax.Array], cuts: Sequence[tuple[int, int]] = ()) -> list[bytes] | None:
-        """Copies small outputs to host memory, with one wait for all. The outputs need not be computed yet.
+        """Copies outputs to host memory, with one wait for all; they need not be computed yet. Returns their bytes.
 
-        Args:
-          cuts: ranges of bytes of the single output to return; empty: each output is returned whole.
-        Returns: the bytes, or None if the outputs are too large for the staging memory.
-        Raises: DeviceLost: the GPU failed; or what the run of the program raised.
+        None: they are too large for the staging memory. ``cuts``: ranges of bytes of the single output; empty: all are whole.
+        Raises DeviceLost: the GPU failed; or what the run of the program raised.
         """
         ends = list(itertools.accumulate([-(-byte_size_of(array) // _LINE) * _LINE for array in made]))
         if ends and ends[-1] > TOGETHER:
@@ -287,7 +267,7 @@ class CudaDevice:
         try:
             for at, array in zip(starts, made, strict=False):
                 if byte_size_of(array):
-                    kept.append(self._order.follow(array))
+                    kept.append(self._follow(array))
                     self.context.to_host(host.address + at, array.unsafe_buffer_pointer(), byte_size_of(array))
         finally:
             self.context.synchronize()
@@ -298,14 +278,10 @@ class CudaDevice:
     def deliver(
         self, made: Mapping[str, jax.Array], places: Mapping[str, memoryview | tuple[CudaRegion, int]]
     ) -> dict[str, GpuArray | Array]:
-        """Copies outputs to their places, in host memory or a region on the device, with one wait for all.
+        """Copies outputs to their places, with one wait for all; they need not be computed yet.
 
-        The outputs need not be computed yet. Outputs without a place are copied to host memory if they are small; others stay
-        where they are, on the device.
-
-        Returns: all outputs; an output that was copied to its place is returned as an array on the device.
-        Raises: InvalidArgument: a region cannot be written any more.  DeviceLost: the GPU failed; or what running the program
-        raised.
+        Those without a place are copied to host memory if they are small. Returns all of them, the rest as arrays on the device.
+        Raises: InvalidArgument: a region cannot be written any more.  DeviceLost: the GPU failed; or what the run raised.
         """
         left = [(name, array) for name, array in made.items() if name not in places and byte_size_of(array)]
         little = sum([byte_size_of(array) for _, array in left]) <= TOGETHER
@@ -315,7 +291,7 @@ class CudaDevice:
         self.context.enter()
         try:
             for name, array in made.items():
-                kept.append(self._order.follow(array))
+                kept.append(self._follow(array))
                 pointer, place = array.unsafe_buffer_pointer(), places.get(name)
                 if isinstance(place, tuple):
                     region, offset = place
@@ -335,6 +311,25 @@ class CudaDevice:
         for memory, content in brought:
             memory[:] = content.data
         return {name: found[name] if name in found else self.keep(array) for name, array in made.items()}
+
+    def _follow(self, made: jax.Array) -> Any:
+        """Delays all that the thread queues on the worker's stream from now on, until XLA has computed ``made``.
+
+            XLA's stream    | program ▸ its event |
+            the worker's                          └▶ waits for it ▸ copy ▸ the one event that a thread waits for
+
+        DLPack's stream argument does this. The reverse, XLA waiting for copies, costs more than it saves: XLA takes the stream
+        only with each import of memory by DLPack, which takes longer than a small transfer. Returns an object to keep until the
+        queued work is done. Raises what computing ``made`` has raised so far.
+        """
+        if self._waits:
+            try:
+                return made.__dlpack__(stream=self.context.stream())  # type: ignore[call-arg]
+            except jax.errors.JaxRuntimeError as error:
+                if "UNIMPLEMENTED" not in str(error):
+                    raise
+                self._waits = False
+        return jax.block_until_ready(made)
 
     def close(self) -> None:
         """Frees the staging buffers on the GPU and in host memory. Call it once no batch uses them. Idempotent."""
@@ -364,7 +359,7 @@ def room(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
 
 
 def _dlpack_device_of(device: jax.Device) -> tuple[int, int]:
-    """Returns a JAX device as DLPack names it: DLDeviceType and device number."""
+    """Returns DLPack's names of a JAX device: DLDeviceType and device number."""
     kind, number = jax.device_put(np.zeros(1, np.float32), device).__dlpack_device__()
     return int(kind), int(number)
 
@@ -382,39 +377,3 @@ def _byte_size(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
     for length in shape:
         size *= length
     return size
-
-
-class StreamOrder:
-    """Orders the worker's copies to and from one device: on the device, each waits for the programs whose outputs it reads.
-
-        XLA's stream    | program ▸ its event |
-        the worker's                          └▶ waits for it ▸ copy ▸ the one event that a thread waits for
-
-    DLPack's stream argument does this. The reverse, XLA waiting for copies, costs more than it saves: XLA takes the stream only
-    with each import of memory by DLPack, which takes longer than a small transfer.
-    """
-
-    __slots__ = ("_context", "_said")
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        #: Whether XLA can make the device wait, as its back end for GPUs does; True until a failure.
-        self._said = True
-
-    def follow(self, made: jax.Array) -> Any:
-        """Delays all that the calling thread queues on the worker's stream from now on, until ``made`` is computed.
-
-        Returns: an object to keep until the queued work is done.
-        Raises: what computing ``made`` has raised so far.
-        """
-        if self._said:
-            try:
-                return made.__dlpack__(stream=self._context.stream())  # type: ignore[call-arg]
-            except jax.errors.JaxRuntimeError as error:
-                if "UNIMPLEMENTED" not in str(error):
-                    raise
-                self._said = False
-        return jax.block_until_ready(made)
-
-    def __repr__(self) -> str:
-        return f"<StreamOrder said to the {'device' if self._said else 'host'}>"

@@ -18,12 +18,9 @@ from tensord.shm.errors import Internal
 
 
 def check(model: str, what: str, byte_size: int, devices: Sequence[jax.Device]) -> None:
-    """Raises Internal if a device has less than ``byte_size`` bytes of memory left.
+    """Raises Internal: a device has less than ``byte_size`` bytes left, which the model needs on each.
 
-    Args:
-      model: the model's name, for the error.
-      what: the words before the number of bytes in the error, such as "its parameters need".
-      byte_size: bytes needed on each device.
+    ``what``: the words before the number of bytes in the error, such as "its parameters need".
     """
     shared = len(devices) if devices[0].platform == "cpu" else 1
     left = min((free for device in devices if (free := _left(device)) is not None), default=None)

@@ -28,10 +28,7 @@ def host_put(arrays: Sequence[Any], device: jax.Device, committed: bool = True) 
     """Returns arrays of a processor's device, with the values and datatypes of numpy or JAX arrays.
 
     An array whose memory begins at a multiple of 64 bytes is not copied, and nobody may write to it afterwards; any other one has
-    been copied when this returns.
-
-    Args:
-      committed: whether the arrays are bound to the device, as those of ``jax.device_put(array, device)``.
+    been copied when this returns. ``committed``: whether the arrays are bound to the device, as by ``jax.device_put``.
     """
     found, sharding = _interface(), SingleDeviceSharding(device)
     made: list[jax.Array] = []

@@ -47,17 +47,11 @@ class StagingPool:
         self._closed = False
 
     def prepare(self) -> None:
-        """Allocates and page-locks one piece in advance, so that the thread that gets it need not wait for the driver.
-
-        Raises DeviceLost: the GPU failed.
-        """
+        """Allocates and page-locks one piece in advance: the thread that gets it need not wait for the driver."""
         self._free.append(self._made())
 
     def take(self) -> HostStaging:
-        """Returns a piece of host memory for the calling thread: a free one, or a new one.
-
-        Raises DeviceLost if the GPU failed.
-        """
+        """Returns a piece of host memory for the calling thread: a free one, or a new one. Raises DeviceLost."""
         with contextlib.suppress(IndexError):
             return self._free.pop()
         return self._made()

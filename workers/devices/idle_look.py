@@ -30,19 +30,13 @@ class Marker:
         self._event = context.call(self._driver.cuEventCreate, self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 
     def set(self) -> None:
-        """Records the event behind all work that the calling thread has queued.
-
-        Raises CudaError: the driver refused the call; DeviceLost: the device failed.
-        """
+        """Records the event behind all work that the calling thread has queued. Raises CudaError, DeviceLost."""
         self._context.enter()
         self._context.call(self._driver.cuEventRecord, self._event, self._context.stream())
 
     @property
     def reached(self) -> bool:
-        """Returns whether the device has done all work that was queued before the last ``set``.
-
-        Raises: CudaError: the driver refused the call.  DeviceLost: the device failed, in this thread's work or in any other.
-        """
+        """Returns whether the device has done all that was queued before the last ``set``. Raises DeviceLost: any work failed."""
         self._context.enter()
         try:
             self._context.call(self._driver.cuEventQuery, self._event)
@@ -73,9 +67,7 @@ class IdleLook:
         Args:
           idle: returns whether the loop has nothing else to do.
           post: asks the loop to call a function; for any thread.
-          patience: seconds after which the GPU counts as failed if it has not reached the last event in its queue; 0: never.
-          interval: seconds between two checks.
-        Raises: DeviceLost: the GPU failed.
+          patience: seconds after which a GPU that has not reached the last mark has failed; 0: it never has.
         """
         self._idle, self._post, self._patience_ns = idle, post, int(patience * 1e9)
         try:
@@ -97,11 +89,9 @@ class IdleLook:
                 self._post(self.look)
 
     def look(self) -> None:
-        """Checks whether the GPU has reached the last mark (an event) in its queue, and if so adds another one.
+        """Checks, if the loop is idle, whether the GPU has reached the last mark (an event) in its queue, and sets another.
 
-        Does nothing if the loop is not idle.
-
-        Raises: DeviceLost: the GPU has failed, or has not reached the mark for too long.
+        Raises DeviceLost: the GPU has failed, or has not reached the mark for too long.
         """
         self._asked = False
         if self._ends.is_set() or not self._idle():
@@ -120,7 +110,7 @@ class IdleLook:
             )
 
     def close(self) -> None:
-        """Ends the checks: ends the thread that asks the loop to make them, and frees the mark. Idempotent."""
+        """Ends the checks and their thread. Idempotent."""
         if not self._ends.is_set():
             self._ends.set()
             self._marker.close()

@@ -46,10 +46,7 @@ class LateTensor:
         return type(self)(self.region, self.offset, self.dtype, shape)
 
     def copy_into(self, array: Array) -> None:
-        """Copies this tensor to a contiguous host array of the same size; blocks.
-
-        Raises: InvalidArgument: the region's memory cannot be read any more.
-        """
+        """Copies this tensor to a contiguous host array of the same size. Raises InvalidArgument: its memory is gone."""
         if self.nbytes:
             self._read(array)
             if self.dtype == np.bool_:

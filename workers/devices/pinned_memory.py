@@ -31,10 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class PinnedBudget:
-    """Counts the bytes of host memory that one GPU worker has page-locked, within ``workers.pinned_byte_size``.
-
-    Several threads use it.
-    """
+    """Counts the bytes of host memory that a GPU worker has page-locked (``workers.pinned_byte_size``); for any thread."""
 
     def __init__(self, limit: int) -> None:
         """``limit``: the bytes that may be locked at a time."""
@@ -109,10 +106,7 @@ class PinnedMemory:
         self._thread.do(functools.partial(self._lock, memory), functools.partial(self._tried, memory))
 
     def unpin(self, view: memoryview) -> None:
-        """Asks the thread to unlock memory that was passed to ``pin``.
-
-        The memory's owner may close it at once; the mapping stays until it is unlocked. Ignores memory that is not locked.
-        """
+        """Asks the thread to unlock memory, if ``pin`` got it. Its owner may close it at once; the mapping stays until then."""
         memory = self._wanted.pop(address_of(view), None)
         if memory is None:
             return
@@ -121,7 +115,7 @@ class PinnedMemory:
         self._thread.do(functools.partial(self._unlock, memory), functools.partial(self._let_go, memory))
 
     def pin_segment(self, segment: Segment) -> None:
-        """Asks the thread to page-lock an arena's segment, and arranges for it to be unlocked before the segment is closed."""
+        """Asks the thread to page-lock an arena's segment, until the segment is closed."""
         self.pin(segment.view, "an arena's segment")
         segment.before_close = lambda: self.unpin(segment.view)
 

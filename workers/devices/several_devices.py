@@ -33,14 +33,9 @@ class SeveralDevices:
         return leaf.sharding if laid else None
 
     def place(self, model: str, parameters: Any, compiled: jax.stages.Compiled) -> Any:
-        """Puts the parameters on the devices where a program needs them.
+        """Puts parameters on the devices where a program needs them, or on all; those that the author has sharded stay.
 
-        A parameter that the program does not use goes to every device.
-
-        Args:
-          model: the model's name, for errors.
-          parameters: a tree of parameters; those that the author has sharded stay as they are.
-        Raises: Internal: a device has no room for its part of the parameters.
+        Raises Internal: a device has no room for its part of the parameters.
         """
         ((wanted, *_), _) = compiled.input_shardings
         leaves, structure = jax.tree.flatten(parameters)
@@ -56,24 +51,18 @@ class SeveralDevices:
 
     @staticmethod
     def order(compiled: jax.stages.Compiled) -> tuple[int, ...]:
-        """Returns the ids of a program's devices, in the program's order.
-
-        Raises: any exception, if this version of JAX does not tell them.
-        """
+        """Returns the ids of a program's devices, in its order. Raises any exception: this version of JAX does not tell them."""
         shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
         # The attribute is private but needed: a program that is loaded for another order ends the process when it is run.
         return tuple(device.id for device in shardings[0]._device_assignment)
 
     def ordered(self, ids: Any) -> list[jax.Device]:
-        """Returns the devices with these ids, in this order. Raises KeyError if the model does not have one of them."""
+        """Returns the devices with these ids, in this order. Raises KeyError."""
         known = {device.id: device for device in self.devices}
         return [known[number] for number in ids]
 
     def alone(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a program so that it never runs at the same time as another one on several devices.
-
-        A call of the wrapped program returns when its outputs are computed.
-        """
+        """Wraps a program so that no other one on several devices runs meanwhile; a call returns when outputs are computed."""
 
         @functools.wraps(call, updated=())
         def run(*arguments: Any) -> Any:

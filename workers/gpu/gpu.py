@@ -104,10 +104,7 @@ class DeviceInputs:
         return found
 
     def send(self) -> dict[str, jax.Array]:
-        """Sends the gathered inputs to the GPU. Returns them as arguments of the program.
-
-        Raises: Unavailable: the GPU has no memory left.  DeviceLost: the GPU failed.
-        """
+        """Sends the gathered inputs to the GPU. Returns them as arguments of the program. Raises Unavailable, DeviceLost."""
         return self._device.send(self._parts, self._byte_size)
 
     def __repr__(self) -> str:
@@ -134,11 +131,7 @@ class GpuExecutable(Executable):
         return [np.asarray(made[name]) for name in self._signature.outputs] if found is None else [*found]
 
     def _fetch(self, made: Mapping[str, Any]) -> list[bytes] | None:
-        """Fetches the outputs' contents from the GPU, in one transfer if the program has packed them.
-
-        Returns: one content for each output, whether the program packs them or not; None: they are too large for one transfer.
-        Raises: DeviceLost: the GPU failed; or what the run of the program raised.
-        """
+        """Fetches the contents of all outputs, packed or not, with one wait; None: they are too large for the staging memory."""
         packed = made.get(PACKED)
         if packed is None:
             return self._cuda.take([made[name] for name in self._signature.outputs])
@@ -187,10 +180,7 @@ class GpuExecutable(Executable):
         return RunOutputs(dict(zip(self._signature.outputs, kept, strict=True)), None)
 
     def _delivered(self, made: Mapping[str, Any], request: RequestTensors, places: Places) -> RunOutputs:
-        """Copies a single request's outputs from the GPU to ``places``: the memory of its answer, or the client's regions.
-
-        Raises InvalidArgument: a region cannot be written any more; DeviceLost: the GPU failed; or what the run raised.
-        """
+        """Copies a single request's outputs from the GPU to ``places``."""
         reached = places.reached()
         outputs = self._cuda.deliver({name: made[name] for name in self._signature.outputs}, reached)
         places.written = reached.keys()

@@ -19,10 +19,7 @@ from tensord.workers.python_backend import interface
 
 
 def prepare() -> None:
-    """Changes Python's import system so that each model's code imports its own modules, and ``triton_python_backend_utils``.
-
-    Idempotent.
-    """
+    """Has each model's code import its own modules, and ``triton_python_backend_utils``. Idempotent."""
     sys.modules["triton_python_backend_utils"] = interface
     sys.modules["c_python_backend_utils"] = interface
     if OwnModules in sys.meta_path:

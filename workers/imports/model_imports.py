@@ -85,7 +85,7 @@ class ModelImports:
     _serials = itertools.count(1)
 
     def __init__(self, package: str, folders: Sequence[Path] | Sequence[str]) -> None:
-        """Makes the package ``package``. ``folders``: the folders of its modules, in the order in which they are searched."""
+        """``folders``: those of the package's modules, in the order in which they are searched."""
         self.package = package
         self.folders = tuple(str(folder) for folder in folders)
         self._prefix = f"{package}."
@@ -134,10 +134,7 @@ class ModelImports:
         self._port = self._builtins[PORT] = port
 
     def run(self, path: Path) -> ModuleType:
-        """Runs a model.py as a module of the package and returns the module.
-
-        Raises InvalidArgument: the file cannot be read; or any error that its code raises.
-        """
+        """Runs a model.py as a module of the package and returns it. Raises InvalidArgument: unreadable; or what it raises."""
         stem = path.stem.replace(".", "_")
         loader = SourceLoader(self._builtins, self._prefix + stem, str(path))
         try:
@@ -165,10 +162,7 @@ class ModelImports:
             self.forget()
 
     def forget(self) -> None:
-        """Removes the model's modules and closes resources that its code has made, now or after the last ``release``.
-
-        Idempotent.
-        """
+        """Removes the modules and closes what their code has made, now or after the last ``release``. Idempotent."""
         with self._lock:
             self._forgotten = True
             if self._holders:
@@ -290,10 +284,7 @@ class OwnModules:
 
 
 class PlainName(ModuleType):
-    """A placeholder in ``sys.modules`` for all models' modules with one short name.
-
-    Its attributes are those of the module of the model whose code asks.
-    """
+    """A placeholder for all models' modules of a short name: its attributes are those of the module of whose code asks."""
 
     def __getattribute__(self, name: str) -> Any:
         if name in _OF_ITS_OWN:

@@ -79,10 +79,7 @@ class OwnFlags:
                 _thread.own = former
 
     def applied(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a function so that it runs with the model's settings. Returns it as it is if there are none.
-
-        64-bit types do not count as a setting here, because the model's signature decides about them.
-        """
+        """Wraps a function so that it runs with the model's settings, but for 64-bit types: its signature decides about them."""
         if not self._values.keys() - {_WIDE}:
             return function
 

@@ -35,10 +35,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 
 
 class ProcessState:
-    """Restores process-wide state that models' code has changed (JAX's configuration, recursion limit, ``sys.path``...).
-
-    To be used outside of ``OwnFlags.code`` blocks.
-    """
+    """Restores process-wide state that models' code has changed. To be used outside of ``OwnFlags.code`` blocks."""
 
     def __init__(self) -> None:
         self._known = False
@@ -66,10 +63,7 @@ class ProcessState:
                 self._loading.remove(who)
 
     def watch(self, who: str) -> Callable[[], None]:
-        """Returns a function that restores the process-wide state, to be called each time after a version's code has run.
-
-        The function costs little if nothing has changed. The first change is logged, with ``who`` as the version's name.
-        """
+        """Returns a function to call each time after code of ``who`` has run: restores the state, and logs the first change."""
         logged = False
 
         def ran() -> None:
@@ -119,12 +113,8 @@ class ProcessState:
 
     def _put_back(self, who: str) -> None:
         """Restores the recorded process-wide state, and logs the changes as made by the model ``who``."""
-        changed = [
-            *self._put_back_flags(),
-            *self._put_back_settings(),
-            *self._put_back_warnings(),
-            *self._put_back_path(),
-        ]
+        changed = [*self._put_back_flags(), *self._put_back_settings(), *self._put_back_warnings()]
+        changed += self._put_back_path()
         self._accept()
         if changed:
             _warn(who, changed)
@@ -148,10 +138,7 @@ class ProcessState:
                 yield f"{name} was {found!r} instead of {value!r}"
 
     def _put_back_warnings(self) -> Iterator[str]:
-        """Removes new filters that turn warnings into errors; yields a description.
-
-        Other filters stay: they make no code fail.
-        """
+        """Removes new filters that turn warnings into errors; others stay: they make no code fail."""
         raising = [entry for entry in warnings.filters if entry[0] == "error" and entry not in self._errors]
         if not raising:
             return
@@ -162,7 +149,7 @@ class ProcessState:
         yield f"warnings were errors ({', '.join(sorted(str(entry[2]) for entry in raising))})"
 
     def _put_back_path(self) -> Iterator[str]:
-        """Restores entries that are missing from sys.path, and yields a description; entries that were added stay."""
+        """Restores entries that are missing from sys.path; entries that were added stay."""
         gone = [entry for entry in self._path if entry not in sys.path]
         if gone:
             sys.path[:] = [*(entry for entry in sys.path if entry not in self._path), *self._path]

@@ -30,8 +30,5 @@ def precision(wide: bool) -> contextlib.AbstractContextManager[object]:
 
 
 def byte_size_of(array: jax.Array) -> int:
-    """Returns the bytes of an array.
-
-    JAX 0.6's ``nbytes`` counts 64-bit elements as 32 bits outside of the mode for 64-bit elements.
-    """
+    """Returns the bytes of an array. Outside of 64-bit mode JAX 0.6's ``nbytes`` counts 64-bit elements as 32 bits."""
     return math.prod(array.shape) * array.dtype.itemsize

@@ -15,12 +15,10 @@ from tensord.config import model_checks, model_config
 from tensord.config.model_config import ModelConfig
 from tensord.shm.control_records import Load
 from tensord.shm.errors import InvalidArgument
-from tensord.workers.declarations.control_inputs import MadeInputs
 from tensord.workers.declarations.declaration import declare_tensors, read_labels
-from tensord.workers.declarations.device_choice import gpus
-from tensord.workers.declarations.parameter_declarations import declare_sets, is_on_demand
+from tensord.workers.declarations.placement_declarations import declare_sets, gpus, is_on_demand
 from tensord.workers.declarations.request_inputs import request_inputs
-from tensord.workers.declarations.sequence_declaration import SequencePlan, sequence_plan
+from tensord.workers.declarations.sequence_declaration import MadeInputs, SequencePlan, sequence_plan
 from tensord.workers.declarations.step_declaration import StepDeclaration, declare_steps
 from tensord.workers.imports.model_imports import ModelImports
 from tensord.workers.imports.own_flags import OwnFlags
@@ -36,7 +34,7 @@ from tensord.workers.tensors.state import declare_state, state_specs
 
 @dataclass(slots=True)
 class VersionLoad:
-    """Holds what is known of a model version while it is being loaded: Load record, configuration, code and progress."""
+    """Holds what is known of a model version while it is being loaded."""
 
     record: Load
     #: The configuration, to which ``declared_version`` adds what model.py declares.
@@ -58,12 +56,9 @@ class VersionLoad:
         return bool(getattr(self.module, "host", False))
 
     def samples(self, described: Signature, made_inputs: MadeInputs) -> list[Sample]:
-        """Makes the version's warmup samples (test requests that are run before the version serves).
+        """Makes the version's warmup samples. Raises InvalidArgument: one does not fit the model, or cannot be read.
 
-        Args:
-          described: the model's tensors, with those of ``made_inputs``.
-          made_inputs: the inputs that the worker makes and no client sends.
-        Raises InvalidArgument: a sample does not fit the model, or its file cannot be read.
+        ``described``: the model's tensors, with those of ``made_inputs``, which the worker makes and no client sends.
         """
         nobody = made_inputs.nobody
         inputs = {name: spec for name, spec in described.inputs.items() if name not in nobody and not spec.of_batch}
@@ -107,8 +102,7 @@ class _Names(NamedTuple):
 def declared_version(load: VersionLoad, target: LoadTarget) -> DeclaredVersion:
     """Completes and checks the configuration of a version that is being loaded, and returns what it and model.py declare.
 
-    Raises InvalidArgument, Unsupported: a declaration is malformed, or the model cannot be served here; or whatever the model's
-    ``auto_complete_config`` raises.
+    Raises InvalidArgument, Unsupported: the model cannot be served here; or whatever its ``auto_complete_config`` raises.
     """
     names = _declared_names(load)
     message, module = load.message, load.module
@@ -134,10 +128,7 @@ def declared_version(load: VersionLoad, target: LoadTarget) -> DeclaredVersion:
 
 
 def _declared_names(load: VersionLoad) -> _Names:
-    """Adds the tensors that model.py declares to the configuration. Returns the declared names that it has no place for.
-
-    Raises InvalidArgument: model.py lacks what its backend calls, or a declaration is malformed.
-    """
+    """Adds the tensors that model.py declares to the configuration. Returns the declared names that it has no place for."""
     message, module = load.message, load.module
     triton = hasattr(module, "TritonPythonModel")
     message.backend = message.backend or ("python" if triton else "jax")

@@ -21,10 +21,7 @@ from tensord.workers.tensors.signature import Signature, signature
 
 
 def load_ensemble(record: Load, message: ModelConfig, imports: ModelImports, max_queue_size: int) -> LoadedModel:
-    """Loads an ensemble from its configuration; it can serve once ``joined`` has added the properties of its steps' models.
-
-    Raises InvalidArgument, Unsupported: the configuration is wrong.
-    """
+    """Loads an ensemble from its configuration. It can serve once ``joined`` has added what follows from its steps' models."""
     model_config.complete(message)
     model_checks.check(message, whole=True)
     return LoadedModel(
@@ -49,7 +46,7 @@ def load_ensemble(record: Load, message: ModelConfig, imports: ModelImports, max
 
 
 def _graph(message: ModelConfig) -> EnsembleGraph:
-    """Returns the graph of steps in a checked configuration; ``joined`` finds out which of the steps stream."""
+    """Returns the graph of steps; ``joined`` finds out which of them stream."""
     scheduling = message.ensemble_scheduling
     steps = [
         EnsembleStep(step.model_name, max(0, step.model_version), dict(step.input_map), dict(step.output_map))
@@ -60,12 +57,9 @@ def _graph(message: ModelConfig) -> EnsembleGraph:
 
 
 def joined(loaded: LoadedModel, models: ModelTable) -> LoadedModel:
-    """Adds to a loaded ensemble the properties that follow from the models of its steps, and returns it.
+    """Adds to a loaded ensemble what follows from the models of its steps. Raises NotFound: one of them is not loaded.
 
-    It streams or keeps sequences if any of them does. It is repeatable (a request may be run again) if all are. Outputs without a
-    label file get the labels of the steps' outputs.
-
-    Raises NotFound: one of the models is not loaded.
+    It streams or keeps sequences if any of them does. It is repeatable (a request may be run again) if all are.
     """
     assert loaded.ensemble is not None
     members = [models.find(step.model, step.version) for step in loaded.ensemble.steps]

@@ -31,14 +31,9 @@ Aside = Callable[[], AbstractContextManager[None]]
 def compiling_alone(aside: Aside, turns: Turns, progress: LoadProgress) -> Iterator[None]:
     """Waits for the turn to compile a model and run it for the first time; the turn lasts as long as the context.
 
-    One model at a time does so; others are loaded up to this point meanwhile. Each compilation takes memory, hundreds of
-    megabytes for a large program, and on a GPU also some of the device's, for the kernels that are tried. But if a program takes
-    very long, the next model may begin before it is done (``Turns``): only a few more, so that the memory stays bounded.
-
-    ``aside``: makes a context in which other models may be loaded. ``progress``: has the cancellation of this load; its ``renew``
-    is set to the function that begins a new step of the turn.
-
-    Raises Cancelled: the load was cancelled while it waited.
+    One model at a time does so; others are loaded up to this point meanwhile (``aside``). Each compilation takes memory, hundreds
+    of megabytes for a large program, and on a GPU also some of the device's, for the kernels that are tried. ``progress.renew``
+    is set to the function that begins a new step of the turn. Raises Cancelled: the load was cancelled while it waited.
     """
     with aside(), turns.turn(progress.cancellation) as progress.renew:
         yield
@@ -70,13 +65,7 @@ class InstanceGroups:
     def __init__(
         self, message: ModelConfig, gpu: int | None, limits: Mapping[str, int] | None, devices: int = 1
     ) -> None:
-        """
-        Args:
-          gpu: the number of the worker's first GPU; None: the worker runs on the processor.
-          limits: resource -> how much of it the operator allows on this device; None: there is no rate limiter.
-          devices: how many devices the worker has.
-        Raises: InvalidArgument: an instance needs more of a resource than there is.
-        """
+        """The arguments are as in ``Starting``. Raises InvalidArgument: an instance needs more of a resource than there is."""
         own = set() if gpu is None else {*range(gpu, gpu + devices)}
         groups = [
             group
@@ -113,35 +102,26 @@ class InstanceGroups:
         return sum(not planned.passive for planned in self.instances)
 
     @property
-    def limited(self) -> bool:
-        """True if any instance needs resources of the rate limiter."""
-        return any(planned.needs for planned in self.instances)
-
-    @property
     def need_threads(self) -> bool:
         """True if each instance needs a thread: there are several, or one that waits for resources."""
-        return self.active > 1 or self.limited
+        return self.active > 1 or any(planned.needs for planned in self.instances)
 
     def take_turns(self, model: str, kind: str) -> None:
-        """Logs that a model's instances run one at a time. Raises Unsupported: one of them needs the rate limiter's resources.
-
-        ``kind``: the kind of model whose instances take turns, for the error, such as "a model with batch_sets".
-        """
-        if self.limited:
+        """Logs that the instances of a model of this kind run one at a time. Raises Unsupported: one waits for resources."""
+        if any(planned.needs for planned in self.instances):
             raise Unsupported(f"model '{model}': {kind} cannot wait for resources of the rate limiter")
         _log.info("model '%s': its %d instances take turns", model, self.active)
 
 
 @dataclass(frozen=True, slots=True)
 class Starting:
-    """Starts the instances of a worker's models.
+    """Starts the instances of a worker's models."""
 
-    ``gpu``: the number of the worker's first GPU, or None. ``limits``: resource -> how much the operator allows, or None: there
-    is no rate limiter. ``devices``: how many devices the worker has.
-    """
-
+    #: The number of the worker's first GPU; None: the worker runs on the processor.
     gpu: int | None
+    #: Resource -> how much of it the operator allows on this device; None: there is no rate limiter.
     limits: Mapping[str, int] | None
+    #: How many devices the worker has.
     devices: int
     inbox: Inbox
     page: StatusPage
@@ -150,7 +130,7 @@ class Starting:
     aside: Aside
 
     def groups(self, message: ModelConfig) -> InstanceGroups:
-        """Returns the instances to start for a model. Raises InvalidArgument: one needs more of a resource than there is."""
+        """Returns the instances to start for a model. Raises InvalidArgument."""
         return InstanceGroups(message, self.gpu, self.limits, self.devices)
 
     def start(
@@ -163,13 +143,10 @@ class Starting:
     ) -> tuple[Instance, ...]:
         """Starts a thread for each configured instance, in which it is initialised and warmed up.
 
-        All at the same time, or, if the maker says so, each after the one before.
-
         Args:
           jitted: the compiled model that the instances run; None: they run something else.
           former: instances of the version that this one replaces; those that are asked for again are taken over unchanged.
-        Raises: whatever an instance raises first; the other new instances are ended, or not started.  Cancelled: the load was
-        cancelled; instances that are being initialised end after that.
+        Raises: whatever an instance raises first; the other new ones are ended.  Cancelled: the load was.
         """
         cancellation.check()
         create = maker.create(message, jitted)

@@ -16,7 +16,7 @@ from tensord.shm.errors import Unsupported
 from tensord.workers.declarations import artifact
 from tensord.workers.declarations.created import Created, create
 from tensord.workers.declarations.declaration import choose_buckets
-from tensord.workers.declarations.device_choice import device_count, given_devices
+from tensord.workers.declarations.placement_declarations import device_count, given_devices
 from tensord.workers.declarations.step_declaration import StepDeclaration, check_buckets, check_stepped, created_steps
 from tensord.workers.devices.several_devices import SeveralDevices
 from tensord.workers.imports.model_imports import python_source
@@ -43,13 +43,7 @@ from tensord.workers.tensors.state import initial_state
 def run_samples(
     jitted: JaxModel, prepared: Sequence[Sample], own: ExecutionDevice, model: str, check: CheckDevice
 ) -> None:
-    """Runs each warm-up sample on a jitted model, before the model serves.
-
-    Args:
-      own: the device for the calling thread; it is closed afterwards.
-      check: raises DeviceLost if the device failed.
-    Raises: InvalidArgument: a sample failed.
-    """
+    """Runs each warm-up sample on a jitted model. ``own``: the device for this thread, which is closed afterwards."""
     if jitted.free_state is not None:
         for sample in prepared:
             sample.begin(jitted.free_state.begun)
@@ -62,10 +56,7 @@ def run_samples(
 
 
 def indexed(apply: Callable[..., Any]) -> Apply:
-    """Turns ``apply(stacked parameters, inputs, index)`` into a function of two arguments: (stacked parameters, index), inputs.
-
-    ``index``: the parameter set of each row.
-    """
+    """Turns ``apply(stacked parameters, inputs, index)`` into a function of (stacked parameters, set of each row) and inputs."""
 
     @functools.wraps(apply)
     def of_pair(parameters: tuple[Any, Any], inputs: dict[str, Any]) -> dict[str, Any]:
@@ -97,10 +88,7 @@ class InstancePlan:
 def planned_instances(
     load: VersionLoad, declared: DeclaredVersion, groups: InstanceGroups, target: LoadTarget
 ) -> InstancePlan:
-    """Decides how the instances of a model that has a function ``create`` run: their devices and threads.
-
-    Raises InvalidArgument: the model asks for more devices than there are.  Unsupported: its declarations do not go together.
-    """
+    """Decides how the instances of a model that has a function ``create`` run: their devices and threads."""
     message, module, mixed = load.message, load.module, declared.mixed
     given, several = given_devices(message, module, target.devices, target.gpu, bool(declared.taken.states))
     if mixed is not None and several is not None:
@@ -126,13 +114,7 @@ def jitted_model(
     plan: InstancePlan,
     target: LoadTarget,
 ) -> JaxModel:
-    """Makes a jitted model, whose programs are not compiled yet.
-
-    Args:
-      buckets: the shapes of the model's programs.
-      created: the function, its parameters and the initial state.
-    Raises: InvalidArgument, Unsupported: the model cannot be served.  Internal: there is no memory for its parameters.
-    """
+    """Makes a jitted model, whose programs are not compiled yet. Raises Internal: there is no memory for its parameters."""
     apply, parameters, first = created
     described, several, limits = declared.taken, plan.several, target.options.executables
     apply = load.flags.applied(apply)
@@ -177,10 +159,7 @@ def jitted_model(
 def load_stepped(
     load: VersionLoad, declared: DeclaredVersion, steps: StepDeclaration, target: LoadTarget
 ) -> SteppedModel:
-    """Creates a stepped model (it computes many requests together, step by step) and compiles its programs.
-
-    Raises: ServingError: the model cannot be served; or whatever the model's code raises.
-    """
+    """Creates a stepped model and compiles its programs. Raises ServingError; or whatever the model's code raises."""
     message, module, flags, described = load.message, load.module, load.flags, declared.taken
     check_stepped(message, described)
     if device_count(message, module) > 1:

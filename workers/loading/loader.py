@@ -99,8 +99,6 @@ class Loader:
     ) -> None:
         """
         Args:
-          target: the device, the cache of programs and the limits to load for.
-          inbox: calls from other threads to the worker's loop.
           server: carries out calls that models make to other models; None: no model is served.
           aside: makes a context that the loader's thread enters while other loads may go on.
         """
@@ -121,13 +119,10 @@ class Loader:
         self._starting = Starting(target.gpu, limits, len(target.devices), inbox, page, self._check, aside)
 
     def load(self, record: Load, tell: Tell = nobody, cancellation: Cancellation | None = None) -> LoadedModel:
-        """Loads a model version: runs its code, compiles its programs and starts its instances.
+        """Loads a model version. Raises ServingError: that failed; the message is one sentence, and details are in the log.
 
         ``tell``: called before each program is compiled or read from the cache, with its number, how many there are, and how many
         were compiled so far.
-
-        Raises: ServingError: loading failed; the message is one sentence, and details are in the log.  Cancelled:
-        the load was cancelled.
         """
         progress = LoadProgress(record.name, record.version, tell, cancellation)
         try:
@@ -161,7 +156,7 @@ class Loader:
             raise self._failure(record, what, error, progress.cancellation) from None
 
     def _module(self, record: Load, message: ModelConfig, imports: ModelImports, flags: OwnFlags) -> ModuleType:
-        """Runs a version's model.py and returns its module; or makes one from files of exported programs."""
+        """Runs a version's model.py and returns its module; or makes one from exported programs."""
         folder, file = Path(record.version_path), message.default_model_filename or "model.py"
         # Finds modules that were installed since the last load.
         importlib.invalidate_caches()
@@ -171,12 +166,9 @@ class Loader:
             return imports.run(folder / file)
 
     def _failure(self, record: Load, what: str, error: BaseException, cancellation: Cancellation) -> BaseException:
-        """Converts ``error`` to the error with which loading a version fails, and logs ``error`` if need be.
+        """Converts ``error`` to the error with which loading a version fails, and logs it as ``what`` if need be.
 
-        Args:
-          what: names what has failed in the log.
-        Raises: Cancelled: nobody wants the load any more, so it ends as cancelled whatever else went wrong.  DeviceLost: the
-          device has failed.
+        Raises: Cancelled: the load was cancelled, whatever else went wrong.  DeviceLost: the device has failed.
         """
         cancellation.check()
         if isinstance(error, (Internal, InvalidArgument, Unsupported)):
@@ -356,15 +348,10 @@ class Loader:
         return lambda _: JittedInstance(jitted, self._target.execution.beside())
 
     def regrouped(self, record: Load, former: LoadedModel, cancellation: Cancellation) -> LoadedModel | None:
-        """Changes how many instances a serving version has; None: more than that has changed, or nothing: it has to be loaded.
+        """Changes how many instances a serving version has, and returns it; None: other or no changes, so it has to be loaded.
 
         It does not matter whether a configuration is as somebody wrote it or as the model has completed it. Instances that stay
-        are not started again, and nothing is compiled. Returns the version with its new instances.
-
-        Args:
-          record: the new Load record.
-          former: the version that serves.
-        Raises: ServingError: an instance could not be started.  Cancelled: the load was cancelled.
+        are not started again, and nothing is compiled. Raises ServingError: an instance could not be started.
         """
         maker, known = former.maker, former.record
         if maker is None or known is None or not record.content or record.config == known.config:
@@ -412,10 +399,7 @@ class Loader:
 
     @staticmethod
     def _completed(message: ModelConfig, record: Load, maker: InstanceMaker) -> ModelConfig:
-        """Returns the configuration of the Load record, completed with defaults and with the back end of the model.
-
-        ``message``: the configuration as the model has completed it.  ``maker``: says which GPUs the model runs on.
-        """
+        """Returns the configuration of the Load record, completed with defaults and, as ``message`` has it, the back end."""
         given = model_config.from_bytes(record.config)
         given.name, given.backend = message.name, given.backend or message.backend
         model_config.complete(given, maker.gpus)
@@ -442,14 +426,12 @@ def _folders(record: Load) -> tuple[Path, Path]:
 
 
 def _buckets(load: VersionLoad, described: Signature) -> Buckets:
-    """Returns the shapes that a version's programs are compiled for; state that varies in size is among their inputs."""
+    """Returns the shapes that programs are compiled for; state that varies in size is among their inputs."""
     described = program_signature(described) if described.free else described
     return choose_buckets(load.message, load.module, described)
 
 
 def _by_role(instances: tuple[Instance, ...]) -> tuple[tuple[Instance, ...], tuple[Instance, ...]]:
     """Splits instances in two: those that take requests, and those that only hold the model."""
-    return (
-        tuple(instance for instance in instances if not instance.passive),
-        tuple(instance for instance in instances if instance.passive),
-    )
+    active, passive = (tuple(each for each in instances if each.passive is held) for held in (False, True))
+    return active, passive

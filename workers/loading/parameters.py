@@ -28,7 +28,7 @@ _ARRAY = object()
 
 
 def warn_of_keys(model: str, parameters: Any) -> None:
-    """Logs a warning for each parameter that is a random key (``jax.random.key``): every request gets the same random numbers."""
+    """Logs a warning for each parameter that is a random key (``jax.random.key``)."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(parameters):
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -60,10 +60,7 @@ def warn_of_leaves(model: str, parameters: Any) -> None:
 
 
 def host_sets(model: str, parameters: Any, room: DeviceRoom | None = None) -> ParameterSets:
-    """Makes the parameter sets of a model that runs on the host. Its parameters may be any objects, and are not moved.
-
-    ``room``: the memory that pushed parameters may use; None: there is none.
-    """
+    """Makes the parameter sets of a model that runs on the host. Its parameters may be any objects, and are not moved."""
     try:
         leaves, structure = jax.tree.flatten(parameters)
         names, fixed = array_names(parameters), fixed_names(parameters)
@@ -79,11 +76,7 @@ class _HostPlacer(Placer):
     """Places pushed parameters of a model that runs on the host: as JAX arrays where the model has them, else unchanged."""
 
     def __init__(self, described: Leaves, leaves: Sequence[Any], structure: jax.tree_util.PyTreeDef) -> None:
-        """
-        Args:
-          described: the arrays among the leaves.
-          leaves, structure: the model's parameters as it was loaded with them.
-        """
+        """``described``: the arrays among the leaves. ``leaves, structure``: the parameters as they were loaded."""
         super().__init__(described)
         self._structure = structure
         arrays = iter(described)
@@ -108,10 +101,7 @@ def fixed_names(parameters: Any) -> frozenset[str]:
 
 
 def parted(apply: Callable[..., Any], parameters: Any) -> tuple[Callable[..., Any], Any]:
-    """Returns a function that takes only the arrays among the parameters, and these arrays in a list.
-
-    If all parameters are arrays, function and parameters are returned unchanged.
-    """
+    """Returns a function that takes only the arrays among the parameters, and these in a list; both unchanged if all are."""
     leaves, structure = jax.tree.flatten(parameters)
     arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
     if len(arrays) == len(leaves):

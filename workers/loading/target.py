@@ -46,7 +46,6 @@ class LoadTarget:
         """Makes the target for loads in a worker process, with the configured cache; also turns on JAX's own cache there.
 
         Args:
-          gpu: the device's number among the daemon's GPUs; None: the device is a processor.
           cuda: the GPU for the loop's thread; None: the device is a processor, or CUDA cannot be used.
           alone: whether one model has the process to itself, and may change process-wide state.
           pinned: the host memory that may be page-locked for parameters that leave a GPU; None: none may be.

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from tensord.config.model_config import ModelConfig
 from tensord.shm.control_records import Footprint, Load
 from tensord.shm.errors import InvalidArgument
-from tensord.workers.declarations.control_inputs import MadeInputs
-from tensord.workers.declarations.sequence_declaration import SequencePlan
+from tensord.workers.declarations.sequence_declaration import MadeInputs, SequencePlan
 from tensord.workers.imports.model_imports import ModelImports
 from tensord.workers.models.instance import Instance, Instantiated
 from tensord.workers.models.is_ready_calls import IsReadyCalls

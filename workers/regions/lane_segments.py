@@ -25,10 +25,7 @@ _MAX_REFUSED = 256
 
 
 class LaneSegments(ArenaMap):
-    """The memory segments that a client has announced on its lane; only the lane's records can name them.
-
-    Their names are ``@<number>``. A front has a request arena instead.
-    """
+    """The segments that a client has announced on its lane. A front has a request arena instead."""
 
     def __init__(self, table: RegionTable, limits: LaneLimits) -> None:
         super().__init__()
@@ -73,10 +70,7 @@ class LaneSegments(ArenaMap):
         self.byte_size += byte_size
 
     def refuse(self, segment: int) -> None:
-        """Notes that the descriptor of a segment could not be received: requests that name the segment fail with Unavailable.
-
-        Raises InvalidArgument if too many segments were refused.
-        """
+        """Notes that a segment's descriptor could not be received: requests that name the segment fail with Unavailable."""
         name = f"{_MARK}{segment}"
         if name not in self._reasons:
             self._note(
@@ -121,7 +115,6 @@ class LaneSegments(ArenaMap):
         )
 
     def close(self) -> None:
-        """Closes all segments of the lane."""
         for region in self._regions.values():
             self._leave(region)
         self._regions.clear()

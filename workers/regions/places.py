@@ -45,9 +45,7 @@ class Places:
         return Slice(self.lease.place.segment, self.lease.place.offset + at, self.sizes[name])
 
     def memory(self, name: str) -> memoryview | None:
-        """Returns the memory that an output is written to.
-
-        None: it goes into the record, GPU memory or a snapshot region (one that is not mapped).
+        """Returns the memory that an output is written to; None: it goes to the record, a GPU or a snapshot region.
 
         Raises InvalidArgument: the place is not wholly inside its region.
         """
@@ -58,10 +56,7 @@ class Places:
         return region.view(place.offset, size) if place is not None and type(region) is Region else None
 
     def reached(self) -> dict[str, memoryview | tuple[CudaRegion, int]]:
-        """Returns the places to which a GPU can copy outputs by itself, by output name: host memory, or CUDA region and offset.
-
-        Raises InvalidArgument: a place is not wholly inside its region.
-        """
+        """Returns the places to which a GPU can copy outputs by itself: host memory, or CUDA region and offset."""
         found: dict[str, memoryview | tuple[CudaRegion, int]] = {}
         for name, size in self.sizes.items():
             place, region = self.in_regions.get(name, (None, None))
@@ -74,15 +69,12 @@ class Places:
         return found
 
     def take_lease(self) -> LeaseKey | None:
-        """Passes the lease on to the submitter, who gives it back later by its key.
-
-        Returns the key, which the answer must name; None: there is no lease.
-        """
+        """Passes the lease on to the submitter, who gives it back by the key that this returns; None: there is no lease."""
         lease, self.lease = self.lease, None
         return None if lease is None else lease.key
 
     def release(self) -> None:
-        """Frees the reserved memory of the response arena, because no output was written to it. Idempotent."""
+        """Frees the reserved memory of the response arena, which no output uses. Idempotent."""
         if self.lease is not None:
             self.lease.release()
 

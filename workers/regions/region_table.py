@@ -32,11 +32,7 @@ class RegionTable:
     def __init__(
         self, policy: RegionPolicy, driver: Driver, gpu: int | None, pinned: PinnedMemory | None = None
     ) -> None:
-        """
-        Args:
-          gpu: the number of the worker's first GPU, as the daemon counts; None: a CPU worker, which opens regions of any GPU.
-          pinned: page-locks the memory of regions; None: nothing is page-locked.
-        """
+        """``gpu``: the number of the worker's first GPU, as the daemon counts; None: a CPU worker opens regions of any GPU."""
         self._pinned = pinned
         self._policy = policy
         self._driver = driver
@@ -91,9 +87,7 @@ class RegionTable:
         return region, access
 
     def open_private(self, name: str, fd: int, byte_size: int) -> Region:
-        """Maps sealed memory as a region that has no name in this table.
-
-        Takes the descriptor over, also when the memory is refused.
+        """Maps sealed memory as a region that has no name in this table. Takes the descriptor over, also on an error.
 
         Raises: InvalidArgument: the descriptor is not a writable memfd of ordinary pages and fixed size, or has another size.
           Unavailable: no more can be mapped now, or the process has too many open files; the last few are reserved for requests.
@@ -113,10 +107,7 @@ class RegionTable:
         return region
 
     def leave_private(self, region: Region) -> None:
-        """Closes a region that ``open_private`` mapped, once no request uses it.
-
-        Its lane must not find it for new requests any more.
-        """
+        """Closes a region that ``open_private`` mapped, and no new request finds, once no request uses it."""
         self.private_byte_size -= region.byte_size
         self.leaving.append(region)
         self.settle()
@@ -126,12 +117,9 @@ class RegionTable:
             self._pinned.pin(region.view(0, region.byte_size), "a region", region.hold)
 
     def register_cuda(self, record: RegisterCudaRegion) -> None:
-        """Opens a client's GPU memory as a region, and adds it to the table.
+        """Adds a client's GPU memory to the table; on another GPU than the worker's it is opened once a request needs it.
 
-        Memory on another GPU than the worker's is opened only once a request needs it, because that is costly.
-
-        Raises: AlreadyExists: the name is taken.  InvalidArgument: the worker has no such GPU, or the handle cannot be opened.
-          DeviceLost: the GPU failed.
+        Raises: AlreadyExists: the name is taken.  InvalidArgument: it cannot be opened.  DeviceLost: the GPU failed.
         """
         self._check_free(record)
         if record.near:
@@ -144,7 +132,6 @@ class RegionTable:
         self.settle()
 
     def _opened(self, record: RegisterCudaRegion) -> CudaRegion:
-        """Opens a client's GPU memory. Raises InvalidArgument if it cannot be opened; DeviceLost if the GPU failed."""
         own = self._gpu
         try:
             # A GPU worker sees its own devices only, and has a context of the first; the driver finds others by the handle.
@@ -165,7 +152,7 @@ class RegionTable:
             raise AlreadyExists(f"shared memory region '{record.name}' already in manager")
 
     def _adopt(self, region: AnyRegion) -> None:
-        """Adds a region to the table; requests that already use a former region of its name go on using that one."""
+        """Adds a region to the table; requests that use a former region of its name go on using that one."""
         if (renewed := self._regions.get(region.name)) is not None:
             self.leaving.append(renewed)
         self._regions[region.name] = region
@@ -173,11 +160,7 @@ class RegionTable:
         self.settle()
 
     def find(self, name: str) -> AnyRegion:
-        """Returns the region of this name.
-
-        Raises: NotFound: no region has this name.  InvalidArgument: the region has lost its memory, or cannot be opened here.
-          DeviceLost: the GPU failed.
-        """
+        """Returns the region of this name. Raises NotFound; InvalidArgument: it has lost its memory, or cannot be opened here."""
         region = self._regions.get(name)
         if region is None:
             return self._find_elsewhere(name)
@@ -195,11 +178,9 @@ class RegionTable:
         return region
 
     def unregister(self, kind: str, name: str) -> int:
-        """Removes a region from the table at once, and closes it when no request uses it.
+        """Removes a region of this kind ("system" or "cuda") at once, and closes it when no request uses it.
 
-        Args:
-          kind: "system" or "cuda"; a region of the other kind is not removed.
-        Returns: how many tensors of requests in flight are in the region; 0 if there is no such region.
+        Returns how many tensors of requests in flight are in the region; 0: the region does not exist, or is of the other kind.
         """
         wanted = CudaRegion if kind == "cuda" else Region | SnapshotRegion
         region = self._regions.get(name)
@@ -220,12 +201,7 @@ class RegionTable:
         self._call_waiters()
 
     def uses(self, name: str) -> dict[str, tuple[int, int]]:
-        """Returns how many tensors of requests in flight are in each region, by name.
-
-        Args:
-          name: only regions of this name; "": all.
-        Returns: name -> tensors in the region of this name, and in former (unregistered or replaced) regions of this name.
-        """
+        """Counts the tensors of requests in flight in each region of this name ("": of all), and in former ones of its name."""
         found = {key: (region.leases, 0) for key, region in self._regions.items() if name in ("", key)}
         for region in self.leaving:
             if name in ("", region.name) and not _is_private(region):
@@ -234,10 +210,7 @@ class RegionTable:
         return found
 
     def leases(self) -> dict[str, int]:
-        """Counts the tensors of requests in flight that are in regions, by kind of region ("system", "cuda").
-
-        Unregistered and replaced regions that are still in use count too.
-        """
+        """Counts the tensors of requests in flight by kind of region ("system", "cuda"), former regions included."""
         found = {"system": 0, "cuda": 0}
         for region in (*self._regions.values(), *self.leaving):
             found["cuda" if isinstance(region, CudaRegion) else "system"] += region.leases
@@ -261,7 +234,6 @@ class RegionTable:
                 done()
 
     def close(self) -> None:
-        """Closes all regions."""
         for region in self._regions.values():
             self._close(region)
         self._regions.clear()
@@ -324,10 +296,7 @@ class RegionPolicy:
         )
 
     def check(self, request: RegisterSystemRegion, found: os.stat_result) -> None:
-        """Checks that a client may register this shared memory: its owner is allowed, and the client may use it.
-
-        Raises InvalidArgument if not. ``found``: the status of the shared memory object: its owner, group and mode.
-        """
+        """Raises InvalidArgument: the client may not register this shared memory, whose owner, group and mode are ``found``."""
         welcome = found.st_uid in self._owners or (_group_may(found) and found.st_gid in self._groups)
         if not welcome:
             raise InvalidArgument(
@@ -340,10 +309,7 @@ class RegionPolicy:
             )
 
     def access(self, request: RegisterSystemRegion, found: os.stat_result) -> str:
-        """Returns how shared memory is used: "guarded" (mapped; SIGBUS shows lost pages) or "snapshot" (not mapped, copied).
-
-        ``found``: the status of the shared memory object, such as its owner.
-        """
+        """Returns how shared memory is used: "guarded" (mapped; SIGBUS shows lost pages) or "snapshot" (not mapped, copied)."""
         if not guard.available:
             return "snapshot"
         key = request.key.lstrip("/")

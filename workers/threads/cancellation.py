@@ -26,11 +26,11 @@ class Cancellation:
 
     @property
     def cancelled(self) -> bool:
-        """True once the load (loading of a model version) was cancelled."""
+        """True once the load was cancelled."""
         return self._cancelled
 
     def cancel(self) -> None:
-        """Cancels the load (loading of a model version), and calls the functions registered by ``interrupting``. Idempotent."""
+        """Cancels the load, and calls the functions registered by ``interrupting``. Idempotent."""
         with self._lock:
             self._cancelled = True
             interrupts, self._interrupts = self._interrupts, []
@@ -38,18 +38,13 @@ class Cancellation:
             interrupt()
 
     def check(self) -> None:
-        """Raises Cancelled if the load (loading of a model version) was cancelled."""
+        """Raises Cancelled: the load was cancelled."""
         if self._cancelled:
             raise Cancelled(REASON)
 
     @contextlib.contextmanager
     def interrupting(self, interrupt: Callable[[], None]) -> Iterator[None]:
-        """Calls ``interrupt`` if the load (loading of a model version) is cancelled during the ``with`` block.
-
-        The thread that cancels calls it, so it must return quickly.
-
-        Raises Cancelled: the load was cancelled before.
-        """
+        """Has the thread that cancels the load during the block call ``interrupt``. Raises Cancelled: it was cancelled before."""
         with self._lock:
             self.check()
             self._interrupts.append(interrupt)

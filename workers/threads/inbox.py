@@ -26,10 +26,7 @@ class Inbox:
         return self._fd
 
     def post(self, call: Callable[[], None], soon: bool = True) -> None:
-        """Queues a call for the worker's loop and wakes the loop; ignored once the inbox is closed.
-
-        ``soon``: False: the loop need not be woken if it is about to run calls anyway.
-        """
+        """Queues a call for the worker's loop and wakes it, unless not ``soon`` and it looks anyway; ignored once closed."""
         self._calls.append(call)
         # Who drains says so before it looks.
         if self._fd >= 0 and not self._woken and (soon or not self._looks):
@@ -40,7 +37,7 @@ class Inbox:
                     os.eventfd_write(self._fd, 1)
 
     def look(self, looks: bool) -> bool:
-        """Called before the loop waits: returns True if calls are queued that it must ``run`` first; with ``looks`` always False.
+        """Returns whether calls are queued that the loop must ``run`` before it waits; never with ``looks``.
 
         ``looks``: whether the loop will soon call ``run`` anyway, so that a call posted with ``soon`` False need not wake it.
         """

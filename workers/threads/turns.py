@@ -15,10 +15,7 @@ _BESIDE = 3
 
 
 class Turns:
-    """Lets one job of any thread run at a time, first come, first served.
-
-    A job that takes very long does not count, so that another may run beside it: up to three more, because each takes memory.
-    """
+    """Lets one job of any thread run at a time, first come, first served; up to three more beside those that take very long."""
 
     def __init__(self, long_seconds: float) -> None:
         """A job that has been at one step for ``long_seconds`` does not count; 0: all count."""
@@ -30,10 +27,7 @@ class Turns:
 
     @contextlib.contextmanager
     def turn(self, cancellation: Cancellation) -> Iterator[Callable[[], None]]:
-        """Waits until the caller's job (the block) may run. Yields a function to call whenever a new step of the job begins.
-
-        Raises Cancelled: ``cancellation`` was cancelled while the caller waited.
-        """
+        """Waits until the caller's job (the block) may run. Yields a function to call whenever a new step begins."""
         mine = object()
         self._wait(mine, cancellation)
 

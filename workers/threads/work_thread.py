@@ -64,10 +64,7 @@ class WorkThread:
 
     @contextlib.contextmanager
     def standing_aside(self, always: bool = False) -> Iterator[None]:
-        """Lets another thread run later jobs while the calling job waits in this block, unless too many jobs do that.
-
-        ``always``: however many do, because the calling job may wait for a later one.
-        """
+        """Lets another thread run later jobs while this one waits in the block, unless too many do; ``always``: even then."""
         with self._lock:
             stands = always or self._aside < _MAX_ASIDE
             self._aside += stands

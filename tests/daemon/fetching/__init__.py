@@ -1,1 +1,1 @@
-"""Tests of daemon/fetching/."""
+"""Tests of daemon/fetch.py."""

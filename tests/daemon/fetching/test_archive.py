@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tensord.daemon.fetching import archive
-from tensord.daemon.fetching.archive import is_left_out, unpack
+from tensord.daemon import fetch as archive
+from tensord.daemon.fetch import is_left_out, unpack
 from tensord.shm.errors import InvalidArgument
 
 FILES = {"m/1/model.py": b"model", "m/config.pbtxt": b"config"}

@@ -15,8 +15,8 @@ import fsspec.asyn
 import pytest
 from fsspec.implementations.http import HTTPFileSystem
 
-from tensord.daemon.fetching import source as sources
-from tensord.daemon.fetching.source import Source
+from tensord.daemon import fetch as sources
+from tensord.daemon.fetch import Source
 from tensord.shm.errors import InvalidArgument, NotFound, Unavailable
 
 CONTENT = bytes(range(256)) * 40

@@ -13,9 +13,8 @@ import pytest
 
 from tensord.config.options import Options
 from tensord.daemon import fetch as fetching
-from tensord.daemon.fetch import SUMS, swap
+from tensord.daemon.fetch import RECORD, SUMS, File, Source, swap
 from tensord.daemon.fetch import fetch as fetch_model
-from tensord.daemon.fetching.source import RECORD, File, Source
 from tensord.daemon.models import repository
 from tensord.shm.errors import InvalidArgument, NotFound, Unavailable
 

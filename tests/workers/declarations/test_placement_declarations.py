@@ -9,7 +9,7 @@ import pytest
 
 from tensord.config import model_config
 from tensord.shm.errors import InvalidArgument, Unsupported
-from tensord.workers.declarations.device_choice import chosen_devices, device_count, given_devices
+from tensord.workers.declarations.placement_declarations import chosen_devices, device_count, given_devices
 
 #: Only their number and order count.
 DEVICES = ("a", "b", "c", "d")

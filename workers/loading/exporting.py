@@ -1,4 +1,4 @@
-"""Writes a model folder without Python: a function as a program of jax.export, its parameters as safetensors, and config.pbtxt.
+"""Exports a function, or a version with a model.py, as a model without Python: jax.export, safetensors and config.pbtxt.
 
     <folder>/config.pbtxt                  tensors, max_batch_size, buckets
     <folder>/1/model.jaxexport             (parameters by name, inputs by name) -> outputs by name
@@ -10,8 +10,10 @@ number (``len(x)``) becomes a program for each batch size. ``tensord.workers.dec
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -24,10 +26,16 @@ from tensord.config.model_config import ModelConfig
 from tensord.protocol import model_config_pb2
 from tensord.shm import datatypes
 from tensord.shm.arrays import DTYPES, datatype_of
-from tensord.shm.errors import InvalidArgument
-from tensord.workers.jax_internals.wide import enable_x64
+from tensord.shm.control_records import Load
+from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unsupported
+from tensord.workers.declarations.created import create, created
+from tensord.workers.declarations.declaration import declare_tensors
+from tensord.workers.declarations.placement_declarations import declare_sets, device_count
+from tensord.workers.imports.model_imports import ModelImports
+from tensord.workers.jax_internals.wide import enable_x64, precision
+from tensord.workers.models.author_error import describe_exception
 from tensord.workers.tensors.buckets import powers_of_two
-from tensord.workers.tensors.signature import WIDE, Declared, parse_declaration
+from tensord.workers.tensors.signature import WIDE, Declared, parse_declaration, signature
 from tensord.workers.tensors.tensor_trees import declarations, parameter_name, taking_trees
 
 _BATCH = "batch"
@@ -73,13 +81,9 @@ def write(
     inputs: Mapping[str, Declared],
     platforms: Sequence[str] | None = None,
 ) -> Path:
-    """Writes a model folder with a configuration (``message``), to which the program's tensors are added. Returns the folder.
+    """Writes a model folder with a configuration, to which the program's tensors are added. Returns the folder.
 
-    Args:
-      function: takes parameters and a dict of inputs, returns a dict of outputs.
-      platforms: the platforms to export for, as jax.export names them; None: the platform of this process.
-    Raises: InvalidArgument: the folder has a version 1 already, or the function cannot be exported.  OSError: the folder cannot
-    be written.
+    ``function`` takes parameters and a dict of inputs, and returns a dict of outputs. The rest and errors: as ``export_model``.
     """
     version = folder / "1"
     if version.exists() and any(version.iterdir()):
@@ -127,10 +131,9 @@ def _umask() -> int:
 def _programs(
     message: ModelConfig, inputs: Mapping[str, Declared], exported: Callable[[int | str], export.Exported]
 ) -> dict[str, export.Exported]:
-    """Returns the exported programs by file name: one for all sizes, or one for each batch size.
+    """Returns the exported programs by file name: one for all sizes, or one for each batch size if no other size varies.
 
-    The latter if the function needs the batch size as a number, which is possible only if no other size varies. ``exported``:
-    exports the function for a batch size, given as a number or as the symbol "batch".
+    ``exported``: exports the function for a batch size, given as a number or as the symbol "batch".
     """
     try:
         return {"model": exported(_BATCH)}
@@ -183,7 +186,7 @@ def _specs(message: ModelConfig, inputs: Mapping[str, Declared], rows: int | str
 
 
 def _complete(message: ModelConfig, inputs: Mapping[str, Declared], exported: export.Exported) -> None:
-    """Completes a configuration: adds inputs as declared, and outputs as the program returns them, if it has none."""
+    """Adds inputs as declared, and outputs as the program returns them, to a configuration that has none."""
     types = model_config_pb2.DataType
     if not message.input:
         for name, tensor in inputs.items():
@@ -198,3 +201,70 @@ def _complete(message: ModelConfig, inputs: Mapping[str, Declared], exported: ex
         dims = [dim if isinstance(dim, int) else -1 for dim in aval.shape[bool(message.max_batch_size) :]]
         if not named:
             message.output.add(name=name, data_type=types.Value(datatypes.to_model_config(datatype)), dims=dims)
+
+
+def export_version(load: Load, device: jax.Device, folder: Path, platforms: str) -> None:
+    """Writes a model version that has a model.py as a new model into ``folder``. Raises ServingError: that is impossible.
+
+    ``platforms``: comma-separated, as jax.export names them; "": the platform of the device.
+    """
+    message = model_config.from_bytes(load.config)
+    folders = (Path(load.version_path), Path(load.model_path))
+    try:
+        module = ModelImports.of_version(load.name, folders).run(
+            folders[0] / (message.default_model_filename or "model.py")
+        )
+        if why := _unsupported(message, module):
+            raise Unsupported(f"model '{load.name}': {why}")
+        message.backend = "jax"
+        axes = declare_tensors(message, module)
+        if declare_sets(message, module) is not None:
+            raise Unsupported(f"model '{load.name}': what is exported has one parameter set in a batch")
+        for axis, sizes in getattr(module, "buckets", {}).items():
+            message.parameters[f"buckets.{axis}"].string_value = sizes if sizes == "auto" else ",".join(map(str, sizes))
+        if hasattr(module, "batch_buckets") and "batch_buckets" not in message.parameters:
+            message.parameters["batch_buckets"].string_value = ",".join(map(str, module.batch_buckets))
+        model_checks.check(message)
+        described = signature(message, axes, {})
+        with precision(described.wide):
+            returned = create(load.name, module, folders[0], model_config.to_dict(message), device)
+        apply, parameters, _ = created(module, described, returned, None)
+        inputs = {spec.name: Declared(spec.datatype, spec.model_dims, spec.axes) for spec in described.inputs.values()}
+        message.name = folder.name
+        # What is written is version 1, and has no such file.
+        message.ClearField("version_policy")
+        message.ClearField("default_model_filename")
+        chosen = [name.strip() for name in platforms.split(",")] if platforms else None
+        write(folder, message, apply, parameters, inputs, chosen)
+        _copy(message, folders[1], folder)
+    except ServingError:
+        raise
+    except OSError as error:
+        raise InvalidArgument(f"{error.filename or folder} cannot be written: {error.strerror}") from error
+    except Exception as error:
+        raise Internal(f"model '{load.name}' cannot be exported: {describe_exception(error, folders)}") from error
+
+
+def _unsupported(message: ModelConfig, module: ModuleType) -> str:
+    """Returns why a model of this kind cannot be exported; "": it can."""
+    if not callable(getattr(module, "create", None)) or getattr(module, "host", False):
+        return "only a JAX model with a function create(path, config, device) is exported"
+    if hasattr(module, "slots"):
+        return "a stepped model is no program that is run once, it cannot be exported"
+    if getattr(module, "state", None) or getattr(module, "request", None) or message.HasField("sequence_batching"):
+        return "a program has no state, and is told nothing of a request but its inputs"
+    ragged = any(getattr(module, name, None) for name in ("ragged", "batch_inputs", "batch_outputs"))
+    if ragged or any(tensor.allow_ragged_batch for tensor in message.input):
+        return "what is exported has no ragged inputs"
+    if device_count(message, module) > 1:
+        return "what is exported runs on one device"
+    return ""
+
+
+def _copy(message: ModelConfig, source: Path, folder: Path) -> None:
+    """Copies label files and warmup data from one model folder to another."""
+    for name in {output.label_filename for output in message.output} - {""}:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, folder / name)
+    if message.model_warmup and (source / "warmup").is_dir():
+        shutil.copytree(source / "warmup", folder / "warmup", dirs_exist_ok=True, ignore_dangling_symlinks=True)

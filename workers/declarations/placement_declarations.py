@@ -1,0 +1,168 @@
+"""Reads where a model's parameters lie: on which devices, whether they may leave them, and whether a batch mixes parameter sets.
+
+devices = 4                          in model.py; parameters { key: "devices" value { string_value: "4" } } in config.pbtxt
+instance_group { gpus: [ 2, 3 ] }    which devices; without this list the worker's first ones
+memory_policy = "on_demand"          parameters may leave the device while there are no requests for the model
+batch_sets = True                    apply(stacked, inputs, index)
+batch_sets = ("adapter",)            only leaves of these names, or below them, differ between sets; the others are main's
+resident_sets = 64                   how many sets lie side by side on the device; without it as many as max_batch_size
+
+Each stands in model.py, or as text among the ``parameters`` of config.pbtxt, which counts ("true", or "adapter,head").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+
+from tensord.config.model_config import ModelConfig
+from tensord.shm.errors import InvalidArgument, Unsupported
+from tensord.workers.devices.several_devices import SeveralDevices
+from tensord.workers.parameters.set_stack import SetDeclaration
+
+RESIDENT, ON_DEMAND = "resident", "on_demand"
+_MOST = 1 << 16
+
+
+def _given(message: ModelConfig, module: ModuleType, name: str, default: Any = None) -> tuple[Any, str, bool]:
+    """Returns what a model declares under ``name``, the words by which errors name its place, and whether it is text."""
+    if name in message.parameters:
+        return message.parameters[name].string_value, f"parameter '{name}'", True
+    return getattr(module, name, default), f"{name} of model.py", False
+
+
+def device_count(message: ModelConfig, module: ModuleType) -> int:
+    """Returns how many devices a model asks for; 0: it does not say. Raises InvalidArgument: that is no number of devices."""
+    given, where, is_text = _given(message, module, "devices")
+    if is_text and given.isdecimal():
+        given = int(given)
+    if given is None:
+        return 0
+    if type(given) is not int or given < 1:
+        raise InvalidArgument(f"model '{message.name}': {where} is {given!r}, a number of devices from 1 is expected")
+    return given
+
+
+def gpus(message: ModelConfig, module: ModuleType, count: int, gpu: int | None) -> Sequence[int]:
+    """Returns the numbers of the GPUs that a model runs on if its configuration does not list them; empty on a processor.
+
+    ``count``: how many devices the worker has. ``gpu``: the number of the first; None: the worker runs on the processor.
+    """
+    said = device_count(message, module) if message.backend == "jax" else 0
+    return () if gpu is None else range(gpu, gpu + min(max(1, said), count))
+
+
+def chosen_devices(
+    message: ModelConfig, count: int, devices: Sequence[jax.Device], gpu: int | None
+) -> tuple[jax.Device, ...]:
+    """Returns those ``devices`` of the worker that a model runs on, which asks for ``count`` (0: it does not say).
+
+    ``gpu``: the number of the first; None: the worker runs on the processor. Raises InvalidArgument: there are fewer devices.
+    """
+    named = sorted({each - gpu for group in message.instance_group for each in group.gpus} if gpu is not None else ())
+    own = [devices[index] for index in named if 0 <= index < len(devices)]
+    if max(1, count) > len(own or devices):
+        whose = "instance_group names" if 0 < len(own) < len(devices) else "its worker has"
+        raise InvalidArgument(
+            f"model '{message.name}' runs on {count} devices, and {whose} {len(own or devices)} (workers.devices_per_worker)"
+        )
+    return tuple((own or devices)[: max(1, count)])
+
+
+def given_devices(
+    message: ModelConfig, module: ModuleType, devices: Sequence[jax.Device], gpu: int | None, keeps_state: bool
+) -> tuple[jax.Device | tuple[jax.Device, ...], SeveralDevices | None]:
+    """Returns the device or devices that ``create`` gets, and those that programs run on (None: the worker's first device).
+
+    Raises: InvalidArgument: the number of devices is malformed or too large.  Unsupported: state needs the worker's first device.
+    """
+    count = device_count(message, module)
+    chosen = chosen_devices(message, count, devices, gpu)
+    given = chosen if count else chosen[0]
+    if chosen == (devices[0],):
+        return given, None
+    if keeps_state:
+        raise Unsupported(f"model '{message.name}': state is kept on one device, and its worker's first one")
+    return given, SeveralDevices(chosen)
+
+
+def is_on_demand(message: ModelConfig, module: ModuleType) -> bool:
+    """Returns whether a model's parameters may leave the device for others, and come back with the next request.
+
+    Raises: InvalidArgument: the policy does not exist.  Unsupported: the model has no parameters on the device.
+    """
+    given, where, _ = _given(message, module, "memory_policy", RESIDENT)
+    if given not in (RESIDENT, ON_DEMAND):
+        raise InvalidArgument(
+            f"model '{message.name}': {where} is {given!r}, '{RESIDENT}' or '{ON_DEMAND}' is expected"
+        )
+    if given == ON_DEMAND and (message.backend != "jax" or getattr(module, "host", False)):
+        raise Unsupported(
+            f"model '{message.name}': {where} is '{ON_DEMAND}', which is for models that are compiled: others have no "
+            "parameters on the device that the server knows"
+        )
+    return bool(given == ON_DEMAND)
+
+
+def declare_sets(message: ModelConfig, module: ModuleType) -> SetDeclaration | None:
+    """Returns which parameters differ between parameter sets, and how many sets the device holds; None: batches do not mix sets.
+
+    Raises: InvalidArgument: a declaration is malformed.  Unsupported: a model of this kind cannot mix sets in a batch.
+    """
+    model, names = message.name, _names(message, module)
+    resident, where, is_text = _given(message, module, "resident_sets")
+    if is_text and resident.isascii() and resident.isdigit() and len(resident) < 11:
+        resident = int(resident)
+    if resident is not None and type(resident) is not int:
+        raise InvalidArgument(f"model '{model}': {where} is {resident!r}, a number of sets is expected")
+    if names is None:
+        if resident is not None:
+            raise InvalidArgument(f"model '{model}': {where} is given, but batch_sets is not")
+        return None
+    why = _unsupported(message, module)
+    if why:
+        raise Unsupported(f"model '{model}': batch_sets is for jitted functions of one call a request; {why}")
+    least = message.max_batch_size
+    if not least:
+        raise InvalidArgument(
+            f"model '{model}': batch_sets is given, but max_batch_size is 0: it has no batch dimension"
+        )
+    if resident is not None and not least <= resident <= _MOST:
+        raise InvalidArgument(
+            f"model '{model}': {where} is {resident}, between {least} (max_batch_size) and {_MOST} are possible"
+        )
+    return SetDeclaration(names, resident or least)
+
+
+def _names(message: ModelConfig, module: ModuleType) -> tuple[str, ...] | None:
+    """Returns the parameters that differ between sets; empty: all may differ; None: batches do not mix sets."""
+    given, where, is_text = _given(message, module, "batch_sets", False)
+    if is_text:
+        given = {"true": True, "false": False}.get(given.lower(), tuple(name.strip() for name in given.split(",")))
+    if given is True:
+        return ()
+    if given is False:
+        return None
+    if isinstance(given, (tuple, list)) and given and all(isinstance(name, str) and name for name in given):
+        return tuple(given)
+    raise InvalidArgument(
+        f"model '{message.name}': {where} is {given!r}; True, False, or names of parameters are expected, as in ('adapter',)"
+    )
+
+
+def _unsupported(message: ModelConfig, module: ModuleType) -> str:
+    """Returns why a model of this kind cannot mix parameter sets in a batch; "": it can."""
+    if message.backend != "jax":
+        return "a Triton Python model has no parameters that the server knows"
+    if hasattr(module, "source"):
+        return f"{module.source} takes parameters and inputs alone"
+    if getattr(module, "host", False):
+        return "a host model is none"
+    if hasattr(module, "slots"):
+        return "a stepped model is none"
+    if message.HasField("sequence_batching"):
+        return "a sequence keeps the set that it began with"
+    return ""
