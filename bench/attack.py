@@ -50,10 +50,10 @@ def attack(
     return seen, counts
 
 
-def largest_is_answered(http: str) -> bool:
+def largest_is_answered(http: str, floats: int = _LARGEST) -> bool:
     """Returns whether the server answers a body of nearly the largest allowed size rightly, so that there is memory for it."""
-    given = httpclient.InferInput("INPUT0", [_LARGEST], "FP32")
-    values = np.random.default_rng(0).random(_LARGEST, np.float32)
+    given = httpclient.InferInput("INPUT0", [floats], "FP32")
+    values = np.random.default_rng(0).random(floats, np.float32)
     given.set_data_from_numpy(values)
     wanted = httpclient.InferRequestedOutput("OUTPUT0")
     with httpclient.InferenceServerClient(http, network_timeout=120) as client:
@@ -70,24 +70,33 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="length of each")
     parser.add_argument("--settle", type=float, default=5.0, help="seconds after it before the daemon is looked at")
     parser.add_argument("--log", type=Path, default=Path("/tmp/bench-attack.log"), help="where the daemon's log goes")
+    parser.add_argument("--arenas", choices=("default", "small"), default="default", help="small: they are soon full")
     arguments = parser.parse_args()
     names = named(parser, arguments.attacks)
     with tempfile.TemporaryDirectory(prefix="tensord-bench-") as folder:
         # Where the user's own daemon has it there may be one.
         clients = os.environ["TENSORD_CLIENTS_SOCKET"] = str(Path(folder, "clients.sock"))
         addresses = {"http": "127.0.0.1:18160", "grpc": "127.0.0.1:18161", "lane": clients}
-        return _attacked(names, addresses, arguments.seconds, arguments.settle, arguments.log)
+        return _attacked(names, addresses, arguments)
 
 
-def _attacked(names: list[str], addresses: dict[str, str], seconds: float, settle: float, log: Path) -> int:
-    command = [sys.executable, "-m", "tensord", "serve", "--config", "bench/attackers/serve.toml"]
+def _attacked(names: list[str], addresses: dict[str, str], arguments: argparse.Namespace) -> int:
+    seconds, log, small = arguments.seconds, arguments.log, arguments.arenas == "small"
+    command = [
+        sys.executable,
+        "-m",
+        "tensord",
+        "serve",
+        "--config",
+        f"bench/attackers/{'small_arenas' if small else 'serve'}.toml",
+    ]
     noticed = 0
     print("| attack | others' answers | failed or wrong | worst wait, ms: http | grpc | lane | attacker |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     with serving(command, addresses["http"], log) as pid:
         # What a first request compiles or builds is to exist before anything is measured.
         attack(None, addresses, 2)
-        largest_is_answered(addresses["http"])
+        largest_is_answered(addresses["http"], _LARGEST // 4 if small else _LARGEST)
         first = footprints(pid)
         for name in (None, *names):
             others, counts = attack(name, addresses, seconds)
@@ -100,9 +109,9 @@ def _attacked(names: list[str], addresses: dict[str, str], seconds: float, settl
             for protocol, other in others.items():
                 for said, count in other["failures"].items():
                     print(f"|   {protocol}: {count} x {said} |", flush=True)
-            time.sleep(settle)
+            time.sleep(arguments.settle)
             print(_held(first, footprints(pid)), flush=True)
-        whole = largest_is_answered(addresses["http"])
+        whole = largest_is_answered(addresses["http"], _LARGEST // 4 if small else _LARGEST)
     tracebacks = log.read_text(errors="replace").count("Traceback")
     print(f"\nlargest body answered: {whole}; tracebacks in the log: {tracebacks}; others' failed or wrong: {noticed}")
     return int(noticed > 0 or tracebacks > 0 or not whole)

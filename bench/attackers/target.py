@@ -19,6 +19,9 @@ import tritonclient.http as httpclient
 from bench.helper import object_name
 from tensord.daemon.grpc import frames
 
+#: Where attackers come from: a client of its own for the daemon, which shares its memory out by address.
+_FROM = "127.0.0.2", 0
+
 
 @dataclass
 class Target:
@@ -77,7 +80,7 @@ class Target:
     @contextlib.contextmanager
     def posting(self) -> Iterator[Callable[..., None]]:
         """Yields a function that posts a body to a path on one kept connection and counts the status of each answer."""
-        connection = http.client.HTTPConnection(self.http, timeout=60)
+        connection = http.client.HTTPConnection(self.http, timeout=60, source_address=_FROM)
 
         def post(path: str, body: bytes | str, headers: Mapping[str, str] = types.MappingProxyType({})) -> None:
             with self.refusals():
@@ -186,4 +189,4 @@ def drain(connection: socket.socket, at_most: int = 1 << 20) -> int:
 
 def _connected(address: str) -> socket.socket:
     host, port = address.rsplit(":", 1)
-    return socket.create_connection((host, int(port)), 5)
+    return socket.create_connection((host, int(port)), 5, _FROM)
