@@ -82,14 +82,8 @@ def main() -> int:
 
 def _attacked(names: list[str], addresses: dict[str, str], arguments: argparse.Namespace) -> int:
     seconds, log, small = arguments.seconds, arguments.log, arguments.arenas == "small"
-    command = [
-        sys.executable,
-        "-m",
-        "tensord",
-        "serve",
-        "--config",
-        f"bench/attackers/{'small_arenas' if small else 'serve'}.toml",
-    ]
+    config = f"bench/attackers/{'small_arenas' if small else 'serve'}.toml"
+    command = [sys.executable, "-m", "tensord", "serve", "--config", config]
     noticed = 0
     print("| attack | others' answers | failed or wrong | worst wait, ms: http | grpc | lane | attacker |")
     print("| --- | --- | --- | --- | --- | --- | --- |")

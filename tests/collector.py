@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import threading
+from email.message import Message
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -11,28 +12,16 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from tests.daemon_process import wait_until
 
 
-class Collector:
-    """Takes OTLP over HTTP, and keeps the spans that were sent."""
+class Listener:
+    """Takes what is posted to it over HTTP in a thread; ``take`` returns the status of the answer."""
 
     def __init__(self) -> None:
-        self.spans: list[Any] = []
-        self.services: set[str] = set()
-        #: Of the resource that the last spans are of.
-        self.resource: dict[str, str] = {}
-        collector = self
+        taken = self.take
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                assert self.path == "/v1/traces"
-                message = ExportTraceServiceRequest()
-                message.ParseFromString(self.rfile.read(int(self.headers["content-length"])))
-                for resource in message.resource_spans:
-                    said = {each.key: each.value.string_value for each in resource.resource.attributes}
-                    collector.services.add(said["service.name"])
-                    collector.resource = said
-                    for scope in resource.scope_spans:
-                        collector.spans += scope.spans
-                self.send_response(200)
+                status = taken(self.path, self.headers, self.rfile.read(int(self.headers["content-length"])))
+                self.send_response(status)
                 self.send_header("content-length", "0")
                 self.end_headers()
 
@@ -43,6 +32,34 @@ class Collector:
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1/traces"
         self._thread = threading.Thread(target=self._server.serve_forever)
         self._thread.start()
+
+    def take(self, path: str, headers: Message, body: bytes) -> int:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class Collector(Listener):
+    """Takes OTLP over HTTP, and keeps the spans that were sent."""
+
+    def __init__(self) -> None:
+        self.spans: list[Any] = []
+        self.services: set[str] = set()
+        #: Of the resource that the last spans are of.
+        self.resource: dict[str, str] = {}
+        super().__init__()
+
+    def take(self, path: str, headers: Message, body: bytes) -> int:
+        assert path == "/v1/traces"
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            self.resource = {each.key: each.value.string_value for each in resource.resource.attributes}
+            self.services.add(self.resource["service.name"])
+            for scope in resource.scope_spans:
+                self.spans += scope.spans
+        return 200
 
     def of(self, trace_id: str, count: int) -> list[Any]:
         """Waits until so many spans of a trace have come; returns them."""
@@ -57,8 +74,3 @@ class Collector:
         found = self.of(trace_id, count)
         assert len({span.name for span in found}) == len(found) == count, sorted(span.name for span in found)
         return {span.name: span for span in found}
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()

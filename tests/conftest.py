@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tensord.daemon.grpc.server import GrpcFront
+from tensord.shm.cuda_regions import Context, Driver
 from tensord.shm.extensions import STALE, missing
 from tensord.workers.native.extensions import PARTS
 from tests import on_stub, run_folder
@@ -147,6 +148,18 @@ def cuda_stub(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
     stub = CudaStub(tmp_path_factory.mktemp("cuda"), devices=2, delay_us=200)
     stub.load()
     return stub
+
+
+@pytest.fixture
+def driver(cuda_stub: CudaStub) -> Iterator[Driver]:
+    made = Driver()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def context(driver: Driver) -> Context:
+    return driver.context(0)
 
 
 @pytest.fixture

@@ -34,6 +34,17 @@ def write_model(repository: Path, name: str, source: str, config: str = "", vers
     return folder
 
 
+def of_x(y: str, x: str = "FP32[4]", to: str = "", more: str = "") -> str:
+    """Returns a model.py with output ``y``, an expression of input ``x``.
+
+    ``x``, ``to``: datatype and shape of the input, and of the output, by default those of the input. ``more``: further lines.
+    """
+    return (
+        f'inputs, outputs = {{"x": "{x}"}}, {{"y": "{to or x}"}}\n{more}\n\ndef create(path, config, device):\n'
+        f'    return (lambda params, inputs: {{"y": (lambda x: {y})(inputs["x"])}}), {{}}\n'
+    )
+
+
 def echo_models(repository: Path, datatypes: Sequence[str] = NUMERIC) -> Path:
     """Writes ``echo_<datatype>`` for each datatype, and one for BYTES: output y is input x, of any length."""
     for datatype in datatypes:
@@ -51,14 +62,7 @@ def echo_models(repository: Path, datatypes: Sequence[str] = NUMERIC) -> Path:
     write_model(
         repository,
         "echo_bytes",
-        """
-        inputs = {"x": "BYTES[n]"}
-        outputs = {"y": "BYTES[n]"}
-        host = True
-
-        def create(path, config, device):
-            return (lambda params, inputs: {"y": inputs["x"]}), {}
-        """,
+        of_x("x", "BYTES[n]", more="host = True"),
     )
     return repository
 
@@ -83,6 +87,24 @@ def scale_model(repository: Path, name: str = "scale", factor: float = 3.0, vers
         version=version,
     )
     return repository
+
+
+def total_model(repository: Path) -> Path:
+    """Writes ``total``, a model that keeps the sum of its inputs x for each sequence; returns its folder."""
+    source = """
+        inputs = {"x": "FP32[1]"}
+        outputs = {"sum": "FP32[1]"}
+        state = {"sum": "FP32[1]"}
+
+        def create(path, config, device):
+            def apply(params, inputs, state):
+                sum = state["sum"] + inputs["x"]
+                return {"sum": sum}, {"sum": sum}
+
+            return apply, {}
+        """
+    batching = "sequence_batching { max_sequence_idle_microseconds: 600000000 oldest { max_candidate_sequences: 8 } }"
+    return write_model(repository, "total", source, f"max_batch_size: 4 {batching}").parent
 
 
 def deadly_model(repository: Path, name: str = "deadly") -> Path:

@@ -9,7 +9,7 @@ import pytest
 from tensord_client.lane import LaneConnection
 
 from tests.daemon_process import ROOT, DaemonProcess
-from tests.repositories import write_model
+from tests.repositories import of_x, total_model, write_model
 
 
 def write_models(repository: Path) -> None:
@@ -59,25 +59,12 @@ def write_models(repository: Path) -> None:
     write_model(
         repository,
         "strings",
-        """
-        inputs = {"x": "BYTES[n]"}
-        outputs = {"y": "BYTES[n]"}
-        host = True
-
-        def create(path, config, device):
-            return (lambda params, inputs: {"y": inputs["x"][::-1]}), {}
-        """,
+        of_x("x[::-1]", "BYTES[n]", more="host = True"),
     )
     write_model(
         repository,
         "half",
-        """
-        inputs = {"x": "BF16[n]"}
-        outputs = {"y": "BF16[n]"}
-
-        def create(path, config, device):
-            return (lambda params, inputs: {"y": inputs["x"] * 2}), {}
-        """,
+        of_x("x * 2", "BF16[n]"),
     )
     write_model(
         repository,
@@ -92,26 +79,7 @@ def write_models(repository: Path) -> None:
             return (lambda params, inputs: {"score": jnp.mean(inputs["image"].astype("float32")).reshape(1)}), {}
         """,
     )
-    write_model(
-        repository,
-        "total",
-        """
-        inputs = {"x": "FP32[1]"}
-        outputs = {"sum": "FP32[1]"}
-        state = {"sum": "FP32[1]"}
-
-        def create(path, config, device):
-            def apply(params, inputs, state):
-                sum = state["sum"] + inputs["x"]
-                return {"sum": sum}, {"sum": sum}
-
-            return apply, {}
-        """,
-        """
-        max_batch_size: 4
-        sequence_batching { max_sequence_idle_microseconds: 600000000 oldest { max_candidate_sequences: 8 } }
-        """,
-    )
+    total_model(repository)
 
 
 def clients_socket(folder: Path) -> str:

@@ -30,7 +30,7 @@ from tests.daemon.clients.lane_client import LaneClient
 from tests.daemon_process import PATIENCE, ROOT, DaemonProcess, wait_until
 from tests.generated import times
 from tests.raw_lane import RawLane, tensor
-from tests.repositories import write_model
+from tests.repositories import of_x, write_model
 
 KILLS = int(os.environ.get("TENSORD_LANE_KILLS", times(1000, 300)))
 SEED = int(os.environ.get("TENSORD_LANE_KILLS_SEED", "1"))
@@ -58,14 +58,7 @@ def start(tmp_path: Path, leaves_nothing: None) -> Iterator[Callable[..., Daemon
     write_model(
         models,
         "rows",
-        """
-        inputs = {"x": "FP32[16]"}
-        outputs = {"y": "FP32[16]"}
-        max_batch_size = 8
-
-        def create(path, config, device):
-            return (lambda params, inputs: {"y": inputs["x"] * 1.0}), {}
-        """,
+        of_x("x * 1.0", "FP32[16]", more="max_batch_size = 8"),
     )
 
     def begin(workers: int = 1) -> DaemonProcess:

@@ -38,14 +38,7 @@ VALUES = np.arange(SIZE // 4, dtype=np.float32)
 #: Of an object with holes a GPU worker locks no pages.
 sparse = pytest.mark.parametrize("sparse", [False, True], ids=["backed", "sparse"])
 
-THROUGH = """
-    inputs = {"x": "FP32[n]"}
-    outputs = {"y": "FP32[n]"}
-    host = True
-
-    def create(path, config, device):
-        return (lambda params, inputs: {"y": inputs["x"]}), {}
-"""
+THROUGH = repositories.of_x("x", "FP32[n]", more="host = True")
 
 
 @contextlib.contextmanager

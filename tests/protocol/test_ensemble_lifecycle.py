@@ -17,7 +17,7 @@ import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
-from tests.repositories import deadly_model, ensemble, scale_model, write_model
+from tests.repositories import deadly_model, ensemble, of_x, scale_model, write_model
 
 STEP = {"x": "x"}, {"y": "y"}
 
@@ -30,7 +30,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     first, second = ("a", {"x": "x"}, {"y": "mid"}), ("b", {"x": "mid"}, {"y": "y"})
     ensemble(repository, "e", ["x FP32 4"], ["y FP32 4"], [first, second], 8)
     for number, name in enumerate(("slow_a", "slow_b"), 2):
-        slowly_traced_model(repository, name, number)
+        write_model(repository, name, slowly_traced(number))
     slow = ("slow_a", {"x": "x"}, {"y": "mid"}), ("slow_b", {"x": "mid"}, {"y": "y"})
     ensemble(repository, "slow", ["x FP32 4"], ["y FP32 4"], slow, 8)
     ensemble(repository, "around", ["x FP32 4"], ["y FP32 4"], [("slow", *STEP)], 8)
@@ -57,25 +57,9 @@ IO = """
 """
 
 
-def slowly_traced_model(repository: Path, name: str, factor: int) -> None:
-    """Writes a model ``y = factor * x`` whose tracing takes a moment."""
-    write_model(
-        repository,
-        name,
-        f"""
-        import time
-
-        inputs = {{"x": "FP32[4]"}}
-        outputs = {{"y": "FP32[4]"}}
-        max_batch_size = 8
-
-        def create(path, config, device):
-            def apply(params, inputs):
-                time.sleep(0.5)
-                return {{"y": {factor} * inputs["x"]}}
-            return apply, {{}}
-        """,
-    )
+def slowly_traced(factor: int) -> str:
+    """Returns a model.py of ``y = factor * x`` whose tracing takes a moment."""
+    return of_x(f"(time.sleep(0.5), {factor} * x)[1]", more="import time\nmax_batch_size = 8")
 
 
 @pytest.fixture(scope="module")
@@ -171,14 +155,14 @@ def test_a_member_is_loaded_when_what_is_made_of_it_answers_with_it(
     assert answer(client, "slow") == answer(client, "around") == [6.0] * 4
     try:
         for factor in (5, 7):
-            slowly_traced_model(repository, "slow_a", factor)
+            write_model(repository, "slow_a", slowly_traced(factor))
             client.load_model("slow_a")
             assert answer(client, "slow") == answer(client, "around") == [3.0 * factor] * 4
         client.unload_model("slow_b")
         client.load_model("slow_b")
         assert answer(client, "around") == [21.0] * 4
     finally:
-        slowly_traced_model(repository, "slow_a", 2)
+        write_model(repository, "slow_a", slowly_traced(2))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import tritonclient.utils.shared_memory as shm
 from tritonclient.utils import InferenceServerException
 
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
-from tests.repositories import ensemble, scale_model, write_model
+from tests.repositories import ensemble, of_x, scale_model, write_model
 from tests.scrapes import scrape
 
 PLUS = """
@@ -156,13 +156,7 @@ MEETS = """
 """
 #: One at a time; one more may wait.
 NARROW = 'backend: "jax" max_batch_size: 1 dynamic_batching { default_queue_policy { max_queue_size: 1 } }'
-UNBATCHED = """
-    inputs = {"x": "FP32[4]"}
-    outputs = {"y": "FP32[4]"}
-
-    def create(path, config, device):
-        return (lambda params, inputs: {"y": inputs["x"] + 0.5}), {}
-"""
+UNBATCHED = of_x("x + 0.5")
 COUNTS = """
     import numpy as np
 

@@ -23,14 +23,7 @@ X = np.array([[1.0, 2.0, 3.0, 4.0]], np.float32)
 Y = 3 * X + 1
 
 
-SCALE_BY_TWO = """
-inputs = {"x": "FP32[4]"}
-outputs = {"y": "FP32[4]"}
-max_batch_size = 8
-
-def create(path, config, device):
-    return (lambda params, inputs: {"y": 2 * inputs["x"]}), {}
-"""
+SCALE_BY_TWO = repositories.of_x("2 * x", more="max_batch_size = 8")
 
 
 class Caller:

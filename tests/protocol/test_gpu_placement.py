@@ -24,14 +24,7 @@ from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
 from tests.on_stub import GPU_WORKERS
 from tests.protocol.test_system_regions import in_region, out_region
 
-SCALE = """
-    inputs = {"x": "FP32[4]"}
-    outputs = {"y": "FP32[4]"}
-    max_batch_size = 8
-
-    def create(path, config, device):
-        return (lambda params, inputs: {"y": 3 * inputs["x"] + 1}), {}
-"""
+SCALE = repositories.of_x("3 * x + 1", more="max_batch_size = 8")
 
 
 @pytest.fixture
@@ -235,13 +228,7 @@ def test_several_workers_of_a_gpu(tmp_path: Path, repository: Path) -> None:
         client.unregister_cuda_shared_memory()
 
 
-LARGE = """
-    inputs = {"x": "FP32[n]"}
-    outputs = {"y": "FP32[n]"}
-
-    def create(path, config, device):
-        return (lambda params, inputs: {"y": 2 * inputs["x"]}), None
-"""
+LARGE = repositories.of_x("2 * x", "FP32[n]")
 
 
 def test_gpu_workers_that_are_killed_under_load(tmp_path: Path, repository: Path) -> None:

@@ -144,14 +144,7 @@ def test_samples_and_requests_do_not_meet(stub: CudaStub, serve: Serve, reposito
     repositories.write_model(
         repository,
         "warmed",
-        """
-        inputs = {"x": "FP32[4]"}
-        outputs = {"y": "FP32[4]"}
-        max_batch_size = 8
-
-        def create(path, config, device):
-            return (lambda params, inputs: {"y": inputs["x"] * 7}), {}
-        """,
+        repositories.of_x("x * 7", more="max_batch_size = 8"),
         sample,
     )
     daemon = serve(repository={"control_mode": "explicit", "load": ["scale"]})
@@ -463,14 +456,7 @@ def test_sequences_stay_on_the_gpus_of_their_model(stub: CudaStub, serve: Serve,
 
 def test_answers_are_given_again_by_a_gpu_worker(stub: CudaStub, serve: Serve, repository: Path) -> None:
     """From a body and from memory on the GPU; what was written to that meanwhile is another request."""
-    source = """
-        response_cache = True
-        inputs = {"x": "FP32[n]"}
-        outputs = {"y": "FP32[n]"}
-
-        def create(path, config, device):
-            return (lambda params, inputs: {"y": 2 * inputs["x"] + 1}), {}
-    """
+    source = repositories.of_x("2 * x + 1", "FP32[n]", more="response_cache = True")
     repositories.write_model(repository, "cached", source)
     daemon = serve(response_cache={"byte_size": 1 << 20})
     values = np.arange(64, dtype=np.float32)

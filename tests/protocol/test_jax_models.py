@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.daemon_process import DaemonProcess, wait_until
-from tests.repositories import write_model
+from tests.repositories import of_x, write_model
 
 #: A pytree with leaves that are no arrays, as a model of Equinox is one.
 NETWORK = """
@@ -98,14 +98,7 @@ EXPORTED = """
         exported = jax.export.deserialize(bytearray((path / "model.bin").read_bytes()))
         return (lambda params, inputs: {"y": exported.call(inputs["x"])}), None
 """
-SEQUENCE = """
-    inputs = {"x": "FP32[sequence]"}
-    outputs = {"y": "FP32[sequence]"}
-    buckets = {"sequenze": (2, 4), "other": (1,)}
-
-    def create(path, config, device):
-        return (lambda params, inputs: {"y": inputs["x"]}), None
-"""
+SEQUENCE = of_x("x", "FP32[sequence]", more='buckets = {"sequenze": (2, 4), "other": (1,)}')
 BRANCHES = """
     inputs = {"x": "FP32[1]"}
     outputs = {"y": "FP32[1]"}

@@ -91,14 +91,7 @@ GENERATOR = """
                         yield {"y": np.array([i], np.int32)}
         return apply, None
 """
-ECHO = """
-    inputs = {"x": "FP32[2]"}
-    outputs = {"y": "FP32[2]"}
-    host = True
-
-    def create(path, config, device):
-        return (lambda params, inputs: {"y": inputs["x"]}), None
-"""
+ECHO = repositories.of_x("x", "FP32[2]", more="host = True")
 _CALLS = """
 ask(x)
 with tensord.models.span("outer"):

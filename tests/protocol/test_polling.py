@@ -10,15 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.daemon_process import PATIENCE, DaemonProcess
-from tests.repositories import write_model
+from tests.repositories import of_x, write_model
 
-MODEL = """
-    inputs = {"x": "FP32[1]"}
-    outputs = {"y": "FP32[1]"}
-
-    def create(path, config, device):
-        return (lambda params, inputs: {"y": inputs["x"] * FACTOR}), None
-"""
+MODEL = of_x("x * FACTOR", "FP32[1]")
 ASKED = [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1]}]
 
 

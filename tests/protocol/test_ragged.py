@@ -14,7 +14,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 
 from tests.daemon_process import ROOT, DaemonProcess
-from tests.repositories import write_model
+from tests.repositories import of_x, write_model
 
 #: They come together, so that there is something to be batched.
 DELAY = "dynamic_batching { max_queue_delay_microseconds: 20000 }"
@@ -149,14 +149,6 @@ STATE = """
 
         return apply, None
 """
-SIMPLE = """
-    inputs = {"x": "INT32[n]"}
-    outputs = {"y": "INT32[1]"}
-    max_batch_size = 2
-
-    def create(path, config, device):
-        return (lambda params, inputs: {"y": inputs["x"][:2, None]}), None
-"""
 #: What does not load: what model.py says besides, what config.pbtxt says, and why.
 REFUSED: dict[str, tuple[str, str, str]] = {
     "not_ragged": (
@@ -224,9 +216,8 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     write_model(repository, "python", PYTHON, PYTHON_CONFIG + DELAY)
     write_model(repository, "state", STATE, "sequence_batching { oldest { max_candidate_sequences: 16 } }")
     for name, (source, config, _) in REFUSED.items():
-        parts = SIMPLE.partition("\n    def create")
-        more = "".join(f"    {line}\n" for line in source.split("\n"))
-        write_model(repository, name, f"{parts[0]}\n{more}{parts[1]}{parts[2]}", config)
+        model = of_x("x[:2, None]", "INT32[n]", to="INT32[1]", more=f"max_batch_size = 2\n{source}")
+        write_model(repository, name, model, config)
     options = {
         "repository": {"control_mode": "explicit", "load": ["*"], "strict_readiness": False, "exit_on_error": False}
     }

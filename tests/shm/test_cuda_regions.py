@@ -8,7 +8,6 @@ import mmap
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -20,18 +19,6 @@ from tests.cuda_stub.library import CudaStub
 from tests.fakes import until
 
 OUT_OF_MEMORY = 2
-
-
-@pytest.fixture
-def driver(cuda_stub: CudaStub) -> Iterator[Driver]:
-    made = Driver()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def context(driver: Driver) -> Context:
-    return driver.context(0)
 
 
 def handle(owner: CudaOwner, name: str = "g", byte_size: int = 4096, device: int = 0) -> bytes:

@@ -51,7 +51,7 @@ from tensord.workers.scheduling.queue import QueueRules
 from tests.daemon_process import ROOT, descriptors
 from tests.raw_lane import SEALS, RawLane, addsub, memory, packed
 from tests.records import Tensor
-from tests.repositories import write_model
+from tests.repositories import total_model
 from tests.work.counter import ROOMS
 from tests.workers.worker_loop import LIMITS, WorkerLoop, ever_queued
 
@@ -72,25 +72,7 @@ def loop(leaves_nothing: None) -> Iterator[WorkerLoop]:
 @pytest.fixture(scope="module")
 def total(loop: WorkerLoop, tmp_path_factory: pytest.TempPathFactory) -> ModelVersion:
     """Loads a model that keeps a sum for each sequence; returns its version."""
-    repository = tmp_path_factory.mktemp("models")
-    write_model(
-        repository,
-        "total",
-        """
-        inputs = {"x": "FP32[1]"}
-        outputs = {"sum": "FP32[1]"}
-        state = {"sum": "FP32[1]"}
-
-        def create(path, config, device):
-            def apply(params, inputs, state):
-                sum = state["sum"] + inputs["x"]
-                return {"sum": sum}, {"sum": sum}
-
-            return apply, {}
-        """,
-        "max_batch_size: 4 sequence_batching { max_sequence_idle_microseconds: 600000000 oldest { max_candidate_sequences: 8 } }",
-    )
-    loop.load(repository / "total")
+    loop.load(total_model(tmp_path_factory.mktemp("models")))
     return loop.worker._models.find("total", 1)
 
 

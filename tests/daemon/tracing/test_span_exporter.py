@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import http.server
 import threading
 import time
 from collections.abc import Iterable
@@ -20,7 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from tensord.daemon.tracing.span_exporter import SpanCounts, SpanExporter
 from tensord.shm.control_records import EndedTrace
 from tensord.shm.messages import OwnSpan, Timeline
-from tests.collector import Collector
+from tests.collector import Collector, Listener
 from tests.daemon_process import PATIENCE, wait_until
 
 TRACE, SPAN, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", "1111111111111111"
@@ -169,32 +168,17 @@ def test_a_message_is_sent_again_if_the_collector_is_busy_or_not_there(monkeypat
     busy.close()
 
 
-class RefusingCollector:
+class RefusingCollector(Listener):
     """Answers with one status after the other, as soon as it may, and keeps what it was sent."""
 
     def __init__(self, statuses: list[int]) -> None:
-        self.answers = answers = threading.Event()
+        self.answers = threading.Event()
         #: The headers and the body of each request.
         self.seen: list[tuple[Message, bytes]] = []
-        seen, left = self.seen, iter(statuses)
+        self._left = iter(statuses)
+        super().__init__()
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                seen.append((self.headers, self.rfile.read(int(self.headers["content-length"]))))
-                assert answers.wait(PATIENCE)
-                self.send_response(next(left))
-                self.send_header("content-length", "0")
-                self.end_headers()
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1/traces"
-        self._thread = threading.Thread(target=self._server.serve_forever)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+    def take(self, path: str, headers: Message, body: bytes) -> int:
+        self.seen.append((headers, body))
+        assert self.answers.wait(PATIENCE)
+        return next(self._left)

@@ -45,13 +45,6 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def driver(cuda_stub: CudaStub) -> Iterator[Driver]:
-    made = Driver()
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def device(driver: Driver) -> Iterator[CudaDevice]:
     pieces = StagingPool(driver.context(0), PinnedBudget(MIB))
     made = CudaDevice(driver.context(0), jax.devices()[0], pieces)

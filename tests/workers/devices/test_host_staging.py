@@ -6,15 +6,10 @@ import os
 
 import pytest
 
-from tensord.shm.cuda_regions import Context, Driver
+from tensord.shm.cuda_regions import Context
 from tensord.workers.devices.host_staging import TOGETHER, StagingPool
 from tensord.workers.devices.pinned_memory import PinnedBudget
 from tests.cuda_stub.library import CudaStub
-
-
-@pytest.fixture
-def context(cuda_stub: CudaStub) -> Context:
-    return Driver().context(0)
 
 
 def test_a_piece_goes_from_thread_to_thread(context: Context, cuda_stub: CudaStub) -> None:

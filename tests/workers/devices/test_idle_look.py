@@ -8,17 +8,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from tensord.shm.cuda_regions import Context, DeviceLost, Driver
+from tensord.shm.cuda_regions import Context, DeviceLost
 from tensord.workers.devices.idle_look import IdleLook, Marker
 from tests.cuda_stub.library import CudaStub
 from tests.daemon_process import wait_until
-
-
-@pytest.fixture
-def context(cuda_stub: CudaStub) -> Iterator[Context]:
-    driver = Driver()
-    yield driver.context(0)
-    driver.close()
 
 
 @pytest.fixture

@@ -30,18 +30,6 @@ from tests.fakes import until
 MIB = 1 << 20
 
 
-@pytest.fixture
-def driver(cuda_stub: CudaStub) -> Iterator[Driver]:
-    made = Driver()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def context(driver: Driver) -> Context:
-    return driver.context(0)
-
-
 class Loop:
     """The parts of a worker's loop that page-locking uses: the inbox and a thread."""
 

@@ -29,7 +29,7 @@ from tensord.workers.requests.result import Result
 from tensord.workers.scheduling.dynamic_batcher import BatchRules
 from tensord.workers.scheduling.queue import QueuePolicy
 from tensord.workers.threads.inbox import Inbox
-from tests.repositories import write_model
+from tests.repositories import of_x, write_model
 from tests.workers.loading.targets import target
 from tests.workers.made_requests import request_of
 
@@ -446,13 +446,7 @@ def test_a_python_model_is_warm_before_it_serves(load: Loading) -> None:
 
 def test_a_jitted_model_has_the_shape_of_its_warmup(load: Loading) -> None:
     model = load(
-        """
-        inputs = {"x": "FP32[-1]"}
-        outputs = {"y": "FP32[-1]"}
-
-        def create(path, config, device):
-            return (lambda params, inputs: {"y": inputs["x"]}), {}
-        """,
+        of_x("x", "FP32[-1]"),
         WARM,
     )
     assert model.jitted is not None

@@ -13,17 +13,10 @@ from tensord.shm import strings
 from tensord.shm.arrays import SLICE, byte_content
 from tensord.workers.imports import import_system
 from tests.records import Tensor
-from tests.repositories import write_model
+from tests.repositories import of_x, write_model
 from tests.workers.worker_loop import WorkerLoop
 
-HOST = """
-    inputs = {"x": "BYTES[n]"}
-    outputs = {"y": "BYTES[n]"}
-    host = True
-
-    def create(path, config, device):
-        return (lambda params, inputs: {"y": inputs["x"][::-1]}), {}
-    """
+HOST = of_x("x[::-1]", "BYTES[n]", more="host = True")
 GENERATOR = """
     inputs = {"x": "BYTES[n]"}
     outputs = {"y": "BYTES[n]"}

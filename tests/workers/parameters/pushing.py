@@ -30,7 +30,7 @@ from tensord.shm.operations import (
 )
 from tensord.workers.parameters.parameter_set import ParameterSets
 from tests.records import Tensor, WholeAnswer
-from tests.repositories import write_model
+from tests.repositories import ensemble, write_model
 from tests.workers.parameters.made_sets import sealed
 from tests.workers.worker_loop import OPTIONS, PATIENCE_SECONDS, WorkerLoop
 
@@ -54,6 +54,13 @@ APPLY = """
 
         return apply, parameters
     """
+
+
+def write_chain(repository: Path, name: str, *models: str) -> Path:
+    """Writes an ensemble of models, each of which gets the output of the one before; returns its folder."""
+    names = ["x", *(f"between{place}" for place in range(1, len(models))), "y"]
+    steps = [(model, {"x": given}, {"y": made}) for model, given, made in zip(models, names, names[1:], strict=False)]
+    return ensemble(repository, name, ["x FP32 8"], ["y FP32 8"], steps, 8)
 
 
 def numbered(number: float, width: int = WIDTH) -> dict[str, Array]:

@@ -18,7 +18,7 @@ from tensord.workers.parameters import layout
 from tensord.workers.parameters.sealed_memory import SealedMemory
 from tests.repositories import write_model
 from tests.workers.parameters.made_sets import sealed
-from tests.workers.parameters.pushing import PushingLoop, said, value
+from tests.workers.parameters.pushing import PushingLoop, said, value, write_chain
 from tests.workers.parameters.test_named_sets import figures, of_workers
 
 #: Adds to each row what its set holds, in every element; ``base`` is of all sets.
@@ -202,14 +202,7 @@ def test_told_of_requests(loop: PushingLoop, tmp_path: Path) -> None:
 def test_a_step_of_an_ensemble(loop: PushingLoop, tmp_path: Path) -> None:
     """An ensemble hands the set on to a model that mixes them."""
     loop.load(write(tmp_path, ALL))
-    (tmp_path / "both" / "1").mkdir(parents=True)
-    (tmp_path / "both" / "config.pbtxt").write_text(
-        'name: "both" platform: "ensemble" max_batch_size: 4 '
-        'input { name: "x" data_type: TYPE_FP32 dims: [ 8 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 8 ] } '
-        'ensemble_scheduling { step { model_name: "m" model_version: -1 input_map { key: "x" value: "x" } '
-        'output_map { key: "y" value: "y" } } }'
-    )
-    loop.load(tmp_path / "both")
+    loop.load(write_chain(tmp_path, "both", "m"))
     loop.push("m", whole(3), 3)
     loop.push("m", whole(7), 7, "a")
     for _ in range(3):

@@ -23,7 +23,7 @@ from tensord.workers.programs import placed_sets
 from tests.records import Tensor
 from tests.repositories import write_model
 from tests.workers.parameters.made_sets import unaligned
-from tests.workers.parameters.pushing import PushingLoop, numbered, said, value, write_numbered
+from tests.workers.parameters.pushing import PushingLoop, numbered, said, value, write_chain, write_numbered
 from tests.workers.worker_loop import OPTIONS, ever_queued
 
 BATCHES, GROUPED = "max_batch_size: 8", ""
@@ -335,18 +335,7 @@ def test_the_response_cache_has_the_set_in_its_key(tmp_path: Path) -> None:
 def test_steps_of_an_ensemble_take_the_set_that_they_have(loop: PushingLoop, tmp_path: Path) -> None:
     for name in ("first", "second"):
         loop.load(write_numbered(tmp_path, name, BATCHES))
-    steps = " ".join(
-        f'step {{ model_name: "{name}" model_version: -1 input_map {{ key: "x" value: "{given}" }} '
-        f'output_map {{ key: "y" value: "{made}" }} }}'
-        for name, given, made in (("first", "x", "between"), ("second", "between", "y"))
-    )
-    (tmp_path / "both" / "1").mkdir(parents=True)
-    (tmp_path / "both" / "config.pbtxt").write_text(
-        'name: "both" platform: "ensemble" max_batch_size: 8 '
-        'input { name: "x" data_type: TYPE_FP32 dims: [ 8 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 8 ] } '
-        f"ensemble_scheduling {{ {steps} }}"
-    )
-    loop.load(tmp_path / "both")
+    loop.load(write_chain(tmp_path, "both", "first", "second"))
     loop.push("first", numbered(1), 1)
     loop.push("second", numbered(10), 1)
     assert "no model of the ensemble has a parameter set 'a'" in loop.ask_value("both", set="a").message
@@ -360,20 +349,8 @@ def test_an_ensemble_says_the_parameters_of_its_steps(loop: PushingLoop, tmp_pat
     """By the model's name, also of an ensemble in it; what is said is what the values show, whatever is pushed."""
     for name in ("first", "second"):
         loop.load(write_numbered(tmp_path, name, BATCHES))
-    tensors = (
-        'input { name: "x" data_type: TYPE_FP32 dims: [ 8 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 8 ] } '
-    )
-    for name, inner in (("both", ("first", "second")), ("outer", ("both", "first"))):
-        steps = " ".join(
-            f'step {{ model_name: "{model}" model_version: -1 input_map {{ key: "x" value: "{given}" }} '
-            f'output_map {{ key: "y" value: "{made}" }} }}'
-            for model, given, made in ((inner[0], "x", "between"), (inner[1], "between", "y"))
-        )
-        (tmp_path / name / "1").mkdir(parents=True)
-        (tmp_path / name / "config.pbtxt").write_text(
-            f'name: "{name}" platform: "ensemble" max_batch_size: 8 {tensors} ensemble_scheduling {{ {steps} }}'
-        )
-        loop.load(tmp_path / name)
+    loop.load(write_chain(tmp_path, "both", "first", "second"))
+    loop.load(write_chain(tmp_path, "outer", "both", "first"))
     loop.push("second", numbered(5000), 5000, "a")
     for number in range(1, 40):
         loop.push("first", numbered(number), number)

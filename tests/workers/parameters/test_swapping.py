@@ -15,7 +15,7 @@ import pytest
 
 from tensord.shm.errors import NotFound
 from tests.records import Tensor
-from tests.workers.parameters.pushing import PushingLoop, mapped, numbered, said, value, write_numbered
+from tests.workers.parameters.pushing import PushingLoop, mapped, numbered, said, value, write_chain, write_numbered
 
 SWAPS = int(os.environ.get("TENSORD_TEST_SWAPS", "250"))
 
@@ -30,18 +30,7 @@ def loop() -> Iterator[PushingLoop]:
 def test_a_fused_ensemble_sees_the_new_sets_of_its_models_at_once(loop: PushingLoop, tmp_path: Path) -> None:
     for name in ("first", "second"):
         loop.load(write_numbered(tmp_path, name, "max_batch_size: 8"))
-    steps = " ".join(
-        f'step {{ model_name: "{name}" model_version: -1 input_map {{ key: "x" value: "{given}" }} '
-        f'output_map {{ key: "y" value: "{made}" }} }}'
-        for name, given, made in (("first", "x", "between"), ("second", "between", "y"))
-    )
-    (tmp_path / "both" / "1").mkdir(parents=True)
-    (tmp_path / "both" / "config.pbtxt").write_text(
-        'name: "both" platform: "ensemble" max_batch_size: 8 '
-        'input { name: "x" data_type: TYPE_FP32 dims: [ 8 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 8 ] } '
-        f"ensemble_scheduling {{ {steps} }}"
-    )
-    loop.load(tmp_path / "both")
+    loop.load(write_chain(tmp_path, "both", "first", "second"))
     for number in range(1, 200):
         loop.push("first", numbered(number), number)
         loop.push("second", numbered(1000 * number), number)
