@@ -252,7 +252,7 @@ class Channel:
                 return self._incoming.decode(received[1:size]), []
             except _MALFORMED:
                 pass  # ``read`` says what is wrong
-        return self.read(bytes(received[:size]), _descriptors(ancillary) if ancillary else [], flags)
+        return self.read(bytes(received[:size]), descriptors.received(ancillary) if ancillary else [], flags)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> tuple[list[Any], list[int]]:
         """Decodes a datagram that the caller has received. Returns and raises what ``receive`` does.
@@ -352,14 +352,6 @@ def _is_shortage(error: OSError) -> bool:
 def _array_head(count: int) -> bytes:
     """Encodes the header of a msgpack array, so that ``count`` records that were encoded one by one become one list."""
     return bytes((0x90 | count,)) if count < 16 else b"\xdc" + count.to_bytes(2, "big")
-
-
-def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    fds = array.array("i")
-    for level, kind, content in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
-    return list(fds)
 
 
 def _duplicated(fds: tuple[int, ...]) -> tuple[int, ...]:

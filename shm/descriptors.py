@@ -6,10 +6,12 @@ regions cannot use up the descriptors that requests need, a region is accepted o
 
 from __future__ import annotations
 
+import array
 import contextlib
 import errno
 import os
 import resource
+import socket
 from collections.abc import Iterable, Iterator
 
 from tensord.shm.errors import Unavailable
@@ -27,6 +29,15 @@ def close(fds: Iterable[int]) -> None:
     """Closes all of these file descriptors."""
     for fd in fds:
         os.close(fd)
+
+
+def received(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
+    """Returns the descriptors that came with a message, whose ancillary data is as ``recvmsg`` returned it."""
+    fds = array.array("i")
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return list(fds)
 
 
 def raise_limit() -> int:

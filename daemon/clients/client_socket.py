@@ -356,7 +356,9 @@ async def _receive(client: socket.socket) -> tuple[bytes, list[int]] | None:
     """
     loop = asyncio.get_running_loop()
     await _ready(loop.add_reader, loop.remove_reader, client.fileno())
-    content, fds, flags, _ = socket.recv_fds(client, MAX_QUESTION, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+    room = socket.CMSG_SPACE(4 * _MAX_FDS)
+    content, ancillary, flags, _ = client.recvmsg(MAX_QUESTION, room, socket.MSG_CMSG_CLOEXEC)
+    fds = descriptors.received(ancillary)
     if not content:
         descriptors.close(fds)
         return None

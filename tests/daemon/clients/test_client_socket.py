@@ -53,6 +53,7 @@ class Holder(FakeHolder):
         if isinstance(operation, RegisterSystemRegion):
             assert operation.access == "sealed"
             assert len(fds) == 1
+            assert not os.get_inheritable(fds[0])
         return await super().call(operation, *fds)
 
 
