@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from tensord.config.options import ClientsOptions, Http, Options, RegionsOptions, SupervisorOptions
+from tensord.daemon.clients import client_socket
 from tensord.daemon.clients.client_lanes import ClientLanes
 from tensord.daemon.clients.client_messages import OpenLanes
 from tensord.daemon.clients.client_socket import ClientSocket
@@ -53,7 +54,6 @@ class Holder(FakeHolder):
         if isinstance(operation, RegisterSystemRegion):
             assert operation.access == "sealed"
             assert len(fds) == 1
-            assert not os.get_inheritable(fds[0])
         return await super().call(operation, *fds)
 
 
@@ -530,3 +530,12 @@ async def test_pushes_that_are_refused_here(tmp_path: Path) -> None:
         (answer,) = await ask(tmp_path / "t", ({"push": {"model": "m"}}, [memory(1)]))
         assert answer["code"] == "UNSUPPORTED"
         assert pushes.asked == []
+
+
+def test_descriptors_that_come_are_not_inherited() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        socket.send_fds(theirs, [b"{}"], [theirs.fileno()])
+        content, fds = asyncio.run(client_socket._receive(ours)) or (b"", [])
+        assert (content, [os.get_inheritable(fd) for fd in fds]) == (b"{}", [False])
+        os.close(fds[0])
