@@ -36,19 +36,7 @@ LIVES = int(os.environ.get("TENSORD_TEST_LANE_LIVES", "100"))
 SECRET = np.frombuffer(b"SeCrEt!?" * 8, np.float32)
 _PUNCH_HOLE_KEEP_SIZE = 0x03
 
-SLOW = """
-    import time
-
-    inputs = {"x": "FP32[4]"}
-    outputs = {"y": "FP32[4]"}
-    host = True
-
-    def create(path, config, device):
-        def apply(params, inputs):
-            time.sleep(0.2)
-            return {"y": inputs["x"]}
-        return apply, {}
-"""
+SLOW = repositories.of_x("(time.sleep(0.2), x)[1]", more="import time\nhost = True")
 
 
 @pytest.fixture(scope="module")

@@ -29,20 +29,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     repositories.write_model(
         repository,
         "slow",
-        """
-        import time
-
-        inputs = {"x": "FP32[4]"}
-        outputs = {"y": "FP32[4]"}
-        max_batch_size = 8
-        host = True
-
-        def create(path, config, device):
-            def apply(params, inputs):
-                time.sleep(0.5)
-                return {"y": inputs["x"]}
-            return apply, {}
-        """,
+        repositories.of_x("(time.sleep(0.5), x)[1]", more="import time\nmax_batch_size, host = 8, True"),
     )
     options = {"requests": {"max_in_flight": IN_FLIGHT, "worker_wait": PATIENCE}}
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:

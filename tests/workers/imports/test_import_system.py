@@ -1,15 +1,92 @@
-"""Tests how the import system is set up once in a process; test_model_imports tests what it does for models."""
+"""The import system is set up once in a process; a library that asks for a plain name gets the calling model's module."""
 
 from __future__ import annotations
 
 import importlib
 import pickle
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tensord.workers.imports import import_system
 from tensord.workers.imports.import_system import LoadedModels
-from tensord.workers.imports.model_imports import ModelImports, OwnModules, PlainNames
+from tensord.workers.imports.model_imports import ModelImports, OwnModules, PlainName, PlainNames
+
+NAME = "a_module_of_models"
+MODEL = """
+def call(library):
+    return library()
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Iterator[Callable[[str, str], ModelImports]]:
+    """Makes a model whose module says whose it is."""
+    import_system.prepare()
+    made: list[ModelImports] = []
+
+    def make(name: str, source: str) -> ModelImports:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "model.py").write_text(MODEL)
+        if source:
+            (folder / f"{NAME}.py").write_text(source)
+        made.append(ModelImports.of_version(name, [folder]))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.forget()
+    for found in [found for found in sys.modules if found.partition(".")[0] == NAME]:
+        del sys.modules[found]
+
+
+def call(imports: ModelImports, library: Callable[[], Any]) -> Any:
+    """Calls a library's function from the model's code."""
+    module = sys.modules.get(f"{imports.package}.model") or imports.run(Path(imports.folders[0], "model.py"))
+    return module.call(library)
+
+
+def test_each_model_finds_its_own(model: Callable[[str, str], ModelImports]) -> None:
+    one, two, none = model("one", "OWNER = 1\nclass Net: pass"), model("two", "OWNER = 2"), model("none", "")
+    owner = lambda: importlib.import_module(NAME).OWNER  # noqa: E731
+    with pytest.raises(ModuleNotFoundError):
+        owner()
+    with pytest.raises(ModuleNotFoundError):
+        call(none, owner)
+    assert [call(one, owner), call(two, owner), call(one, owner)] == [1, 2, 1]
+    net = call(one, lambda: pickle.loads(f"c{NAME}\nNet\n)\x81.".encode("latin-1")))
+    assert type(net).__module__ == f"{one.package}.{NAME}"
+    with pytest.raises(AttributeError, match="no model of that module asks"):
+        call(none, owner)
+
+
+def test_nobody_asks(model: Callable[[str, str], ModelImports]) -> None:
+    """The name is known, but no model's code is on the stack, as in a thread of a library."""
+    one = model("one", "OWNER = 1")
+    assert call(one, lambda: importlib.import_module(NAME).OWNER) == 1
+    found: list[object] = []
+
+    def look() -> None:
+        try:
+            found.append(importlib.import_module(NAME).OWNER)
+        except AttributeError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=look)
+    call(one, thread.start)
+    thread.join()
+    assert found == [f"module {NAME!r} is a model's, and no model of that module asks"]
+
+
+def test_the_environment_comes_first(model: Callable[[str, str], ModelImports]) -> None:
+    one = model("one", "OWNER = 1")
+    assert call(one, lambda: importlib.import_module("json")).__name__ == "json"
+    assert not [name for name, module in sys.modules.items() if type(module) is PlainName]
 
 
 def test_it_is_told_once() -> None:
