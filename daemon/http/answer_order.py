@@ -70,9 +70,11 @@ class AnswerOrder:
         self._unwritten: list[Exchange | Generation] = []
 
     def append(self, request: HttpRequest, expects_continue: bool = False) -> None:
-        """Adds a request whose head has arrived, to be answered after the earlier ones; the bytes that follow are its body.
+        """Adds a request whose head has arrived, which will be answered after the earlier requests. Its body arrives next.
 
-        ``expects_continue``: the client sends the body only after ``100 Continue`` (``ask_for_body``).
+        Args:
+          expects_continue: True: the client sends the body only after ``100 Continue``, which ``ask_for_body`` sends. False: the
+            client sends the body unasked.
         """
         self.requests.append(request)
         self.receiving = request
@@ -81,7 +83,7 @@ class AnswerOrder:
             self.announce_end()
 
     def received_whole(self) -> None:
-        """Called when the arriving body is complete: lets its request go on."""
+        """Notes that the arriving body is complete, and tells its request so. The parser or the ``BodyReader`` calls it."""
         receiving, self.receiving = self.receiving, None
         self.times.body_since = 0.0
         if len(self.requests) > 1:
@@ -98,9 +100,9 @@ class AnswerOrder:
     # ------------------------------------------------------------------------------------------------ answers
 
     def answer_whole(self, answer: bytes) -> None:
-        """Writes the whole answer to the first request in one piece, and lets the next request be answered.
+        """Writes the whole answer to the oldest request in one piece, removes the request, and lets the next request be answered.
 
-        No bytes may lie in the arena, and the connection must stay open after this answer.
+        Call it only when no bytes of the answer lie in the arena and the connection stays open after this answer.
         """
         self.transport.write(answer)
         answered = self.requests.popleft()
@@ -110,9 +112,10 @@ class AnswerOrder:
             self.times.idle_since = monotonic()
 
     def answer_pieces(self, pieces: list[Buffer]) -> bool:
-        """Writes the whole answer to the first request, and lets the next request be answered.
+        """Writes the whole answer to the oldest request, removes the request, and lets the next request be answered.
 
-        Returns whether the transport took all of it. If False, ``written`` of the request is called once it has taken the rest.
+        Returns True if the transport needs no more memory of the answer. Returns False if the transport's buffer is full: then
+        the request's ``written`` is called once the buffer has drained.
         """
         if len(pieces) == 1:
             self.transport.write(pieces[0])
@@ -126,9 +129,10 @@ class AnswerOrder:
         return not waits
 
     def answer_part(self, part: bytes) -> bool:
-        """Writes a part of the answer to the first request, a ``Generation``; ``answered`` ends the answer.
+        """Writes a part of the answer to the oldest request, which is a ``Generation``. Call ``answered`` after the last part.
 
-        Returns whether the transport took all of it. If False, ``written`` of the request is called once it has taken the rest.
+        Returns True if the next part can be written now. Returns False if the transport's buffer is full: then the request's
+        ``written`` is called once the buffer has drained.
         """
         self.transport.write(part)
         if not self.flow.write_paused:
@@ -140,9 +144,9 @@ class AnswerOrder:
         return False
 
     def answered(self) -> None:
-        """Removes the first request, whose answer is written, and lets the next one be answered.
+        """Removes the oldest request, whose answer is written, and lets the next request be answered.
 
-        Closes the connection instead if that was the last answer on it (``Connection: close``).
+        If the removed request was the last one on the connection (``Connection: close``), the connection is closed instead.
         """
         self._go_on(self.requests.popleft())
 
@@ -166,7 +170,10 @@ class AnswerOrder:
                 self.flow.resume_reading()
 
     def _give_turn(self) -> None:
-        """Lets the first request be submitted and answered; if it is answered at once, also the next. A loop, not a recursion."""
+        """Tells the oldest request that all earlier ones are answered (``take_turn``), so that it is submitted and answered.
+
+        If that request is answered at once, the next request is told so too: in a loop, because recursion could go too deep.
+        """
         if not self.requests:
             return
         following: HttpRequest | None = self.requests[0]
@@ -183,7 +190,10 @@ class AnswerOrder:
             self._turning = False
 
     def announce_end(self) -> None:
-        """Makes the answer to the newest request the last one, which says ``Connection: close``, if a request is unanswered."""
+        """Makes the newest unanswered request the last one on this connection: its answer says ``Connection: close``.
+
+        It does nothing if no request is unanswered.
+        """
         last = self.requests[-1] if self.requests else None
         if last is None or not last.keep_alive:
             return
@@ -217,7 +227,10 @@ class AnswerOrder:
             self._serving.lingering.see_out(self.transport)
 
     def pause_body(self, pause: bool) -> None:
-        """Stops reading from the socket because the arriving body waits for memory (True), or resumes reading (False)."""
+        """Stops reading from the socket because the arriving body waits for memory (``pause`` True), or ends that pause (False).
+
+        The time of the pause is not counted as the client's. Reading resumes only if nothing else keeps it paused.
+        """
         if pause:
             self._body_waits_since = monotonic()
         elif self._body_waits_since:
@@ -228,9 +241,10 @@ class AnswerOrder:
         self._steer_reading()
 
     def _steer_reading(self) -> None:
-        """Pauses reading while the client reads no answers or the arriving body waits for room in the arena.
+        """Pauses reading from the socket if the client reads no answers, or if the arriving body waits for room in the arena.
 
-        Otherwise resumes it for an arriving inference request, and when no request waits for an answer.
+        Otherwise it resumes reading, provided that an inference request's body is arriving or that no request waits for an
+        answer.
         """
         if self.flow.write_paused or self._body_waits_since:
             self.flow.pause_reading()
@@ -238,30 +252,36 @@ class AnswerOrder:
             self.flow.resume_reading()
 
     def ask_for_body(self, request: HttpRequest) -> None:
-        """Sends ``100 Continue`` if the client waits for it with the body of ``request``; the body's deadline starts anew."""
+        """Sends ``100 Continue`` if the client waits for it before it sends the body of ``request``.
+
+        If so, the client's deadline for the body starts anew. In all other cases it does nothing.
+        """
         if self._expects_continue and self.receiving is request:
             self._expects_continue = False
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self.times.held_up(monotonic())
 
     def forgo_body(self, request: HttpRequest) -> None:
-        """Ensures that no ``100 Continue`` is sent for this request any more, because its answer has begun.
+        """Ensures that no ``100 Continue`` is sent for ``request`` any more, because the answer to ``request`` has begun.
 
-        The client's deadline for the body runs as if it had been sent.
+        From now on the client's deadline for the body runs, as it would after ``100 Continue``.
         """
         if self.receiving is request:
             self._expects_continue = False
 
     @property
     def holds_up(self) -> bool:
-        """Returns whether the server delays the arriving request: reading is paused, or the body was not asked for yet."""
+        """Returns whether the server, not the client, delays the arriving request.
+
+        It does so while it does not read from the socket, and until it has sent a ``100 Continue`` that the client waits for.
+        """
         return self.flow.read_paused or (self.receiving is not None and self.received < 0)
 
     @property
     def received(self) -> int:
         """Returns how many bytes of the arriving body were received.
 
-        -1: no body is arriving, the server does not read it, or the client was not told yet to send it.
+        Returns -1 if no body is arriving, if the body waits for memory, or if the client still waits for ``100 Continue``.
         """
         if self.receiving is None or self._body_waits_since or self._expects_continue:
             return -1
@@ -271,9 +291,10 @@ class AnswerOrder:
     # ------------------------------------------------------------------------------------------------ the end
 
     def stop_direct(self, request: HttpRequest) -> bool:
-        """Stops reading a refused request's body from the socket straight into memory. Returns False if the body was not read so.
+        """Stops reading the body of the refused ``request`` from the socket straight into memory.
 
-        After True nobody finds the end of that body any more: the connection must be closed after the answer.
+        Returns False, with no effect, if the body was not being read so. After True the end of that body is not searched for any
+        more, so the caller must close the connection after the answer.
         """
         if self.receiving is not request or self.reader is None or not self.reader.reads_body:
             return False
@@ -282,9 +303,9 @@ class AnswerOrder:
         return True
 
     def refuse(self, status: int, message: str) -> None:
-        """Refuses the arriving request with an error response, after the answers to earlier requests; then closes the connection.
+        """Refuses the arriving request with an error response, and closes the connection after that response.
 
-        Bytes that still arrive are discarded.
+        The response is written after the answers to earlier requests. Bytes that still arrive are discarded.
         """
         self.closing = True
         self._serving.answered.failed(str(status), message, account=self.account)
@@ -306,7 +327,7 @@ class AnswerOrder:
             self._hang_up()
 
     def _hang_up(self) -> None:
-        """Closes the connection once everything that was written to it has been sent."""
+        """Closes the connection once everything that was written to it has been sent. Bytes that still arrive are discarded."""
         if self._hung_up:
             return
         self.closing = self._hung_up = True
@@ -316,9 +337,9 @@ class AnswerOrder:
             self._serving.lingering.see_out(self.transport)
 
     def leave(self) -> None:
-        """Closes an idle connection: at once if the client has received all answers, otherwise after they are sent.
+        """Closes an idle connection: at once if the client has received all answers, otherwise after all answers are sent.
 
-        (Closing only the sending side first would not do: many clients never notice that.)
+        The sending side is not closed first, because many clients never notice that.
         """
         if is_quiet(self.transport) and not self._hung_up:
             self.transport.close()
@@ -336,7 +357,7 @@ class AnswerOrder:
 
 
 class Flow:
-    """Controls the flow of one connection: pauses reading from its client, and knows whether the client reads its answers."""
+    """Pauses and resumes reading from the client of one connection, and notes whether the transport's buffer is full."""
 
     __slots__ = ("read_paused", "resting", "transport", "write_paused")
 
@@ -359,7 +380,7 @@ class Flow:
             self._steer()
 
     def rest(self, resting: bool) -> None:
-        """Pauses reading until the next iteration of the event loop (True), or ends that pause (False)."""
+        """Pauses reading until the next iteration of the event loop (``resting`` True), or ends that pause (False)."""
         self.resting = resting
         self._steer()
 

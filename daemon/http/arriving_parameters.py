@@ -23,7 +23,10 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_
 
 
 class ArrivingParameters:
-    """Receives the parameters that clients push to one front, and limits how many bytes of them arrive at the same time."""
+    """Receives the parameters that clients push, for all connections of one front.
+
+    It limits how many bytes of parameters arrive at the same time.
+    """
 
     def __init__(self) -> None:
         #: Bytes of memory that are taken, or promised by a Content-Length, now.
@@ -31,13 +34,15 @@ class ArrivingParameters:
 
     @contextlib.asynccontextmanager
     async def receive(self, request: Request, limit: int) -> AsyncIterator[tuple[bytes, int]]:
-        """Receives one push of parameters. Yields its JSON, and a descriptor of read-only memory that holds the parameters.
+        """Receives one push of parameters. Yields the JSON of the push, and a descriptor of read-only memory with the parameters.
 
-        The descriptor is open inside the ``with`` block only; -1: no parameters follow the JSON. ``limit``: the most bytes of one
-        push, and of all pushes that arrive at the same time.
-        Raises: InvalidArgument: the sizes in the headers are wrong, or the body is too short; Unsupported: it is compressed;
-          BodyTooLarge: JSON or parameters are too large; Unavailable: other pushes take the room, or the host has no memory or
-          descriptors left; ClientDisconnect: the client has disconnected.
+        The descriptor is -1 if no parameters follow the JSON. It is open inside the ``with`` block only.
+        Args:
+          limit: the most bytes of parameters in one push, and in all pushes that arrive at the same time.
+        Raises: InvalidArgument: the sizes in the headers are wrong, or the body is too short; Unsupported: the body is
+          compressed; BodyTooLarge: the JSON or the parameters are too large; Unavailable: with the other pushes that are
+          arriving, the parameters exceed ``limit``, or the host has no memory or descriptors left; ClientDisconnect: the client
+          has disconnected.
         """
         text_size, length = _sizes(request)
         if text_size is None or length == text_size:
@@ -71,7 +76,12 @@ class ArrivingParameters:
 
 
 class _Pushed:
-    """Holds the memory of the parameters of one push while they arrive; ``limit``: as of ``ArrivingParameters.receive``."""
+    """Holds the memory of the parameters of one push while they arrive.
+
+    Args:
+      arriving: counts the bytes of all pushes that arrive at the same time.
+      limit: the most bytes of parameters in one push, and in all pushes that arrive at the same time.
+    """
 
     def __init__(self, arriving: ArrivingParameters, limit: int) -> None:
         self._arriving = arriving
@@ -80,9 +90,10 @@ class _Pushed:
         self._taken = self._written = 0
 
     def reserve(self, whole: int) -> None:
-        """Enlarges the room reserved for this push to ``whole`` bytes; nothing is reserved if this raises.
+        """Counts ``whole`` bytes, instead of the bytes counted so far, as the size of this push. No memory is allocated here.
 
-        Raises BodyTooLarge: the push is too large; Unavailable: other pushes take the room.
+        If it raises, the count stays as it was. Raises BodyTooLarge: ``whole`` exceeds the limit; Unavailable: this push and the
+        others that are arriving together exceed the limit.
         """
         more, taken = whole - self._taken, self._arriving.byte_size
         if whole > self._limit:
@@ -96,9 +107,11 @@ class _Pushed:
         self._taken = whole
 
     def write(self, piece: memoryview) -> None:
-        """Writes a received piece of the parameters to memory, and reserves room for it if none is reserved.
+        """Writes a received piece of the parameters to memory, which is created at the first piece.
 
-        Raises as ``reserve``, or Unavailable: the host has no memory left, or this process no file descriptors.
+        If the push was counted as smaller than it now is, the count is raised first.
+        Raises BodyTooLarge: the push exceeds the limit; Unavailable: all pushes together exceed it, the host has no memory left,
+        or this process no file descriptors.
         """
         end = self._written + len(piece)
         if end > self._taken:
@@ -117,13 +130,16 @@ class _Pushed:
         self._written = end
 
     def sealed(self) -> int:
-        """Seals the memory against changes and returns its file descriptor, which ``close`` closes; -1: no bytes were written."""
+        """Seals the memory against changes.
+
+        Returns its file descriptor, which ``close`` will close; -1 if no bytes were written.
+        """
         if self._memory >= 0:
             fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, _SEALS)
         return self._memory
 
     def close(self) -> None:
-        """Frees the memory and the reserved room. Idempotent."""
+        """Closes the memory's descriptor, and no longer counts the bytes of this push. Idempotent."""
         self._arriving.byte_size -= self._taken
         self._taken = 0
         if self._memory >= 0:
@@ -132,8 +148,9 @@ class _Pushed:
 
 
 def _sizes(request: Request) -> tuple[int | None, int | None]:
-    """Returns the bytes of the JSON (None: the whole body is JSON), and of the body (None: it has no Content-Length).
+    """Returns the number of bytes of the JSON, and of the whole body, as the request's headers give them.
 
+    The first is None if the whole body is JSON, the second if there is no Content-Length header.
     Raises: InvalidArgument: a header is malformed, or the JSON is longer than the body; Unsupported: the body is compressed.
     """
     if request.headers.get("content-encoding", "identity").lower() != "identity":

@@ -36,7 +36,7 @@ _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 
 
 class _Error(msgspec.Struct):
-    """The JSON body of an error response."""
+    """The JSON body of an error response: an object with the message under ``error``."""
 
     error: str
 
@@ -63,7 +63,10 @@ class AsgiRequest:
     # ------------------------------------------------------------------------------------------- the connection's side
 
     def receive(self, chunk: bytes) -> None:
-        """Receives a piece of the request's body for the application, or discards it if the answer is already complete."""
+        """Adds a piece of the body to the bytes that the application will read.
+
+        If the answer is complete, the piece is discarded.
+        """
         self.received += len(chunk)
         if not self._answered:
             self._body += chunk
@@ -72,19 +75,22 @@ class AsgiRequest:
             self._news.set()
 
     def complete(self) -> None:
-        """Marks the body as complete; the application is told so once it has read all received bytes."""
+        """Notes that the body is complete. The application is told so together with the last received bytes."""
         self._more_body = False
         self._news.set()
 
     def take_turn(self) -> None:
-        """Starts the application, once every earlier request of the connection is answered."""
+        """Starts the application. Called once every earlier request of the connection is answered."""
         tasks = self._serving.tasks
         task = asyncio.create_task(self._run())
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
     def abandon(self) -> None:
-        """Reports to the application that the client has disconnected, and discards what the application still answers."""
+        """Reports to the application that the client has disconnected.
+
+        An answer that the application still gives is discarded.
+        """
         self._gone = True
         self._news.set()
 
@@ -125,7 +131,10 @@ class AsgiRequest:
             raise RuntimeError(f"the ASGI message '{kind}' is out of place, or has a part of an answer")
 
     def _write(self, status: int, fields: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
-        """Writes the answer to the client. Raises RuntimeError: a header field is malformed, or the Content-Length is wrong."""
+        """Writes the whole answer to the client and ends the request.
+
+        Raises RuntimeError: a header field is malformed, or the Content-Length differs from the size of ``body``.
+        """
         lines = [status_line(status)]
         if self.keep_alive and self._scope["http_version"] == "1.0":
             # Who speaks HTTP/1.0 must be told that the connection stays.
@@ -149,7 +158,10 @@ class AsgiRequest:
         self._finish(status, body)
 
     def _finish(self, status: int, body: bytes) -> None:
-        """Counts the answer, whose body has an error's message if it is one, and lets the next request be answered."""
+        """Ends the request, whose answer was written: counts the answer, logs an error, and lets the next request be answered.
+
+        ``body`` is the answer's body; an error's message is read from it.
+        """
         self._answered = True
         self._news.set()
         # A probe that hears "not ready" has made no mistake.
@@ -163,7 +175,7 @@ class AsgiRequest:
 
 
 def _sentence(body: bytes) -> str:
-    """Returns a colon and the error message in the JSON body of an error response; "": the body has no message."""
+    """Returns a colon and the error message in ``body``, the JSON of an error response; "" if there is no message in it."""
     with contextlib.suppress(msgspec.DecodeError):
         return f": {msgspec.json.decode(body, type=_Error).error}"
     return ""

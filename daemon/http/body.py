@@ -30,11 +30,12 @@ _THROWN_AWAY = 64 << 10
 class CollectedBody:
     """Collects a request body that is small, or of unknown length, in ordinary memory.
 
-    A large body lies in memory pages of its own, which take no memory until they are written and return to the kernel when the
-    body is dropped. (Memory that grows bit by bit would be copied again and again, and the allocator would keep it.)
+    A body that becomes large is moved to memory pages of its own. They take no memory until they are written, and return to the
+    kernel when the body is dropped. (A buffer that grows bit by bit would be copied again and again, and the allocator would keep
+    its memory.)
 
     Args:
-      limit: the most bytes that the body may have; 0: it stays small and needs no pages.
+      limit: the most bytes that the body may have; 0: the body stays small and needs no pages.
     """
 
     __slots__ = ("_first", "_limit", "_more", "_pages", "received")
@@ -83,7 +84,8 @@ class TextBody:
     """Collects a large JSON body of known length in ordinary memory, whose pages the kernel allocates as the bytes arrive.
 
     Args:
-      grown: called with the number of bytes that have arrived since its last call. Returns False to drop the body.
+      byte_size: the length of the body.
+      grown: called with the number of bytes that have arrived since its last call. If it returns False, the body is dropped.
     """
 
     __slots__ = ("_byte_size", "_grown", "_kept", "_memory", "received")
@@ -101,13 +103,16 @@ class TextBody:
         self.advance(len(chunk))
 
     def rest(self) -> memoryview:
-        """Returns the memory for the rest of the body, into which the socket may be read directly."""
+        """Returns the memory for the bytes that are still to come, into which the socket may be read directly.
+
+        After ``drop`` that is memory for bytes that are discarded.
+        """
         if self._kept:
             return self._memory[self.received :]
         return self._memory[: self._byte_size - self.received]
 
     def advance(self, byte_size: int) -> None:
-        """Counts ``byte_size`` bytes, which were written into ``rest``, as received."""
+        """Counts ``byte_size`` bytes, which the caller has written to the beginning of ``rest()``, as received."""
         self.received += byte_size
         if self._kept and not self._grown(byte_size):
             self.drop()
@@ -123,7 +128,13 @@ class TextBody:
 
 
 class PlacedBody:
-    """Writes a large binary body of known length, while it arrives, into a lease of shared memory."""
+    """Writes a large binary body of known length, while it arrives, into a block of the request arena.
+
+    Args:
+      lease: the right to that block, of at least ``lease_size(byte_size)`` bytes.
+      byte_size: the length of the body.
+      head_size: the number of bytes of JSON before the first binary tensor, which is aligned.
+    """
 
     __slots__ = ("_end", "_start", "lease", "received")
 
@@ -144,29 +155,33 @@ class PlacedBody:
         self.received += len(chunk)
 
     def rest(self) -> memoryview:
-        """Returns the memory for the rest of the body, into which the socket may be read directly."""
+        """Returns the memory for the bytes that are still to come, into which the socket may be read directly."""
         return self.lease.view[self._start + self.received : self._end]
 
     def advance(self, byte_size: int) -> None:
-        """Counts ``byte_size`` bytes, which were written into ``rest``, as received."""
+        """Counts ``byte_size`` bytes, which the caller has written to the beginning of ``rest()``, as received."""
         self.received += byte_size
 
     def head(self, head_size: int) -> memoryview:
         return self.lease.view[self._start : self._start + head_size]
 
     def places(self, head_size: int, parts: list[BinaryPart]) -> tuple[Slice, ...]:
-        """Returns where the binary parts lie in the arena, none of which may be small enough for the request's record.
+        """Returns where each of the body's binary tensors lies in the arena.
 
-        ``head_size``: the bytes of JSON before the first part.
+        Call it only if no tensor is small enough to be sent within the request's record.
+        Args:
+          head_size: the number of bytes of JSON before the first tensor.
         """
         slice_ = self.lease.place
         segment, start = slice_.segment, slice_.offset + self._start + head_size
         return tuple([Slice(segment, start + part.offset, part.byte_size) for part in parts])
 
     def place(self, head_size: int, part: BinaryPart, inline_byte_size: int) -> Content:
-        """Returns where one binary part lies in the arena, or its bytes if they are at most ``inline_byte_size``.
+        """Returns where one binary tensor of the body lies in the arena.
 
-        ``head_size``: the bytes of JSON before the first part.
+        A tensor of at most ``inline_byte_size`` bytes is copied instead, and its bytes are returned.
+        Args:
+          head_size: the number of bytes of JSON before the first tensor.
         """
         start = self._start + head_size + part.offset
         if part.byte_size <= inline_byte_size:
@@ -182,10 +197,12 @@ Body = CollectedBody | TextBody | PlacedBody
 def located(
     sources: Iterable[Source], body: Body, json_size: int, inline_byte_size: int
 ) -> list[InputContent | Unconverted]:
-    """Returns a request's input tensors; those in the body as their bytes, or as their places in the arena.
+    """Returns the contents of a request's input tensors, one for each source.
+
+    For a tensor in the body that is its place in the arena, or its bytes. Any other source is returned as it is.
 
     Args:
-      json_size: the bytes of JSON in the body before its binary parts.
+      json_size: the number of bytes of JSON in the body before its binary tensors.
       inline_byte_size: the most bytes of a tensor that is sent to the worker within the request's record.
     """
     found: list[InputContent | Unconverted] = []

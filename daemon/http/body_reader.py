@@ -15,8 +15,9 @@ _FIRST_BYTE_SIZE = 16 << 10
 class BodyReader(asyncio.BufferedProtocol):
     """Reads large request bodies from the socket straight into their memory; all other bytes go to the connection.
 
-    That saves two copies of each byte. The reader stays until the client has sent no large body for a while, because a client
-    that sends one will most often send another. So the transport's protocol is not exchanged twice for each body.
+    That saves two copies of each byte. A client that sends a large body will most often send another. So the reader stays the
+    transport's protocol until the client has sent no large body for a while, and the protocol is not exchanged twice for each
+    body.
 
         read     | heads, first bytes of the body | rest of the body ...                      |
         into     | pages of our own ─▶ connection | the lease, in as few reads as there can be |
@@ -35,7 +36,7 @@ class BodyReader(asyncio.BufferedProtocol):
         self._started = False
 
     def receive(self, room: memoryview) -> None:
-        """Begins to read the next bytes into ``room``; once it is full, the connection's ``direct_body_complete`` is called."""
+        """Reads the next bytes into ``room``. Once ``room`` is full, the connection's ``direct_body_complete`` is called."""
         self._room, self.reads_body, self.byte_size = room, True, 0
         if self._started:
             self._transport.resume_reading()
@@ -44,11 +45,11 @@ class BodyReader(asyncio.BufferedProtocol):
             self._exchange(self)
 
     def stop(self) -> None:
-        """Stops reading into a body's memory: the body is complete or no longer wanted. Later bytes go to the connection."""
+        """Stops reading into a body's memory, because the body is complete or refused. Later bytes go to the connection."""
         self._room, self.reads_body = self._first, False
 
     def leave(self) -> None:
-        """Restores the connection as the protocol of its transport, so that it receives all further bytes."""
+        """Makes the connection the protocol of its transport again, so that the connection receives all further bytes itself."""
         self._exchange(self._connection)
 
     def get_buffer(self, sizehint: int) -> memoryview:

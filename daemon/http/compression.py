@@ -33,7 +33,7 @@ class Inflation:
 
     Args:
       coding: "gzip" or "deflate".
-      limit: the most bytes that ``body`` may hold. At most one byte more is decompressed, to notice that there is more.
+      limit: the most bytes that ``body`` may hold. At most one more byte is decompressed, which shows that the body is too large.
     """
 
     def __init__(self, coding: str, body: CollectedBody, limit: int) -> None:
@@ -47,13 +47,13 @@ class Inflation:
         self.received = 0
 
     def feed(self, chunk: bytes) -> None:
-        """Receives a piece of the compressed body, which further calls of ``step`` decompress."""
+        """Stores a piece of the compressed body. Later calls of ``step`` decompress it."""
         self.received += len(chunk)
         view = memoryview(chunk)
         self._pending.extend(view[at : at + _INFLATE_IN] for at in range(0, len(view), _INFLATE_IN))
 
     def step(self) -> bool:
-        """Decompresses a limited amount. Returns whether received bytes are left to decompress.
+        """Decompresses a limited amount of the received bytes. Returns whether received bytes are left to decompress.
 
         Raises: InvalidArgument: the compressed stream is broken; BodyTooLarge: the decompressed body exceeds the limit.
         """
@@ -78,14 +78,17 @@ class Inflation:
         return bool(self._pending)
 
     def finish(self) -> None:
-        """Checks that the compressed stream is complete. Raises InvalidArgument: the body ends before the stream does."""
+        """Checks that the compressed stream is complete. Call it once the whole body has been received and decompressed.
+
+        Raises InvalidArgument: the body ends before the stream does.
+        """
         if not self._stream.eof:
             raise InvalidArgument(
                 f"failed to decompress the request body: the {self._coding} stream is truncated after {self.received} bytes"
             )
 
     def drop(self) -> None:
-        """Frees the compressed pieces that are left, and the decompressed body."""
+        """Frees the compressed bytes that are not decompressed yet, and the decompressed body."""
         self._pending.clear()
         self._body = CollectedBody()
 
@@ -97,7 +100,10 @@ class Inflation:
         self._body.write(content)
 
     def _next_member(self) -> None:
-        """Begins the next member of a gzip stream. Raises InvalidArgument: deflate has no members, or there are too many."""
+        """Begins to decompress the next member of a gzip stream.
+
+        Raises InvalidArgument: the coding is deflate, which has no members, or there are too many members.
+        """
         if self._coding != "gzip":
             raise InvalidArgument("failed to decompress the request body: bytes follow the end of the deflate stream")
         self._members += 1
@@ -114,7 +120,8 @@ class Deflation:
 
     Args:
       level: zlib's level, from 1. Answers are mostly numbers, for which a higher level saves hardly a byte.
-      pieces: the bytes of the answer. They are no longer referred to once all are compressed, or after ``drop``.
+      pieces: the bytes of the answer. This object keeps no reference to a piece that is compressed, and none at all after
+        ``drop``.
     """
 
     def __init__(self, coding: str, level: int, pieces: Iterable[Buffer]) -> None:
@@ -138,12 +145,12 @@ class Deflation:
         return False
 
     def drop(self) -> None:
-        """Drops the pieces of the answer that are left, so that their memory can be released."""
+        """Drops the pieces of the answer that are not compressed yet, so that their memory can be released."""
         self._pieces.clear()
 
 
 def request_coding(value: bytes) -> str | None:
-    """Returns the coding that a Content-Encoding header names: gzip, deflate, or "" for identity; None: it is not supported."""
+    """Returns the coding that a Content-Encoding header names: "gzip", "deflate", or "" for identity; None for any other."""
     name = value.decode("latin-1").lower()
     if name == "identity":
         return ""
@@ -154,7 +161,8 @@ def request_coding(value: bytes) -> str | None:
 def answer_coding(accept: bytes) -> str:
     """Chooses the coding of an answer by the request's Accept-Encoding header: "gzip", "deflate", or "" for no compression.
 
-    As in Triton, the first coding with the highest q of those supported wins; ``*`` and names in capitals are ignored.
+    As in Triton, the supported coding with the highest q is chosen, and the first of several with that q. ``*`` and names in
+    capitals are ignored.
     """
     best, highest = "", 0.0
     for entry in accept.split(b",", _MAX_CODINGS)[:_MAX_CODINGS]:
@@ -168,7 +176,10 @@ def answer_coding(accept: bytes) -> str:
 
 
 def _quality(parameter: bytes) -> float:
-    """Parses the parameter ``q=0.8`` of an Accept-Encoding header. If it is malformed, it counts as 0: no compression."""
+    """Returns the value of the parameter ``q=0.8`` of an Accept-Encoding header. A malformed value counts as 0.
+
+    A coding with q 0 is not used.
+    """
     name, _, value = parameter.partition(b"=")
     try:
         quality = float(value) if name.strip() == b"q" else 0.0

@@ -46,7 +46,8 @@ class Http1Connection(asyncio.Protocol):
     """Serves one client's HTTP/1.1 connection.
 
     Args:
-      connections: the open connections of this front; this one adds and removes itself.
+      connections: the set of this front's open connections. The connection adds itself when it is made, and removes itself when
+        it is lost.
       owner: the client (a host, or a user on a unix socket) whose share of the arenas this connection's memory counts against.
     """
 
@@ -103,9 +104,10 @@ class Http1Connection(asyncio.Protocol):
             self._parse(data, between)
 
     def _take(self, head: InferHead, data: bytes, head_size: int) -> bool:
-        """Begins a request whose head was parsed before: the first ``head_size`` bytes of ``data``, which mean ``head``.
+        """Begins a request whose head is in the cache: ``head`` is the parsed form of the first ``head_size`` bytes of ``data``.
 
-        Returns False, with no effect, if the parser must read ``data`` instead.
+        The rest of ``data`` is the beginning of the body. Returns False, with no effect, if the parser must read ``data``
+        instead.
         """
         order, serving, length = self.order, self._serving, head.content_length
         received = len(data) - head_size
@@ -145,7 +147,11 @@ class Http1Connection(asyncio.Protocol):
         )
 
     def _take_large(self, head: InferHead, first: bytes) -> bool:
-        """Begins a request with a large body, of which ``first`` has come. Returns False, with no effect: there is no room."""
+        """Begins a request with a large body, whose first bytes are ``first``, and reads the rest straight into shared memory.
+
+        Returns False, with no effect, if that is not possible now: there is no room, reading is paused, the connection is
+        encrypted, or the request is refused.
+        """
         order = self.order
         if order.flow.read_paused or self._speaks_tls:
             return False
@@ -163,7 +169,10 @@ class Http1Connection(asyncio.Protocol):
         return True
 
     def _parse(self, data: bytes, between: bool) -> None:
-        """Feeds received bytes to the parser. ``between``: no request was open when they came, so they begin one."""
+        """Feeds received bytes to the parser.
+
+        ``between``: True if no request was arriving or unanswered when the bytes came, so that they begin a request.
+        """
         order, feed = self.order, self._feed
         if feed is None:
             feed = self._feed = ParserFeed(self._serving, self.transport, order)
@@ -185,9 +194,9 @@ class Http1Connection(asyncio.Protocol):
             self._leave_reader()
 
     def eof_received(self) -> bool:
-        """Called when the client has closed its sending side. Returns True to keep the connection open for pending answers.
+        """Called when the client has closed its sending side. Returns True to keep the connection open for unanswered requests.
 
-        A request of which a part is missing is refused with 400.
+        A request that has not arrived completely is refused with 400.
         """
         order = self.order
         order.ended = True
@@ -200,7 +209,7 @@ class Http1Connection(asyncio.Protocol):
 
     @property
     def _speaks_tls(self) -> bool:
-        """Returns whether the connection is encrypted, so that bodies cannot be read directly from its socket."""
+        """Returns whether the connection is encrypted. If it is, bodies cannot be read directly from its socket."""
         return self._serving.tls and self.transport.get_extra_info("sslcontext") is not None
 
     # ---------------------------------------------------------------------------------------------- large bodies
@@ -220,7 +229,10 @@ class Http1Connection(asyncio.Protocol):
             order.reader = None
 
     def direct_body_complete(self) -> None:
-        """Called when the ``BodyReader`` has read a whole body, or a piece of a JSON body: goes on with what follows."""
+        """Called when the ``BodyReader`` has filled the memory that it was given, with a whole body or a piece of a JSON body.
+
+        Reads the next piece if the body is not complete; otherwise lets the request be submitted.
+        """
         order = self.order
         body, self._direct = self._direct, None
         assert body is not None
@@ -242,9 +254,10 @@ class Http1Connection(asyncio.Protocol):
         self.order.resume_writing()
 
     def check(self, now: float) -> None:
-        """Acts on the deadline that the client has missed, if any; called about once a second (``now``: monotonic).
+        """Checks the client's deadlines at the monotonic time ``now``, in seconds; called about once a second.
 
-        A request that comes too slowly is refused with 408, a client that reads no answers is cut off, and an idle one is closed.
+        A request that comes too slowly is refused with 408. The connection of a client that reads no answers is aborted, and an
+        idle connection is closed.
         """
         http, order = self._serving.options.http, self.order
         if order.holds_up:
@@ -258,7 +271,11 @@ class Http1Connection(asyncio.Protocol):
             order.leave()
 
     def shutdown(self) -> None:
-        """Closes the connection, because the server stops: at once if it is idle, otherwise after its last answer."""
+        """Closes the connection because the server stops: at once if it is idle, otherwise after the answer to its last request.
+
+        Called again and again while the server stops. A request that has not arrived completely, and of which no more bytes come,
+        is refused with 503.
+        """
         order = self.order
         if self.idle:
             order.leave()
@@ -272,7 +289,7 @@ class Http1Connection(asyncio.Protocol):
         self.transport.abort()
 
     def _came(self) -> int:
-        """Returns how many bytes of an incomplete request have been received; -1: no request is incomplete."""
+        """Returns how many bytes of the arriving request's head or body have been received; -1 if no request is arriving."""
         order = self.order
         if order.receiving is not None:
             return order.received
@@ -282,21 +299,27 @@ class Http1Connection(asyncio.Protocol):
 
     @property
     def idle(self) -> bool:
-        """Returns whether the connection has no request, complete or incomplete, that is not answered yet."""
+        """Returns whether no request on this connection is arriving or waiting for its answer."""
         order = self.order
         return not (order.requests or order.times.head_since or order.times.body_since)
 
     @property
     def used_at(self) -> float:
-        """Returns since when, in monotonic seconds, the connection is idle or a request head is arriving; 0: neither is so."""
+        """Returns the monotonic time, in seconds, since which the connection is idle or the head of a request is arriving.
+
+        Returns 0 if neither is so.
+        """
         return self.order.times.idle_since or self.order.times.head_since
 
     @property
     def asks_nothing(self) -> bool:
-        """Returns whether the client waits for no answer and no rest of one. (With a part of a head it does not wait for one.)"""
+        """Returns whether the client waits for no answer and for no rest of an answer.
+
+        A client that has sent only a part of a head does not wait for one.
+        """
         order = self.order
         return not (order.requests or order.times.body_since or order.flow.write_paused)
 
     def make_room(self) -> None:
-        """Closes this idle connection, because there are too many connections and a new one needs its place."""
+        """Closes this idle connection, so that a new one can be accepted although the limit of connections is reached."""
         self.order.leave()

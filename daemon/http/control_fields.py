@@ -26,7 +26,7 @@ def read(body: bytes, required: bool = False) -> dict[str, Any]:
 
     Args:
       required: whether an empty body is an error.
-    Raises: InvalidArgument: the body is no JSON, or has too many fields.
+    Raises: InvalidArgument: the body is no JSON, is empty although ``required``, or has too many fields.
     """
     if not body and not required:
         return {}
@@ -35,7 +35,7 @@ def read(body: bytes, required: bool = False) -> dict[str, Any]:
 
 
 def settings(body: bytes) -> dict[str, Any]:
-    """Returns the settings in the JSON object of a body; an empty dict for a JSON array, as in Triton.
+    """Returns the settings in the JSON object that is the body of a request; an empty dict for a JSON array, as in Triton.
 
     Raises: InvalidArgument: the body is no JSON, or neither an object nor an array, or has too many settings.
     """
@@ -87,7 +87,7 @@ def member(holder: Any, key: str) -> Any:
 
 
 def base64_content(key: str, value: Any) -> bytes:
-    """Decodes a string of base64. Raises InvalidArgument, which names ``key``: it is none."""
+    """Decodes a string of base64. Raises InvalidArgument: ``value`` is no such string; the message names ``key``."""
     try:
         return base64.b64decode(text(value), validate=True)
     except (binascii.Error, ValueError) as error:
@@ -95,7 +95,7 @@ def base64_content(key: str, value: Any) -> bytes:
 
 
 def cuda_registration(fields: dict[str, Any]) -> tuple[bytes, int, int]:
-    """Returns the raw CUDA IPC handle, device_id and byte_size of a request that registers a CUDA region.
+    """Returns the raw CUDA IPC handle, the device id and the byte size in a request that registers a CUDA region.
 
     Raises: InvalidArgument: one of the three is missing or malformed.
     """

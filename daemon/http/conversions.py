@@ -27,12 +27,15 @@ class Job:
     cancelled: bool = False
 
     def cancel(self) -> None:
-        """Cancels the job: neither of its callbacks will be called, and the memory that it works on may be freed."""
+        """Cancels the conversion: neither callback will be called, and the memory that the conversion uses may be freed."""
         self.cancelled = True
         self._steps.close()
 
     def step(self) -> bool:
-        """Runs one step of the job, and calls a callback if that was the last one. Returns whether there are more steps."""
+        """Runs one step of the conversion. Returns whether there are more steps.
+
+        After the last step it calls the callback for the result, or, if the step has raised, the one for the exception.
+        """
         try:
             next(self._steps)
             return True
@@ -44,7 +47,7 @@ class Job:
 
 
 class Conversions:
-    """Runs long conversions between JSON and tensors on the event loop: one step in each iteration, the conversions by turns."""
+    """Runs long conversions between JSON and tensors on the event loop, one step in each iteration; conversions take turns."""
 
     def __init__(self) -> None:
         self._jobs: deque[Job] = deque()
@@ -52,8 +55,9 @@ class Conversions:
     def run(
         self, steps: Generator[None, None, Any], done: Callable[[Any], None], failed: Callable[[Exception], None]
     ) -> Job:
-        """Starts a job: runs ``steps`` step by step, then calls ``done`` with its result, or ``failed`` with its exception.
+        """Starts a conversion, whose steps are those of the generator ``steps``. Returns an object that can cancel it.
 
+        After the last step ``done`` is called with what the generator returns, or ``failed`` with the exception that it raises.
         Neither is called before this method returns.
         """
         job = Job(steps, done, failed)

@@ -26,7 +26,8 @@ class Late(enum.Enum):
 class ClientDeadlines:
     """Tracks since when a connection waits for its client to send or read something, and finds missed deadlines.
 
-    ``..._since``: when the connection began to wait for that, in monotonic seconds; 0: it does not wait for that.
+    ``idle_since``, ``head_since``, ``body_since`` and ``stalled_since`` say since when it waits for the next request, the rest of
+    a head, the rest of a body, and the reading of answers: in monotonic seconds, or 0 if it does not wait for that.
     """
 
     __slots__ = ("_came", "_pace", "_silent_since", "body_since", "head_since", "idle_since", "stalled_since")
@@ -41,28 +42,35 @@ class ClientDeadlines:
         self._came, self._silent_since = -1, 0.0
 
     def stopped(self, now: float, came: int) -> bool:
-        """Returns whether no more bytes of an incomplete request have come for more than ``SILENCE_SECONDS``.
+        """Returns whether no more bytes of the arriving request have come for more than ``SILENCE_SECONDS``.
 
-        To be called again and again while the server stops: the time counts from the first call with the present ``came``, the
-        bytes received (below 0: no request is incomplete).
+        Call it again and again while the server stops, because the time counts from the first call with the same ``came``.
+        Args:
+          now: monotonic seconds.
+          came: how many bytes of the arriving request have been received; below 0: no request is arriving.
         """
         if came != self._came:
             self._came, self._silent_since = came, now
         return came >= 0 and now - self._silent_since > SILENCE_SECONDS
 
     def held_up(self, now: float) -> None:
-        """Restarts the deadlines of an incomplete request, because the server, not the client, holds the request up."""
+        """Restarts the deadlines of the arriving head and body, because the server, not the client, delays the request.
+
+        ``now``: monotonic seconds.
+        """
         if self.head_since:
             self.head_since = now
         if self.body_since:
             self.body_since = now
 
     def late(self, http: Http, now: float, unsent: int, received: int, refused: bool) -> Late | None:
-        """Returns the deadline that the client has missed; None: it has missed none.
+        """Returns the deadline that the client has missed; None if it has missed none.
 
         Args:
+          http: the options that have the time limits.
+          now: monotonic seconds.
           unsent: how many bytes of answers the client has not read yet.
-          received: how many bytes of the arriving body have been received; below 0: none is arriving, or the server holds it up.
+          received: how many bytes of the arriving body have been received; below 0: no body is arriving, or the server delays it.
           refused: whether the client was refused, so that only the reading of its answers has a deadline.
         """
         if self._pace.is_slow(self.stalled_since, unsent, now, http.write_timeout, http.min_rate):

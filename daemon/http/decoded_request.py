@@ -11,7 +11,7 @@ from tensord.shm.messages import Parameter, RegionSlice, RequestedOutput
 
 @dataclass(slots=True)
 class BinaryPart:
-    """Locates a binary tensor in a request's body: its offset from the first binary part, and its size, in bytes."""
+    """Locates a binary tensor in a request's body, in bytes: its offset from the first binary tensor, and its size."""
 
     offset: int
     byte_size: int
@@ -25,7 +25,7 @@ Source = BinaryPart | RegionSlice | Values
 
 @dataclass(slots=True)
 class DecodedRequest:
-    """Holds what the JSON of one inference request asks for; its tensors have no places in memory so far."""
+    """Holds what the JSON of one inference request says. Its tensors are not in the arena yet."""
 
     id: str
     inputs: list[tuple[str, str, tuple[int, ...], Source]]

@@ -113,9 +113,10 @@ class Exchange(InFlight):
     # -------------------------------------------------------------------------------------------------- body
 
     def begin(self) -> None:
-        """Prepares to receive a body that is large, compressed, raw, of unknown length, or sent after ``100 Continue``.
+        """Prepares to receive the body.
 
-        An error is not raised: it makes the request ``refused``, and is sent to the client later.
+        Called if it is large, compressed, raw, of unknown length, or sent after ``100 Continue``. An error is not raised:
+        ``refused`` becomes true, and the error is sent to the client later.
         """
         reception = self._reception = Reception(
             self._serving, self._head, self._order.pause_body, self._go_on, self.account
@@ -127,7 +128,11 @@ class Exchange(InFlight):
             reception.refuse(error)
 
     def _admit(self) -> None:
-        """Begins a trace if the request is sampled, and checks that its model accepts HTTP requests. Raises as ``_check``."""
+        """Begins a trace if the request is sampled, and checks that its model accepts requests over HTTP.
+
+        Raises NotFound: the model version neither serves nor is being loaded; Unsupported: the model gives several responses to a
+        request; or the ``error`` that was found in the request's head.
+        """
         # First: what is refused is traced as well.
         self._sample()
         self._check()
@@ -167,12 +172,12 @@ class Exchange(InFlight):
 
     @property
     def body(self) -> Body | None:
-        """Returns the body as far as it has arrived; None: it is small, and the exchange itself holds its bytes."""
+        """Returns the body as far as it has arrived. None if it is so small that this object itself holds the bytes."""
         return None if self._reception is None else self._reception.body
 
     @property
     def received(self) -> int:
-        """Returns how many bytes of the body have been received, before they are decompressed."""
+        """Returns how many bytes of the body have been received. Compressed bytes count as they came."""
         return len(self._small_body) if self._reception is None else self._reception.received
 
     @property
@@ -181,7 +186,7 @@ class Exchange(InFlight):
         return self._reception is not None and self._reception.error is not None
 
     def complete(self) -> None:
-        """Called when the whole body has arrived: submits the request if every earlier one of the connection is answered."""
+        """Called when the whole body has arrived: submits the request if every earlier request of the connection is answered."""
         if self.phase is not _RECEIVING:
             return
         if self._trace is not None:
@@ -192,9 +197,9 @@ class Exchange(InFlight):
         self._go_on()
 
     def take_turn(self) -> None:
-        """Called when every earlier request of the connection is answered: submits this one if its body is complete.
+        """Called when every earlier request of the connection is answered: submits this request if its body is complete.
 
-        A client that waits for ``100 Continue`` is told to send the body.
+        If the client waits for ``100 Continue``, that is sent.
         """
         self.my_turn = True
         if self.phase is _RECEIVING:
@@ -202,9 +207,9 @@ class Exchange(InFlight):
         self._go_on()
 
     def take(self, data: bytes, begins: int) -> None:
-        """Submits the request, whose body is ``data`` from the offset ``begins`` on, or answers it with an error.
+        """Submits the request, whose body is ``data`` from the offset ``begins`` on. If that fails, the client is sent the error.
 
-        The body must be small and not compressed, and every earlier request of the connection answered.
+        Call it only if the body is small and not compressed, and every earlier request of the connection is answered.
         """
         serving, head = self._serving, self._head
         passes = serving.tracer.passes
@@ -251,9 +256,9 @@ class Exchange(InFlight):
             self._refused(error)
 
     def begin_now(self) -> PlacedBody | None:
-        """Begins to receive a large binary body into shared memory, and returns it.
+        """Begins to receive a large binary body into the request arena. Returns the object that receives the body.
 
-        Returns None, with no effect, if there is no room for it now, or if the request is refused.
+        Returns None, with no effect, if there is no room in the arena now, or if the request is refused.
         """
         reception = Reception(self._serving, self._head, self._order.pause_body, self._go_on, self.account)
         try:
@@ -276,7 +281,10 @@ class Exchange(InFlight):
     # ------------------------------------------------------------------------------------------------ submit
 
     def _go_on(self) -> None:
-        """Submits the request if its body is complete and placed, and earlier requests are answered; else does nothing."""
+        """Submits the request, provided that its body is complete and in its place and that earlier requests are answered.
+
+        If the body was refused, the client is sent the error. Until then it does nothing.
+        """
         if self.phase is not _RECEIVED or not self.my_turn or self._gone or self._job is not None:
             return
         reception = self._reception
@@ -292,7 +300,10 @@ class Exchange(InFlight):
             self._answer_if_refused(self._read, reception.body)
 
     def _read(self, body: Body) -> None:
-        """Decodes the JSON of a complete body, and submits the request. Large arrays in the JSON are cut out first, in steps."""
+        """Decodes the JSON of a complete body, and submits the request.
+
+        If the JSON is long, large arrays are first cut out in steps.
+        """
         json_size = self._head.json_size
         text: bytes | memoryview
         if isinstance(body, PlacedBody):
@@ -358,9 +369,10 @@ class Exchange(InFlight):
     def _place(
         self, scheduling: Scheduling, inputs: list[InputContent | Unconverted], lease: Lease | ServingError
     ) -> None:
-        """Copies a request's tensors to the memory of ``lease``, large JSON in steps, and sends the request to a worker.
+        """Copies a request's input tensors to the memory of ``lease``, and sends the request to a worker.
 
-        Raises ``lease`` if it is the error that there was no memory.
+        Large JSON arrays are converted in steps, so that the request is sent later. If ``lease`` is an error, because there was
+        no memory, that error is raised.
         """
         if isinstance(lease, ServingError):
             raise lease
@@ -445,9 +457,9 @@ class Exchange(InFlight):
         self._hand_over(pieces)
 
     def _answer_anew(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Encodes and writes an answer without a cached head, such as an error, a compressed one, or one with values in its JSON.
+        """Encodes and writes an answer for which no head is cached: an error, a compressed answer, or one with tensors as JSON.
 
-        ``lane`` is None if this front has made the answer, an error.
+        ``lane``: the lane over which the answer came; None if this front has made the answer, which is then an error.
         """
         if own.lease is not None and lane is not None:
             self._unwritten = (lane, own.lease)
@@ -514,14 +526,19 @@ class Exchange(InFlight):
         self._hand_over(pieces)
 
     def _hand_over(self, pieces: list[response_codec.Buffer]) -> None:
-        """Writes a complete HTTP response; ``written`` is called when the transport needs the bytes no more."""
+        """Writes a complete HTTP response. ``written`` is called once the transport no longer needs the memory of ``pieces``."""
         if self._trace is not None:
             self._trace.stamp(trace_stamps.HTTP_SEND_START)
         if self._order.answer_pieces(pieces):
             self.written()
 
     def _deflate(self, deflation: Deflation, json_size: int, tail_size: int) -> None:
-        """Compresses the answer in steps, releases the shared memory of its tensors, then writes the compressed answer."""
+        """Compresses the answer in steps, releases the shared memory of its tensors, then writes the compressed answer.
+
+        Args:
+          json_size: the number of bytes of JSON in the answer, before compression.
+          tail_size: the number of bytes of binary tensors that follow the JSON.
+        """
         if self._gone:
             return
         if deflation.step():
@@ -567,14 +584,17 @@ class Exchange(InFlight):
         self._refused(error)
 
     def _answer_if_refused(self, step: Callable[..., None], *arguments: object) -> None:
-        """Calls the next step of the request from the event loop; an exception is answered as an error response."""
+        """Calls ``step`` with ``arguments``, the next step of the request. If it raises, the client is sent the error."""
         try:
             step(*arguments)
         except Exception as error:
             self._refused(error)
 
     def _refused(self, error: Exception) -> None:
-        """Answers with an error. A defect of ours is logged, and cuts the connection if an answer has begun to leave."""
+        """Answers the request with ``error``. An exception that is no ``ServingError`` is a defect of the server, and is logged.
+
+        If a part of an answer was already written, the connection is aborted instead.
+        """
         if isinstance(error, ServingError):
             self._answer_error(http_status(error), error.message)
         else:

@@ -59,7 +59,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Generation(InFlight):
-    """One request to generate, generate_stream or infer_stream, until its answer is complete; base class of these three."""
+    """One request to the endpoint generate, generate_stream or infer_stream, until its answer is complete.
+
+    Each of the three endpoints has a subclass.
+    """
 
     _serving: HttpServing
     _head: InferHead
@@ -114,7 +117,7 @@ class Generation(InFlight):
     # -------------------------------------------------------------------------------------------------- body
 
     def receive(self, chunk: bytes) -> None:
-        """Receives a piece of the body, or discards it if the request is already submitted or refused."""
+        """Receives a piece of the body. If the request is already submitted or refused, the piece is counted and discarded."""
         if self._reception is not None:
             self._reception.receive(chunk)
         else:
@@ -126,11 +129,11 @@ class Generation(InFlight):
 
     @property
     def body(self) -> Body | None:
-        """Returns the body as far as it has arrived; None: the request was submitted or refused, and its body dropped."""
+        """Returns the body as far as it has arrived. None once the request is submitted or refused: then the body is dropped."""
         return None if self._reception is None else self._reception.body
 
     def complete(self) -> None:
-        """Called when the whole body has arrived: submits the request if every earlier one of the connection is answered."""
+        """Called when the whole body has arrived: submits the request if every earlier request of the connection is answered."""
         if self._reception is not None:
             self._reception.complete()
         self._go_on()
@@ -149,9 +152,10 @@ class Generation(InFlight):
     # ------------------------------------------------------------------------------------------------ submit
 
     def _go_on(self) -> None:
-        """Checks the model once it is loaded and earlier requests are answered; submits the request once its body is complete.
+        """Takes the next steps of the request that are possible; called whenever something that it waits for has happened.
 
-        Does nothing until then. An error is answered at once.
+        Once earlier requests are answered and the model is loaded, it checks that the model serves. Once the body is complete, it
+        submits the request. An error is answered at once.
         """
         if not self._my_turn or self._gone or self._decided or self._loading is not None:
             return
@@ -220,7 +224,7 @@ class Generation(InFlight):
         self._running = True
 
     def _read(self, body: Body, state: ModelState) -> DecodedRequest:
-        """Decodes the complete body to an inference request. Raises InvalidArgument: it has no values for the model."""
+        """Decodes the complete body to an inference request. Raises InvalidArgument: the body is no input for the model."""
         assert not isinstance(body, PlacedBody)  # which a body of JSON alone never is
         return generate_codec.decode(bytes(body.whole()), state.metadata)
 
@@ -235,9 +239,10 @@ class Generation(InFlight):
         self._take(prepared, own, lane)
 
     def _take(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Writes a response and acknowledges it to its worker; queues it instead while the client does not read.
+        """Writes one response to the client and acknowledges it to its worker.
 
-        ``lane`` is None if this front has made the response, an error.
+        While the client does not read, it is queued instead. ``lane``: the lane over which the response came; None if this front
+        has made the response, which is then an error.
         """
         if self._blocked:
             self._held.append((prepared, own, lane))
@@ -260,7 +265,7 @@ class Generation(InFlight):
         self._release(prepared, own, lane)
 
     def written(self) -> None:
-        """Writes the responses that were queued, because the client has read what was written before."""
+        """Writes the queued responses. Called when the client has read what was written before."""
         self._blocked = False
         while self._held and not self._blocked:
             self._take(*self._held.popleft())
@@ -274,15 +279,24 @@ class Generation(InFlight):
             self._serving.submitter.release(lane, own.lease)
 
     def _answer(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> None:
-        """Writes one good response, or stores it for ``_end``. Raises InvalidArgument: this endpoint cannot express it."""
+        """Writes one response that is no error, or stores it until ``_end``.
+
+        Raises InvalidArgument: the response cannot be expressed at this endpoint.
+        """
         raise NotImplementedError
 
     def _fail(self, error: ServingError, final: bool) -> None:
-        """Sends the client an error, of the model or because a response cannot be written. ``final``: no response follows."""
+        """Sends the client an error, which the model has given or which occurred when a response was to be written.
+
+        ``final``: whether no response follows.
+        """
         raise NotImplementedError
 
     def _end(self) -> None:
-        """Ends the answer after the model's last response. Raises InvalidArgument: there was no response, but one is needed."""
+        """Ends the answer after the model's last response.
+
+        Raises InvalidArgument: there was no response, but this endpoint needs one.
+        """
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------------- bytes
@@ -311,14 +325,17 @@ class Generation(InFlight):
         )
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answers the request with an error response and ends it. No part of an answer may have been written before."""
+        """Answers the request with an error response and ends the request. Call it only before a part of an answer is written."""
         if self._trace is not None:
             self._trace.failed(str(status), message)
             self._trace.end()
         self._write_whole(status, _encode({"error": message}))
 
     def _meet_defect(self) -> None:
-        """Logs the exception that is being handled, and answers 500, or cuts the connection if an answer has begun."""
+        """Logs the exception that is being handled, and answers 500.
+
+        If a part of the answer was written, it aborts the connection.
+        """
         _log.exception("request '%s' for model '%s' met a defect of the server", self._client_id, self._head.model)
         if self._begun:
             self._gone = True
@@ -337,7 +354,12 @@ class Generation(InFlight):
             self._trace.end()
 
     def _finish(self, status: int, said: bytes = b"") -> None:
-        """Ends the request, whose answer is written: counts and logs it (``said``), frees its memory, goes on with the next."""
+        """Ends the request, whose answer is written: counts and logs it, frees its memory, and lets the next request be answered.
+
+        Args:
+          status: the HTTP status of the answer.
+          said: the text of the answer, for the log.
+        """
         if status == 200:
             self._serving.answered.good(self, 0 if self._state is None else self._state.version, said)
         else:
@@ -348,7 +370,7 @@ class Generation(InFlight):
         self._order.answered()
 
     def _let_go(self) -> None:
-        """Frees the memory of the request and of queued responses; cancels the request if its model still runs."""
+        """Frees the memory of the request and of its queued responses. If the model still runs, it cancels the request."""
         self._drop_body()
         if self._running:
             self._running = False
@@ -405,8 +427,8 @@ class Generate(Generation):
 class GenerateStream(Generation):
     """One request to generate_stream, answered with one server-sent event per response: ``data: <JSON>`` and an empty line.
 
-    An error is an event too. But if the answer consists of one error and nothing else, that is an ordinary error response, unless
-    the error is an internal one.
+    An error is an event too. But if the whole answer is one error, that is an ordinary error response, unless the error is an
+    internal one.
     """
 
     _media_type: ClassVar[bytes] = _EVENTS
@@ -431,7 +453,10 @@ class GenerateStream(Generation):
         self._say(b"data: %b\n\n" % _encode({"error": error.message}), 400)
 
     def _say(self, event: bytes, status: int) -> None:
-        """Sends one event; HTTP/1.0 gets all together at the end. ``status``: that of the answer, if this is its first."""
+        """Sends one event. For a client of HTTP/1.0 it is kept, and all events are sent together at the end.
+
+        ``status``: the HTTP status of the answer, if this event is the first one; otherwise without effect.
+        """
         head = b"" if self._status else self._begin(status)
         if self._kept is None:
             self._write(b"%b%x\r\n%b\r\n" % (head, len(event), event))
@@ -464,7 +489,8 @@ class InferStream(GenerateStream):
 
         | u32 size of the JSON | u64 size of what follows it | JSON | tensor | tensor | ...      little-endian
 
-    An error is a response whose JSON has ``error`` and ``code``; if it is final and the first, it is an ordinary error response.
+    An error is written as a response whose JSON has ``error`` and ``code``. If an error is the first response and the last one,
+    the client gets an ordinary error response.
     """
 
     _media_type: ClassVar[bytes] = b"application/octet-stream"

@@ -35,9 +35,9 @@ def decode(body: bytes, metadata: bytes) -> DecodedRequest:
     """Decodes the body of a generate request to an inference request.
 
     Args:
-      metadata: the metadata of the model, as JSON, which names its inputs; the batch dimension is in their shapes.
-    Raises: InvalidArgument: the body is no JSON object, has too many values, or has one that no input or parameter can have;
-      Unsupported: a sequence id that is a string is too long.
+      metadata: the metadata of the model, as JSON, which names its inputs; their shapes include the batch dimension.
+    Raises: InvalidArgument: the body is no JSON object, has too many values, or has a value that no input or parameter can have;
+      Unsupported: the body has a sequence id that is a string and too long.
     """
     if b"\0" in body:
         end = body.index(b"\0")
@@ -80,9 +80,10 @@ def _read(key: str, value: Any, inputs: dict[str, dict[str, Any]], decoded: Deco
 
 
 def _shape(name: str, values: list[Any], wanted: list[int]) -> list[int]:
-    """Returns the shape of the tensor that a client's JSON values form, for an input of the shape ``wanted`` (-1: variable).
+    """Returns the shape of the tensor that the JSON ``values`` form, for the input ``name`` of the shape ``wanted``.
 
-    If the values are not nested, the last variable dimension gets the size that fits all values, and the others get 1.
+    -1 stands for a variable dimension. If the values are not nested, the last variable dimension gets the size that fits all
+    values, and the other variable dimensions get 1.
     """
     shape = _nesting(values, len(wanted)) if any(isinstance(value, list) for value in values) else None
     if shape is None:
@@ -102,7 +103,7 @@ def _shape(name: str, values: list[Any], wanted: list[int]) -> list[int]:
 def _nesting(values: Any, max_rank: int) -> list[int]:
     """Returns the length of the first list at each depth of nested lists, outermost first; at most ``max_rank`` + 1 lengths.
 
-    Whether all lists of a depth have that length is checked later, when the values are converted.
+    Whether the other lists of a depth have the same length is checked later, when the values are converted.
     """
     lengths: list[int] = []
     while isinstance(values, list) and len(lengths) <= max_rank:
@@ -115,7 +116,7 @@ class JoinedAnswers:
     """Joins all responses to a generate request into one answer: each output is concatenated along its first axis.
 
     Args:
-      state: the model version, whose metadata lists the outputs.
+      state: the state of the model version, whose metadata lists the outputs.
       max_byte_size: the most bytes of all outputs together.
     """
 
@@ -131,7 +132,13 @@ class JoinedAnswers:
         }
 
     def add(self, prepared: PreparedAnswer, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]) -> None:
-        """Adds the next response. Raises InvalidArgument: the responses together exceed ``max_byte_size``."""
+        """Adds the next response, whose outputs are copied. Raises InvalidArgument: all responses together exceed the limit.
+
+        Args:
+          prepared: the names, datatypes and shapes of the outputs.
+          contents: the bytes of each output, or their place in the response arena.
+          view: returns the memory at such a place.
+        """
         self._parameters |= prepared.parameters
         for tensor, place in placed(prepared.outputs, contents):
             assert not isinstance(place, RegionSlice)
@@ -147,7 +154,10 @@ class JoinedAnswers:
             parts.append(content)
 
     def whole(self) -> tuple[PreparedAnswer, tuple[Content, ...]]:
-        """Returns all responses joined into one answer. If there were none, the outputs have no elements."""
+        """Returns all responses joined into one answer: its outputs' names, datatypes and shapes, and their bytes.
+
+        If there were no responses, the outputs have no elements.
+        """
         tensors = [
             PreparedTensor(name, datatype, (sum(sizes), *rest))
             for name, (datatype, rest, sizes, _) in self._outputs.items()

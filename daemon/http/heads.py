@@ -28,7 +28,7 @@ _SIGNIFICANT = (
 
 
 def _line_without(names: bytes) -> re.Pattern[bytes]:
-    """Compiles a pattern that matches a well-formed header line unless its field is one of ``names``."""
+    """Compiles a pattern that matches any well-formed header line but those of the fields ``names`` (alternatives: ``a|b``)."""
     return re.compile(
         rb"\r\n(?!(?:" + names + rb"):)[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e]*(?=\r\n)", re.IGNORECASE
     )
@@ -39,9 +39,9 @@ _OTHER_LINE_BUT_PARENT = _line_without(_SIGNIFICANT + rb"|traceparent")
 
 
 class Heads(BoundedCache[bytes, InferHead]):
-    """Caches parsed heads of inference requests by their bytes, up to and including the empty line. There is one per front.
+    """Caches the parsed heads of inference requests. The key is the bytes of a head, with the empty line at its end.
 
-    ``heads[bytes]`` returns the parsed head, or None: the bytes must be parsed.
+    ``heads[bytes]`` returns the parsed head, or None if it is not cached. There is one such cache per front.
     """
 
     __slots__ = ("_cuts", "_max_byte_size", "_max_fields", "_other_line")
@@ -52,7 +52,10 @@ class Heads(BoundedCache[bytes, InferHead]):
         """Creates an empty cache.
 
         Args:
-          cuts: whether header lines without effect are left out of the cache's keys, as no rule of the operator looks at them.
+          max_byte_size: the most bytes of a request's head.
+          max_fields: the most header fields of a request.
+          cuts: True: header lines without effect are left out of the keys. Allowed only if no rule of the operator depends on
+            headers.
           count: how many heads are cached at least, but no more than ``MAX_COUNT``.
           joins: whether the front reads the ``traceparent`` header.
         """
@@ -77,7 +80,12 @@ class Heads(BoundedCache[bytes, InferHead]):
         return meaning
 
     def learn(self, head: bytes, meaning: InferHead) -> None:
-        """Caches a parsed head, unless it is long or refused, or has a chunked body or a ``traceparent``."""
+        """Caches a parsed head. It is not cached if it is long, refused, has a ``traceparent``, or belongs to a chunked body.
+
+        Args:
+          head: the bytes of the head.
+          meaning: the parsed head.
+        """
         if len(head) > MAX_HEAD or not head.startswith(b"POST ") or head.find(END) != len(head) - len(END):
             return
         if meaning.content_length is None or meaning.error is not None or meaning.trace_parent:

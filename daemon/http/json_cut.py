@@ -57,7 +57,10 @@ class Cut:
     document: memoryview
 
     def number_of(self, data: Any) -> int | None:
-        """Returns the index in ``spans`` of the value that ``data`` (text or parsed) stands for; None: it is no placeholder."""
+        """Returns the index in ``spans`` of the value for which ``data`` is the placeholder; None if ``data`` is no placeholder.
+
+        ``data`` is the JSON text of a value, or a parsed value.
+        """
         if isinstance(data, msgspec.Raw):
             text = bytes(data) if memoryview(data).nbytes < 64 else b""
             return int(text[len(_PLACEHOLDER) : -2]) if text.startswith(_PLACEHOLDER) else None
@@ -75,7 +78,10 @@ class Cut:
 
 
 def cut(document: bytes | memoryview) -> Cut | None:
-    """Cuts large values of ``data`` keys out of a JSON text as ``steps`` does, all at once."""
+    """Cuts large values of ``data`` keys out of a JSON text, without pauses. Returns None if there are no such values.
+
+    Raises: InvalidArgument: the rest of the text is longer than ``MAX_TEXT``.
+    """
     found = steps(document)
     while True:
         try:
@@ -86,9 +92,9 @@ def cut(document: bytes | memoryview) -> Cut | None:
 
 
 def steps(document: bytes | memoryview) -> Generator[None, None, Cut | None]:
-    """Cuts large values of ``data`` keys out of a JSON text in steps of a few milliseconds. Returns None if there are none.
+    """Cuts large values of ``data`` keys out of a JSON text, and yields between steps of a few milliseconds.
 
-    Raises: InvalidArgument: the rest of the text is longer than ``MAX_TEXT``.
+    Returns None if there are no such values. Raises InvalidArgument: the rest of the text is longer than ``MAX_TEXT``.
     """
     view = memoryview(document)
     size, at, kept, marks = len(view), 0, 0, 0
@@ -146,9 +152,10 @@ def _placeholder(number: int) -> bytes:
 
 
 def _end_of(view: memoryview, start: int, opening: re.Match[bytes]) -> Generator[None, None, int]:
-    """Finds the end of the JSON value of a ``data`` key, which begins at ``start``. Yields between steps of bounded work.
+    """Finds the end of the JSON value of a ``data`` key, which begins at the offset ``start``. Yields between short steps.
 
-    Returns the offset behind the value; at most ``start``: the value stays in the text; _UNCLOSED: the value does not end.
+    Returns the offset behind the value. Returns an offset of at most ``start`` if the value is not to be cut out, and _UNCLOSED
+    if the value does not end. ``opening`` is the match of the key, which has the first characters of the value as groups.
     """
     if opening[1] is not None:
         end = find(view, b'"', start + 1, len(view))
@@ -167,9 +174,10 @@ def _end_of(view: memoryview, start: int, opening: re.Match[bytes]) -> Generator
 
 
 def _end_of_strings(view: memoryview, start: int) -> Generator[None, None, int]:
-    """Finds the end of a JSON array whose first element is a string. Yields after each piece.
+    """Finds the end of a JSON array whose first element is a string that begins at ``start``. Yields after each piece.
 
-    Returns as ``_end_of``; ``start``: the array also holds something else.
+    Returns the offset behind the array; ``start`` if the array also has elements that are no strings; _UNCLOSED if the array does
+    not end.
     """
     at, inside = start + 1, False
     while at < len(view):
@@ -195,7 +203,10 @@ def _end_of_strings(view: memoryview, start: int) -> Generator[None, None, int]:
 
 
 def _is_odd(text: bytes) -> bool:
-    """Returns whether a text has an odd number of quotation marks that no backslash escapes: a string begins or ends in it."""
+    """Returns whether a text has an odd number of quotation marks, not counting those that a backslash escapes.
+
+    If so, exactly one of the text's two ends lies inside a JSON string.
+    """
     marks = text.count(b'"')
     if marks and b"\\" in text:
         marks -= text.replace(b"\\\\", b"").count(b'\\"')
@@ -205,7 +216,7 @@ def _is_odd(text: bytes) -> bool:
 def find(view: memoryview, what: bytes, start: int, end: int, enough: int | None = None) -> int:
     """Searches a memory view as ``bytes.find`` searches bytes, in pieces that are small enough for the processor's cache.
 
-    ``enough``: the search may give up, and return -1, after so many bytes; None: it searches to the end.
+    ``enough``: after so many bytes the search may give up and return -1; None: it searches up to ``end``.
     """
     size, begin = _GLANCE_BYTE_SIZE, start
     while start < end and (enough is None or start - begin <= enough):

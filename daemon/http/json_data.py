@@ -44,7 +44,8 @@ MISMATCH = "Unable to parse 'data': Shape does not match true shape of 'data' fi
 def quick(text: msgspec.Raw, datatype: str, count: int) -> bytes:
     """Converts the JSON text of a flat array of ``count`` values, or of a base64 string, to a tensor's bytes.
 
-    Raises: UnusualText: the text is anything else, which only ``exact`` may understand; InvalidArgument: the base64 does not fit.
+    Raises: UnusualText: the text is neither of the two, and ``exact`` must convert it; InvalidArgument: the text is a base64
+      string that is malformed or has a wrong size.
     """
     if bytes(memoryview(text)[:1]) == b'"':
         return _from_base64(_quick_text(text), datatype, [count])
@@ -71,9 +72,9 @@ def _quick_text(text: msgspec.Raw) -> str:
 
 
 def exact(value: Any, datatype: str, shape: list[int], count: int, name: str) -> bytes:
-    """Converts a parsed JSON value, the ``data`` of an input, to a tensor's bytes.
+    """Converts a parsed JSON value, the ``data`` of the input ``name``, to a tensor's bytes.
 
-    Raises: InvalidArgument: the value is wrong or does not fit the shape, of ``count`` elements.
+    Raises: InvalidArgument: the value cannot have this datatype, or does not fit the shape, which has ``count`` elements.
     """
     if isinstance(value, str):
         return _from_base64(value, datatype, shape)
@@ -101,7 +102,10 @@ def flat(leaves: list[Any], datatype: str, name: str) -> bytes:
 
 
 def refuse_half_floats(datatype: str, count: int, name: str) -> None:
-    """Checks that a datatype can be sent as JSON. Raises InvalidArgument: it is FP16 or BF16, and ``count`` is not 0."""
+    """Checks that a tensor of ``count`` elements can be sent as JSON.
+
+    Raises InvalidArgument: it is FP16 or BF16, and not empty.
+    """
     if count and not DATATYPES[datatype].json:
         raise InvalidArgument(
             f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input {name}"
@@ -109,7 +113,10 @@ def refuse_half_floats(datatype: str, count: int, name: str) -> None:
 
 
 def _wire_bytes(values: list[Any], datatype: str) -> bytes:
-    """Converts checked values to a tensor's bytes. Raises OverflowError: a number is out of the datatype's range."""
+    """Converts a list of values to a tensor's bytes. The values must have been checked to be of the datatype's kind.
+
+    Raises OverflowError: a number is out of the datatype's range.
+    """
     if datatype == "BYTES":
         return encoded(values)
     dtype = DTYPES[datatype]
@@ -120,7 +127,7 @@ def _wire_bytes(values: list[Any], datatype: str) -> bytes:
 
 
 def from_base64(text: str | bytes) -> bytes:
-    """Decodes base64, the ``data`` of an input or a part of it. Raises InvalidArgument: it is no base64."""
+    """Decodes a base64 text, which is the ``data`` of an input or a part of it. Raises InvalidArgument: the text is no base64."""
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -151,7 +158,10 @@ def _leaves(value: list[Any], shape: list[int], name: str) -> list[Any]:
 
 
 def is_nesting_of(dims: Sequence[int], shape: Sequence[int]) -> bool:
-    """Returns whether nested lists of the lengths ``dims`` (outermost first) fit a tensor of ``shape``, ignoring all 1s."""
+    """Returns whether nested lists of the lengths ``dims`` (outermost first) fit a tensor of ``shape``.
+
+    Lengths and dimensions of 1 are ignored.
+    """
     return [dim for dim in dims if dim != 1] == [dim for dim in shape if dim != 1]
 
 
@@ -169,7 +179,10 @@ def of_wrong_kind(datatype: str) -> InvalidArgument:
 
 
 def _check(leaf: Any, datatype: str) -> None:
-    """Raises InvalidArgument: the value is not of the kind that the datatype needs. (numpy checks ranges below 64 bits.)"""
+    """Checks a JSON value against a datatype. Raises InvalidArgument: the value is not of the kind that the datatype needs.
+
+    Only 64-bit numbers are checked for their range here; numpy checks the others.
+    """
     kind = DATATYPES[datatype].json
     if kind == "boolean":
         right = isinstance(leaf, bool)

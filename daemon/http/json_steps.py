@@ -68,7 +68,10 @@ class JsonArray:
     count: int
 
     def __post_init__(self) -> None:
-        """Checks datatype and length. Raises InvalidArgument: JSON cannot express the datatype, or the text is too short."""
+        """Checks datatype and length of the text.
+
+        Raises InvalidArgument: JSON cannot express the datatype, or the text is too short for the shape.
+        """
         json_data.refuse_half_floats(self.datatype, self.count, self.name)
         # A value and its comma take two bytes, so nobody gets room for more values than there are.
         if 2 * self.count > len(self.text):
@@ -80,7 +83,10 @@ class JsonArray:
         return self.count * (ELEMENT_SIZES[self.datatype] or 0)
 
     def wire_bytes(self) -> bytes:
-        """Converts the whole array at once and returns the tensor's bytes. Raises as ``fill``."""
+        """Converts the whole array at once and returns the tensor's bytes.
+
+        Raises: InvalidArgument: the text is no JSON array for this datatype and shape.
+        """
         content = bytearray(self.byte_size)
         for _ in self.fill(memoryview(content)):
             pass
@@ -108,7 +114,7 @@ class JsonArray:
         return self.byte_size
 
     def _pieces(self) -> Iterator[tuple[int, bytes]]:
-        """Yields the text between the outer brackets in pieces that end before a comma, each with its offset in ``text``.
+        """Yields the text between the outer brackets in pieces, each with its offset in ``text``. A piece ends before a comma.
 
         Raises: InvalidArgument: the text of one value is longer than a piece.
         """
@@ -151,7 +157,10 @@ class JsonArray:
         return values
 
     def _check_nesting(self) -> Generator[None, None, bool]:
-        """Returns whether the array holds nested arrays, which fit the shape; yields between steps. Raises as ``fill``."""
+        """Checks nested arrays against the shape, and yields between steps. Returns whether there are nested arrays.
+
+        Raises: InvalidArgument: the nested arrays do not fit the shape.
+        """
         if find(self.text, b"[", 1, len(self.text)) < 0:
             return False
         structure = bytearray()
@@ -165,10 +174,12 @@ class JsonArray:
 
 
 def _dimensions(structure: bytes, rank: int) -> Generator[None, None, list[int]]:
-    """Returns the lengths of nested lists, outermost first; empty: lists of one level differ, or they are nested far too deep.
+    """Returns the lengths of nested lists, outermost first. Returns an empty list if lists at one depth have different lengths.
 
-    It takes the length of the first innermost list, and removes all lists like that one: if all were alike, a structure with one
-    level less is left. Yields after each level. ``structure``: brackets and commas alone, such as ``[[,,],[,,]]``.
+    The result is also empty if they are nested far too deep for ``rank``. It takes the length of the first innermost list, and
+    removes all lists like that one. If all were alike, a structure with one level less is left. It yields after each level.
+    Args:
+      structure: brackets and commas alone, such as ``[[,,],[,,]]``.
     """
     left, dims = structure, list[int]()
     while left and len(dims) <= 2 * rank + 1:
@@ -209,7 +220,7 @@ class JsonStrings:
     def byte_size(self) -> int:
         """Returns the most bytes that the tensor can have.
 
-        A string takes 4 bytes for its length in the tensor, and in the text 3 bytes for its quotation marks and comma.
+        Each string takes 4 bytes in the tensor for its length, where the text has 3 bytes for its quotation marks and comma.
         """
         return len(self.text) + self.count
 
@@ -233,7 +244,10 @@ class JsonStrings:
         return written
 
     def _piece(self, start: int) -> tuple[list[str], int]:
-        """Returns the strings of the piece at the offset ``start``, and where the next piece begins. Raises as ``fill``."""
+        """Returns the strings of the piece that begins at the offset ``start``, and the offset where the next piece begins.
+
+        Raises: InvalidArgument: the piece is no list of JSON strings.
+        """
         search = start + STRINGS_BYTE_SIZE
         for _ in range(2):
             end, following = self._end_of_piece(search)
@@ -250,9 +264,10 @@ class JsonStrings:
         raise json_data.of_wrong_kind("BYTES")
 
     def _end_of_piece(self, search: int) -> tuple[int, int]:
-        """Finds the first offset from ``search`` on where a piece may end: behind a string, before a comma and another string.
+        """Finds the first offset from ``search`` on where a piece may end: behind a string that a comma and a string follow.
 
-        Returns that offset, and the one behind the comma; if there is none, that of the closing bracket and the text's end.
+        Returns that offset, and the offset behind the comma. If there is none, returns the offset of the closing bracket and the
+        end of the text.
         """
         while (found := _SEPARATOR.search(self.text, search)) is not None:
             mark = found.start()
@@ -267,7 +282,7 @@ class JsonStrings:
 
 @dataclass(slots=True)
 class JsonBase64:
-    """Decodes the base64 text of a tensor's bytes, in steps. The bytes are those that the binary tensor data extension sends."""
+    """Decodes the base64 text of a tensor's bytes, in steps. Those bytes are what the binary tensor data extension would send."""
 
     #: The JSON string of base64, with its quotation marks.
     text: memoryview
@@ -282,13 +297,15 @@ class JsonBase64:
 
     @property
     def byte_size(self) -> int:
-        """Returns the most bytes that the tensor can have; it has up to two fewer if the base64 text ends with padding."""
+        """Returns the most bytes that the tensor can have. If the base64 text ends with padding, it has up to two bytes fewer."""
         return (len(self.text) - 2) // 4 * 3
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:
         """Writes the tensor's bytes into ``place``, and yields after each piece. Returns how many bytes were written.
 
-        Raises: InvalidArgument: the text is no base64, or has not the tensor's size. (A worker checks the strings of BYTES.)
+        Raises: InvalidArgument: the text is no base64, or its bytes are not as many as the tensor needs. (The elements of a BYTES
+          tensor
+        are checked by a worker.)
         """
         written, end = 0, len(self.text) - 1
         for start in range(1, end, _BASE64_BYTE_SIZE):

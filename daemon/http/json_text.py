@@ -31,9 +31,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 def writer(tensor: PreparedTensor) -> Callable[[bytes | memoryview], bytes]:
-    """Returns a function that writes a tensor's bytes as a JSON array; datatype and shape are checked here, once.
+    """Returns a function that converts a tensor's bytes to a JSON array. Datatype and shape are checked here, once.
 
-    Raises InvalidArgument, also when it writes: JSON cannot express the tensor (FP16, BF16, strings that are not UTF-8).
+    This function and the returned one raise InvalidArgument: JSON cannot express the tensor (FP16, BF16, strings that are not
+    UTF-8).
     """
     if tensor.datatype == "BYTES":
         return lambda content: _strings(_values(tensor, content).tolist(), tensor.name)
@@ -52,7 +53,7 @@ def writer(tensor: PreparedTensor) -> Callable[[bytes | memoryview], bytes]:
 def pieces(tensor: PreparedTensor, content: bytes | memoryview) -> Iterator[bytes]:
     """Yields the JSON array of a tensor in pieces that take about a millisecond each.
 
-    Raises InvalidArgument, perhaps only after some pieces: JSON cannot express the tensor.
+    Raises InvalidArgument: JSON cannot express the tensor. That may show only after some pieces.
     """
     separator = b"["
     for text in _string_pieces(tensor, content) if tensor.datatype == "BYTES" else _number_pieces(tensor, content):
@@ -109,15 +110,18 @@ def _strings(elements: list[bytes], name: str) -> bytes:
 
 
 class ResponseLayout:
-    """Encodes the responses to one generate request as JSON objects, which differ only in the bytes of their outputs.
+    """Encodes the responses to one generate request as JSON objects, which differ only in the values of their outputs.
 
-    An output of one element is written as that element, others as flat arrays.
+    An output of one element is written as that element, any other output as a flat array.
     """
 
     __slots__ = ("_outputs", "_shared", "prepared")
 
     def __init__(self, prepared: PreparedAnswer, model: str, client_id: str) -> None:
-        """Encodes what the responses share. Raises InvalidArgument: an output cannot be written as JSON."""
+        """Encodes the part of the JSON that is the same in all responses.
+
+        Raises InvalidArgument: JSON cannot express an output.
+        """
         self.prepared = prepared
         self._shared: dict[str, Any] = {"id": client_id} if client_id else {}
         self._shared |= {"model_name": model, "model_version": str(prepared.version)}
@@ -130,9 +134,11 @@ class ResponseLayout:
         ]
 
     def encode(self, contents: tuple[Content, ...], view: Callable[[Slice], memoryview] | None = None) -> bytes:
-        """Returns one response as a JSON object. Raises InvalidArgument: an output cannot be written as JSON.
+        """Returns one response as a JSON object. Raises InvalidArgument: JSON cannot express an output.
 
-        ``view``: returns the bytes of a slice of the response arena; None: no output lies there.
+        Args:
+          contents: the bytes of each output, or their place in the response arena.
+          view: returns the memory at such a place; None: no output lies in the arena.
         """
         fields = dict(self._shared)
         for (name, write, is_one), place in zip(self._outputs, contents, strict=True):

@@ -40,7 +40,10 @@ _REMEMBERED = 1024
 
 @dataclass(frozen=True, slots=True)
 class InferRoute:
-    """Holds model, version (0: the newest) and endpoint that a request target names; ``error``: why the version is refused."""
+    """Holds the model, the version (0: the newest) and the endpoint that a request target names.
+
+    ``error``: why the version is refused; None if it is not.
+    """
 
     model: str
     version: int
@@ -51,7 +54,7 @@ class InferRoute:
 
 @functools.lru_cache(_REMEMBERED)
 def infer_route(target: bytes) -> InferRoute | None:
-    """Parses the target of an HTTP request (absolute or not). Returns None if it is no inference endpoint."""
+    """Parses a request target, in origin form or absolute form. Returns None if the target is no inference endpoint."""
     match = _INFER_PATH.fullmatch(path_and_query(target)[0])
     if match is None:
         return None
@@ -64,7 +67,7 @@ def infer_route(target: bytes) -> InferRoute | None:
 
 @dataclass(slots=True)
 class InferHead:
-    """Holds what the request line and header fields of an inference request mean."""
+    """Holds the parsed request line and header fields of an inference request."""
 
     model: str
     version: int
@@ -113,20 +116,24 @@ class InferHead:
         self.key = (self.model, self.version, self.tail_size) if known else None
 
     def tell_origin(self, lines: bytes) -> None:
-        """Sets the CORS header lines of the answer, which tell a browser which web page may read it; empty: none."""
+        """Sets the CORS header lines of the answer, which tell a browser which web page may read it; empty: no such lines."""
         self.origin_lines = lines
         self.is_plain = self.is_plain and not lines
 
     def forward(self, parameters: dict[str, str]) -> None:
-        """Sets the headers that become parameters of the request, name -> value.
+        """Sets the headers that are forwarded to the model as parameters of the request, as a dict from name to value.
 
-        Its JSON is then not taken from the cache of parsed texts, because equal texts may come with other headers.
+        With such headers the JSON of the request is not taken from the cache of parsed texts, because the same text may come with
+        other headers.
         """
         self.forwarded, self.key = parameters, None
 
 
 def refusal(version: str, fields: Fields) -> tuple[int, str] | None:
-    """Checks that framing, host and HTTP version are beyond doubt. Returns the status and text to refuse the request with."""
+    """Checks framing, Host header and HTTP version of a request, all of which must be unambiguous.
+
+    Returns None if they are good, otherwise the status and text of the error response.
+    """
     hosts = 0
     for name, value in fields:
         if name == b"host":
@@ -143,7 +150,7 @@ def refusal(version: str, fields: Fields) -> tuple[int, str] | None:
 def path_and_query(target: bytes) -> tuple[str, bytes, bytes]:
     """Splits a request target into the percent-decoded path, the path as it came, and the query.
 
-    An encoded slash belongs to a path segment, so it stays encoded.
+    An encoded slash (%2F) stays encoded in the decoded path, because it does not separate path segments.
     """
     match = _TARGET.fullmatch(target)
     path, query = (match[1], match[2] or b"") if match else (target, b"")
@@ -172,10 +179,12 @@ def scope(method: bytes, target: bytes, version: str, fields: Fields) -> dict[st
 def infer_head(
     route: InferRoute, version: str, keep_alive: bool, fields: Fields, compresses: bool = False
 ) -> InferHead:
-    """Reads the head of an inference request; if a header field is wrong, the result's ``error`` says so.
+    """Interprets the head of an inference request. If a header field is wrong, the result's ``error`` says so; nothing is raised.
 
     Args:
+      route: the model, version and endpoint in the request target.
       version: the HTTP version, such as "1.1".
+      keep_alive: whether the connection stays open after the answer.
       compresses: whether answers are compressed for clients that accept it.
     """
     length: int | None = 0
@@ -224,7 +233,7 @@ def infer_head(
 
 
 def generate_head(route: InferRoute, version: str, keep_alive: bool, fields: Fields) -> InferHead:
-    """Reads the head of a request for generate or generate_stream, whose whole body is JSON.
+    """Interprets the head of a request to generate or generate_stream, whose whole body is JSON.
 
     If the body is compressed, the result's ``coding`` is not empty, and the request is refused later.
     """

@@ -55,7 +55,10 @@ _bare_line_ends = re.compile(rb"\n(?<!\r\n)[\r\n]*([A-Z]|\Z)?").finditer
 
 
 def _bare_line_feed(data: bytes, begin: int, end: int) -> int:
-    """Returns the offset of the first line feed without a carriage return after which the parser takes a request; -1: none."""
+    """Returns the offset of the first line feed in ``data[begin:end]`` that has no carriage return and may precede a request.
+
+    A request may begin behind a run of line ends, before a capital letter or the end of the bytes. Returns -1 if there is none.
+    """
     for found in _bare_line_ends(data, begin, end):
         if found[1] is not None:
             return found.start()
@@ -63,7 +66,10 @@ def _bare_line_feed(data: bytes, begin: int, end: int) -> int:
 
 
 class Messages:
-    """Turns what httptools' parser reports on one connection into requests, and adds these to ``order``, or refuses them."""
+    """Handles the callbacks of httptools' parser for one connection: makes requests of them, which are added to ``order``.
+
+    A request whose head is not acceptable is refused.
+    """
 
     def __init__(self, serving: HttpServing, transport: asyncio.Transport, order: AnswerOrder) -> None:
         self._serving = serving
@@ -93,7 +99,7 @@ class Messages:
         self._connection_end = ConnectionEnd()
 
     def begin_anew(self) -> None:
-        """Replaces the parser by a new one, so that the next bytes it is given begin a request."""
+        """Replaces the parser by a new one, for which the next bytes are the beginning of a request."""
         self.parser = httptools.HttpRequestParser(self)
         self.body_left = 0
 
@@ -161,7 +167,7 @@ class Messages:
             self._begin_generation(read(route, version, keep_alive, self.headers), _ENDPOINTS[route.endpoint])
 
     def _refusal(self, version: str) -> tuple[int, str] | None:
-        """Checks a complete request head. Returns the status and text to refuse it with, or None if it is good."""
+        """Checks a complete request head. Returns None if it is good, otherwise the status and text of the error response."""
         http = self._serving.options.http
         self.head_size = sum([len(name) + len(value) + 4 for name, value in self.headers], len(self.url))
         if self.head_size > http.max_head_byte_size:
@@ -211,7 +217,10 @@ class Messages:
             exchange.take_turn()
 
     def _complete(self, head: InferHead) -> None:
-        """Applies the operator's rules to a request head, reads its ``traceparent``, and begins its body if that is chunked."""
+        """Applies the operator's rules to a request head and reads its ``traceparent``.
+
+        If the body is chunked, it begins to check the framing of the chunks.
+        """
         if self._serving.has_rules:
             self._apply_rules(head)
         if self._serving.tracer.joins:
@@ -220,7 +229,10 @@ class Messages:
             self._chunks_begin()
 
     def _apply_rules(self, head: InferHead) -> None:
-        """Adds CORS lines, checks the access key, and forwards headers to the model. An error is stored in ``head.error``."""
+        """Adds CORS lines to ``head``, checks the access key, and adds the headers that are forwarded to the model.
+
+        An error is not raised but stored in ``head.error``.
+        """
         if self._order.origin_lines:
             head.tell_origin(self._order.origin_lines)
         try:
@@ -261,7 +273,10 @@ class Messages:
     # ------------------------------------------------------------------------------------------------- body
 
     def _chunks_begin(self, most: int = 0) -> None:
-        """Begins to follow the framing of a chunked body, which may have ``most`` bytes if that is more than other bodies."""
+        """Begins to check the framing of a chunked body against its limits.
+
+        ``most``: the most bytes of this body; without effect if it is less than the limit for any body.
+        """
         http = self._serving.options.http
         self.chunks = ChunkSizes(max(most, http.max_body_byte_size), http.max_head_byte_size)
 
@@ -283,7 +298,10 @@ class Messages:
 
 
 class ParserFeed:
-    """Feeds the bytes that one client sends to its connection's HTTP parser, once it has sent a head that is not cached."""
+    """Feeds the bytes of one client to its connection's HTTP parser.
+
+    Created once the client has sent a head that is not cached.
+    """
 
     def __init__(self, serving: HttpServing, transport: asyncio.Transport, order: AnswerOrder) -> None:
         self._serving = serving
@@ -298,7 +316,10 @@ class ParserFeed:
         self._half_line = False
 
     def receive(self, data: bytes, between: bool) -> None:
-        """Parses bytes that the client sent. ``between``: no request was open when they came, so they begin one."""
+        """Parses bytes that the client has sent, and caches the head of a request that they contain.
+
+        ``between``: True if no request was arriving or unanswered when the bytes came, so that they begin a request.
+        """
         order, messages = self._order, self.messages
         if order.receiving is None:
             messages.head_size += len(data)
@@ -321,9 +342,10 @@ class ParserFeed:
                 self._serving.heads.learn(data[:size], meaning)
 
     def _feed(self, data: bytes, between: bool) -> None:
-        """Feeds bytes to the parser, up to the limit of one iteration; the rest follows in the next one.
+        """Feeds bytes to the parser, up to the limit of one iteration of the event loop. The rest follows in the next iteration.
 
-        What the parser or a check refuses is answered with an error response. ``between``: a request begins with ``data``.
+        If the parser or a check refuses the bytes, the client is sent an error response. ``between``: whether a request begins
+        with ``data``.
         """
         order, messages = self._order, self.messages
         messages.begun = 0
@@ -358,9 +380,10 @@ class ParserFeed:
                     order.refuse(400, "malformed HTTP request")
 
     def _feed_pieces(self, data: bytes) -> None:
-        """Feeds the parser in pieces of at most ``_PIECE`` bytes, up to the limit of one iteration.
+        """Feeds the parser in pieces of at most ``_PIECE`` bytes, up to the limit of one iteration of the event loop.
 
-        Raises HttpParserUpgrade: a head offers an upgrade and ends at the offset in ``data`` that it carries; or as the parser.
+        Raises HttpParserUpgrade: a head offers an upgrade; its argument is the offset in ``data`` where that head ends. Raises
+        any other error of the parser too.
         """
         order, messages = self._order, self.messages
         at, messages.chunk_count = 0, 0
@@ -392,15 +415,19 @@ class ParserFeed:
                 self._refuse_empty_line()
 
     def _refuse_empty_line(self) -> None:
-        """Refuses a line feed without a carriage return between two requests; in the middle of a request it does nothing.
+        """Refuses the client if it has sent a line feed without a carriage return between two requests.
 
-        Such a line feed is no empty line, and another server on the way may take it for the beginning of a different request.
+        Inside a request it does nothing. Such a line feed is no empty line. Another server on the way might take it for the
+        beginning of a different request.
         """
         if not self.messages.inside:
             self._order.refuse(400, "malformed HTTP request")
 
     def _end_of_head(self, data: bytes, at: int, end: int) -> int:
-        """Returns the offset in ``data[at:end]`` behind the end of the arriving head; ``end`` if the head goes on."""
+        """Searches ``data[at:end]`` for the end of the arriving head.
+
+        Returns the offset behind it, or ``end`` if the head goes on.
+        """
         tail = self._head_tail
         cut = (tail + data[at:end]).find(END) - len(tail) if tail else data.find(END, at, end) - at
         if cut < -len(tail):
@@ -423,7 +450,10 @@ class ParserFeed:
         asyncio.get_running_loop().call_soon(self._go_on)
 
     def _go_on(self) -> None:
-        """Parses the bytes that ``_wait_a_turn`` has left, and resumes reading unless something else pauses it."""
+        """Parses the bytes that were left for this iteration of the event loop.
+
+        Resumes reading unless something else pauses it.
+        """
         if self._transport.is_closing():
             return
         order, (rest, self._rest) = self._order, (self._rest, b"")

@@ -45,13 +45,16 @@ _encode = msgspec.json.Encoder().encode
 
 
 class PreparedRequests:
-    """Parses inference requests, and caches what requests of one kind have in common. There is one per front."""
+    """Parses inference requests, and caches what requests of the same kind have in common. There is one per front.
+
+    Requests are of one kind if they differ only in id, scheduling and tensor values.
+    """
 
     def __init__(self, count: int = MAX_NUMBERS, inline_byte_size: int = 0) -> None:
         """Creates an empty cache.
 
         Args:
-          count: how many kinds of requests, and how many JSON texts, are cached, at least.
+          count: how many kinds of requests are cached, at least, and how many JSON texts.
           inline_byte_size: the largest tensor, in bytes, that is sent to a worker within the request's record.
         """
         self._inline_byte_size = inline_byte_size
@@ -65,11 +68,12 @@ class PreparedRequests:
     def read(
         self, head: InferHead, text: bytes | memoryview, tail_size: int, apart: Cut | None = None
     ) -> ParsedRequest:
-        """Parses the JSON of an inference request, from the cache if possible.
+        """Parses the JSON of an inference request, or takes the parsed request from the cache.
 
         Args:
-          tail_size: the bytes of all binary tensors that follow the JSON.
-          apart: the large data that ``json_cut`` has cut out of a JSON longer than ``request_codec.MAX_UNCUT``; None: nothing.
+          tail_size: the number of bytes of all binary tensors that follow the JSON.
+          apart: the large data that ``json_cut`` has cut out of a JSON longer than ``request_codec.MAX_UNCUT``; None: nothing is
+            cut out.
         Raises: InvalidArgument: the JSON is malformed or contradicts itself; Unsupported: a string sequence id is too long.
         """
         if len(text) > MAX_TEXT or head.forwarded is not None:
@@ -78,10 +82,11 @@ class PreparedRequests:
         return self.texts[key] or self.meet(head, key)
 
     def meet(self, head: InferHead, key: tuple[TextKey, bytes]) -> ParsedRequest:
-        """Parses the JSON of a request that is not in the cache ``texts``; ``key`` is its key there. Raises as ``read``.
+        """Parses the JSON of a request that is not in the cache ``texts``, where it would have the key ``key``.
 
-        Caches the JSON if it holds no tensor values, and if the last request of its kind that was parsed here had the same id and
-        scheduling (apart from the parameter set).
+        The JSON is cached if it holds no tensor values, and if the last request of its kind that was parsed here had the same id
+        and scheduling (apart from the parameter set).
+        Raises: InvalidArgument: the JSON is malformed or contradicts itself; Unsupported: a string sequence id is too long.
         """
         (_, _, tail_size), text = key
         request = self._read(head, text, tail_size, None)
@@ -124,7 +129,10 @@ class PreparedRequests:
         return request
 
     def _part(self, given: dict[str, Any]) -> tuple[Scheduling, str]:
-        """Separates the parameters of a request: returns its scheduling, and the others as text (empty if there are none)."""
+        """Separates the parameters of a request.
+
+        Returns its scheduling, and the text of all other parameters ("" if there are none).
+        """
         # As text: 1, 1.0 and true are equal, and not the same.
         text = repr(given)
         known = self._parts[text]
@@ -136,7 +144,10 @@ class PreparedRequests:
         return known
 
     def prepare(self, head: InferHead, decoded: DecodedRequest) -> ParsedRequest:
-        """Makes a parsed request of a kind of its own: it is neither looked for in the cache nor stored there."""
+        """Makes a parsed request of ``decoded``, with a kind that no other request shares.
+
+        The cache is neither read nor changed.
+        """
         sources = [source for _, _, _, source in decoded.inputs]
         return ParsedRequest(
             PreparedKind(head, decoded, self._inline_byte_size), decoded.id, sources, decoded.scheduling
@@ -147,9 +158,12 @@ class PreparedRequests:
 
 
 def _values(prepared: PreparedKind, said: RequestHead, apart: Cut | None) -> list[Source]:
-    """Returns the data sources of a request of a known kind, with the tensors in its JSON converted to bytes.
+    """Returns the data sources of a request whose kind is cached. Tensors in the request's JSON are converted to bytes.
 
-    Raises InvalidArgument: a value is wrong; UnusualText: only the exact parser understands the data.
+    Args:
+      said: the parsed JSON of the request.
+      apart: the large data that was cut out of the JSON; None: nothing is cut out.
+    Raises InvalidArgument: a value is wrong; UnusualText: only the exact parser can convert the data.
     """
     sources: list[Source] = []
     for source, (_, datatype, _, _), entry in zip(prepared.sources, prepared.asked.inputs, said.inputs, strict=True):
@@ -161,9 +175,9 @@ def _values(prepared: PreparedKind, said: RequestHead, apart: Cut | None) -> lis
 
 
 class PreparedKind:
-    """Holds what inference requests have in common that differ only in id, scheduling and tensor values.
+    """Holds what the inference requests of one kind have in common: they differ only in id, scheduling and tensor values.
 
-    Also caches the JSON heads of answers to these requests. All connections of the front share it.
+    It also caches the JSON heads of answers to these requests. All connections of a front share it.
     """
 
     __slots__ = (
@@ -219,16 +233,19 @@ class PreparedKind:
         self.last_answer: AnswerText | None = None
 
     def on_lane(self, numbers: Numbers[PreparedRequest]) -> Numbered[PreparedRequest] | None:
-        """Returns the number that stands for this kind on the lanes; None: this is its first request, sent in full."""
+        """Returns the number that stands for requests of this kind on the lanes. It is assigned when the second request comes.
+
+        Returns None for the first request, which is sent in full.
+        """
         if self.numbered is None:
             self.numbered = numbers.number_again(self.record)
         return self.numbered
 
     def answer(self, prepared: PreparedAnswer, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> AnswerText:
-        """Returns the encoder of these requests' answers that have ``prepared`` in common; the first call creates it.
+        """Returns the encoder of those answers to requests of this kind that have ``prepared`` in common. It is created once.
 
         Args:
-          own: the record of the answer at hand.
+          own: the record of the present answer.
           view: returns the bytes of a slice of the response arena.
         Raises: InvalidArgument: a tensor of the answer is outside the arena.
         """
@@ -245,7 +262,7 @@ class PreparedKind:
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
-    """A parsed inference request: its kind, its id, and where its data are."""
+    """A parsed inference request: its kind, its id, its scheduling, and where the data of its inputs are."""
 
     prepared: PreparedKind
     id: str
@@ -255,7 +272,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
 
 
 class AnswerText:
-    """Encodes answers that differ only in id and tensor values, with one cached JSON head."""
+    """Encodes answers that differ only in id and tensor values: they share one cached JSON head."""
 
     __slots__ = ("_head", "_id", "_rest", "_sizes", "_tail_size", "prepared")
 
@@ -267,10 +284,15 @@ class AnswerText:
         own: AnswerRecord,
         view: Callable[[Slice], memoryview],
     ) -> None:
-        """Encodes the JSON head of all these answers from the first of them, ``own``.
+        """Encodes the JSON head that all these answers share, from the first of them.
 
-        If the JSON must contain an output's values, or is long, no head is cached: ``whole`` and ``pieces`` return None.
+        If the JSON must contain an output's values, or is long, no head is cached: then ``whole`` and ``pieces`` return None.
 
+        Args:
+          model: the model's name in the request's path.
+          asked: a request of the kind that is answered; it says which outputs are binary.
+          own: the record of the first answer.
+          view: returns the bytes of a slice of the response arena.
         Raises: InvalidArgument: a tensor of the answer is outside the arena.
         """
         self.prepared = prepared
@@ -295,9 +317,9 @@ class AnswerText:
         self._id = client_id
 
     def whole(self, client_id: str, own: AnswerRecord) -> bytes | None:
-        """Encodes an answer whose tensors are not in shared memory as one piece of bytes: HTTP head, JSON and tensors.
+        """Returns an answer as one piece of bytes: HTTP head, JSON and tensors. No tensor may lie in shared memory.
 
-        Returns None if there is no cached head, or the tensors have other sizes than the first answer's.
+        Returns None if there is no cached head, or if the tensors' sizes differ from those of the first answer.
         """
         contents: Any = own.contents
         if [*map(len, contents)] != self._sizes:
@@ -307,9 +329,10 @@ class AnswerText:
         return b"".join((self._head, *contents))
 
     def pieces(self, client_id: str, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> list[Buffer] | None:
-        """Encodes an answer with tensors in shared memory as pieces: HTTP head and JSON, then views of the tensors.
+        """Returns an answer with tensors in shared memory as pieces: HTTP head and JSON, then views of the tensors, uncopied.
 
-        Returns None as ``whole`` does. Raises InvalidArgument: a tensor is outside the arena.
+        Returns None if there is no cached head, or if the tensors' sizes differ from those of the first answer.
+        Raises InvalidArgument: a tensor is outside the arena.
         """
         if self._sizes is None:
             return None

@@ -25,12 +25,13 @@ COLLECT_JSON_BYTE_SIZE = 64 << 10
 
 
 class Reception(Receiver):
-    """Receives the body of one HTTP request; owns the body and its memory until ``leave`` or ``drop`` is called.
+    """Receives the body of one HTTP request. It owns the body and its memory until ``leave`` or ``drop`` is called.
 
     Args:
       pause: called to stop (True) or resume (False) reading from the socket.
-      progressed: called when no step of decompression is due, or the body got room in the arena; ``ready`` may be true then.
-      account: the account that the body's memory counts against; None: none.
+      progressed: called when the received bytes are decompressed, or when the body got room in the arena. ``ready`` may be true
+        then.
+      account: the account that the body's memory counts against; None: it counts against no account.
     """
 
     #: The error to answer the request with, after which the rest of its body is only counted; None: none so far.
@@ -65,15 +66,16 @@ class Reception(Receiver):
 
     @property
     def received(self) -> int:
-        """Returns how many bytes of the body have been received, before they are decompressed."""
+        """Returns how many bytes of the body have been received. Compressed bytes count as they came."""
         return self.body.received if self._inflation is None else self._inflation.received
 
     # ---------------------------------------------------------------------------------------------------------- place
 
     def begin(self) -> None:
-        """Prepares memory for the body, as large as the head says that it is; may pause reading until there is room.
+        """Prepares memory for the body, by the length in the request's head.
 
-        Raises InvalidArgument: the head says that the JSON is longer than the body, or the body could never fit into the arena;
+        It may pause reading until there is room in the arena.
+        Raises InvalidArgument: by the head, the JSON is longer than the body, or the body could never fit into the arena;
         Unavailable: the host has no memory left.
         """
         length, json_size = self._head.content_length, self._head.json_size
@@ -92,7 +94,10 @@ class Reception(Receiver):
             self.body = TextBody(length, self._grown)
 
     def begin_now(self) -> PlacedBody | None:
-        """Begins to receive a large binary body into shared memory, and returns it; None, with no effect: there is no room."""
+        """Begins to receive a large binary body into the request arena. Returns the object that receives the body.
+
+        Returns None, with no effect, if there is no room in the arena now.
+        """
         length = self._head.content_length
         assert length is not None
         lease = self._submitter.loan(PlacedBody.lease_size(length), self._account, True)
@@ -114,7 +119,7 @@ class Reception(Receiver):
         self.body = body
 
     def refuse(self, error: ServingError) -> None:
-        """Stores the error that the request is answered with; bytes of its body that still arrive are dropped."""
+        """Stores the error with which the request will be answered. Bytes of the body that still arrive are discarded."""
         # What it was raised through refers to this reception, and would keep the bytes that came until garbage is collected.
         error.__context__ = error.__cause__ = None
         self.error = error.with_traceback(None)
@@ -124,7 +129,10 @@ class Reception(Receiver):
         self._on_progress()
 
     def _collect(self, byte_size: int) -> None:
-        """Counts more bytes as held in ordinary memory. Raises Unavailable: all bodies together would take too much."""
+        """Counts ``byte_size`` more bytes of this body as held in ordinary memory.
+
+        Raises Unavailable: the bodies of all requests of this front together would exceed the limit.
+        """
         serving, limit = self._serving, self._serving.options.http.max_collected_byte_size
         if serving.collected_byte_size + byte_size > limit:
             serving.submitter.refusals.note(self._head.model, Refusal.BODIES)
@@ -136,7 +144,10 @@ class Reception(Receiver):
         self._collected_byte_size += byte_size
 
     def _grown(self, byte_size: int) -> bool:
-        """Counts more received bytes of a large JSON body. Returns False if the body was refused or dropped: discard it."""
+        """Counts ``byte_size`` more received bytes of a large JSON body. Returns False if the body is refused or dropped.
+
+        After False the caller discards the body.
+        """
         if self.error is None and not self._dropped:
             try:
                 self._collect(byte_size)
@@ -171,7 +182,7 @@ class Reception(Receiver):
             self.body.received += byte_size
 
     def complete(self) -> None:
-        """Ends the reception, because the whole body has been received; decompression may go on until ``ready`` is true."""
+        """Notes that the whole body has been received. ``ready`` becomes true once the body is also decompressed."""
         self._whole = True
         if self._lease is not None:
             self._serving.submitter.arrived(self._lease)
@@ -179,7 +190,7 @@ class Reception(Receiver):
             self._inflate()
 
     def _inflate(self) -> None:
-        """Decompresses a limited amount of the body; the rest follows in later iterations, while reading is paused."""
+        """Decompresses a limited amount of the body. The rest follows in later iterations, during which reading is paused."""
         was_inflating, self._inflating = self._inflating, False
         if self._dropped or self._inflation is None:
             return
@@ -207,14 +218,17 @@ class Reception(Receiver):
     # ----------------------------------------------------------------------------------------------------------- leave
 
     def leave(self) -> tuple[Lease, ...]:
-        """Ends the reception once the tensors are in their places. Returns the body's lease, if any; the caller owns it now."""
+        """Ends the reception once the tensors are in their places.
+
+        Returns the leases of the body, which the caller owns from now on. The tuple is empty if the body has no lease.
+        """
         if self._collected_byte_size:
             self.drop_body()
         lease = self.take_lease()
         return () if lease is None else (lease,)
 
     def drop_body(self) -> None:
-        """Frees the ordinary memory of a body that is no longer read."""
+        """Frees the ordinary memory of a body that nobody will read."""
         if self._collected_byte_size:
             self.body, self._inflation = CollectedBody(), None
             self._drop_collected()

@@ -70,9 +70,9 @@ def decode(head: bytes | memoryview, tail_size: int, model: str, apart: json_cut
     """Decodes the JSON head of an inference request.
 
     Args:
-      tail_size: the bytes of all binary parts that follow the JSON.
-      model: the model's name, for errors.
-      apart: the large data that ``json_cut`` has cut out of a JSON longer than MAX_UNCUT; None: nothing.
+      tail_size: the number of bytes of all binary tensors that follow the JSON.
+      model: the model's name, for error messages.
+      apart: the large data that ``json_cut`` has cut out of a JSON longer than MAX_UNCUT; None: nothing is cut out.
     Raises: InvalidArgument: the head is no JSON, not in the protocol's format, or contradicts itself; Unsupported: a sequence id
       that is a string is too long.
     """
@@ -86,9 +86,15 @@ def decode(head: bytes | memoryview, tail_size: int, model: str, apart: json_cut
 def decode_exactly(
     text: bytes | memoryview, apart: json_cut.Cut | None, tail_size: int, model: str, reason: UnusualText
 ) -> DecodedRequest:
-    """Decodes the JSON head of a request with the exact parser, because the quick one failed with ``reason``.
+    """Decodes the JSON head of a request with the exact parser, because the quick parser failed with ``reason``.
 
-    ``text`` lacks the large data in ``apart``. Raises as ``decode``, or InvalidArgument: it is too long for this parser.
+    Args:
+      text: the JSON, without the large data that was cut out of it.
+      apart: that large data; None: nothing is cut out.
+      tail_size: the number of bytes of all binary tensors that follow the JSON.
+    Raises: InvalidArgument: the text is no JSON, not in the protocol's format, contradicts itself, or is too long for this
+      parser;
+      Unsupported: a sequence id that is a string is too long.
     """
     if len(text) > _MAX_EXACT:
         raise InvalidArgument(f"failed to parse the request JSON: {reason}") from reason
@@ -101,7 +107,11 @@ def decode_head(
 ) -> DecodedRequest:
     """Checks a parsed JSON head and decodes it to a request.
 
-    Raises as ``decode``, or UnusualText: only the exact parser understands the data of an input.
+    Args:
+      apart: the large data that was cut out of the JSON; None: nothing is cut out.
+      tail_size: the number of bytes of all binary tensors that follow the JSON.
+    Raises: InvalidArgument: the head is not in the protocol's format or contradicts itself; Unsupported: a sequence id that is a
+      string is too long; UnusualText: only the exact parser can convert the data of an input.
     """
     decoded = DecodedRequest(request.id, [], (), {}, False, {})
     if request.parameters:
@@ -127,10 +137,13 @@ def decode_head(
 
 
 def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | None) -> Source:
-    """Returns where the data of one input comes from: the binary parts (at ``offset``), a shared memory region, or the JSON.
+    """Returns where one input's data is: its place among the binary tensors, its shared memory region, or its JSON values.
 
-    Raises: InvalidArgument: datatype or shape is wrong, or not exactly one source is given; UnusualText: only the exact parser
-      understands the data.
+    Args:
+      offset: where the data lies if it is binary, in bytes from the first binary tensor.
+      apart: the large data that was cut out of the JSON; None: nothing is cut out.
+    Raises: InvalidArgument: datatype or shape is wrong, or there is not exactly one source; UnusualText: only the exact parser
+      can convert the data.
     """
     name, shape = entry.name, entry.shape
     parameters = entry.parameters if type(entry.parameters) is dict else msgspec.to_builtins(entry.parameters)
@@ -164,9 +177,10 @@ def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | No
 
 
 def read_values(entry: InputHead | ExactInput, apart: json_cut.Cut | None) -> Values:
-    """Converts the JSON ``data`` of an input whose shape was checked to a tensor's bytes; large data may be converted later.
+    """Converts the JSON ``data`` of an input to a tensor's bytes. The input's shape must have been checked.
 
-    Raises: InvalidArgument: the data is wrong or does not fit the shape; UnusualText: only the exact parser understands it.
+    For large data it returns an object that converts it later, in steps.
+    Raises: InvalidArgument: the data is wrong or does not fit the shape; UnusualText: only the exact parser can convert it.
     """
     count = prod(entry.shape)
     number = apart.number_of(entry.data) if apart is not None else None
@@ -188,7 +202,7 @@ def read_values(entry: InputHead | ExactInput, apart: json_cut.Cut | None) -> Va
 
 
 def _count(entry: InputHead | ExactInput, text: memoryview | None) -> int:
-    """Counts the values in the JSON ``data`` of an input. ``text``: the data, if it was cut out of the JSON."""
+    """Counts the values in the JSON ``data`` of an input. ``text``: the data if it was cut out of the JSON, else None."""
     what = f"input '{entry.name}' shape"
     if text is None and not isinstance(entry, InputHead):
         return count_in_value(entry.data, entry.datatype, what)
@@ -196,8 +210,9 @@ def _count(entry: InputHead | ExactInput, text: memoryview | None) -> int:
 
 
 def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, count: int) -> Values:
-    """Converts large data that was cut out of the JSON to a tensor's bytes; returns what converts it in steps if that takes long.
+    """Converts large data that was cut out of the JSON to a tensor's bytes.
 
+    If that takes long, it returns an object that converts the data later, in steps.
     Args:
       number: the index of the data in ``apart.spans``.
       count: how many values the input has.
@@ -230,11 +245,12 @@ def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, 
 def decode_raw(state: ModelState, body: bytes | memoryview) -> DecodedRequest:
     """Decodes a raw request (Inference-Header-Content-Length: 0), whose whole body is the bytes of the model's one input.
 
-    At most one dimension of the input is variable, and gets the size that fits the body. The body of a BYTES input is one element
-    without its length, and the shape must be [1]. A batching model gets a batch of one; every output comes back binary.
+    At most one dimension of the input may be variable, and it gets the size that fits the body. The body of a BYTES input is one
+    element without its length, and the shape must be [1]. A model that batches gets a batch of one. Every output comes back
+    binary.
 
     Args:
-      state: the model version that is asked for.
+      state: the state of the model version that the request names.
     Raises: InvalidArgument: the model has not exactly one input, or not exactly one shape of that input fits the body.
     Source: Triton docs/protocol/extension_binary_data.md, "Raw Binary Request"; texts as recorded against a real Triton.
     """
@@ -265,7 +281,7 @@ def decode_raw(state: ModelState, body: bytes | memoryview) -> DecodedRequest:
 def _fill(model: str, shape: list[Any], element_size: int, byte_size: int) -> None:
     """Replaces the variable dimension (-1) in ``shape``, if there is one, by the size that fits ``byte_size`` bytes.
 
-    Raises: InvalidArgument: no size fits. ``model`` is named in the error.
+    ``element_size``: the number of bytes of one element. Raises InvalidArgument, which names ``model``: no size fits.
     """
     known = element_count([dim for dim in shape if dim != -1]) * element_size
     count = 1
@@ -286,8 +302,9 @@ def _fill(model: str, shape: list[Any], element_size: int, byte_size: int) -> No
 
 
 def count_in_text(text: bytes | memoryview, datatype: str, what: str) -> int:
-    """Counts the values in the text of a JSON array, or the elements in a JSON string of base64. ``what`` begins error texts.
+    """Returns the number of values in the text of a JSON array, or of elements in the text of a base64 string.
 
+    ``what``: the beginning of error messages.
     Raises: InvalidArgument: the text is too long to count, or the string is no base64 of whole elements.
     """
     if len(text) > _MAX_COUNTED:
@@ -307,9 +324,9 @@ def count_in_text(text: bytes | memoryview, datatype: str, what: str) -> int:
 
 
 def count_in_value(value: Any, datatype: str, what: str) -> int:
-    """Counts the values in a nested list, or the elements in a string of base64. ``what`` begins error texts.
+    """Returns the number of values in a parsed nested list, or of elements in a base64 string.
 
-    Raises: InvalidArgument: the string is no base64 of whole elements.
+    ``what``: the beginning of error messages. Raises InvalidArgument: the string is no base64 of whole elements.
     """
     if isinstance(value, str):
         return elements(datatype, json_data.from_base64(value), what)
@@ -327,9 +344,9 @@ def count_in_value(value: Any, datatype: str, what: str) -> int:
 
 
 def _requested(entry: OutputHead | ExactOutput, decoded: DecodedRequest) -> RequestedOutput:
-    """Reads one entry of ``outputs``, and sets in ``decoded.binary`` whether the output is to be sent as binary.
+    """Decodes one entry of ``outputs``, and sets in ``decoded.binary`` whether the output is to be sent as binary.
 
-    Raises: InvalidArgument: a parameter has a wrong type or value, or two of them exclude each other.
+    Raises: InvalidArgument: a parameter has a wrong type or value, or two parameters exclude each other.
     """
     parameters = entry.parameters if type(entry.parameters) is dict else msgspec.to_builtins(entry.parameters)
     classification = parameters.get("classification", 0)
@@ -385,7 +402,7 @@ def _unsigned(key: str, value: Any) -> int:
 
 
 def read_parameters(given: dict[str, Any], decoded: DecodedRequest) -> None:
-    """Reads the parameters of a request into ``decoded``.
+    """Decodes the parameters of a request and stores them in ``decoded``.
 
     Raises: InvalidArgument: a parameter has a wrong type or a reserved name; Unsupported: a sequence id that is a string is too
       long.
@@ -401,9 +418,9 @@ def read_parameters(given: dict[str, Any], decoded: DecodedRequest) -> None:
 
 
 def part(given: dict[str, Any]) -> tuple[Scheduling, dict[str, Any]]:
-    """Separates the parameters that schedule a request, such as its priority, from the others.
+    """Separates the parameters that schedule a request, such as its priority, from the others. Returns both.
 
-    Malformed ones stay among the others: ``read_parameters`` will refuse them.
+    A malformed parameter for scheduling is returned among the others, where ``read_parameters`` will refuse it.
     """
     if _SCHEDULING.keys().isdisjoint(given):
         return UNSCHEDULED, given

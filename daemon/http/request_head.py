@@ -36,11 +36,11 @@ _RAPIDJSON_ERROR = re.compile(r"Parse error at offset (\d+): (.*)", re.DOTALL)
 
 
 class UnusualText(Exception):
-    """Raised if a request's JSON is not as clients usually write it: the exact, slower parser reads it, or says what is wrong."""
+    """Raised if a request's JSON is not as clients usually write it. Then the exact parser, which is slower, must read it."""
 
 
 class TensorParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Holds those ``parameters`` of one input or output that the protocol knows, and ``content_type``, which some clients add."""
+    """Holds the ``parameters`` of one input or output: those of the protocol, and ``content_type``, which some clients add."""
 
     binary_data_size: int | UnsetType = UNSET
     binary_data: bool | UnsetType = UNSET
@@ -84,7 +84,7 @@ class RequestHead(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(slots=True)
 class ExactInput:
-    """Holds one entry of ``inputs``, as the exact parser read it: ``data`` is a Python value, or ABSENT."""
+    """Holds one entry of ``inputs``, as the exact parser read it. ``data`` is a Python value, or ABSENT if there is none."""
 
     name: str
     shape: Sequence[int]
@@ -105,7 +105,8 @@ class ExactOutput:
 class ExactRequest:
     """Holds the JSON object of an inference request, as the exact parser read it.
 
-    Its inputs and outputs are parsed one by one while they are iterated over, so that the first mistake is the one refused.
+    Its inputs and outputs are checked one by one while they are iterated over, so that the first mistake is the one that is
+    reported.
     """
 
     id: str
@@ -120,7 +121,7 @@ _UNCOUNTED = 4 * MAX_ENTRIES
 
 
 def quick(head: bytes | memoryview) -> RequestHead:
-    """Parses the JSON of an inference request that is written as clients usually write it, with a typed decoder.
+    """Parses the JSON of an inference request with a typed decoder, which accepts JSON as clients usually write it.
 
     Raises: UnusualText: the text is no JSON, or not in the protocol's format; InvalidArgument: a list has too many entries.
     """
@@ -140,10 +141,12 @@ def itself(offset: int) -> int:
 
 
 def exact(head: bytes | memoryview, place: Callable[[int], int] = itself) -> ExactRequest:
-    """Parses any JSON text of an inference request as Triton does; offsets in errors are converted by ``place`` (see ``parse``).
+    """Parses any JSON text of an inference request as Triton does.
 
-    Raises: InvalidArgument: the text is no JSON or not in the protocol's format. Inputs and outputs raise it while they are
-    iterated over.
+    Args:
+      place: converts the offset of a byte in ``head`` to its offset in the text that the client sent, for error messages.
+    Raises: InvalidArgument: the text is no JSON or not in the protocol's format. Mistakes in inputs and outputs raise it while
+      these are iterated over.
     """
     value = parse(bytes(head), place)
     request: dict[str, Any] = value if isinstance(value, dict) else {}
@@ -159,7 +162,7 @@ def parse(document: bytes, place: Callable[[int], int] = itself) -> Any:
     """Parses a JSON text, in which the literals NaN, Infinity, -Infinity and Inf are allowed too.
 
     Args:
-      place: converts the offset of a byte in ``document`` to its offset in what the client sent, for errors.
+      place: converts the offset of a byte in ``document`` to its offset in the text that the client sent, for error messages.
     Raises: InvalidArgument: the text is no JSON; the message says what is wrong and at which byte.
     """
     # A NUL byte is the end of the text, as for every C string. No JSON holds one.
@@ -179,7 +182,7 @@ def parse(document: bytes, place: Callable[[int], int] = itself) -> Any:
 
 
 class _Ended(dict[str, Any]):
-    """Holds a request's JSON object that a NUL byte follows: the request is refused for that if nothing else is wrong."""
+    """Holds a request's JSON object that a NUL byte follows. If nothing else is wrong, the request is refused for that byte."""
 
     def __init__(self, value: Any, end: int) -> None:
         super().__init__(value if isinstance(value, dict) else {})
@@ -229,17 +232,20 @@ def _parameters(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def refusal(key: str, given: str, wanted: str) -> InvalidArgument:
-    """Returns the error for a value of ``key`` that is of one type (``given``) where another (``wanted``) is needed."""
+    """Returns the error for a value of ``key`` that has a wrong type.
+
+    ``given`` and ``wanted`` name the wrong and the right type.
+    """
     return InvalidArgument(f"Unable to parse '{key}': attempt to access JSON {given} as {wanted}")
 
 
 def text(key: str, value: Any) -> str:
-    """Returns ``value``, which must be a string. Raises InvalidArgument, which names ``key``: it is not."""
+    """Returns ``value`` if it is a string. Otherwise raises InvalidArgument, which names ``key``."""
     if not isinstance(value, str):
         raise refusal(key, "non-string", "string")
     return value
 
 
 def is_unsigned(value: Any) -> bool:
-    """Returns whether a value is an unsigned 64-bit integer; true and false are no integers."""
+    """Returns whether a value is an unsigned 64-bit integer. True and False do not count as integers."""
     return type(value) is int and 0 <= value <= UINT64_MAX

@@ -38,15 +38,15 @@ def encode(
     view: Callable[[Slice], memoryview],
     in_steps: bool = False,
 ) -> tuple[bytes, list[Buffer]]:
-    """Encodes a good answer to an inference request. Returns its JSON head and its binary parts.
+    """Encodes an answer to an inference request that is no error. Returns its JSON head and its binary tensors.
 
     Args:
-      prepared: what answers have in common: output names, datatypes, shapes.
-      contents: the bytes of its outputs, or where they lie.
+      prepared: the names, datatypes and shapes of the outputs.
+      contents: the bytes of each output, or their place in the response arena.
       client_id: the request's id; "": it has none.
       asked: the request, which says which outputs are binary.
       view: returns the bytes of a slice of the response arena.
-      in_steps: put a placeholder into the JSON for each large tensor, which ``encode_in_steps`` replaces.
+      in_steps: whether a placeholder is written for each large tensor in the JSON, which ``encode_in_steps`` replaces.
     Raises: InvalidArgument: an output cannot be written as JSON; the message says which one and what to do.
     """
     parts: list[Buffer] = []
@@ -74,7 +74,7 @@ def encode(
 def large_texts(
     prepared: PreparedAnswer, contents: tuple[Content, ...], asked: DecodedRequest
 ) -> list[tuple[PreparedTensor, Slice]]:
-    """Returns the tensors of an answer, with their places, that are to be JSON but too large to be written in one step."""
+    """Returns those tensors of an answer that must be JSON and are too large to be converted in one step, with their places."""
     return [
         (tensor, place)
         for tensor, place in placed(prepared.outputs, contents)
@@ -94,9 +94,16 @@ def encode_in_steps(
     asked: DecodedRequest,
     view: Callable[[Slice], memoryview],
 ) -> Generator[None, None, tuple[list[Buffer], list[Buffer]]]:
-    """Encodes a good answer as ``encode`` does, and yields after each piece of a large tensor's JSON.
+    """Encodes an answer that is no error, and yields after each piece of a large tensor's JSON.
 
-    Returns the pieces of the JSON head, and the binary parts.
+    Returns the pieces of the JSON head, and the binary tensors.
+    Args:
+      prepared: the names, datatypes and shapes of the outputs.
+      contents: the bytes of each output, or their place in the response arena.
+      client_id: the request's id; "": it has none.
+      asked: the request, which says which outputs are binary.
+      view: returns the bytes of a slice of the response arena.
+    Raises: InvalidArgument: an output cannot be written as JSON.
     """
     texts: list[list[Buffer]] = []
     for tensor, place in large_texts(prepared, contents, asked):
@@ -113,13 +120,13 @@ def encode_in_steps(
 
 
 def response_head(json_size: int, tail_size: int, lines: bytes = b"", compressed_size: int | None = None) -> bytes:
-    """Returns the status line and headers of a good answer.
+    """Returns the status line and headers of an answer that is no error.
 
     Args:
-      json_size: the bytes of JSON in the body, before compression.
-      tail_size: the bytes of binary tensors that follow the JSON; 0: the body is JSON alone.
+      json_size: the number of bytes of JSON in the body, before compression.
+      tail_size: the number of bytes of binary tensors that follow the JSON; 0: the body is JSON alone.
       lines: further header lines, each with its line end.
-      compressed_size: the bytes of the body, if it is compressed.
+      compressed_size: the number of bytes of the compressed body; None: the body is not compressed.
     """
     total = json_size + tail_size if compressed_size is None else compressed_size
     if not tail_size:
@@ -131,7 +138,10 @@ def response_head(json_size: int, tail_size: int, lines: bytes = b"", compressed
 
 
 def timing_line(timing: tuple[int, int, int]) -> bytes:
-    """Returns the Tensord-Timing header line of an answer: nanoseconds in the queue and of computing, and bytes copied."""
+    """Returns the Tensord-Timing header line of an answer.
+
+    ``timing``: the nanoseconds in the queue, the nanoseconds of computing, and the number of bytes copied.
+    """
     return b"Tensord-Timing: queue-ns=%d, compute-ns=%d, copied-bytes=%d\r\n" % timing
 
 
@@ -140,7 +150,10 @@ def status_line(status: int) -> bytes:
 
 
 def error_response(status: int, message: str, lines: bytes = b"") -> bytes:
-    """Returns a complete HTTP error response, whose body is a JSON object with ``error``; ``lines``: further header lines."""
+    """Returns a complete HTTP error response, whose body is a JSON object with the message under ``error``.
+
+    ``lines``: further header lines, each with its line end.
+    """
     body = _encode({"error": message})
     retry = b"Retry-After: 1\r\n" if status == 503 else b""
     return (

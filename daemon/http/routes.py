@@ -66,7 +66,7 @@ class Routes:
         self._arriving = ArrivingParameters()
 
     def table(self) -> list[Endpoint]:
-        """Returns all documented routes: method, path, handler, and the call's name (``tensord.daemon.front.access``)."""
+        """Returns all documented routes. Each has a method, a path, a handler, and the call's name for rules of access."""
         model, version = "/v2/models/{model}", "/v2/models/{model}/versions/{version}"
         repository = "/v2/repository"
         table: list[Endpoint] = [
@@ -112,7 +112,7 @@ class Routes:
         return table
 
     def refused(self) -> list[Endpoint]:
-        """Returns routes for paths that lack a name or have one too many: they answer with an error."""
+        """Returns routes for paths with a name missing or one name too many. Their handlers answer with an error."""
         repository = "/v2/repository/{repository}/models/{model}"
         return [
             ("POST", f"{repository}/load", self.named_repository, "RepositoryModelLoad"),
@@ -122,7 +122,7 @@ class Routes:
         ]
 
     def undescribed(self) -> list[Endpoint]:
-        """Returns the route that the OpenAPI description leaves out: the one that serves the description."""
+        """Returns the route that serves the OpenAPI description, which is the only one that the description leaves out."""
         return [("GET", "/v2/openapi.yaml", self.openapi, "OpenApi")]
 
     def application(self) -> Starlette:
@@ -152,7 +152,10 @@ class Routes:
     # ------------------------------------------------------------------------------------------------ health
 
     async def live(self, request: Request) -> Response:
-        """Answers whether the server is alive. (KServe's client reads the body, Triton's the status alone.)"""
+        """Answers whether the server is alive.
+
+        KServe's client reads that from the body, Triton's client from the status alone.
+        """
         return _answer({"live": True})
 
     async def ready(self, request: Request) -> Response:
@@ -194,7 +197,10 @@ class Routes:
         return _answer(await self._endpoints.model_config(*_target(request)))
 
     async def infer(self, request: Request) -> Response:
-        """Raises NotFound, always: a connection answers inference requests itself, and only needs their routes in the table."""
+        """Raises NotFound always, because a connection answers inference requests itself and they never get here.
+
+        The handler exists because the table of routes needs one.
+        """
         raise NotFound("Not Found")
 
     async def statistics(self, request: Request) -> Response:
@@ -342,12 +348,15 @@ async def _read_body(request: Request, limit: int) -> bytes:
 
 
 async def _fields(request: Request, required: bool = False) -> dict[str, Any]:
-    """Returns the fields of the JSON object in the body of a control request; an empty body has none, unless ``required``."""
+    """Returns the fields of the JSON object in the body of a request that is no inference request.
+
+    ``required``: True: an empty body is refused with InvalidArgument. False: an empty body has no fields.
+    """
     return control_fields.read(await _read_body(request, MAX_BODY), required)
 
 
 def _answer(value: Any, status: int = 200) -> Response:
-    """Returns a JSON response. ``value``: bytes that are already JSON, or anything else, which is encoded."""
+    """Returns a JSON response. If ``value`` is bytes, they are already JSON; anything else is encoded as JSON."""
     body = value if isinstance(value, bytes) else msgspec.json.encode(value)
     return Response(body, status, media_type="application/json")
 
@@ -365,10 +374,13 @@ def _traced(request: Request) -> str:
 
 
 def _guarded(method: str, handler: Handler, rule: Rule | None, heads: bool) -> Handler:
-    """Wraps a handler, so that the request's method, and the header that the operator demands (``rule``), are checked first.
+    """Wraps a handler, so that the request is checked before the handler is called.
 
-    A HEAD request, which Starlette passes to each GET route, is refused with 405, as by Triton, unless ``heads`` is true (health,
-    which load balancers ask for by HEAD, and the OpenAPI file).
+    Args:
+      method: the only method that is allowed.
+      rule: the header that the operator demands for this call; None: none is demanded.
+      heads: True: HEAD requests are answered too, as load balancers send them to the health endpoints. False: a HEAD request,
+        which Starlette passes to each GET route, is refused with 405, as by Triton.
     """
 
     async def handle(request: Request) -> Response:
@@ -391,14 +403,14 @@ def _target(request: Request) -> tuple[str, int]:
 
 
 def _check_version_text(request: Request) -> None:
-    """Checks the version in a request's path. Raises NotFound: it is not made of digits."""
+    """Checks the model version in a request's path. Raises NotFound: the version is not made of digits."""
     text = request.path_params.get("version", "0")
     if not (text.isascii() and text.isdigit()):
         raise NotFound("Not Found")
 
 
 def _fd(request: Request) -> int:
-    """Returns the file descriptor of the client's connection; -1: the connection is already closed."""
+    """Returns the file descriptor of the client's connection; -1 if the connection is already closed."""
     sock = request.scope["tensord.socket"]
     return -1 if sock is None else int(sock.fileno())
 
@@ -439,7 +451,7 @@ def _allowed(request: Request) -> list[str]:
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    """Returns a response that nobody reads, for a client that disconnected in the middle of its request; logs nothing."""
+    """Returns a response for a client that disconnected in the middle of its request. Nobody reads it, and nothing is logged."""
     return Response(status_code=400)
 
 

@@ -30,11 +30,12 @@ _EXPOSED = "Inference-Header-Content-Length"
 class CrossOrigin:
     """Adds CORS headers to answers, so that web pages of the origins in ``http.cors_origins`` may use this server.
 
-    Starlette's middleware adds them to what Starlette answers, preflight requests included. Answers to inference requests do not
-    go through Starlette, and get their header lines here. Source: the Fetch standard, "HTTP-CORS protocol".
+    Starlette's middleware adds them to the answers that Starlette makes, also to those to preflight requests. Answers to
+    inference requests do not go through Starlette, and get their CORS header lines from here. Source: the Fetch standard,
+    "HTTP-CORS protocol".
 
     Args:
-      origins: as browsers send them, such as ``https://example.org``; ``*`` allows all.
+      origins: the allowed origins, written as browsers send them, such as ``https://example.org``; ``*`` allows all.
     """
 
     def __init__(self, origins: Sequence[str]) -> None:
@@ -52,7 +53,10 @@ class CrossOrigin:
         )
 
     def lines(self, fields: Sequence[tuple[bytes, bytes]]) -> bytes:
-        """Returns the CORS header lines of the answer to a request with these header fields; empty: it has no Origin header."""
+        """Returns the CORS header lines of the answer to a request with the header fields ``fields``.
+
+        Returns no bytes if the request has no Origin header.
+        """
         origin = next((value for name, value in fields if name == b"origin"), None)
         if origin is None:
             return b""
@@ -70,7 +74,7 @@ class CrossOrigin:
 
 @dataclass(slots=True)
 class HttpServing:
-    """Holds what all connections of an HTTP front, and the requests on them, share: options, submitter, caches and counters."""
+    """Holds what all connections of an HTTP front share: the options, the submitter, caches and counters."""
 
     options: Options
     table: ModelStates
