@@ -40,7 +40,7 @@ class _Step(NamedTuple):
 
 
 class EnsemblePipeline:
-    """Computes one set of requested outputs of an ensemble version. Used by the worker's loop only."""
+    """Computes one choice of an ensemble's outputs by running its steps' programs in turn. For the worker's loop only."""
 
     #: Requests share batches, and no calls besides.
     grouped = None
@@ -58,7 +58,7 @@ class EnsemblePipeline:
 
     @property
     def free(self) -> bool:
-        """True while no request waits for any of the ensemble's models, so that a run of the pipeline overtakes none."""
+        """True while no request waits in the queue of any model of the ensemble; running the pipeline then overtakes nobody."""
         return not any(len(step.version.planner) for step in self._steps)
 
     def answers(self, request: Request) -> bool:
@@ -73,9 +73,9 @@ class EnsemblePipeline:
         return None if found is None or found.long or not found.gathers else found
 
     def programs(self, key: Shapes, most: int) -> list[PipelineProgram | None]:
-        """Returns what ``program`` returns for 1, 2, ...
+        """Returns a list of what ``program`` returns for 1 row up to ``most`` rows.
 
-        ``most`` rows; ``key``, the shapes of inputs, is always the same here.
+        ``key``: the shapes of a request's inputs; a pipeline takes only one, so it is not looked at.
         """
         return [self.program(rows) for rows in range(1, most + 1)]
 
@@ -109,14 +109,17 @@ class EnsemblePipeline:
         return results
 
     def count(self, execution: Execution) -> None:
-        """Counts a run of the pipeline in the statistics of the ensemble's models."""
+        """Counts a run of the pipeline in the statistics of each model of the ensemble."""
         rows = sum([request.rows for request in execution.requests])
         took, count = execution.computed_ns - execution.gathered_ns, len(execution.requests)
         batch = (rows, 1, 0, took, 0)
         self.credit(NativeRuns(count, rows, 1, 0, 0, 0, (0, count * took, 0), [batch]))
 
     def credit(self, done: NativeRuns) -> None:
-        """Counts runs of the pipeline: each of the ensemble's models is credited with all requests, and its share of the time."""
+        """Counts runs of the pipeline that C code made.
+
+        Each model of the ensemble counts all requests and its share of the time.
+        """
         shares = [0] * len(self._steps)
         for program in self._made.values():
             for number, ns in enumerate(program.call_ns):
@@ -127,7 +130,7 @@ class EnsemblePipeline:
             step.version.statistics.add(done.part(share, whole))
 
     def _build(self, rows: int) -> PipelineProgram | None:
-        """Builds the program for the smallest batch size from ``rows`` on that all the models have; None: there is none."""
+        """Builds the program for the smallest batch size from ``rows`` on that all its models have; None: there is none."""
         if any(-1 in spec.dims for spec in self._signature.inputs.values()):
             return None
         bucket, found = rows, list[Executable]()
@@ -197,7 +200,7 @@ class EnsemblePipelines:
         return None if program is None or not pipeline.free or not program.takes(requests) else (pipeline, program)
 
     def forget_gone(self) -> None:
-        """Drops all pipelines, so that none keeps an unloaded model alive; those still needed are built again."""
+        """Drops all pipelines, because they would keep unloaded models alive. A pipeline that is used again is built again."""
         self._known.clear()
         self._changes = self._models.changes
 
@@ -206,14 +209,15 @@ class EnsemblePipelines:
 
 
 def needs_steps(request: Request) -> bool:
-    """Returns whether a request has to run as requests to the models of its steps: it names a parameter set, or asks for it."""
+    """Returns whether a request has to run as requests to the ensemble's models: it names a parameter set or wants it told."""
     return bool(request.own.parameter_set or request.prepared.parameters.get(TELLING_PARAMETER))
 
 
 def _program(step: _Step, batches: bool, rows: int) -> Executable | None:
-    """Returns the program that computes a step for ``rows`` rows; None: it needs more than a program (a thread, a cache...).
+    """Returns the program that computes a step for ``rows`` rows.
 
-    ``batches``: whether the ensemble has a batch dimension; None is also returned if the step's model differs in this.
+    None: running the step takes more than a program, such as a thread of its own or a lookup in the response cache.
+    ``batches``: whether the ensemble has a batch dimension; if the step's model differs in this, None is returned as well.
     """
     member = step.version
     loaded, model, specs = member.loaded, member.jitted, member.signature.inputs

@@ -106,7 +106,7 @@ class Execution:
         return self.parameters
 
     def time(self, request: Request) -> None:
-        """Records in a request when the batch ran, and the request's share of the bytes copied for the batch."""
+        """Writes into a request when its batch ran, and the request's share of the bytes that were copied for the batch."""
         gathered = 0
         if self.copied_byte_size:
             gathered = self.copied_byte_size * request.rows // sum([each.rows for each in self.requests])
@@ -125,7 +125,10 @@ class Execution:
         self.cut = None
 
     def sender(self, request: Request) -> ResponseSender:
-        """Returns the sender by which the model answers a request; its run must set the request's result to ``STREAMED``."""
+        """Returns the object by which the model sends the responses to a request.
+
+        The model's run must set this request's result to ``STREAMED``.
+        """
         self.by_senders = True
         if self.responder is None:
             return ResponseSender(request, ResponseReceiver(), self.began_ns)
@@ -137,14 +140,17 @@ class Execution:
     def caller(self, port: ModelPort) -> Caller:
         """Makes the object through which the model's code calls other models during this run, on behalf of the batch's requests.
 
-        A run of a warmup sample is on behalf of no request.
+        During a run of a warmup sample such calls are made on behalf of no request.
         """
         if self.responder is None:
             return Caller(port)
         return Caller(port, self.requests, self.whole or self)
 
     def finish(self, results: list[Result | None]) -> None:
-        """Sets the results, one for each request in order; None: the request is to be run once more, and leaves this batch."""
+        """Sets the results, in the order of the requests.
+
+        A result of None means that the request leaves this batch to be run again.
+        """
         pairs = list(zip(self.requests, results, strict=True))
         self.again = [request for request, result in pairs if result is None]
         if self.again:
@@ -154,9 +160,9 @@ class Execution:
 
 
 def chosen_by(sets: ParameterSets, requests: Sequence[Request]) -> ParameterSet:
-    """Returns the set that a batch is to be computed with: the one that its first request names, main if it names none.
+    """Returns the parameter set that a batch is computed with: the one that its first request names, ``main`` if it names none.
 
-    Notes the set in those requests whose answers say it. Raises NotFound: there is no set with that name any more.
+    In requests that want to know the set it is noted for the answer. Raises NotFound: there is no set with that name any more.
     """
     chosen = requests[0].chosen
     found = sets.main if chosen is None else chosen if isinstance(chosen, ParameterSet) else sets.find(chosen)
@@ -168,7 +174,7 @@ def chosen_by(sets: ParameterSets, requests: Sequence[Request]) -> ParameterSet:
 
 
 def each_chosen_by(sets: ParameterSets, requests: Sequence[Request]) -> BatchSets:
-    """Does what ``chosen_by`` does for each request, for models whose batches mix sets."""
+    """Returns the parameter set that each request names, for models whose batches mix sets. Raises NotFound, as ``chosen_by``."""
     return BatchSets({request: chosen_by(sets, [request]) for request in requests})
 
 
@@ -183,13 +189,17 @@ class RunnableModel(Describing, Protocol):
     """A model that runs batches: a jitted or host-side function, or an instance of a Triton Python model."""
 
     def execute(self, execution: Execution) -> None:
-        """Runs a batch and fills in its results and times. Raises whatever the model raises; then no result is filled in."""
+        """Runs a batch and sets its results and times in ``execution``.
+
+        If the model raises, that is raised, and no result is set.
+        """
 
 
 def run(model: RunnableModel, execution: Execution, check: CheckDevice = works) -> None:
-    """Runs a batch. If that fails, runs its requests one by one, if they may be run again; else all get the error.
+    """Runs a batch. Afterwards each request has a result or an error in ``execution``.
 
-    Afterwards each request has a result or an error in ``execution``. ``check``: raises if the model's device has failed.
+    If the run of several requests fails, each is run alone where running it twice does no harm; any other gets the error.
+    ``check``: raises if the model's device has failed.
     """
     try:
         model.execute(execution)
@@ -232,7 +242,7 @@ def _lost(model: RunnableModel, error: StateLost, execution: Execution, check: C
 def own_failure(
     model: Describing, error: BaseException, execution: Execution, check: CheckDevice = works
 ) -> ServingError:
-    """Returns the error for clients when a model failed on a batch with ``error``, and logs the details."""
+    """Logs why a model failed on a batch with ``error``, and returns the error that clients get. ``check``: as for ``run``."""
     if isinstance(error, ServingError):
         # Without the frames: they hold the requests, and the result they become holds them.
         return error.with_traceback(None)

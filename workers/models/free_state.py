@@ -27,7 +27,10 @@ from tensord.workers.tensors.signature import Signature, TensorSpec
 
 
 class Unfit:
-    """The batching key of a request that cannot run. It equals no other key, so the request shares no batch."""
+    """The batching key of a request whose inputs do not fit its state.
+
+    It equals no other key, so the request runs in no batch.
+    """
 
     def __init__(self, error: InvalidArgument) -> None:
         #: Why the request cannot run.
@@ -56,7 +59,7 @@ def _tensor(name: str, spec: Any) -> TensorSpec:
 
 
 def travelling(apply: Callable[..., Any], described: Signature) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
-    """Wraps a model's function (parameters, inputs, state) as one that has the state among its inputs and outputs."""
+    """Wraps a model's function ``apply(parameters, inputs, state)`` as one that has the state among its inputs and outputs."""
     names = [spec.name for spec in described.states]
 
     def step(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -72,12 +75,12 @@ class FreeState:
     """Adds the state of sequences to the inputs of their requests, and takes the new state from the results."""
 
     def __init__(self, described: Signature, buckets: Buckets, initial: Mapping[str, Array], limit: int) -> None:
-        """Holds no state yet.
+        """Begins without sequences.
 
         Args:
           described: the inputs and outputs that clients send and get, and the state.
-          initial: state name -> the array with which a sequence begins; others begin as zeros.
-          limit: bytes that the state of all sequences together may have.
+          initial: state name -> the array with which a sequence begins; a state that is not in it begins as zeros.
+          limit: the most bytes that the state of all sequences together may have.
         """
         self._described = described
         self._shapes = RequestShapes(buckets.signature, buckets)
@@ -87,9 +90,9 @@ class FreeState:
         self._byte_size = 0
 
     def attach(self, request: RequestTensors) -> None:
-        """Adds the state of a request's sequence to its inputs, and sets its batching key to the shapes of them all.
+        """Adds the state of a request's sequence to its inputs, and sets the request's batching key to the shapes of all of them.
 
-        If the state does not fit the inputs, these stay as they are and the key is an ``Unfit`` with the error.
+        If the state does not fit the inputs, the inputs stay as they are and the key is an ``Unfit`` with the error.
         """
         kept = None if request.controls.start else request.live.kept
         try:
@@ -102,7 +105,10 @@ class FreeState:
         request.keep(arrays)
 
     def _fitting(self, request: RequestTensors, kept: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Returns the state ``kept``. Raises InvalidArgument: a named axis has one size in it and another in the inputs."""
+        """Returns ``kept``, the state of a sequence, after a check.
+
+        Raises InvalidArgument: an axis name has one size in the state and another in the request's inputs.
+        """
         lengths = self._lengths(request.arrays)
         for spec in self._described.states:
             for axis, size in zip(spec.axes, kept[spec.name].shape[self._described.batches :], strict=True):
@@ -140,10 +146,10 @@ class FreeState:
         results: Sequence[Result],
         live: Callable[[], Iterable[LiveSequence[Any]]],
     ) -> list[Result]:
-        """Stores the new state from the results of a run. Returns the results with only what clients get.
+        """Stores the sequences' new state from the results of a run. Returns the results without the state.
 
-        A sequence whose state would exceed the limit keeps its former state, and its request's result is Unavailable.
-        ``live``: returns all sequences, to count their bytes.
+        If a sequence's state would exceed the limit, the sequence keeps its former state and its request's result is Unavailable.
+        ``live``: returns all sequences, whose state is counted for the limit.
         """
         return [
             result if isinstance(result, ServingError) else self._kept(request, result, live)

@@ -91,7 +91,7 @@ class HostModel(HostFunction):
         execution.results = results
 
     def _laid_out(self, requests: Sequence[Request]) -> dict[str, Array]:
-        """Concatenates the inputs of a batch, and adds the batch inputs that describe the lengths of ragged ones."""
+        """Concatenates each input of a batch's requests, and adds the batch inputs that tell the lengths of ragged inputs."""
         inputs: dict[str, Array] = {}
         rows = sum(request.rows for request in requests)
         for spec in self.signature.inputs.values():
@@ -190,9 +190,9 @@ class _GeneratorRun:
         self._resume = execution.resume
 
     def go_on(self, alone: bool) -> None:
-        """Runs the generator to its end, or until its client has too many responses to acknowledge. Raises what the model raises.
+        """Runs the generator to its end, or until its client has too many unacknowledged responses. Raises what the model raises.
 
-        ``alone``: whether this is called outside of the model's ``execute``; then the worker's loop is woken at the end.
+        ``alone``: True if this is called outside of the model's ``execute``; at the end it then wakes the worker's loop.
         """
         sender, generator, request = self._sender, self._generator, self._request
         # Of one that was given ahead, and that nobody waits for by now, nothing runs.
@@ -205,7 +205,10 @@ class _GeneratorRun:
         sender.finish(alone)
 
     def _room(self) -> None:
-        """Has the instance's thread resume the generator, because its client has acknowledged enough. Called on the loop."""
+        """Has the instance's thread resume the generator, as its client has acknowledged enough responses.
+
+        Called on the worker's loop.
+        """
         assert self._resume is not None
         self._resume(self._rested)
 

@@ -25,7 +25,7 @@ from tensord.workers.threads.inbox import Inbox
 
 
 class Instantiated(RunnableModel, Protocol):
-    """A model object that an instance's thread creates, runs and closes; by default there is nothing to begin or to end."""
+    """A model object that an instance's thread creates, runs and closes. By default ``initialize`` and ``close`` do nothing."""
 
     def initialize(self) -> None:
         """Initialises the model before its first batch. Raises whatever the model raises."""
@@ -38,7 +38,7 @@ class Instantiated(RunnableModel, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Closing:
-    """The last job of an instance's thread, which ends the model; ``closed`` is called on the loop afterwards."""
+    """The last entry of an instance's queue: the thread closes the model, then ``closed`` is called on the worker's loop."""
 
     closed: Callable[[], None]
 
@@ -46,7 +46,8 @@ class _Closing:
 class Instance:
     """A thread that runs one instance of a model.
 
-    The worker's loop alone uses ``given``, ``depth`` (how many it may be given at a time) and ``status_slot``.
+    Only the worker's loop uses ``given`` (the batches given to the thread), ``depth`` (the most batches that may be given at a
+    time) and ``status_slot``.
     """
 
     def __init__(
@@ -59,14 +60,14 @@ class Instance:
         check: CheckDevice = works,
         code: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """Prepares an instance, whose thread ``start`` starts.
+        """Prepares an instance; ``start`` starts its thread.
 
         Args:
           create: makes the model; called in the thread.
-          page: where the thread notes what it runs.
-          warm: warms the model up, before the instance counts as started; called in the thread.
+          page: the status page in which the thread notes the batch that it runs.
+          warm: warms the model up before the instance counts as started; called in the thread.
           check: raises if the model's device has failed.
-          code: makes the context that the thread works in: JAX's settings as the model's code has made them.
+          code: makes a context manager, in which the thread works, that sets JAX's settings as the model's code has changed them.
         """
         self._code = code
         self._check = check
@@ -100,7 +101,7 @@ class Instance:
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     def start(self) -> None:
-        """Starts the thread, which initialises and warms up the model; ``wait_started`` waits until it has."""
+        """Starts the thread, which initialises and warms up the model. It does not wait for that; ``wait_started`` does."""
         self._thread.start()
 
     def wait_started(self, cancellation: Cancellation) -> None:
@@ -159,7 +160,7 @@ class Instance:
             self._say_closed()
 
     def _say_closed(self) -> None:
-        """Calls, on the loop, the ``closed`` functions of a failed instance, and drops its other jobs."""
+        """Empties the queue of an instance whose start failed. Batches are dropped, and each ``closed`` is called on the loop."""
         with contextlib.suppress(queue.Empty):
             while True:
                 job = self._jobs.get_nowait()
@@ -212,7 +213,7 @@ class Instance:
             del job, execution, done
 
     def _done(self, execution: Execution, done: Callable[[Execution], None]) -> None:
-        """Removes the finished execution from ``given`` and calls its ``done``; runs on the loop."""
+        """Removes an execution that has ended from ``given`` and calls its ``done``; runs on the worker's loop."""
         self.given.popleft()
         done(execution)
 

@@ -24,9 +24,9 @@ _SECONDS = 5.0
 
 
 class IsReadyCalls:
-    """Calls ``is_ready()`` of all instances of a version.
+    """Calls the ``is_ready()`` of all instances of a version.
 
-    ``join`` and ``leave`` are for the instances' threads, the rest for the loop.
+    The instances' threads call ``join`` and ``leave``; the worker's loop calls the other methods.
     """
 
     def __init__(self, name: str, inbox: Inbox) -> None:
@@ -51,9 +51,10 @@ class IsReadyCalls:
             self._models.remove(is_ready)
 
     def ask(self, answered: Callable[[bool], None]) -> None:
-        """Calls ``answered`` on the loop with whether ``is_ready`` of every instance returned ``True``.
+        """Asks all instances whether they are ready, and calls ``answered`` with the result on the worker's loop.
 
-        It gets False as well if one raises, or if there is no answer after five seconds.
+        The result is True if every ``is_ready`` returned ``True``. It is False if one returned anything else or raised, or if
+        they have not all returned after five seconds.
         """
         self._waiting.append((time.monotonic() + _SECONDS, answered))
         if self._thread is None:

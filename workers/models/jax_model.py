@@ -54,8 +54,8 @@ class GatheredRun:
         """Runs the batch whose inputs lie in the executable's ``memory``. Returns the contents of the outputs in host memory.
 
         Args:
-          slots: the slot of the sequence of each of the first rows; no request fills the other rows.
-          starts: whether each of these sequences begins.
+          slots: for each of the first rows, the slot in which the state of its sequence lies; other rows belong to no request.
+          starts: for each of these rows, whether its sequence begins.
         Raises StateLost: the run failed, or reading its outputs did, and the state of all sequences is lost. After any other
           error, of the run or of sending the inputs, all state is as before.
         """
@@ -96,9 +96,10 @@ class JaxModel:
         """Raises Unsupported: a tensor has a datatype that cannot be jitted.
 
         Args:
-          instances: how many threads execute the model.
-          alone: requests that cannot share a batch may not share a call of a program either.
-          free_state: sequence state that varies in size; it is then among the inputs and outputs of ``signature``.
+          instances: how many threads run the model.
+          alone: True: no two requests share a call of a program, not even as grouped calls.
+          free_state: the state of sequences, if its size varies; it is then among the inputs and outputs of ``signature``. None:
+            the model has no such state.
         """
         for spec in (*signature.inputs.values(), *signature.outputs.values()):
             if not is_numeric(spec):
@@ -139,14 +140,14 @@ class JaxModel:
         self.free_state = free_state
 
     def for_instances(self, count: int, alone: bool) -> JaxModel:
-        """Returns a copy of this model for ``count`` threads, with the same programs.
+        """Returns a copy of this model, with the same programs, that is run by ``count`` threads.
 
-        A model with sequence state has no copies.
+        A model with sequence state has no copies. ``alone``: as for the constructor.
         """
         return JaxModel(self._version, self._signature, self._buckets, self.executables, count, alone)
 
     def wanted_by(self, requests: Sequence[Request]) -> Wanted:
-        """Returns the rows and shapes of the executable for a batch of compatible requests."""
+        """Returns the number of rows and the shapes of the executable that a batch needs; its requests have one batching key."""
         first = requests[0]
         # A request that must run alone has a key of its own, which says more than its shapes.
         shapes: Shapes = self.key(first.arrays) if first.own.strikes else shapes_of(first.key)  # type: ignore[assignment]
@@ -160,15 +161,15 @@ class JaxModel:
         return self._buckets.fitting(requests) if self.ragged else len(requests)
 
     def find(self, requests: Sequence[Request]) -> Executable | None:
-        """Returns the compiled executable for a batch of requests, or None while none is compiled."""
+        """Returns the compiled executable for a batch of requests; None: it is not compiled yet."""
         return self.executables.find(self.wanted_by(requests))
 
     def programs(self, key: Shapes, most: int) -> list[Executable | GroupedProgram | None]:
-        """Returns the programs to run when 1, 2, ... ``most`` rows of a batching key wait; None: none is compiled for so many.
+        """Returns the list of programs for 1 to ``most`` rows of a batching key; None in it: none is compiled for that many.
 
-        If one call can run several requests, the list is for 1, 2, ... ``grouped_calls.MOST`` requests, not rows.
-
-        The list is empty if outputs have to be cut, inputs are ragged, or sequence state varies in size. Nothing is compiled.
+        If one call can run several requests, the list is for 1 to ``grouped_calls.MOST`` requests instead of rows.
+        The list is empty if outputs have to be cut, inputs are ragged, or sequence state varies in size. Nothing is compiled
+        here.
         """
         if self.grouped is not None:
             # What does not share calls, or not yet, is run one after the other.
@@ -180,9 +181,9 @@ class JaxModel:
         return [program if program is not None and program.gathers else None for program in planned]
 
     def prepare_grouped(self, cancellation: Cancellation) -> None:
-        """Compiles the programs for grouped calls, or loads them from the cache, before the model serves, if it has any.
+        """Compiles the programs that run several requests in one call, or loads them from the cache, before the model serves.
 
-        Raises Cancelled: the load was given up; or whatever tracing raises.
+        Does nothing for a model without such programs. Raises Cancelled: the load was given up; or whatever tracing raises.
         """
         if self.grouped is not None:
             planned = [self.executables.planned(Wanted(*wanted)) for wanted in self._buckets.planned()]
@@ -196,14 +197,14 @@ class JaxModel:
         return GatheredRun(executable, self._carry, self._signature)
 
     def single(self, shapes: Shapes, rows: int) -> Executable | None:
-        """Returns the executable for ``rows`` rows of these shapes if tensors need no padding or cutting, else None."""
+        """Returns the executable for exactly ``rows`` rows of these shapes; None: there is none, so tensors are padded or cut."""
         several = self.executables.several is not None
         if not self._plain or self._carry is not None or self._buckets.axes or self.ragged or several:
             return None
         return self.executables.planned(Wanted(self._buckets.rows(rows), shapes))
 
     def sizes(self, executable: Executable | GroupedProgram, requests: Sequence[Request]) -> Mapping[str, int] | None:
-        """Returns each output's bytes if memory for the outputs should be reserved in the answer before the run; else None."""
+        """Returns output name -> bytes, if memory for the outputs should be reserved in the answer before the run; else None."""
         if not isinstance(executable, Executable) or self._carry is not None:
             return None
         return executable.sizes(requests, self._plain and self._whole(requests, executable.wanted.rows))
@@ -224,16 +225,16 @@ class JaxModel:
         return all(shape is None or arrays[name].shape[lead:] == shape for name, shape in shapes)
 
     def _whole(self, requests: Sequence[Request], bucket: int) -> bool:
-        """Returns whether the outputs of a program for ``bucket`` rows are one request's answer, with nothing to cut off."""
+        """Returns whether the outputs of a program for ``bucket`` rows are the only request's answer, with nothing to cut off."""
         return not self._cut and len(requests) == 1 and (not self._signature.batches or requests[0].rows == bucket)
 
     def execute(self, execution: Execution, carry: Carry | None = None) -> None:
         """Runs a batch and fills in its outputs.
 
-        ``carry``: that of the instance that runs the batch; None: that of the model, which the worker's loop runs.
+        ``carry``: the sequence state of the instance that runs the batch; None: the state that the worker's loop uses.
 
-        Raises LookupError: no executable for the batch is compiled; StateLost: the run failed and the sequence state is lost
-        with it.
+        Raises LookupError: no executable for the batch is compiled.  StateLost: the run failed, and the state of all sequences is
+        lost with it.
         """
         requests = execution.requests
         executable: Executable | GroupedProgram | None = execution.executable
@@ -267,7 +268,7 @@ class JaxModel:
 
     @property
     def full_sizes(self) -> frozenset[int] | None:
-        """The batch sizes that need no padding; empty: inputs of any batch may be padded; None: there is no batch dimension."""
+        """The batch sizes whose inputs need no padding. Empty: any batch may need it. None: the model has no batch dimension."""
         if self._pads:
             return frozenset()
         return frozenset(self._buckets.batch) if self._signature.batches else None
@@ -280,7 +281,7 @@ class JaxModel:
         return rows, max(0, executable.elements - given)
 
     def padding(self, key: Shapes, done: NativeRuns) -> tuple[int, int]:
-        """Returns how many rows and how many input elements were padding in the runs of C code that ``done`` counts."""
+        """Returns how many rows, and how many elements of inputs, were padding in the runs of C code that ``done`` counts."""
         rows = elements = byte_size = 0
         inputs, outputs = self._signature.inputs.values(), self._signature.outputs.values()
         row = sum([spec.dtype.itemsize * math.prod(shape or ()) for spec, shape in zip(inputs, key, strict=True)])
@@ -355,7 +356,7 @@ class JaxModel:
 
 
 def _leave(requests: Sequence[Request]) -> bool:
-    """Returns whether the answer of any of these requests leaves the worker, rather than going to another model there."""
+    """Returns whether the answer to any of these requests is sent out of the worker, and not only to another model in it."""
     return requests[0].sink is None or any(request.sink is None for request in requests)
 
 
@@ -371,7 +372,7 @@ class JittedInstance(Instantiated):
     """
 
     def __init__(self, model: JaxModel, device: ExecutionDevice) -> None:
-        """``device``: the device with the memory and the stream of the instance's thread."""
+        """``device``: the device with the input memory and the stream of this instance's thread."""
         self._model = model
         self._device = device
         #: The state of the sequences that run here, if the model keeps any.

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class InstanceMaker:
-    """Holds what makes an instance of a loaded model version: functions, warmup samples, imports, numbers of GPUs.
+    """Makes the instances of a loaded model version: it holds their functions, warmup samples, imports and numbers of GPUs.
 
-    A later load (loading) that changes only the number of instances takes over the code and the instances, and uses this object.
+    If a later load changes only the number of instances, it goes on with this object and with the instances that there are.
     """
 
     #: Returns a function from an instance's name to the instance; the second argument is the compiled model, if it is one.
@@ -55,7 +55,7 @@ class InstanceMaker:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What the loader hands to the worker's loop for one model version: signature, model, instances, rules for its queue..."""
+    """The result of loading a model version, for the worker's loop: signature, model, instances, rules of its queue."""
 
     name: str
     version: int
@@ -107,11 +107,11 @@ class LoadedModel:
     users: dict[ModelVersion, None] = field(default_factory=dict)
 
     def join(self, request: Request) -> None:
-        """Sets a request's sequence controls, and adds to it those inputs that the worker makes, such as START or its priority.
+        """Sets a request's sequence controls, and adds the inputs that the worker makes, such as START or the request's priority.
 
-        For an iterative model ``end`` is cleared, and a request without a correlation id gets one and starts a new sequence.
+        For an iterative model it clears ``end``, and a request without a correlation id gets one and starts a new sequence.
 
-        Raises InvalidArgument: an input's datatype cannot hold the request's value. The request leases no region then.
+        Raises InvalidArgument: an input's datatype cannot hold the request's value; the request's leases are given back then.
         """
         if (plan := self.sequences) is not None:
             controls = controls_of(request.own)
@@ -124,7 +124,7 @@ class LoadedModel:
                 raise InvalidArgument(request.label + error.message) from None
 
     def join_again(self, request: Request) -> None:
-        """Prepares a request for another run, which its model asked for: clears ``start``, and makes its control inputs anew."""
+        """Prepares a request for another run, as its model asked for it: clears ``start``, and makes its control inputs anew."""
         assert self.sequences is not None
         request.controls = IterativeIds.next_round(request.controls)
         request.add(self.sequences.controls.arrays(request.controls))

@@ -13,7 +13,7 @@ from tensord.workers.models.model_version import ModelVersion
 
 
 class ModelTable:
-    """The model versions of a worker that serve, are held (loaded, without requests), or drain (finish their requests)."""
+    """The model versions of a worker that serve, are held (loaded, but given no requests) or drain (finish their requests)."""
 
     def __init__(self) -> None:
         self._serving: dict[tuple[str, int], ModelVersion] = {}
@@ -68,7 +68,7 @@ class ModelTable:
     def hold(self, version: ModelVersion) -> None:
         """Holds a loaded version: no request goes to it before ``serve_held``.
 
-        One of the same number that was held before ends.
+        A version of the same number that was held is ended.
         """
         self.discard_held(version.name, version.version)
         self.held[version.name, version.version] = version
@@ -86,7 +86,10 @@ class ModelTable:
             self.discard(version)
 
     def serving(self, name: str, number: int) -> ModelVersion | None:
-        """Returns a version that was added and not removed, or None; it may take no requests, with passive instances alone."""
+        """Returns a version that was added and not removed; None: there is none.
+
+        It may have only passive instances, without requests.
+        """
         return self._serving.get((name, number))
 
     def discard(self, version: ModelVersion) -> None:
@@ -108,17 +111,20 @@ class ModelTable:
         raise NotFound(f"{UNKNOWN_MODEL}'{name}' is not found")
 
     def is_coming(self, name: str, number: int) -> bool:
-        """Returns whether a version is being loaded here, or is held, so that ``find`` may find it soon; 0: any version."""
+        """Returns whether a version is being loaded or held in this worker, so that ``find`` may find it soon.
+
+        ``number`` 0: any version.
+        """
         return any(model == name and number in (0, version) for model, version in (*self.coming, *self.held))
 
     def load_ended(self, name: str, number: int) -> None:
-        """Notes that one load of a version that is ``coming`` is over, whatever came of it."""
+        """Notes that one load of a version has ended, whether it failed or not."""
         self.coming[name, number] -= 1
         self.coming = +self.coming
         self.on_change()
 
     def vouches(self, name: str, number: int) -> bool:
-        """Returns whether a version takes requests and has no ``is_ready`` that would have to be asked; for any thread."""
+        """Returns whether a version takes requests and has no ``is_ready`` to be called first. May be called in any thread."""
         found = self._found.get((name, number))
         return found is not None and found.loaded.is_ready_calls is None
 
@@ -136,9 +142,9 @@ class ModelTable:
         self.draining.append(version)
 
     def home(self, version: ModelVersion, correlation_id: int | str, start: bool) -> ModelVersion:
-        """Returns the version that a sequence's request goes to: the draining one where the sequence began, else ``version``.
+        """Returns the version for a sequence's request: a draining version if the sequence began there, else ``version``.
 
-        A request with START goes to ``version``, and ends a sequence with the same correlation id on the draining one.
+        A request with START goes to ``version``, and ends a sequence with the same correlation id on the draining version.
         """
         for old in self.draining:
             if old.sequences is None or (old.name, old.version) != (version.name, version.version):

@@ -55,7 +55,7 @@ class VersionState(enum.Enum):
 
 
 class ModelVersion:
-    """A loaded model version: its queue, planner (forms batches), statistics, and requests that wait for a compilation."""
+    """A loaded model version: its queue, the planner of its batches, its statistics, and requests that wait for a compilation."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class ModelVersion:
         return shapes_key(arrays, self.signature)
 
     def _take_fitting(self, now_ns: int, instance: int = 0) -> list[Request]:
-        """Takes the next batch from the queue, as much as the largest program has room for; the rest goes back to the queue."""
+        """Takes the next batch from the queue, at most what the largest program has room for. Other requests stay there."""
         batch = self.planner.take(now_ns, instance)
         if self.jitted is not None and (fitting := self.jitted.fitting(batch)) < len(batch):
             # They are older than what waits, so none of them is refused.
@@ -175,9 +175,9 @@ class ModelVersion:
         now_ns: int,
         instance: int = 0,
     ) -> list[Request]:
-        """Takes the requests of the next batch that use the same parameters as its first; the rest goes back to the queue.
+        """Takes the next batch, without the requests that use other parameters than its first one; these go back to the queue.
 
-        A sequence goes on with the parameters that it began with. ``take``: takes the batch.
+        A request of a sequence uses the parameters that its sequence began with. ``take``: takes a batch from the queue.
         """
         sequences, sets = self.sequences, self.sets
         assert sequences is not None
@@ -201,9 +201,10 @@ class ModelVersion:
         return [request for request in batch if request.chosen is batch[0].chosen]
 
     def commit(self, parameters: ParameterSet, moves: bool) -> Unused:
-        """Puts parameters that were staged into use. Returns what they have replaced.
+        """Puts staged parameters into use. Returns the parameters that they replace.
 
-        ``moves``: begun sequences and begun requests of a stepped model use them too, whichever version they began with.
+        ``moves``: True: sequences that have begun, and requests that a stepped model has begun, go on with the new parameters;
+        False: they go on with those that they began with.
         """
         assert self.sets is not None
         former = self.sets.newest(parameters.name)
@@ -211,10 +212,12 @@ class ModelVersion:
         return self.sets.commit(parameters, stays=held)
 
     def _hold(self, former: ParameterSet | None, new: ParameterSet, moves: bool) -> bool:
-        """Decides which parameters begun sequences and begun requests of a stepped model go on with.
+        """Decides which parameters are used further by sequences, and by requests of a stepped model, that have begun.
 
-        ``former``: the version of the set that was in use; None: there was none. ``moves``: they go on with ``new``, else with
-        those that they had. Returns whether any goes on with ``former``.
+        Args:
+          former: the parameters that the set had until now; None: the set is new.
+          moves: True: they go on with ``new``; False: with the parameters that they had.
+        Returns: whether any of them goes on with ``former``.
         """
         # None is always the newest of main.
         now, held = None if new.name == MAIN_SET else new, False
@@ -234,7 +237,10 @@ class ModelVersion:
         return held
 
     def lose(self, instance: int, now_ns: int) -> list[tuple[Request, ServingError]]:
-        """Ends the sequences of an instance, because their state is lost. Returns their waiting requests, each with its error."""
+        """Ends the sequences of an instance, because their state is lost.
+
+        Returns their waiting requests, each with the error for it.
+        """
         if self.sequences is None:
             return []
         self.statistics.lost_sequences += len(self.sequences.table.begun(instance))
@@ -285,19 +291,19 @@ class ModelVersion:
         return [*self.loaded.instances, *self.loaded.passive]
 
     def join_programs(self) -> None:
-        """Lets batches of shapes that are not configured grow to the size of the largest program compiled for them by now."""
+        """Raises the largest batch of shapes that are not configured to that of the largest program compiled for them by now."""
         if self.jitted is not None:
             executables = self.jitted.executables
             for shapes in executables.unexpected:
                 self.planner.limit(shapes, executables.limit(shapes))
 
     def serve(self) -> None:
-        """Has new sequences of this model and version number begin here, not on a version loaded before."""
+        """Has new sequences of this model and version number begin here, and no longer on an earlier load of it."""
         if self._registered is not None and self.sequences is not None:
             self._registered.serve(self.sequences.table)
 
     def drain(self, on_closed: Callable[[], None]) -> None:
-        """Stops this version: it finishes its requests and live sequences, then closes and calls ``on_closed``."""
+        """Stops this version: it finishes its requests and its live sequences, then closes and calls ``on_closed``."""
         self.when_closed(on_closed)
         if self.state is VersionState.SERVING:
             self.state = VersionState.DRAINING
@@ -306,7 +312,7 @@ class ModelVersion:
                 self._registered.retire()
 
     def end_sequences(self) -> None:
-        """Has each sequence end once its waiting requests have run, as no new request can reach this version."""
+        """Has each sequence end once its waiting requests have run; called when no new request can reach this version."""
         if self.sequences is not None:
             self.sequences.close_all()
 
@@ -376,7 +382,7 @@ def _why_slow(loaded: LoadedModel) -> SlowReason | None:
 
 
 def by_version(requests: list[Request]) -> dict[ModelVersion, list[Request]]:
-    """Groups requests by the model version they go to; within a group they are in the order in which they were sent."""
+    """Groups requests by the model version that they go to. In each group they are in the order in which they were sent."""
     found: dict[ModelVersion, list[Request]] = {}
     for request in sorted(requests, key=lambda request: request.sequence):
         version = request.version
@@ -385,10 +391,10 @@ def by_version(requests: list[Request]) -> dict[ModelVersion, list[Request]]:
 
 
 def _concerned(began: object | None, former: ParameterSet | None, new: ParameterSet, moves: bool) -> bool:
-    """Returns whether what began with a set goes on with another version, or has to keep the version that was in use.
+    """Returns whether a push changes the parameters of a begun sequence or request, or makes it keep the former ones.
 
-    ``began``: the parameters that it goes on with until now; None: always the newest of the parameter set ``main``. The others
-    are as for ``ModelVersion._hold``.
+    ``began``: the parameters that it has used until now; None: always the newest ones of the parameter set ``main``.
+    ``former``, ``new``, ``moves``: as for ``ModelVersion._hold``.
     """
     if began is None:
         return new.name == MAIN_SET

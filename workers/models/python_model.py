@@ -173,7 +173,7 @@ class PythonModel:
         execution.finish([self._result(*each) for each in zip(requests, asked, responses, strict=True)])
 
     def _rows(self, requests: Sequence[Request]) -> list[int | None] | None:
-        """Returns the index of the request of each row, None for an empty slot. Returns no list if the rows are the requests."""
+        """Returns, for each row, the index of its request or None for an empty slot. None: each request is a row, in order."""
         if self._sequences is None or not self._sequences.direct or requests[0].version is None:
             return None
         rows: list[int | None] = [None] * (requests[-1].slot.number + 1)
@@ -182,7 +182,7 @@ class PythonModel:
         return rows
 
     def _nobody(self, request: Request) -> interface.InferenceRequest:
-        """Makes a request for an empty slot: zeros of the shapes of ``request``, and neither START, END nor READY."""
+        """Makes a request for an empty slot: zeros in the shapes of ``request``, without START, END and READY."""
         assert self._sequences is not None
         arrays = {name: np.zeros(array.shape, array.dtype) for name, array in request.arrays.items()}
         for array in arrays.values():
@@ -214,9 +214,9 @@ class PythonModel:
         )
 
     def _sent(self, request: Request, asked: interface.InferenceRequest) -> Result | None:
-        """Returns the result of a request to a decoupled model after its run; the responses themselves go through senders.
+        """Returns the result of a request to a decoupled model after its run; its responses go through response senders.
 
-        ``STREAMED``: a sender answers, now or later; Internal: the model kept no sender, so nothing will answer; None: the
+        ``STREAMED``: a sender answers, now or later.  Internal: the model kept no sender, so that nothing will answer.  None: the
         model asked for another run of the request.
         """
         again = bool(asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
@@ -236,10 +236,10 @@ class PythonModel:
         caller: Caller,
         error: BaseException | None,
     ) -> None:
-        """Ends the requests that an ``execute`` coroutine leaves unanswered, with an error; called in the coroutines' thread.
+        """Ends the requests that an ``execute`` coroutine has left unanswered, with an error; called in the coroutines' thread.
 
-        ``error``: the exception that the coroutine raised (then no request is answered any more), or None (then those
-        for which the model keeps a sender may be).
+        ``error``: the exception that the coroutine raised, which ends them all. None: it returned; then a request for which the
+        model keeps a sender is not ended, because it may still be answered.
         """
         caller.close()
         if self._port.ran is not None:
@@ -256,9 +256,9 @@ class PythonModel:
                     sender.fail(failed)
 
     def _result(self, request: Request, asked: interface.InferenceRequest, response: Any) -> Result | None:
-        """Converts the model's response to a request's result; None: the model asked for another run of the request.
+        """Converts the model's response to ``request`` into a result; None: the model asked for another run of the request.
 
-        Raises TypeError: the model returned something else than a response.
+        ``asked``: the request as the model got it. Raises TypeError: the model returned something else than a response.
         """
         if asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE:
             return self._rescheduled(request, response)
@@ -287,9 +287,9 @@ class PythonModel:
             return error
 
     def _rescheduled(self, request: Request, response: Any) -> Result | None:
-        """Returns the result of a request that the model asked to have run again: None if it is allowed, else the error.
+        """Returns None if a request that the model asked to have run again may be; else the error that answers it.
 
-        Only models with iterative sequences may ask, and ``response`` must be None.
+        Only models with iterative sequences may ask for that, and ``response`` must be None.
         """
         if self._sequences is None or self._sequences.iterative is None:
             refused = Internal(
@@ -350,10 +350,11 @@ class DeclaredOutputs:
         self._warned = False
 
     def fit(self, name: str, array: Array, rows: int) -> Array:
-        """Returns an output in the shape that clients see; as it is, and logged once, if its dimensions are not as declared.
+        """Returns an output in the shape that clients see.
 
-        Clients see the configuration's ``dims``, also where the model computes the shape that ``reshape`` gives instead. Raises
-        Internal: the output is not as declared and ``strict_outputs`` is set.
+        That is the configuration's ``dims``, also where the model computes the shape that ``reshape`` gives instead. An output
+        with other dimensions is returned as it is, and a warning is logged once. Raises Internal: its dimensions are not as
+        declared and ``strict_outputs`` is set.
         """
         spec = self._signature.outputs[name]
         array = spec.as_objects(array)
@@ -384,7 +385,7 @@ class DeclaredOutputs:
 
 
 class ResponseWriter:
-    """Passes the responses that a Triton Python model sends to one request on to the worker's ``ResponseSender``."""
+    """Hands the responses that a Triton Python model sends to one request to the worker's ``ResponseSender``."""
 
     def __init__(
         self,
@@ -400,8 +401,9 @@ class ResponseWriter:
         sender.hold()
 
     def send(self, response: InferenceResponse | None, final: bool) -> None:
-        """Sends a response after all earlier ones; None: only the mark that no response follows. ``final``: it is the last.
+        """Sends a response after all earlier ones.
 
+        ``final``: whether it is the last one; with ``response`` None only the end is sent.
         Waits while too many responses are not acknowledged by the client. Does nothing if the request has ended.
         """
         # One that was ended for the model sends to nobody.
@@ -412,5 +414,5 @@ class ResponseWriter:
         return self._sender.is_cancelled or self._request.is_cancelled
 
     def give_up(self) -> None:
-        """Notes that the model has dropped its sender; the request ends with an error if it was the last one."""
+        """Notes that the model has dropped one of its senders. When the last one is dropped, the request ends with an error."""
         self._sender.let_go()

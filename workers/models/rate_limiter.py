@@ -29,7 +29,7 @@ class RateLimiter:
     """The limited resources of one worker, and the instances that need some of them to run."""
 
     def __init__(self, given: Mapping[str, int]) -> None:
-        """``given``: resource -> how much there is, from the operator's configuration."""
+        """``given``: resource name -> how many units of it there are, as the operator has configured."""
         self._given = given
         self._limits: dict[str, int] = dict(given)
         self._turns: dict[Instance, _Turns] = {}
@@ -67,9 +67,10 @@ class RateLimiter:
         self._limits.update(self._given)
 
     def may_run(self, instance: Instance) -> bool:
-        """Reserves the resources that an instance needs, until ``done``; returns False if they are not all free.
+        """Reserves the resources that an instance needs, until ``done``. Returns False if they are not all free.
 
-        Then the instance waits for them: call this again once ``moved`` is True (resources became free).
+        In this case the instance waits for them: this is to be called again once ``moved`` is True, as resources became free
+        then.
         """
         if instance not in self._running:
             self._waiting[instance] = None

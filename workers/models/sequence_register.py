@@ -30,7 +30,7 @@ class SequenceRegister:
         self.changed: set[RegisteredSequences] = set()
 
     def of(self, model: str, version: int) -> RegisteredSequences:
-        """Returns the registrar of one load of a model version."""
+        """Returns the object by which one load of a model version registers its sequences."""
         return RegisteredSequences(self, SequenceKeys(model, version))
 
     def add(self) -> None:
@@ -42,18 +42,24 @@ class SequenceRegister:
         self.live += 1
 
     def tell(self) -> None:
-        """Writes changed counts of free slots to the sequence page, before answers are sent whose clients may start sequences."""
+        """Writes the numbers of free slots that have changed to the sequence page.
+
+        It is called before answers are sent, because clients may start sequences when they get these.
+        """
         changed, self.changed = self.changed, set()
         for each in changed:
             each.publish_slots()
 
     def left(self) -> None:
-        """Removes ended sequences from the sequence page, if there are any; to be called once all answers were sent."""
+        """Removes ended sequences from the sequence page, if there are any.
+
+        It may be called only once their answers were sent.
+        """
         if self.ended:
             self.settle()
 
     def settle(self) -> None:
-        """Removes ended sequences from the sequence page; all their answers must have been sent."""
+        """Removes all ended sequences from the sequence page. It may be called only once their answers were sent."""
         self.ended = False
         self.page.settle()
 
@@ -64,8 +70,9 @@ class SequenceRegister:
 class RegisteredSequences:
     """Registers the sequences of one load of a model version on the worker's sequence page.
 
-    ``generation`` tells sequences of one correlation id apart; a later one has a higher number. For each sequence ``waiting`` is
-    called, then ``begun`` unless it never ran, then ``gone``, perhaps after ``waiting`` for the next sequence of its id.
+    ``generation`` tells sequences with one correlation id apart: a later sequence has a higher number. For each sequence
+    ``waiting`` is called first, then ``begun`` when its first request runs, and ``gone`` at its end. ``waiting`` for the next
+    sequence of the same id may be called before ``gone``.
     """
 
     def __init__(self, register: SequenceRegister, keys: SequenceKeys) -> None:
@@ -76,7 +83,7 @@ class RegisteredSequences:
         self._table: SequenceTable[Any] | None = None
 
     def serve(self, table: SequenceTable[Any]) -> None:
-        """From now on publishes the free slots of ``table``: new sequences of the version then begin here."""
+        """Publishes the number of free slots of ``table`` from now on, so that new sequences of the version begin here."""
         self._table = table
         self._register.serving[self._keys.slots] = self
         self._register.changed.add(self)

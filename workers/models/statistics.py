@@ -70,7 +70,7 @@ class ResponseStatistics:
 
 
 class ResponsesByNumber:
-    """A model version's responses by their position in the request; from ``MAX_RESPONSES`` on none is counted."""
+    """Counts a model version's responses by their position in their request, for positions below ``MAX_RESPONSES``."""
 
     def __init__(self) -> None:
         self._found: dict[int, ResponseStatistics] = {}
@@ -84,9 +84,9 @@ class ResponsesByNumber:
         return self._found.get(number) or self._found.setdefault(number, ResponseStatistics())
 
     def add(self, first: int, waited_ns: Array) -> None:
-        """Counts successful responses to one request, from position ``first`` on; writing them counts as taking no time.
+        """Counts successful responses to one request, which have the positions ``first``, ``first`` + 1 and so on.
 
-        ``waited_ns``: INT64[count], the time since the response before each.
+        The time to write them is counted as 0. ``waited_ns``: INT64[count], the time between each and the response before it.
         """
         if not len(self._counts):
             self._open()
@@ -137,7 +137,7 @@ class NativeRuns(NamedTuple):
     batches: list[tuple[int, int, int, int, int]]
 
     def part(self, share: int, whole: int) -> NativeRuns:
-        """Returns the counts of one model of an ensemble's pipeline: the model took ``share / whole`` of the time."""
+        """Returns the counts for one model of an ensemble's pipeline, which took ``share / whole`` of the time of these runs."""
         took = self.compute_ns[1] * share // whole
         batches = [(size, count, 0, ns * share // whole, 0) for size, count, _, ns, _ in self.batches]
         return NativeRuns(self.answered, self.rows, self.runs, took, 0, 0, (0, took, 0), batches)
@@ -218,9 +218,10 @@ class VersionStatistics:
         self.responses = ResponsesByNumber()
 
     def executed(self, execution: Execution, failed: Mapping[Request, Failure], now_ns: int) -> None:
-        """Counts a batch that has run and whose answers are written, or wait for memory. ``failed``: requests with an error.
+        """Counts a batch that has run; its answers are written, or wait for memory.
 
-        Requests that are answered by response senders are counted by ``streamed``, once their last response was sent.
+        ``failed``: the requests that ended with an error.
+        Requests that response senders answer are counted by ``streamed`` instead, once their last response was sent.
         """
         began, gathered, computed = execution.began_ns, execution.gathered_ns, execution.computed_ns
         answered: Sequence[Request] = execution.requests
@@ -282,14 +283,17 @@ class VersionStatistics:
         batch.output_ns += output_ns
 
     def stepped(self, count: int, infer_ns: int) -> None:
-        """Counts one step of a stepped model for ``count`` requests, which ``streamed`` counts when they end."""
+        """Counts one step of a stepped model that computed ``count`` requests.
+
+        ``streamed`` counts these requests when they end.
+        """
         self.execution_count += 1
         self._count_batches(count, 1, 0, infer_ns, 0)
 
     def responded(self, sender: ResponseSender, result: Sent, now_ns: int, placed_ns: int) -> None:
-        """Counts a response that came at ``now_ns`` and was written at ``placed_ns``, also in its sender.
+        """Counts a response that the model made at ``now_ns`` and that was written at ``placed_ns``, also in its sender.
 
-        ``result``: None: it was only the mark that no response follows.
+        ``result``: the response; None: only the end of the responses was sent.
         """
         number, waited_ns, output_ns = sender.count, max(0, now_ns - sender.last_ns), placed_ns - now_ns
         sender.last_ns = placed_ns
@@ -314,7 +318,7 @@ class VersionStatistics:
         (counted.fail if isinstance(result, ServingError) else counted.success).add(waited_ns + output_ns)
 
     def responded_more(self, sender: ResponseSender, count: int, now_ns: int) -> None:
-        """Counts ``count`` more successful responses to one request, after its first; writing them counts as taking no time."""
+        """Counts ``count`` more successful responses to one request, after its first. The time to write them is counted as 0."""
         self.responses.add_at_once(sender.count, count, max(0, now_ns - sender.last_ns))
         sender.count += count
         sender.last_ns = now_ns
@@ -355,7 +359,7 @@ class VersionStatistics:
             self._count_batches(size, count, input_ns, infer_ns, output_ns)
 
     def padded(self, rows: int, elements: int) -> None:
-        """Counts padding: rows, and elements of inputs, that were computed for no request."""
+        """Counts padding, which was computed for no request: ``rows``, and ``elements`` of inputs."""
         self.padded_rows += rows
         self.padded_elements += elements
 
@@ -376,18 +380,18 @@ class VersionStatistics:
         self.cache_hit.add(now_ns - began_ns)
 
     def succeed(self, former: VersionStatistics) -> None:
-        """From now on includes the counts of the version's former load, also while they still grow."""
+        """Includes the counts of the version's former load from now on, even while they still grow."""
         self._former, self.began_ns = former, former.began_ns
 
     def inherit(self) -> None:
-        """Copies the counts that ``succeed`` includes: the former load has ended and counts no more."""
+        """Copies the counts that ``succeed`` includes, because the former load has ended and counts no more."""
         if self._former is not None:
             self._inherited_durations = self._former.all_durations()
             self._inherited, self._former = self._former.counts(), None
 
     @property
     def histograms(self) -> tuple[array[int], array[int]]:
-        """The counts and the bounds of the duration histograms; C code adds the requests that it answers to the counts."""
+        """The counts and upper bounds of the duration histograms. C code adds the requests that it answers to the counts."""
         return self.durations.counts, self.durations.bounds
 
     def all_durations(self) -> Counted:

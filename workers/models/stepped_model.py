@@ -31,7 +31,7 @@ from tensord.workers.tensors.signature import Signature
 
 
 class DeviceRun(NamedTuple):
-    """A run of a stepped model on the device, which may not have ended: it inserts requests into slots, or computes a step."""
+    """A call of a stepped model's program, perhaps still running on the device: it inserts requests or computes a step."""
 
     made: Any
     #: Arrays that the device may still read.
@@ -43,12 +43,15 @@ class DeviceRun(NamedTuple):
         return bool(self.made.is_ready())
 
     def read(self) -> Array:
-        """Waits for the results: UINT8[rows, size], laid out by ``Rows``. Raises what the run raised."""
+        """Waits for the results and returns them: UINT8[rows, size], laid out as ``Rows`` says.
+
+        Raises what the program raised.
+        """
         return np.asarray(self.made)
 
 
 class SteppedModel:
-    """One version of a model that computes many requests at once, a step at a time; each request has a slot until it ends."""
+    """A version of a model that computes many requests at once, step by step. Each has a slot of the batch until it ends."""
 
     def __init__(
         self,
@@ -60,7 +63,7 @@ class SteppedModel:
         declared: StepDeclaration,
         remote: bool,
     ) -> None:
-        """``rows``: the layout of results. ``remote``: whether the device has memory of its own (a GPU)."""
+        """``rows``: how results are laid out. ``remote``: whether the device has memory of its own, as a GPU has."""
         self._remote = remote
         self.rules = declared.rules
         self.gather = declared.gather
@@ -83,7 +86,7 @@ class SteppedModel:
     def key(self, arrays: Mapping[str, Array]) -> Shapes:
         """Returns the batching key of a request's inputs: requests with equal keys may be inserted by one call.
 
-        Raises InvalidArgument: no program takes these inputs.
+        Raises InvalidArgument: the model has no program for these inputs.
         """
         key = self._shapes.key(arrays)
         if key not in self.executables.inserts:
@@ -101,9 +104,10 @@ class SteppedModel:
     def insert(
         self, requests: Sequence[RequestTensors], slots: Sequence[int], chosen: ParameterSet | None = None
     ) -> DeviceRun:
-        """Launches the insertion of requests of one batching key into slots; the returned run has one row for each request.
+        """Starts the insertion of requests with equal batching keys into slots. The returned run has one row for each request.
 
-        Raises StateLost: the insertion failed and the state of all slots is lost. Any other error leaves all slots unchanged.
+        ``chosen``: the parameter set; None: ``main``. Raises StateLost: the insertion failed and the state of all slots is lost.
+        Any other error leaves all slots unchanged.
         """
         key = self._shapes.key(requests[0].arrays)
         inputs, numbers = self.executables.zeros(key)
@@ -120,9 +124,10 @@ class SteppedModel:
         return self._run(self.executables.inserts[key], (inputs, numbers), chosen)
 
     def step(self, last: int, masked: frozenset[int], chosen: ParameterSet | None = None) -> DeviceRun:
-        """Launches one step of the requests in slots 0 to ``last``, without those in ``masked``, by the smallest program.
+        """Starts one step of the requests in slots 0 to ``last``, without ``masked``, by the smallest program that holds them.
 
-        Raises StateLost: the step failed, and the state of all slots is lost. Any other error leaves all slots unchanged.
+        ``chosen``: the parameter set; None: ``main``. Raises StateLost: the step failed, and the state of all slots is lost. Any
+        other error leaves all slots unchanged.
         """
         count = self._sizes[bisect.bisect_right(self._sizes, last)]
         if self._unmasked is None or self._unmasked[:2] != (count, masked):
@@ -151,7 +156,7 @@ class SteppedModel:
         return DeviceRun(made, given)
 
     def lost(self) -> StateLost:
-        """Drops the state of all slots after a failed run. Returns the error to raise."""
+        """Drops the state of all slots after a run has failed. Returns the error to raise."""
         self._carry = None
         return StateLost()
 

@@ -56,7 +56,7 @@ class Sample:
         self._key: Hashable = None
 
     def begin(self, begun: Callable[[Mapping[str, Array], int], dict[str, Array]]) -> None:
-        """Adds the state of a new sequence to the inputs; ``begun``: makes it from the inputs and their number of rows."""
+        """Adds the state of a new sequence to the inputs. ``begun``: makes this state of the inputs and their number of rows."""
         self._arrays |= begun(self._arrays, self.rows)
 
     def run(self, model: RunnableModel, model_name: str, check: CheckDevice = works) -> None:
@@ -99,7 +99,7 @@ class Sample:
                 model.lost()
 
     def request(self, model_name: str) -> Request:
-        """Makes a request of the sample, which has no submitter and no model version."""
+        """Makes a request of the sample; it belongs to no submitter and to no model version."""
         # It waits in no queue, where whose a request is counts.
         version, submitter = cast(Any, None), cast(Any, SimpleNamespace(owner=None))
         prepared = PreparedRequest(model_name)
@@ -109,7 +109,7 @@ class Sample:
         )
 
     def failed(self, reason: str) -> InvalidArgument:
-        """Returns the error with which loading the model fails because of this sample."""
+        """Returns the error for a load that fails because of this sample, for the given reason."""
         return InvalidArgument(f"warmup sample '{self.name}' failed: {reason}")
 
 
@@ -118,8 +118,8 @@ def samples(
 ) -> list[Sample]:
     """Makes the warmup samples of a completed configuration.
 
-    ``folder``: the model's, which has the files in ``warmup/``. ``more``: inputs that clients do not send, each of one row.
-    Raises InvalidArgument: a sample does not fit the model, or its file cannot be read.
+    ``folder``: the model's folder, with the files of ``warmup/``. ``more``: name -> value, with one row, of inputs that clients
+    do not send. Raises InvalidArgument: a sample does not fit the model, or its file cannot be read.
     """
     made: list[Sample] = []
     room = MAX_BYTE_SIZE
@@ -159,7 +159,7 @@ def _sample(setting: Any, described: Signature, folder: Path, room: int, more: M
 def _tensor(what: str, given: Any, spec: TensorSpec, lead: tuple[int, ...], folder: Path, room: int) -> Array:
     """Returns one input of a warmup sample as the model takes it.
 
-    ``given``: the input in ``model_warmup``. ``lead``: the batch dimension, or (). ``room``: how many bytes it may have.
+    ``given``: the input in ``model_warmup``. ``lead``: the batch dimension, or (). ``room``: the most bytes that it may have.
     Raises InvalidArgument: the input does not fit the model or ``room``, or its file cannot be read.
     """
     datatype, dims = datatypes.from_model_config(data_type_name(given)), tuple(given.dims)

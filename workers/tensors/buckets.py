@@ -84,9 +84,9 @@ class Buckets:
         return len(requests)
 
     def settled(self, key: Shapes, requests: Sequence[RequestTensors]) -> tuple[int, Shapes]:
-        """Returns the rows and input shapes of the program that runs these requests to a model with ragged inputs.
+        """Returns the number of rows and the input shapes of the program that runs these requests to a model with ragged inputs.
 
-        ``key``: the shapes that the requests have in common (``RequestShapes.key``).
+        ``key``: the shapes that all of these requests have (``RequestShapes.key``).
         """
         rows = self.rows(sum(request.rows for request in requests))
         shapes = list(key)
@@ -101,7 +101,7 @@ class Buckets:
         return rows, tuple(shapes)
 
     def _units(self, spec: TensorSpec, count: int, rows: int) -> int:
-        """Returns how many units (``ragged.unit``) an input of ``count`` units is padded to in a batch padded to ``rows``."""
+        """Returns how many units (``ragged.unit``) a ragged input of ``count`` units is padded to in a batch of ``rows`` rows."""
         if -1 not in spec.model_dims:
             return rows
         sizes = self.axes.get(_ragged_axis(spec) or "", ())
@@ -117,9 +117,9 @@ class Buckets:
         )
 
     def padded(self, spec: TensorSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape that a tensor of this shape is padded to.
+        """Returns the shape that a tensor of shape ``shape`` is padded to.
 
-        A dim stays as it is if its axis has no buckets, or if it is larger than the last bucket.
+        A dimension stays as it is if its axis has no buckets, or if it is larger than the largest bucket.
         """
         return tuple(self._bucket(axis, size) for axis, size in zip(spec.axes, shape, strict=True))
 
@@ -156,7 +156,7 @@ class Buckets:
                 yield rows, tuple(self._shape(spec, rows, chosen) for spec in inputs.values())
 
     def _source(self, spec: TensorSpec) -> TensorSpec:
-        """Returns the ragged input that a batch input (made by the worker) describes; any other input is returned itself."""
+        """Returns the ragged input that a batch input (made by the worker) describes; for any other input, the input itself."""
         return spec if spec.of_batch is None else self.signature.inputs[spec.of_batch.source]
 
     def _shape(self, spec: TensorSpec, rows: int, chosen: Mapping[str, int]) -> tuple[int, ...]:
@@ -170,13 +170,13 @@ class Buckets:
 
 
 def _ragged_axis(spec: TensorSpec) -> str | None:
-    """Returns the name of a ragged input's only varying axis; None: it has no name, or several axes or none vary."""
+    """Returns the name of the only axis of a ragged input that varies; None: it has no name, or not exactly one axis varies."""
     names = [axis for axis, dim in zip(spec.axes, spec.model_dims, strict=True) if dim == -1]
     return names[0] if len(names) == 1 else None
 
 
 def _most_of(spec: TensorSpec) -> str:
-    """Returns the key under which axis sizes include the size of a ragged input's largest request; no axis has this name."""
+    """Returns the key for the size of a ragged input's largest request among the sizes of axes; no axis has this name."""
     return f"most of {spec.name}"
 
 

@@ -21,7 +21,10 @@ Output = tuple[str, str, int, int, int, int, tuple[int, ...]]
 
 
 class OutputLayout:
-    """Describes where each output of a program is in the buffers that a run returns. Layouts are compared by identity."""
+    """Describes where each output of a program lies in the buffers that a run returns.
+
+    Two layouts are equal only if they are one object.
+    """
 
     __slots__ = ("batches", "outputs", "row_byte_size")
 
@@ -45,9 +48,9 @@ class BatchOutputs(NamedTuple):
 
 
 def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) -> OutputLayout:
-    """Returns the layout of outputs that each have a buffer of their own.
+    """Returns the layout of outputs each of which has a buffer of its own.
 
-    ``slots``: whether the first dimension of each array counts rows; otherwise each array is one row.
+    ``slots``: True: the first dimension of each array counts rows; False: each array is one row.
     """
     outputs: list[Output] = []
     for number, (name, array) in enumerate(arrays.items()):
@@ -58,9 +61,9 @@ def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) ->
 
 
 def uncut(layout: OutputLayout, contents: Sequence[Array | bytes]) -> BatchOutputs | None:
-    """Returns a run's outputs as bytes with their layout, so that answers can be cut out of these bytes.
+    """Returns a run's outputs as bytes together with their layout; the answers are cut out of these bytes later.
 
-    None: they have more than ``UNCUT_BYTE_SIZE`` bytes.
+    None: the outputs have more than ``UNCUT_BYTE_SIZE`` bytes, and each answer is better cut out of the arrays.
     """
     if sum([len(content) if isinstance(content, bytes) else content.nbytes for content in contents]) > UNCUT_BYTE_SIZE:
         return None

@@ -112,7 +112,7 @@ def batch_input(
 
 
 def cut(output: Array, source: TensorSpec, requests: Sequence[RequestTensors]) -> list[Array]:
-    """Splits a batch's output among its requests: each gets a part in the shape of its own ragged input ``source``."""
+    """Splits a batch's output among its requests: each gets a part in the shape of that request's ragged input ``source``."""
     content = np.asarray(output).reshape(-1)
     parts: list[Array] = []
     at = 0

@@ -19,7 +19,10 @@ NOTHING: Mapping[str, Array] = {}
 
 
 class RequestTensors(Sequenced):
-    """What programs read of a request; ``tensord.workers.requests.request.Request`` adds the rest, and sets all of it."""
+    """The attributes of a request that programs read.
+
+    ``tensord.workers.requests.request.Request`` adds the others, and sets them all.
+    """
 
     __slots__ = ("_added", "_arrays", "contents", "copied_byte_size", "prepared")
 
@@ -70,7 +73,7 @@ class RequestTensors(Sequenced):
 
     @property
     def label(self) -> str:
-        """The beginning of Triton's error messages, which names the request by the client's id."""
+        """The beginning of Triton's error messages, which has the request's id if the client gave one."""
         return label(self.client_id)
 
     @property

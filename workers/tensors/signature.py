@@ -39,7 +39,7 @@ class BatchInput:
 class TensorSpec:
     """Describes one input or output of a model: name, datatype and dims, without the batch dimension.
 
-    Where the configuration reshapes a tensor the client's ``dims`` differ from the model's ``model_dims``.
+    Where the configuration reshapes a tensor, the shape that clients see (``dims``) differs from the model's (``model_dims``).
     """
 
     name: str
@@ -94,7 +94,10 @@ class TensorSpec:
         return in_slices(array) if strings else array
 
     def for_client(self, array: Array, batches: bool) -> Array:
-        """Returns a tensor of the model in the shape that a client sees. ``batches``: its first dimension is the batch."""
+        """Returns a tensor of the model in the shape that a client sees.
+
+        ``batches``: whether its first dimension is the batch.
+        """
         if not self.reshaped:
             return array
         lead = array.shape[:1] if batches else ()
@@ -136,7 +139,7 @@ class StateSpec:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Describes all tensors of a model version, by name in the order of its configuration."""
+    """Describes all inputs, outputs and states of a model version, by name and in the order of its configuration."""
 
     model: str
     inputs: dict[str, TensorSpec]

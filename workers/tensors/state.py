@@ -78,10 +78,10 @@ def state_specs(message: ModelConfig, axes: Mapping[str, tuple[str | None, ...]]
 def initial_state(
     message: ModelConfig, specs: tuple[StateSpec, ...], created: object, folder: Path
 ) -> dict[str, Array]:
-    """Returns state name -> the array, without the batch dimension, that it has when a sequence begins; others begin as zeros.
+    """Returns state name -> the array without batch dimension with which a sequence begins. Other states begin as zeros.
 
     Args:
-      created: what the model's ``create`` returned as initial state: arrays by name, or None.
+      created: the initial state that the model's ``create`` returned: arrays by name, or None.
       folder: the model's folder, with the files in ``initial_state/``.
     Raises InvalidArgument: an initial state does not fit its declaration, cannot be read, or is given twice.
     """
@@ -113,7 +113,10 @@ def initial_state(
 
 
 def _fitting(what: str, spec: StateSpec, value: Any) -> Array:
-    """Returns a state's first value as an array; a number fills its shape. Raises InvalidArgument: it does not fit."""
+    """Returns a state's first value as an array of its shape, which a single number fills.
+
+    Raises InvalidArgument: it does not fit.
+    """
     made = given = np.asarray(value)
     if given.dtype.kind in "biuf" and (given.ndim == 0 or not hasattr(value, "dtype")):
         # Numbers have no datatype of their own.

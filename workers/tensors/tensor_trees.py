@@ -26,16 +26,16 @@ _IS_NONE = functools.partial(operator.is_, None)
 
 
 def name_of(keys: Any, kind: str) -> str:
-    """Returns the name of an array in a tree: the keys on its path, joined by dots; ``input_0`` for a path that is one number.
+    """Returns the name of an array in a tree: the keys on its path, joined by dots. A path of one number gives ``input_0``.
 
-    ``kind``: "input" or "output", which stands before such a number.
+    ``kind``: "input" or "output", with which such a name begins.
     """
     name = jax.tree_util.keystr(keys, simple=True, separator=".")
     return f"{kind}_{name or 0}" if re.fullmatch(r"\d*", name) else name
 
 
 def parameter_name(keys: Any) -> str:
-    """Returns a parameter's name in files: its keys joined by dots; ``array`` if the parameters are one array, without keys."""
+    """Returns a parameter's name in files: its keys joined by dots; ``array`` if the parameters are one array without keys."""
     return jax.tree_util.keystr(keys, simple=True, separator=".") or "array"
 
 
@@ -67,9 +67,9 @@ def taking_trees(
 
     Args:
       what: the model's name in errors.
-      inputs, outputs: the declared trees; None for ``outputs``: they are named after the tree that the function returns.
-      added: names of inputs that the worker adds; the function finds them as further keys of its dict of inputs.
-      stateful: whether the function returns outputs and state; the wrapper passes the state on as it is.
+      inputs, outputs: the declared trees; ``outputs`` None: outputs are named after the tree that the function returns.
+      added: names of inputs that the worker adds; the function finds them under these keys in its dict of inputs.
+      stateful: whether the function returns outputs and state; the wrapper returns the state unchanged.
     Raises InvalidArgument: the inputs are not a dict, so that nothing can be added to them.
     """
     flat = _is_flat(inputs)
