@@ -64,7 +64,9 @@ _ASYNCHRONOUS = ("AsyncClient", "AsyncModel", "connect_async")
 
 
 def __getattr__(name: str) -> Any:
-    """Imports and returns a name that is loaded at its first use: of the asynchronous client, ``jax``, or ``__version__``.
+    """Imports and returns an attribute of this module that is loaded only when it is first used.
+
+    Such attributes are the names of the asynchronous client, ``jax`` and ``__version__``.
 
     Raises: AttributeError: this module has no attribute of that name.
     """

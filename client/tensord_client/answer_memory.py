@@ -37,7 +37,10 @@ _NO_ROOM = "no room for an answer of "
 
 
 class PreparedAnswer:
-    """The constant part of many answers, which name it by number: version, outputs, parameters, whether it is the last."""
+    """The constant part of many answers: version, outputs, parameters, and whether the answer is its request's last.
+
+    The worker sent it once, with a number, and answers name it by that number.
+    """
 
     __slots__ = ("final", "is_mark", "outputs", "own_count", "parameters", "plan", "version")
 
@@ -66,23 +69,26 @@ class PreparedAnswer:
 
 
 class HeldResults:
-    """Counts the answers in workers' memory that the program holds, on all lanes. Thread-safe."""
+    """Counts the answers that the program still uses and that lie in workers' memory, on all lanes. Thread-safe."""
 
     def __init__(self, most: int) -> None:
-        """Starts counting at zero. ``most``: the most answers that the program may hold."""
+        """Starts counting at zero. ``most``: the most answers that the program may hold at a time."""
         self.most = most
         #: The bytes of each answer, by the memory of its lane and the key of its lease.
         self.sizes: dict[tuple[AnswerMemory, LeaseKey], int] = {}
 
     def too_many(self) -> ResultsHeld | None:
-        """Returns the error of a program that holds as many answers as it may; None: it holds fewer."""
+        """Returns a ``ResultsHeld`` error if the program holds as many answers as it may; None if it holds fewer."""
         held = len(self.sizes)
         return ResultsHeld(held, self.most) if held >= self.most else None
 
     def explained(self, error: ServingError, memory: AnswerMemory, room: int) -> ServingError:
         """Returns ResultsHeld if a request failed because the answers that the program holds leave no room; else ``error``.
 
-        ``memory``, ``room``: the memory of the request's lane, and the bytes that answers in it may hold.
+        Args:
+          error: the error that the request failed with.
+          memory: the memory of the lane that the request was sent on.
+          room: the most bytes that answers in ``memory`` may have together.
         """
         # A copy: before Python 3.12 a garbage collection may begin inside a loop over the items, and end a lease that is counted.
         held = self.sizes.copy().items()
@@ -94,9 +100,10 @@ class HeldResults:
 
 
 class AnswerLease:
-    """The right to use the worker's memory that an answer's outputs lie in. It ends with the last array that has it as its base.
+    """The right to use the worker's memory that the outputs of one answer lie in.
 
-    ``release`` ends it before, if nobody has got an array yet.
+    The arrays of the answer keep the lease alive. It ends when the last of these arrays is garbage-collected. If no array of
+    the answer was made yet, ``release`` ends it earlier.
     """
 
     __slots__ = ("__array_interface__", "_key", "_memory", "_segment")
@@ -109,12 +116,12 @@ class AnswerLease:
         self.__array_interface__: dict[str, Any] = {}
 
     def hold(self, byte_size: int) -> None:
-        """Counts the answer that this lease came with, of ``byte_size`` bytes, as held by the program, until ``release``."""
+        """Counts this lease's answer, of ``byte_size`` bytes, among the answers that the program holds, until ``release``."""
         for key in self._key:
             self._memory.held.sizes[self._memory, key] = byte_size
 
     def release(self) -> None:
-        """Gives the memory back to the worker. Idempotent."""
+        """Gives the memory back to the worker, by a message that may be sent later together with others. Idempotent."""
         try:
             key = self._key.pop()
         except IndexError:
@@ -125,11 +132,13 @@ class AnswerLease:
     __del__ = release
 
     def view(self, place: Sequence[Any], shape: Sequence[int], name: str, dtype: np.dtype) -> np.ndarray:
-        """Returns a read-only array on the leased memory, which keeps this lease alive as its base.
+        """Returns a read-only array on the leased memory, without a copy; the array keeps this lease alive as its base.
 
-        ``name``: the dtype's name in numpy's array interface.
+        Args:
+          place: (number of the segment, offset in it, number of bytes).
+          name: the dtype's name in numpy's array interface, such as "<f4".
 
-        Raises: ValueError: the place is outside the segment, or not as large as the shape and dtype need.
+        Raises: ValueError: the place is not inside the lease's segment, or has another size than the shape and dtype need.
         """
         segment, offset, byte_size = place
         count = 1
@@ -150,17 +159,23 @@ class AnswerLease:
         return np.asarray(self)
 
     def content(self, place: Sequence[Any]) -> bytes:
-        """Returns a copy of the bytes at a place in the worker's memory. Raises ValueError: the place is outside the segment."""
+        """Returns a copy of the bytes at a place in the worker's memory.
+
+        ``place``: (number of the segment, offset in it, number of bytes). Raises ValueError: the place is outside the segment.
+        """
         return self.view(place, (place[2],), "|u1", np.dtype(np.uint8)).tobytes()
 
 
 class ResponseSegment:
-    """A segment of the worker's that answers lie in, mapped read-only for as long as anything refers to it."""
+    """A segment of a worker's arena that answers lie in. It is mapped read-only for as long as anything refers to this object."""
 
     __slots__ = ("_bytes", "address", "byte_size", "number")
 
     def __init__(self, number: int, byte_size: int, fd: int) -> None:
-        """Maps the segment that has the file descriptor ``fd``. Raises OSError, ValueError: it cannot be mapped."""
+        """Maps the segment that has the file descriptor ``fd``; the caller still has to close ``fd``.
+
+        Raises OSError, ValueError: the segment cannot be mapped.
+        """
         self._bytes = np.frombuffer(mapped(fd, byte_size, mmap.PROT_READ), np.uint8)
         self.number = number
         self.byte_size = byte_size
@@ -168,13 +183,16 @@ class ResponseSegment:
 
 
 class AnswerMemory:
-    """The memory of a worker that answers lie in: its segments, and leases to give back. Thread-safe."""
+    """The memory of one worker that answers lie in: mapped segments, and a queue of leases to give back. Thread-safe."""
 
     def __init__(self, held: HeldResults, byte_size: int, release: Callable[[], None]) -> None:
-        """Prepares for the answers on a new lane, which may hold ``byte_size`` bytes; the worker has announced no segment yet.
+        """Prepares for the answers on a new lane; the worker has announced no segment yet.
 
-        ``release``: a method of the lane, referred to weakly, that sends what ``release_record`` returns to the worker. It is
-        called in any thread, also by the garbage collector.
+        Args:
+          held: counts the answers that the program holds.
+          byte_size: the most bytes that answers on this lane may have together.
+          release: a method of the lane, referred to weakly, that sends what ``release_record`` returns to the worker. It is
+            called in any thread, also by the garbage collector.
         """
         self.held = held
         self._byte_size = byte_size
@@ -188,11 +206,14 @@ class AnswerMemory:
         self._ended = False
 
     def open(self, number: int, byte_size: int, fds: Sequence[int], lost: bool) -> bool:
-        """Maps a segment that the worker has announced. Returns whether that worked; if not, the caller tells the worker.
+        """Maps a segment that the worker has announced. Returns whether that worked; if not, the caller must tell the worker.
 
-        ``lost``: whether descriptors are missing in ``fds`` because this process had no room for them.
+        Args:
+          number: the number that the worker gave the segment.
+          fds: the file descriptors that came with the announcement.
+          lost: whether the kernel dropped descriptors, because this process may open no more.
 
-        Raises: ValueError: there is not one descriptor.
+        Raises: ValueError: ``fds`` does not have exactly one descriptor, although none was lost.
         """
         if len(fds) != 1 and not lost:
             raise ValueError(f"a segment came with {len(fds)} descriptors")
@@ -206,15 +227,15 @@ class AnswerMemory:
         return True
 
     def close(self, number: int) -> None:
-        """Drops a segment that the worker has closed; arrays in it stay valid."""
+        """Forgets a segment that the worker has closed. Arrays in the segment stay valid, and keep it mapped."""
         self.segments.pop(number, None)
         self._refused.discard(number)
 
     def lease(self, answer: AnswerRecord) -> AnswerLease | None:
-        """Returns an answer's lease; None: its outputs do not lie in the worker's memory.
+        """Returns the lease of an answer; None: the answer's outputs do not lie in the worker's memory.
 
-        Raises: Unavailable: this process could not map the segment; the lease is given back.  ValueError: it was not
-          announced.
+        Raises: Unavailable: this process could not map the answer's segment; the lease is queued to be given back.  ValueError:
+          the worker has not announced the segment.
         """
         if answer.lease is None:
             return None
@@ -234,7 +255,10 @@ class AnswerMemory:
         return self.held.explained(error, self, self._byte_size)
 
     def judged(self, answer: AnswerRecord) -> tuple[AnswerRecord, AnswerLease | None] | ServingError:
-        """Returns (answer, lease of its memory or None); if the answer is an error or cannot be read, the error to raise."""
+        """Returns (answer, lease of its memory or None), or an error to raise in place of the answer.
+
+        The error is returned if the answer is itself an error, is malformed, or lies in memory that this process could not map.
+        """
         lease: AnswerLease | None = None
         error: ServingError | None = None
         try:
@@ -248,14 +272,14 @@ class AnswerMemory:
         return (answer, lease) if error is None else error
 
     def drop(self, answer: AnswerRecord) -> None:
-        """Gives the worker's memory back that an answer lies in, because nobody waits for the answer."""
+        """Gives the worker's memory back that an answer lies in, because nobody waits for the answer any more."""
         if answer.lease is not None:
             self.give_back(answer.lease, 0)
 
     def give_back(self, key: LeaseKey, byte_size: int) -> None:
-        """Queues a lease to be given back; sends the queue to the worker if it is long enough.
+        """Queues a lease to be given back to the worker. If enough leases or bytes are queued, has the lane send the queue.
 
-        ``byte_size``: the size of the lease's memory. The garbage collector may call this at any moment.
+        ``byte_size``: the number of bytes of the leased memory. The garbage collector may call this at any moment.
         """
         if self._ended:
             return
@@ -267,7 +291,10 @@ class AnswerMemory:
                 release()
 
     def release_record(self) -> bytes:
-        """Encodes a message that gives queued leases back to the worker, as many as fit; b"" if none is queued."""
+        """Takes leases from the queue, as many as one message can have, and returns a message that gives them back to the worker.
+
+        Returns b"" if no lease is queued.
+        """
         if not self.releases:
             return b""
         leases: list[LeaseKey] = []
@@ -277,17 +304,23 @@ class AnswerMemory:
         return wire.release(leases)
 
     def end(self) -> None:
-        """Drops all segments, because the lane has ended; arrays in them stay valid."""
+        """Forgets all segments, because the lane has ended. Arrays in the segments stay valid, and keep them mapped."""
         self._ended = True
         self.segments.clear()
 
 
 def made_answer(record: AnswerRecord, lease: AnswerLease | None, places: Any) -> Answer:
-    """Converts a worker's message to an ``Answer``: its arrays are views of the worker's memory, the caller's own, or copies.
+    """Converts a worker's message to an ``Answer``, whose arrays are views of the worker's memory, the caller's own, or copies.
 
-    The answer then holds the ``lease``. ``places``: output name -> the array that the output is in, or is copied to here.
+    If an array is a view, the answer holds the ``lease``, and is counted among the answers that the program holds.
 
-    Raises: ValueError, LookupError, TypeError: the record is malformed.  InvalidArgument: an output differs from its place.
+    Args:
+      lease: the lease of the worker's memory that the outputs lie in; None: they do not lie there.
+      places: output name -> the caller's array for the output. The worker has written to the array already, or the output is
+        copied into the array here.
+
+    Raises: ValueError, LookupError, TypeError: the record is malformed.  InvalidArgument: an output has another shape or dtype
+      than the caller's array for it.
     """
     answer = Answer()
     prepared = record.prepared

@@ -108,9 +108,10 @@ class AsyncModel(Calls):
     ) -> asyncio.Future[Answer]:
         """Sends one request and returns a future of its answer; cancelling the future cancels the request.
 
-        ``outputs``: names; empty: all. ``own``: the request's other fields, such as ``priority``. The input arrays may be written
-        to as soon as this returns, except for arrays of ``AsyncClient.empty``, which must stay as they are until the answer has
-        come. The future raises the server's errors.
+        The input arrays may be written to as soon as this returns. Arrays of ``AsyncClient.empty`` are an exception: they must
+        not be written to until the answer has come. The future raises the server's errors.
+
+        ``outputs``: names of the outputs to return; empty: all. ``own``: the request's other fields, such as ``priority``.
         """
         pending = self._connection.ask(self.call(inputs, outputs, own, detached=True))
 
@@ -128,10 +129,11 @@ class AsyncModel(Calls):
     def stream(
         self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]
     ) -> AsyncIterator[Answer]:
-        """Sends one request and returns an asynchronous iterator over its responses; ``aclose()`` of it cancels the request.
+        """Sends one request and returns an asynchronous iterator over its responses.
 
-        ``outputs``: names; empty: all. ``own``: the request's other fields, such as ``priority``. The iterator raises
-        ServingError: a response is an error, or did not come within the model's ``timeout``.
+        ``aclose()`` of the iterator cancels the request. ``outputs``: names of the outputs to return; empty: all. ``own``: the
+        request's other fields, such as ``priority``. The iterator raises ServingError if a response is an error or does not
+        come within the model's ``timeout``.
         """
         call = self.call(inputs, outputs, own, streams=True, detached=True)
         return self._connection.ask(call).async_responses(self.timeout)
@@ -146,10 +148,12 @@ class AsyncModel(Calls):
     ) -> AsyncPrepared:
         """Prepares a request that is sent many times: each ``await call()`` of the result sends what the input arrays hold then.
 
+        No request is sent yet.
+
         Args:
-          out: output name -> the array that each answer's output is written to; the first call raises InvalidArgument if it
-            cannot be used.
-          outputs: names of the outputs to return; empty: those of ``out``, or all if ``out`` is empty too.
+          out: output name -> the array that each answer's output is written to; the first call raises InvalidArgument if the
+            array cannot be used. None: no output is written to an array of the caller.
+          outputs: names of the outputs to return; empty: the names in ``out``, or all outputs if ``out`` is empty too.
           own: the request's other fields, such as ``priority``.
         """
         call = self.call(inputs, outputs or tuple(out or ()), own, out)
@@ -157,30 +161,38 @@ class AsyncModel(Calls):
         return AsyncPrepared(self._connection, call, self.timeout)
 
     def latest(self) -> AsyncLatest:
-        """Makes an ``AsyncLatest``: ``put`` sends inputs, only the newest if many wait; ``get`` returns the newest answer."""
+        """Makes an object whose ``put`` sends inputs without waiting and whose ``get`` returns the newest answer.
+
+        If ``put`` is called faster than the model answers, the object keeps only the newest inputs.
+        """
         return AsyncLatest(self.submit)
 
     @property
     def parameters(self) -> AsyncModelParameters:
-        """Returns the model's parameter sets as an object by which to list or drop them, or to push new parameters into one."""
+        """Returns an object that lists and drops the model's parameter sets, and pushes new parameters into a parameter set."""
         return AsyncModelParameters(self._connection.parameters(self.name, self._asked_version))
 
     def sequence(self, sequence_id: SequenceId = 0) -> AsyncModelSequence:
-        """Returns a new sequence, to be called: requests that share state in the model and are sent one after the other.
+        """Returns a new sequence: requests that share state in the model and are sent one after the other. Nothing is sent here.
+
+        Each call of the returned object sends one request.
 
         ``sequence_id``: the sequence's id; 0 or "": a new random one.
         """
         return AsyncModelSequence(self, sequence_id or self.sequence_id())
 
     async def end_sequence(self, sequence_id: SequenceId) -> None:
-        """Ends a sequence without a further request, once its requests in flight have run.
+        """Ends a sequence without a further request, once the sequence's requests in flight have run.
 
         Over HTTP this does nothing: the server ends a sequence that was idle for as long as the model's configuration allows.
         """
         await asyncio.to_thread(self._connection.end_sequence, self.name, sequence_id)
 
     async def close(self) -> None:
-        """Ends the use of this object: every later call of it raises Unavailable; the client stays connected. Idempotent."""
+        """Ends the use of this object: every later call of it raises Unavailable. The client itself stays connected.
+
+        Idempotent.
+        """
         self._closed = True
 
     async def __aenter__(self) -> AsyncModel:
@@ -193,7 +205,10 @@ class AsyncModel(Calls):
 
 
 class AsyncPrepared:
-    """A prepared request: each awaited call sends what its input arrays hold at that time. Several calls may be in flight."""
+    """A request that is sent many times: each awaited call sends what the input arrays hold then.
+
+    Several calls may be in flight.
+    """
 
     def __init__(self, connection: Connection, call: Call, timeout: float | None) -> None:
         self._connection = connection
@@ -201,7 +216,7 @@ class AsyncPrepared:
         self._timeout = timeout
 
     async def __call__(self) -> Answer:
-        """Sends the request, awaits the answer and returns the outputs by name.
+        """Sends the request with the present values of its input arrays, awaits the answer and returns the outputs by name.
 
         Raises: ServingError: the answer is an error.  DeadlineExceeded: no answer came within the model's ``timeout``.
         """
@@ -215,17 +230,22 @@ class AsyncPrepared:
 class AsyncLatest(Newest[Answer]):
     """Sends inputs to a model by ``put``, which does not wait; ``await get()`` returns the newest answer.
 
-    While two requests are in flight, ``put`` keeps only the newest inputs, to be sent next. Requests end with their event loop.
+    While two requests are in flight, ``put`` keeps only the newest inputs, which are sent next. If the event loop ends, its
+    requests end with it.
     """
 
     def forget(self) -> None:
-        """Begins without inputs and answers, and without tasks that wait."""
+        """Resets this object: afterwards it has no inputs, no answers and no tasks that wait."""
         super().forget()
         #: Futures of the tasks that wait in ``get``.
         self._waits: list[asyncio.Future[None]] = []
 
     def put(self, inputs: Mapping[str, Any]) -> None:
-        """Sends the inputs to the model, or keeps a copy, as ``Latest.put`` does. Raises: as ``Latest.put``."""
+        """Sends the inputs to the model at once or, if two requests are in flight already, keeps a copy of them to be sent next.
+
+        The kept copy replaces inputs that were kept before. Raises InvalidArgument: an input cannot be an array.  Cancelled:
+        ``close`` was called.
+        """
         for number, task in list(self._under_way.items()):
             if task.get_loop().is_closed():
                 del self._under_way[number]
@@ -255,7 +275,10 @@ class AsyncLatest(Newest[Answer]):
         return self._take()
 
     async def close(self) -> None:
-        """Cancels the requests in flight; from now on ``put``, and ``get`` without a new answer, raise Cancelled. Idempotent."""
+        """Cancels the requests in flight. From now on ``put`` raises Cancelled, and so does ``get`` if no new answer is there.
+
+        Idempotent.
+        """
         self._end()
 
     async def __aenter__(self) -> AsyncLatest:
@@ -275,7 +298,8 @@ def _end_wait(waits: asyncio.Future[None]) -> None:
 class AsyncModelSequence:
     """A sequence of requests to a model that keeps state: the first call begins it, the call with ``end=True`` ends it.
 
-    Made by ``AsyncModel.sequence``. Leaving its ``async with`` block without an ``end`` call calls ``AsyncModel.end_sequence``.
+    Made by ``AsyncModel.sequence``. If its ``async with`` block is left without an ``end`` call, ``AsyncModel.end_sequence``
+    ends the sequence.
     """
 
     def __init__(self, model: AsyncModel, sequence_id: SequenceId) -> None:
@@ -287,9 +311,11 @@ class AsyncModelSequence:
         self._over = False
 
     async def __call__(self, inputs: Mapping[str, Any], *, end: bool = False, **own: Unpack[Own]) -> Answer:
-        """Sends the sequence's next request, awaits its answer and returns it. ``end``: this request is the last one.
+        """Sends the sequence's next request, awaits its answer and returns it.
 
-        ``own``: the request's other fields, such as ``priority``. Raises: ServingError: the answer is an error.
+        ``end``: True: this request is the sequence's last one. ``own``: the request's other fields, such as ``priority``.
+
+        Raises: ServingError: the answer is an error.
         """
         if self._over:
             raise InvalidArgument(
@@ -313,7 +339,7 @@ class AsyncModelSequence:
 
 
 class AsyncModelParameters:
-    """The parameter sets of one model, with the methods of ``ModelParameters``, to be awaited.
+    """The parameter sets of one model: the methods of ``ModelParameters``, which are awaited here.
 
     The methods run in a thread of the event loop's executor.
     """
@@ -322,10 +348,11 @@ class AsyncModelParameters:
         self._sets = sets
 
     async def update(self, parameters: Any, **how: Any) -> int:
-        """Pushes parameters into a set of the model. Returns the number that identifies the push.
+        """Pushes parameters into a parameter set of the model. Returns the number that identifies the push.
 
         Args:
-          parameters: a tree of arrays, which must not be written to until this has returned, or the name of a file on the server.
+          parameters: a tree of arrays, which must not be written to until this has returned, or the name of a file on the
+            server.
           how: keyword arguments of ``ModelParameters.update``, such as ``set`` or ``version``.
 
         Raises: Replaced: a newer push was made.  InvalidArgument: the parameters do not fit the model.  ServingError: any other
@@ -334,29 +361,38 @@ class AsyncModelParameters:
         return await asyncio.to_thread(self._sets.update, parameters, **how)
 
     async def list(self) -> list[dict[str, Any]]:
-        """Returns a dictionary for each parameter set of the model, with the keys that ``ModelParameters.list`` explains."""
+        """Returns a dictionary for each parameter set of the model, with the set's name, the number of its newest push and more.
+
+        ``ModelParameters.list`` explains the keys.
+        """
         return await asyncio.to_thread(self._sets.list)
 
     async def drop(self, set: str) -> None:
-        """Drops the set named ``set``: later requests for it fail. Raises NotFound: no such set; InvalidArgument: ``main``."""
+        """Drops the parameter set named ``set``: later requests for it fail.
+
+        Raises: NotFound: there is no such parameter set.  InvalidArgument: ``set`` is ``main``, which cannot be dropped.
+        """
         await asyncio.to_thread(self._sets.drop, set)
 
     async def roll_back(self, set: str = "main") -> int:
-        """Puts the parameters that a set had before the newest push into use again. Returns the number that identifies them.
+        """Puts the parameters that a parameter set had before its newest push into use again.
 
-        Raises: NotFound: nothing was pushed into the set, or the server has not kept the parameters before the newest.
+        Returns the number of the push that those parameters came with.
+
+        Raises: NotFound: nothing was pushed into the set, or the server has not kept the parameters before the newest push.
         """
         return await asyncio.to_thread(self._sets.roll_back, set)
 
 
 async def connect_async(address: Place | None = None, *, wait: float = 0.0, patience: float = 30.0) -> AsyncClient:
-    """Finds a server, connects to it and returns the client, as ``connect`` does.
+    """Finds a server, connects to it and returns the client.
 
     Args:
-      address: a folder, a socket's path, ``unix:PATH`` or ``HOST:PORT``; None: ``$TENSORD``, or else those of ``connect``.
+      address: a folder, a socket's path, ``unix:PATH`` or ``HOST:PORT``; None: ``$TENSORD`` or, if it is not set, the first
+        that answers of: the service of this host (/run/tensord), the user's own daemon, localhost:8000.
       wait: seconds to wait for a server to appear at the address; 0: each address is tried once.
       patience: seconds that a call waits, within its own timeout, for a server that has gone away to come back.
 
-    Raises: Unavailable: no server answers.  InvalidArgument: ``address`` is no such text.
+    Raises: Unavailable: no server answers.  InvalidArgument: ``address`` is none of these texts.
     """
     return AsyncClient(Client(await asyncio.to_thread(connection, address, wait, patience)))

@@ -43,7 +43,7 @@ class Client:
     """A connection to a server; ``model`` looks up its models. Thread-safe; after a fork the child process connects anew."""
 
     def __init__(self, connection: Connection) -> None:
-        """Uses a connection that is already open; programs call ``connect`` instead."""
+        """Makes a client of a connection that is open already; programs call ``connect`` instead."""
         self._connection = connection
 
     def model(self, name: str, version: int = 0, *, timeout: float | None = None, parameter_set: str = "") -> Model:
@@ -134,7 +134,10 @@ def connect(address: Place | None = None, *, wait: float = 0.0, patience: float 
 
 
 def connection(address: Place | None, wait: float, patience: float) -> Connection:
-    """Finds a server and returns an open connection to it. Args and Raises: as ``connect``."""
+    """Finds a server as ``connect`` does, which explains the arguments, and returns an open connection to it.
+
+    Raises: Unavailable: no server answers.  InvalidArgument: ``address`` is no address.
+    """
     until = time.monotonic() + wait
     named = address if address is not None else os.environ.get("TENSORD") or None
     while True:
@@ -150,7 +153,7 @@ def connection(address: Place | None, wait: float, patience: float) -> Connectio
 
 
 def _usual() -> Iterator[str]:
-    """Yields the addresses to try where none is given: /run/tensord, the user's own daemon, localhost:8000.
+    """Yields the addresses to try where the program gives none: /run/tensord, the user's own daemon, localhost:8000.
 
     Skips folders that another user may have made.
     """
@@ -168,7 +171,9 @@ def _usual() -> Iterator[str]:
 
 
 def _way(address: str, patience: float) -> Connection:
-    """Connects to one address; a folder with models and without sockets is a repository, which this process serves by itself.
+    """Connects to one address and returns the connection.
+
+    A folder that has models but no sockets is a repository, which this process then serves by itself.
 
     Raises: Unavailable: no server answers.  InvalidArgument: the text is no address.
     """
@@ -204,7 +209,7 @@ def _way(address: str, patience: float) -> Connection:
 
 
 def _holds_a_model(repository: Path) -> bool:
-    """Returns whether a folder in ``repository`` is a model: whether it has a configuration, or a version's folder."""
+    """Returns whether some folder in ``repository`` is a model: whether it has a configuration or a folder for a version."""
     return any(
         path.name == "config.pbtxt" or (path.name.isdecimal() and path.is_dir())
         for path in (*repository.glob("[!.]*/config.pbtxt"), *repository.glob("[!.]*/[1-9]*"))
@@ -212,7 +217,10 @@ def _holds_a_model(repository: Path) -> bool:
 
 
 def _unreachable(path: str, error: OSError) -> Unavailable:
-    """Makes the exception for a path that failed with ``error``; if this user has no permission, its text says who has."""
+    """Makes the exception for a path to which connecting failed with ``error``.
+
+    If this user lacks the permission, the exception's text says which user or group has it.
+    """
     text = f"{path}: {error.strerror}"
     if not isinstance(error, PermissionError):
         return Unavailable(text)
@@ -229,7 +237,10 @@ def _unreachable(path: str, error: OSError) -> Unavailable:
 
 
 def _who_may(path: str, found: os.stat_result, wanted: int) -> str:
-    """Returns a phrase for an error's text: which group or user has the access ``wanted`` (os.R_OK, ...) that this user lacks."""
+    """Returns a phrase for an error's text: the group or user that has an access to ``path`` that this user lacks.
+
+    ``found``: the path's status. ``wanted``: the access that is lacking, such as os.R_OK.
+    """
     # Imported where it is needed: a client's start is to be quick.
     import grp
     import pwd
@@ -248,7 +259,7 @@ def _who_may(path: str, found: os.stat_result, wanted: int) -> str:
 
 
 def _on_socket(path: str, patience: float) -> Connection:
-    """Connects to a unix socket: as a client of a daemon if its type is SEQPACKET, over HTTP if it is STREAM."""
+    """Connects to the unix socket at ``path``: over lanes if its type is SEQPACKET, over HTTP if its type is STREAM."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         try:
             probe.connect(path)
@@ -260,9 +271,11 @@ def _on_socket(path: str, patience: float) -> Connection:
 
 
 def _over_http(path: str, told: Mapping[str, Any], patience: float) -> Connection:
-    """Connects to an HTTP address of the daemon that answered at ``path``, trying unix sockets before TCP.
+    """Connects over HTTP to the daemon that answered at ``path``; tries the daemon's unix sockets before its TCP addresses.
 
-    ``told``: the daemon's answer to ``hello``; its "http" lists the addresses. Raises Unavailable: none of them answers.
+    ``told``: the daemon's answer to ``hello``, whose "http" lists its HTTP addresses.
+
+    Raises: Unavailable: the daemon answers at none of the addresses.
     """
     tried = []
     for each in sorted(told.get("http", ()), key=lambda each: not each.startswith("unix:")):

@@ -22,7 +22,10 @@ _MAX_FDS = 253
 
 
 class ClientsSocket:
-    """A connection to the daemon's socket for clients, to ask for models, one request at a time. Not thread-safe."""
+    """A connection to the daemon's socket for clients, over which models and lanes are asked for, one request at a time.
+
+    Not thread-safe.
+    """
 
     def __init__(self, path: str, timeout: float) -> None:
         """Connects to the socket at ``path``. ``timeout``: seconds to wait for each answer.
@@ -42,14 +45,14 @@ class ClientsSocket:
     def ask(
         self, request: dict[str, Any], wait: float | None = 0.0, fds: Sequence[int] = ()
     ) -> tuple[dict[str, Any], list[socket.socket]]:
-        """Sends a request and waits for its answer. Returns the answer's JSON object, and the sockets that came with it.
+        """Sends a request and waits for the answer. Returns the answer's JSON object, and the sockets that came with the answer.
 
         Args:
           wait: seconds that the daemon may work on the request, on top of the constructor's ``timeout``; None: without limit.
           fds: file descriptors that are sent with the request; the caller still has to close them.
 
-        Raises: ServingError: the answer is an error.  Unavailable: the daemon does not answer, has gone away, or its answer was
-          cut off; this connection is closed then.  Unknown: the answer is no JSON object; this connection is closed then.
+        Raises: ServingError: the answer is an error.  Unavailable: the daemon does not answer or has gone away, or its answer
+          was cut off; this connection is closed then.  Unknown: the answer is no JSON object; this connection is closed then.
         """
         try:
             self._sock.settimeout(None if wait is None else self._timeout + wait)
@@ -93,7 +96,7 @@ class ClientsSocket:
 
     @property
     def is_closed(self) -> bool:
-        """Returns whether the connection was closed: by ``close``, or by an ``ask`` that the daemon did not answer properly."""
+        """Returns whether the connection is closed: by ``close``, or because ``ask`` got no answer or no valid one."""
         return self._sock.fileno() < 0
 
 

@@ -32,7 +32,7 @@ _DEFAULT_STREAM = 1
 
 
 class CudaLibrary:
-    """The CUDA driver library, called by ctypes, with each device's primary context, which frameworks use as well."""
+    """The CUDA driver library, called by ctypes. It uses each device's primary context, which frameworks use as well."""
 
     def __init__(self) -> None:
         """Loads and initializes the driver. Raises Unavailable: this process has no CUDA driver, or no CUDA device."""
@@ -52,7 +52,7 @@ class CudaLibrary:
 
     @contextmanager
     def on(self, ordinal: int) -> Iterator[None]:
-        """Sets this thread's current context to the primary context of CUDA device ``ordinal`` within the ``with`` block.
+        """Makes the primary context of CUDA device ``ordinal`` this thread's current context within a ``with`` block.
 
         Raises: Unavailable: there is no such device.
         """
@@ -69,9 +69,10 @@ class CudaLibrary:
             self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def allocate(self, byte_size: int) -> tuple[int, bytes]:
-        """Allocates memory on the current device (see ``on``). Returns its address and its CUDA IPC handle (64 bytes).
+        """Allocates memory on the device of the current context. Returns the memory's address and its CUDA IPC handle (64 bytes).
 
-        Raises: Unavailable: the device has no memory left, or cannot share it.
+        Call it within a ``with`` block of ``on``. Raises Unavailable: the device has no memory left, or cannot share its
+        memory.
         """
         address, handle = ctypes.c_uint64(), (ctypes.c_ubyte * 64)()
         self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(byte_size))
@@ -92,13 +93,19 @@ class CudaLibrary:
         self._call("cuMemcpyDtoH_v2", ctypes.c_void_p(target), ctypes.c_uint64(address), ctypes.c_size_t(byte_size))
 
     def within(self, address: int, source: int, byte_size: int) -> None:
-        """Copies bytes from ``source`` to ``address``, both on the current device (see ``on``), and waits for the end."""
+        """Copies ``byte_size`` bytes from ``source`` to ``address``, both on the current device, and waits until they are copied.
+
+        Call it within a ``with`` block of ``on``.
+        """
         self._call("cuMemcpyDtoD_v2", ctypes.c_uint64(address), ctypes.c_uint64(source), ctypes.c_size_t(byte_size))
         self._call("cuCtxSynchronize")
 
 
 class DeviceArray:
-    """An array on a GPU for a model's input or output (``out``). Made by ``Client.empty``; frameworks view it by DLPack."""
+    """An array in a GPU's memory, for a model's input or output (``out``). Frameworks can view it by DLPack.
+
+    Made by ``Client.empty``.
+    """
 
     def __init__(
         self, memory: DeviceMemory, name: str, ordinal: int, address: int, shape: tuple[int, ...], dtype: np.dtype
@@ -120,10 +127,12 @@ class DeviceArray:
         return f"cuda:{self._ordinal}"
 
     def copy_from(self, value: Any) -> None:
-        """Copies another array's values into this one: within the GPU if the other array is on it (DLPack), else from the host.
+        """Copies another array's values into this one, within the GPU if the other array lies on it, else from the host.
 
-        Raises: InvalidArgument: the other array has another shape or dtype, or it lies on another GPU or is not contiguous on
-          this one.
+        The other array is recognized as one of a GPU by DLPack.
+
+        Raises: InvalidArgument: the other array has another shape or dtype, lies on another GPU, or lies on this GPU and is not
+          contiguous.
         """
         kind, number = value.__dlpack_device__() if hasattr(value, "__dlpack_device__") else (1, 0)
         with self.memory.driver.on(self._ordinal):
@@ -158,9 +167,9 @@ class DeviceArray:
         return dlpack.CUDA, self._ordinal
 
     def __dlpack__(self, **_: Any) -> Any:
-        """Exports a view of the array by DLPack; the GPU's memory lives as long as the view.
+        """Exports a view of the array by DLPack, without a copy. The GPU's memory is kept for as long as the view exists.
 
-        The arguments are ignored, and no stream is synchronized, since no work on the array is under way between two requests.
+        The arguments are ignored. No stream is synchronized, since no work on the array is under way between two requests.
         """
         return dlpack.DeviceView(self._address, self.dtype, self.shape, self.__dlpack_device__(), self).__dlpack__()
 
@@ -174,10 +183,13 @@ class DeviceArray:
 
 
 class DeviceMemory:
-    """Makes one connection's arrays on GPUs, and frees those that nothing refers to. Thread-safe; a forked child has none."""
+    """Makes one connection's arrays on GPUs, and frees the arrays that nothing refers to any more. Thread-safe.
+
+    A child process that is forked off has none of its parent's arrays.
+    """
 
     def __init__(self, post: Callable[[str, bytes], object]) -> None:
-        """Allocates nothing yet. ``post``: posts JSON to a path of the daemon, to register arrays."""
+        """Allocates nothing yet. ``post``: sends an HTTP POST with a JSON body to a path of the daemon, to register arrays."""
         self._post = post
         self._lock = threading.Lock()
         self._driver: CudaLibrary | None = None
@@ -198,7 +210,9 @@ class DeviceMemory:
         return self._driver
 
     def empty(self, shape: Sequence[int], dtype: Any, device: str) -> DeviceArray:
-        """Allocates an array on a GPU and registers it with the daemon. ``device``: the GPU, such as "cuda:0".
+        """Allocates an array on a GPU, whose content is undefined, and registers it with the daemon as a CUDA region.
+
+        ``device``: the GPU, such as "cuda:0".
 
         Raises: InvalidArgument: ``device`` names no GPU, or the array has 0 bytes or a dtype that DLPack lacks.  Unavailable:
           there is no CUDA driver, no such GPU, or no memory left on it, or ``close`` was called.  ServingError: the daemon
@@ -235,7 +249,7 @@ class DeviceMemory:
         return DeviceArray(self, name, ordinal, address, wanted, dtype)
 
     def _collect(self) -> None:
-        """Unregisters and frees the memory of all arrays that the program no longer refers to (``returned``)."""
+        """Unregisters and frees the memory of the arrays in ``returned``: those that the program no longer refers to."""
         while self.returned:
             name, ordinal, address = self.returned.popleft()
             try:
@@ -246,7 +260,7 @@ class DeviceMemory:
                 self.driver.free(address)
 
     def close(self) -> None:
-        """Frees arrays that the program no longer refers to; arrays in use stay until the process ends. Idempotent."""
+        """Frees the arrays that the program no longer refers to. Arrays in use stay until the process ends. Idempotent."""
         with self._lock:
             self._is_closed = True
             if self._driver is not None and self._pid == os.getpid():

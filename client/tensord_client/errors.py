@@ -20,17 +20,18 @@ from tensord_client.common.errors import in_plain_words, kind_of
 
 
 class ResultsHeld(ServingError):
-    """The program holds as many answers in the server's memory as it may, by their number or by their bytes; release some.
+    """The program holds as many answers in the server's memory as it may, by their number or their bytes; release some.
 
-    ``held``: answers that are held; ``limit``: the most that may be.
+    Attributes: ``held``: how many answers the program holds; ``limit``: how many it may hold.
     """
 
     code = "RESULTS_HELD"
 
     def __init__(self, held: int, limit: int, byte_size: int = 0, refusal: str = "") -> None:
-        """Makes the error of a program that holds ``held`` answers.
+        """Makes the error of a program that holds ``held`` answers and may hold ``limit``.
 
-        ``byte_size``, ``refusal``: the answers' bytes, and the server's sentence, where it had no room for another answer.
+        ``byte_size``, ``refusal``: where the server had no room for another answer, the number of bytes of all held answers and
+        the text of the server's error.
         """
         size, most = (f" of {byte_size} bytes", "") if refusal else ("", f", at most {limit} may be")
         super().__init__(
@@ -53,19 +54,19 @@ _BY_STATUS = {403: Unavailable, 404: NotFound, 409: Replaced, 501: Unsupported, 
 
 
 def from_code(code: str, message: str) -> ServingError:
-    """Makes the exception for an error code of the server, such as "NOT_FOUND"; for an unknown code an ``Unknown``."""
+    """Makes the exception for an error code of the server, such as "NOT_FOUND". A code that is not known gives an ``Unknown``."""
     return _in_plain_words(kind_of(code), message)
 
 
 def from_status(status: int, message: str) -> ServingError:
-    """Makes the exception for an HTTP status that is no success."""
+    """Makes the exception for an HTTP status other than success. ``message``: the error's text."""
     return _in_plain_words(_BY_STATUS.get(status, Internal if status >= 500 else InvalidArgument), message)
 
 
 def _in_plain_words(kind: type[ServingError], message: str) -> ServingError:
-    """Makes the exception without what the protocol adds to the message: the id of a request that has none, a note.
+    """Makes the exception without what the protocol adds to its message: a note, or the id of a request that has no id.
 
-    A place that is too small is the caller's mistake, and Triton's Internal.
+    Triton answers Internal where an output does not fit into the caller's memory; here this is InvalidArgument.
     """
     if found := _TOO_SMALL.search(message):
         return InvalidArgument("output '{}' takes {} bytes, and its place has {}".format(*found.group(1, 3, 2)))

@@ -58,7 +58,7 @@ _LONGEST = 10.0
 
 
 class HttpConnection:
-    """A connection to a server over HTTP: a pool of keep-alive connections.
+    """A connection to a server over HTTP: it has a number of keep-alive connections, which requests take in turn.
 
     Thread-safe; a process that is forked off connects anew.
     """
@@ -69,9 +69,9 @@ class HttpConnection:
         """Prepares for requests to the server at ``address``; nothing is sent.
 
         Args:
-          limit: the most HTTP connections that are open at a time; further requests wait for one.
-          patience: seconds that a request waits for a server that cannot be reached, or is stopping.
-          max_waiting: the most requests that wait for a connection; one more is refused (Unavailable).
+          limit: the most HTTP connections that are open at a time; further requests wait until a connection is free.
+          patience: seconds that a request waits for a server that cannot be reached or is stopping.
+          max_waiting: the most requests that wait for a connection; a further request is refused with Unavailable.
         """
         self.address = address
         self._limit = limit
@@ -90,7 +90,10 @@ class HttpConnection:
         self._fields = b" HTTP/1.1\r\nHost: " + self.address.authority.encode() + b"\r\n"
 
     def forget(self) -> None:
-        """Makes a new pool of connections after a fork, and closes this process's copies of the parent's sockets."""
+        """Starts anew in a child process after a fork, without open connections.
+
+        Closes the child's copies of the parent's sockets.
+        """
         pool, waiting = self._pool, self._waiting
         self._begin()
         self._pool.is_closed = pool.is_closed
@@ -105,11 +108,21 @@ class HttpConnection:
             return self._waiting
 
     def get(self, path: str, patience: float | None = None, deadline: float | None = None) -> Any:
-        """Sends a GET request for a path, and returns the JSON of the answer; None if that is empty. Args: as ``_request``."""
+        """Sends a GET request for a path. Returns the parsed JSON of the answer; None if the answer is empty.
+
+        Args:
+          patience: seconds to wait for a server that cannot be reached; None: as given to the constructor.
+          deadline: seconds of ``time.monotonic()`` until when to wait for the answer; None: without limit.
+
+        Raises: ServingError: the answer is an error, or none came.
+        """
         return self._request("GET", path, deadline=deadline, patience=patience)[0]
 
     def post(self, path: str, body: bytes) -> Any:
-        """Posts a JSON body to a path, and returns the JSON of the answer; None if the answer is empty."""
+        """Posts a JSON body to a path. Returns the parsed JSON of the answer; None if the answer is empty.
+
+        Raises: ServingError: the answer is an error, or none came.
+        """
         return self._request("POST", path, b"Content-Type: application/json\r\n", [body])[0]
 
     def _request(
@@ -121,12 +134,13 @@ class HttpConnection:
         deadline: float | None = None,
         patience: float | None = None,
     ) -> tuple[Any, dict[bytes, bytes]]:
-        """Sends a request other than for inference. Returns the JSON of the answer, and its header fields by lower-case names.
+        """Sends a request other than for inference. Returns the parsed JSON of the answer, and the answer's header fields.
 
-        Only GET is sent again if it may have run.
+        The JSON is None if the answer is empty. The header fields are a dictionary by lower-case names. If the connection fails
+        after the request was sent, only a GET request is sent again.
 
         Args:
-          fields: header fields besides Host and Content-Length.
+          fields: the request's header fields besides Host and Content-Length.
           deadline: seconds of ``time.monotonic()`` until when to wait for the answer; None: without limit.
           patience: seconds to wait for a server that cannot be reached; None: as given to the constructor.
 
@@ -141,7 +155,10 @@ class HttpConnection:
         return found
 
     def open(self, model: str, version: int = 0) -> Description:
-        """Returns the description of a model, made of its metadata and configuration. Raises ServingError: it is not served."""
+        """Asks the server for a model's metadata and configuration, and returns the description that follows from them.
+
+        ``version``: the model's version; 0: the newest. Raises ServingError: the server does not serve the model.
+        """
         path = _path(model, version)
         (metadata, fields), config = self._request("GET", path), self.config(model, version)
         streams = bool(config.get("model_transaction_policy", {}).get("decoupled"))
@@ -160,14 +177,20 @@ class HttpConnection:
         )
 
     def config(self, model: str, version: int) -> dict[str, Any]:
-        """Returns a model's configuration; empty where the server does not give it, or has none. Version 0: of the newest."""
+        """Asks the server for a model's configuration and returns it; empty if the server does not give configurations.
+
+        ``version``: the model's version; 0: the newest.
+        """
         try:
             return cast("dict[str, Any]", self.get(f"{_path(model, version)}/config"))
         except (Unavailable, Unsupported):
             return {}
 
     def parameters(self, model: str, version: int) -> ModelParameters:
-        """Returns the parameter sets of a model; version 0: of all versions."""
+        """Returns an object that lists and changes the parameter sets of a model. Nothing is sent.
+
+        ``version``: the model's version; 0: all versions.
+        """
         return ModelParameters(self.manage, model, version)
 
     def manage(
@@ -180,15 +203,17 @@ class HttpConnection:
         pieces: Sequence[Buffer] = (),
         timeout: float | None = None,
     ) -> dict[str, Any]:
-        """Carries out an operation on parameter sets.
+        """Lists or changes the parameter sets of a model on the server.
 
-        Returns the server's answer: its "parameters" is the list of sets, its "number" identifies a push.
+        Returns the server's answer, a dictionary: "parameters" is the list of sets, "number" identifies a push.
 
         Args:
-          operation: "parameters" lists the sets, "push" changes one, "drop" removes one, and "revert" undoes its newest push.
-          version: the model's version; 0: the newest, or all where sets are listed.
-          said: the fields of a push, such as "number", "partial" or "file".
-          pieces: the parameters' bytes in safetensors' layout; empty: ``said`` names a file with them.
+          operation: "parameters" lists the sets, "push" changes a set, "drop" removes a set, and "revert" undoes a set's newest
+            push.
+          version: the model's version; 0: the newest, or all versions where sets are listed.
+          name: the name of the parameter set; "": none, where sets are listed.
+          said: the fields of a push, such as "number", "partial" or "file"; None: there are none.
+          pieces: the parameters' bytes in safetensors' layout; empty: ``said`` names a file with the parameters.
           timeout: seconds to wait for the answer; None: without limit.
 
         Raises: ServingError: the answer is an error, or none came in time.
@@ -202,7 +227,7 @@ class HttpConnection:
         return {"parameters": found} if operation == "parameters" else cast("dict[str, Any]", found)
 
     def ask(self, call: Call) -> HttpRequest:
-        """Sends an inference request. Returns a ``Pending``, by which to wait for the answer.
+        """Sends an inference request. Returns a ``Pending``, an object that waits for the answer.
 
         Raises: InvalidArgument: the request cannot be encoded.  Unavailable: ``close`` was called, or too many requests wait.
         """
@@ -217,19 +242,26 @@ class HttpConnection:
     exchange = ask
 
     def prepare(self, call: Call) -> Prepared:
-        """Makes a request that can be sent many times, each time with what its arrays hold then; nothing is sent yet."""
+        """Makes a request that can be sent many times, each time with what its input arrays hold then. No request is sent yet."""
         return Prepared(self.ask, call)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Makes an ordinary array: over HTTP the server shares no memory of the host. Raises Unavailable: it is closed."""
+        """Makes an ordinary array with any content: over HTTP the server shares no host memory with this process.
+
+        Raises: Unavailable: this connection is closed.
+        """
         if self._pool.is_closed:
             raise Unavailable(CLOSED)
         return np.empty(shape, dtype)
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Makes an array on a GPU, registered as a region with the server, which must be on this host.
+        """Makes an array on a GPU and registers it as a region with the server, which must be on this host.
 
-        Raises: as ``DeviceMemory.empty``.
+        ``device``: the GPU, such as "cuda:0".
+
+        Raises: InvalidArgument: ``device`` names no GPU, or the array has 0 bytes or an unsupported dtype.  Unavailable: there
+          is no CUDA driver, no such GPU, or no memory left on it, or the connection is closed.  ServingError: the server
+          refuses the array.
         """
         with self._lock:
             if self._on_devices is None:
@@ -239,16 +271,19 @@ class HttpConnection:
         return self._on_devices.empty(shape, dtype, device)
 
     def _region(self, values: Any) -> tuple[str, int, int] | None:
-        """Returns name, offset and byte size of the region that an array of ``empty_on`` lies in; None for any other array."""
+        """Returns the region that an array lies in: its name, the array's offset in it, and the array's number of bytes.
+
+        Returns None if the array was not made by this connection's ``empty_on``.
+        """
         if isinstance(values, np.ndarray) or self._on_devices is None or values.memory is not self._on_devices:
             return None
         return cast("tuple[str, int, int]", values.place)
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Does nothing: over HTTP the server ends a sequence once it has been idle for long enough."""
+        """Does nothing: over HTTP a client cannot end a sequence. The server ends it once it has been idle for long enough."""
 
     def close(self) -> None:
-        """Closes all HTTP connections; requests that are under way, or wait for one, get Cancelled. Idempotent."""
+        """Closes all HTTP connections. Requests that are in flight or wait for a connection fail with Cancelled. Idempotent."""
         if self._on_devices is not None:
             self._on_devices.close()
         self._pool.close()
@@ -269,9 +304,11 @@ class HttpConnection:
         return _Infer(pieces, call)
 
     def _head(self, call: Call, contents: list[Buffer]) -> tuple[bytes, int]:
-        """Returns the beginning of an inference request (request line, header fields, JSON), and the JSON's size in bytes.
+        """Returns the beginning of an inference request (request line, header fields, JSON), and the number of bytes of the JSON.
 
-        Before the JSON the caller inserts the header fields of sizes and the empty line. ``contents``: the bytes of each input.
+        The result lacks the header fields of lengths and the empty line; the caller inserts them before the JSON.
+
+        ``contents``: the bytes of each input; empty where the input lies in a region.
         """
         key = None
         if call.is_bare:
@@ -303,7 +340,10 @@ class HttpConnection:
         return made
 
     def _wanted(self, call: Call, name: str) -> tuple[str, int, int] | None:
-        """Returns name, offset and byte size of the GPU region to write an output to; None: it comes with the answer."""
+        """Returns the GPU region that the server is to write an output to: its name, the offset in it, and the number of bytes.
+
+        Returns None if the output comes with the answer.
+        """
         place = call.places.get(name)
         return None if place is None else self._region(place)
 
@@ -339,7 +379,11 @@ class HttpConnection:
 
 
 class _Get(HttpExchange):
-    """A request, by GET or any other method, whose answer is JSON or empty (None), and its header fields by lower-case names."""
+    """A request without inference, by GET or another method.
+
+    Its result is a pair: the parsed JSON of the answer (None if the answer is empty), and the answer's header fields by
+    lower-case names.
+    """
 
     def read(self, response: HttpResponse) -> tuple[Any, dict[bytes, bytes]]:
         if response.status != 200:
@@ -348,7 +392,7 @@ class _Get(HttpExchange):
 
 
 class _Infer(HttpExchange):
-    """An inference request, whose answer is JSON, followed by the bytes of the output tensors."""
+    """An inference request, whose answer is JSON followed by the bytes of the output tensors."""
 
     def __init__(self, pieces: list[Buffer], call: Call) -> None:
         super().__init__(pieces, call.deadline, call.pure, call.model)
@@ -407,7 +451,10 @@ class _Infer(HttpExchange):
 
 
 def _parameters(region: tuple[str, int, int] | None) -> dict[str, Any]:
-    """Returns the parameters of a tensor's JSON that say that it lies in a region; empty if ``region`` is None."""
+    """Returns the "parameters" in a tensor's JSON that name a region; empty if ``region`` is None.
+
+    ``region``: (name of the region, offset in it, number of bytes).
+    """
     if region is None:
         return {}
     name, offset, byte_size = region
@@ -416,7 +463,10 @@ def _parameters(region: tuple[str, int, int] | None) -> dict[str, Any]:
 
 
 def _from_json(data: Any, datatype: str, shape: tuple[int, ...]) -> Array:
-    """Makes an array of an output whose elements (``data``) the server wrote as JSON although binary data were asked for."""
+    """Makes an array of an output that the server wrote as JSON although binary data were asked for.
+
+    ``data``: the output's elements, a list. ``datatype``: as named by the protocol, such as "FP32".
+    """
     if datatype == "BYTES":
         data = [str(each).encode() for each in data]
     made = np.empty(len(data), dtype_of(datatype))
@@ -436,7 +486,10 @@ def _timing(field: bytes | None) -> Timing | None:
 
 
 def _json(response: HttpResponse, text: bytes | bytearray) -> Any:
-    """Parses JSON of an answer. Raises Internal: it is something else, which the message says."""
+    """Parses JSON in an answer's body and returns it.
+
+    ``text``: the part of the body that is to be JSON. Raises Internal: the text is not JSON; the message says what it is.
+    """
     try:
         return json.loads(text)
     except ValueError:
@@ -444,7 +497,10 @@ def _json(response: HttpResponse, text: bytes | bytearray) -> Any:
 
 
 def _unexpected(response: HttpResponse, content: bytes, expected: str) -> ServingError:
-    """Makes the error of an answer that is something else, as that of a proxy may be, than what is ``expected``."""
+    """Makes the error for an answer with another kind of content than expected, such as a page of a proxy.
+
+    ``content``: what the answer has, which the error's text quotes. ``expected``: what was expected, such as "JSON".
+    """
     fields = [response.fields.get(name, b"").decode("latin-1") for name in (b"content-type", b"content-encoding")]
     kind = ", ".join(filter(None, fields)) or "no content type"
     return Internal(f"the server answered with {kind}, {reprlib.repr(content)}, where {expected} are expected")
@@ -464,7 +520,10 @@ def _path(model: str, version: int) -> str:
 
 
 def reached(address: Address, patience: float) -> HttpConnection:
-    """Connects to a server over HTTP and makes sure that one answers there. Raises Unavailable: no server answers."""
+    """Makes a connection over HTTP, checks that a server answers there, and returns the connection.
+
+    ``patience``: seconds that later requests wait for a server that cannot be reached. Raises Unavailable: no server answers.
+    """
     connection = HttpConnection(address, patience=patience)
     try:
         connection.get("/v2/health/live", patience=0.0, deadline=time.monotonic() + _LONGEST)

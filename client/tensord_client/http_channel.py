@@ -30,7 +30,7 @@ Buffer = Union[bytes, memoryview]
 
 
 class Address(NamedTuple):
-    """The address of a server: the path of a unix socket, or a host and a port. ``path`` is "" for TCP."""
+    """The address of a server: either the path of a unix socket, or a host and a port (``path`` is "" then)."""
 
     path: str
     host: str = ""
@@ -43,7 +43,7 @@ class Address(NamedTuple):
 
     @property
     def authority(self) -> str:
-        """Returns the value of the Host field of requests to this address."""
+        """Returns the value of the Host header field of requests to this address."""
         return "localhost" if self.path else str(self)[len("http://") :]
 
 
@@ -52,13 +52,17 @@ class MalformedResponse(OSError):
 
 
 class HttpResponse:
-    """Parses an HTTP answer from bytes as they arrive, and holds what has arrived of it. Does no input or output.
+    """Parses an HTTP answer from bytes as they arrive, and stores what has arrived so far. Does no input or output itself.
 
-    A body is in chunks, of a length that the head says, or all until the end of the connection.
+    A body has chunks, or a length that the head gives, or it ends with the connection.
     """
 
     def __init__(self, streams: bool = False) -> None:
-        """Begins without any byte. ``streams``: whether the body of an answer with status 200 is read while it arrives."""
+        """Starts an answer of which no byte has arrived.
+
+        ``streams``: True: if the status is 200, the body is read while it arrives, from ``stream``; False: it is read at the
+        end.
+        """
         self._streams = streams
         self.status = 0
         self.fields: dict[bytes, bytes] = {}
@@ -81,16 +85,22 @@ class HttpResponse:
 
     @property
     def begun(self) -> bool:
-        """Returns whether any byte of the answer has arrived."""
+        """Returns whether at least one byte of the answer has arrived."""
         return bool(self.status or self._head)
 
     @property
     def place(self) -> memoryview | None:
-        """Returns the memory to receive the body's next bytes into; None: there is none, give received bytes to ``feed``."""
+        """Returns the memory that the caller is to receive the body's next bytes into, and then call ``filled``.
+
+        Returns None if there is no such memory: received bytes are then given to ``feed``.
+        """
         return self._places[0] if self._places else None
 
     def filled(self, count: int) -> None:
-        """Is called after ``count`` bytes were received into ``place``: moves ``place`` on; a full body completes the answer."""
+        """Counts ``count`` bytes that the caller has received into ``place``. Once the body is full, the answer is complete.
+
+        The next ``place`` begins behind these bytes.
+        """
         rest = self._places[0][count:]
         if len(rest):
             self._places[0] = rest
@@ -99,7 +109,7 @@ class HttpResponse:
             self.whole = not self._places
 
     def feed(self, data: Buffer) -> None:
-        """Parses received bytes. Raises MalformedResponse: they are not valid HTTP."""
+        """Parses bytes that the connection has received. Raises MalformedResponse: the bytes are not valid HTTP."""
         if not self.status:
             self._head += data
             if not self._head.startswith(b"HTTP/1."[: len(self._head)]):
@@ -182,14 +192,19 @@ class HttpResponse:
             raise MalformedResponse("bytes follow an answer that nobody asked for")
 
     def _collect(self, data: memoryview) -> None:
-        """Stores bytes of a body whose length is not known, or that is read while it arrives."""
+        """Stores bytes of a body whose length is not known, or of one that is read while it arrives."""
         if self._streams:
             self.stream += data
         else:
             self.text += data
 
     def _complete(self) -> None:
-        """Is called when a body whose length was not known has come: separates the binary part from the JSON."""
+        """Marks the answer as complete, and separates the binary part of its body from the JSON before it.
+
+        Called when all of a body has arrived whose length was not known before.
+
+        Raises: MalformedResponse: the header field with the JSON's length does not fit the body.
+        """
         self.whole = True
         json_size = self.fields.get(b"inference-header-content-length")
         if json_size is None or self._streams:
@@ -238,7 +253,10 @@ class HttpResponse:
         self._left = size + 2 if size else -2
 
     def end(self) -> None:
-        """Completes an answer whose body ends with the connection. Raises ConnectionResetError: the answer was cut off."""
+        """Handles the end of the connection: completes an answer whose body ends with the connection.
+
+        Raises: ConnectionResetError: the answer was cut off: its body has a length or chunks, and not all of it has come.
+        """
         if not self._to_end:
             raise ConnectionResetError(errno.ECONNRESET, "the connection ended before the answer")
         self._complete()
@@ -280,37 +298,46 @@ class HttpChannel:
         self._socket.close()
 
     def shut_down(self) -> None:
-        """Ends the connection, so that a thread that waits on it wakes up and calls ``close``. May be called in any thread."""
+        """Shuts the socket down, so that a thread that waits on it wakes up and calls ``close``. May be called in any thread."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     @property
     def is_readable(self) -> bool:
-        """Returns whether bytes, or the end of the connection, can be received; an idle connection is useless then."""
+        """Returns whether bytes or the end of the connection can be received now.
+
+        If so, an idle connection must not be used again.
+        """
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
 
     @property
     def may_be_kept(self) -> bool:
-        """Returns whether another request may be sent on this connection after the present request."""
+        """Returns whether another request may be sent on this connection: its last answer is complete and does not close it."""
         return self.response.whole and self.response.keep_alive and not self._cut
 
     def send(self, pieces: Sequence[Buffer], streams: bool = False) -> None:
-        """Begins a new request with the bytes ``pieces``; ``advance`` sends them. ``streams``: as of ``HttpResponse``."""
+        """Sets the request to send: the bytes in ``pieces``, in their order. Sends nothing yet; ``advance`` sends them.
+
+        ``streams``: True: if the answer's status is 200, its body is read while it arrives.
+        """
         self.response = HttpResponse(streams)
         self.sent = False
         self._out = [piece for piece in pieces if len(piece)]
 
     def keep(self, content: bytes) -> None:
-        """Sends the unsent bytes from ``content``, a copy of the whole request, so that the caller's arrays are read no more."""
+        """Replaces the bytes that are not sent yet by those in ``content``, so that the caller's arrays are not read any more.
+
+        Sends nothing. ``content``: a copy of all of the request's bytes.
+        """
         left = sum(map(len, self._out))
         self._out = [memoryview(content)[len(content) - left :]] if left else []
 
     def advance(self) -> int:
-        """Sends and receives what is possible without waiting.
+        """Sends and receives as much as is possible without waiting.
 
-        Returns 0 once the answer is complete, else the poll events to wait for.
+        Returns 0 if the answer is complete, else the poll events to wait for before the next call.
 
         Raises OSError: the connection failed, or the answer is not valid HTTP (MalformedResponse).
         """
@@ -345,7 +372,10 @@ class HttpChannel:
             return select.POLLIN
 
     def _give_up_sending(self) -> None:
-        """Drops the unsent bytes, because the server answers before it has the whole request; the connection is not reused."""
+        """Drops the bytes that are not sent yet, because the server has answered before it got the whole request.
+
+        The connection is not used for another request.
+        """
         self._out = []
         self._cut = True
 

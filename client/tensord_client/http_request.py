@@ -34,14 +34,17 @@ _CUT = "the server at {} ended in the middle of the responses"
 
 
 class Unreached(Unavailable):
-    """No server answers at the address."""
+    """No HTTP server answers at the address."""
 
 
 class Pool:
-    """A client's connections (channels) to one server, at most ``limit`` of them, and a queue of requests that wait for one."""
+    """A client's HTTP connections (channels) to one server, and a queue of requests that wait for a free connection."""
 
     def __init__(self, address: Address, limit: int, max_waiting: int = MAX_WAITING) -> None:
-        """Opens no channel yet. ``limit``: the most channels; ``max_waiting``: the most requests in the queue for one."""
+        """Opens no connection yet.
+
+        ``limit``: the most connections that are open at a time. ``max_waiting``: the most requests that wait for a connection.
+        """
         self.address = address
         self.is_closed = False
         self._limit = limit
@@ -57,9 +60,9 @@ class Pool:
         self.deadlines = Deadlines()
 
     def take(self, pending: HttpRequest) -> None:
-        """Gives a request an idle channel, lets it open one, or queues it if all are in use.
+        """Gives a request an idle connection, or lets it open a new one; queues the request if as many as allowed are in use.
 
-        Raises: Unavailable: the pool was closed, or the queue is full.
+        Raises: Unavailable: ``close`` was called, or the queue is full.
         """
         with self._lock:
             if self.is_closed:
@@ -70,10 +73,10 @@ class Pool:
             self._serve()
 
     def _serve(self) -> None:
-        """Gives channels to queued requests until ``limit`` channels are in use. The caller holds the lock.
+        """Gives connections to queued requests, in their order, until ``limit`` connections are in use.
 
-        A request leaves the queue before a channel is looked for: the garbage collector may run meanwhile and end another request
-        in this thread, which comes here too.
+        The caller holds the lock. A request is removed from the queue before a connection is looked for. Meanwhile the garbage
+        collector may end another request in this thread, which then calls this method, too.
         """
         while self._line and self._in_use < self._limit:
             self._in_use += 1
@@ -83,7 +86,10 @@ class Pool:
             pending.grant(channel)
 
     def _usable(self) -> HttpChannel | None:
-        """Removes a usable idle channel from the pool and returns it; None: there is none. Closes idle ones that are unusable."""
+        """Removes an idle connection that can still be used from the pool and returns it; None: there is none.
+
+        Closes the idle connections that it finds unusable: those that the server has closed, or that were idle for too long.
+        """
         while self._idle:
             channel, since = self._idle.pop()
             if time.monotonic() - since < _IDLE and not channel.is_readable:
@@ -92,9 +98,9 @@ class Pool:
         return None
 
     def give(self, pending: HttpRequest, channel: HttpChannel | None) -> None:
-        """Puts a request's channel back into the pool, for the first queued request; it is idle if none is queued.
+        """Takes a request's connection back: the first queued request gets the connection; if none is queued, it becomes idle.
 
-        ``channel`` None: the channel was closed; the first queued request may then open another one in its place.
+        ``channel``: the connection; None: it is closed, and the first queued request may open another one in its place.
         """
         with self._lock:
             self._granted.discard(pending)
@@ -108,7 +114,7 @@ class Pool:
             self._serve()
 
     def leave_line(self, pending: HttpRequest) -> bool:
-        """Removes a request from the queue for a channel (connection). Returns whether it was in the queue."""
+        """Removes a request from the queue of requests that wait for a connection. Returns whether it was in the queue."""
         with self._lock:
             if pending in self._line:
                 self._line.remove(pending)
@@ -116,7 +122,7 @@ class Pool:
             return False
 
     def close(self) -> None:
-        """Closes the idle channels, and ends all requests with Cancelled, queued or under way. Idempotent."""
+        """Closes the idle connections, and ends all requests, whether queued or in flight, with Cancelled. Idempotent."""
         with self._lock:
             self.is_closed = True
             idle, self._idle = self._idle, []
@@ -131,7 +137,10 @@ class Pool:
         self.deadlines.close()
 
     def abandon(self) -> None:
-        """Closes this process's copies of the channels after a fork; the parent process goes on using its own."""
+        """Closes a child process's copies of the sockets after a fork, and ends its copies of the requests.
+
+        The parent process goes on using its own.
+        """
         for channel, _ in self._idle:
             channel.close()
         for pending in [*self._granted, *self._line]:
@@ -141,8 +150,10 @@ class Pool:
 class HttpExchange:
     """Base class of requests over HTTP: holds the bytes to send (``pieces``), and parses the answer.
 
-    ``deadline``: seconds of ``time.monotonic()``; None: none; ``pure``: whether running the request twice does no harm;
-    ``model``: the model that is asked; "": none is.
+    Attributes:
+      deadline: seconds of ``time.monotonic()`` until when an answer is waited for; None: without limit.
+      pure: True: the request may be sent again even if it may have run, since running it twice does no harm.
+      model: the name of the model that the request is for; "": it is for no model.
     """
 
     #: True: any number of results may come, and each is returned as soon as it has come.
@@ -155,19 +166,22 @@ class HttpExchange:
         self.model = model
 
     def read(self, response: HttpResponse) -> Any:
-        """Returns the result of a complete answer, or raises it if it is an error (ServingError)."""
+        """Returns the result of a complete answer. Raises ServingError: the answer is an error."""
         raise NotImplementedError
 
     def read_next(self, response: HttpResponse) -> Any:
-        """Returns the next result of a stream, or raises it if it is an error (ServingError); None: not all of it has arrived."""
+        """Returns the next result of a stream; None: not all of the next result has arrived.
+
+        Raises ServingError: the next result is an error.
+        """
         raise NotImplementedError
 
 
 class HttpRequest(Pending[Any]):
-    """A request over HTTP: it waits for a channel (connection) of the pool, or has one.
+    """A request over HTTP: it has one of the client's HTTP connections (channels), or waits until it gets one.
 
-    ``_step`` sends and receives what is possible. The thread or event loop that waits for the answer calls it, or the client's
-    thread ``Waiter``.
+    ``_step`` sends and receives what is possible. It is called by the thread or event loop that waits for the answer; for
+    requests with callbacks or futures, by the client's thread ``Waiter``.
     """
 
     _channel: HttpChannel | None = None
@@ -187,7 +201,16 @@ class HttpRequest(Pending[Any]):
     _timer: Any = None
 
     def __init__(self, pool: Pool, exchange: HttpExchange, waiter: Callable[[], Waiter], patience: float) -> None:
-        """Sends the request as far as that is possible at once. Raises Unavailable: the pool takes no further request."""
+        """Asks the pool for a connection, and sends as much of the request as is possible without waiting.
+
+        Args:
+          pool: the client's HTTP connections.
+          exchange: the bytes to send, and how to read the answer.
+          waiter: returns the client's thread for requests with callbacks.
+          patience: seconds that the request waits for a server that cannot be reached or is stopping.
+
+        Raises: Unavailable: too many requests wait for a connection, or the client was closed.
+        """
         super().__init__(exchange.model, exchange.deadline, pool.deadlines)
         self._pool = pool
         self._exchange = exchange
@@ -197,7 +220,7 @@ class HttpRequest(Pending[Any]):
         self._step()
 
     def keep(self) -> None:
-        """Copies the request's bytes, unless the request has ended: its caller may write to the input arrays from now on.
+        """Copies the request's bytes, so that its caller may write to the input arrays. Does nothing if the request has ended.
 
         The bytes are needed until they are sent, and if the request is sent again after a failure.
         """
@@ -211,27 +234,32 @@ class HttpRequest(Pending[Any]):
     # ---------------------------------------------------------------------------------------------------------- progress
 
     def grant(self, channel: HttpChannel | None) -> None:
-        """Gives this request a channel (connection) of the pool to be sent on; None: the request may open a new one."""
+        """Gives this request a connection (channel) to be sent on; None: the request may open a new connection."""
         self._channel, self._granted = channel, True
         self._wake()
 
     def _wake(self) -> None:
-        """Wakes whoever waits, to call ``_step``."""
+        """Wakes the thread or event loop that waits for this request, so that it calls ``_step``."""
         if self._driver is not None:
             self._driver.wake()
         self.notify()
 
     def interrupt(self) -> None:
-        """Wakes whoever waits for this request and then finds that the pool was closed. May be called in any thread."""
+        """Wakes the thread or event loop that waits for this request, because the client was closed. May be called in any thread.
+
+        The thread or event loop then ends the request with Cancelled.
+        """
         channel = self._channel
         if channel is not None:
             channel.shut_down()
         self._wake()
 
     def _step(self) -> int:
-        """Connects, sends and receives as far as possible without waiting. Returns the poll events to wait for on ``fileno()``.
+        """Connects, sends and receives as much as is possible without waiting.
 
-        0: something has arrived, or the request has ended, waits for a channel, or is tried again at ``_again_at``.
+        Returns the poll events to wait for on ``fileno()`` before the next call. Returns 0 if there is nothing to poll for: a
+          result has arrived, the request has ended, it waits for a connection, or it is to be tried again at the time
+          ``_again_at``.
         """
         if self._arrived or self.done():
             return 0
@@ -264,9 +292,10 @@ class HttpRequest(Pending[Any]):
         return 0
 
     def _look(self, response: HttpResponse) -> None:
-        """Parses what has arrived of the answer, and ends this request if the answer is complete.
+        """Reads what has arrived of the answer, stores results, and ends this request if the answer is complete.
 
-        If the server says that it is stopping, the request is sent again instead. Raises ServingError: the answer is an error.
+        If the answer says that the server is stopping, the request is to be sent again instead. Raises ServingError: the answer
+        is an error.
         """
         if self._exchange.streams and response.status == 200:
             found = self._exchange.read_next(response)
@@ -286,7 +315,10 @@ class HttpRequest(Pending[Any]):
             self._finish(None)
 
     def _finish(self, error: ServingError | None) -> None:
-        """Ends this request after its complete answer, which may be an error, and gives the channel back to the pool."""
+        """Ends this request, whose answer is complete, and gives the connection back to the pool.
+
+        ``error``: the error that whoever waits gets; None: the answer is no error.
+        """
         channel, self._channel = self._channel, None
         if channel is not None and not channel.may_be_kept:
             channel.close()
@@ -298,13 +330,16 @@ class HttpRequest(Pending[Any]):
         self.notify()
 
     def _end_early(self, error: ServingError) -> None:
-        """Ends this request with an error and without its answer."""
+        """Ends this request with ``error`` although its answer is not complete; closes the connection."""
         self.add(error)
         self._release()
         self.notify()
 
     def _release(self) -> None:
-        """Leaves the queue for a channel, or closes the channel, which cancels the request at the server."""
+        """Removes this request from the queue for a connection or, if it has a connection, closes the connection.
+
+        Closing the connection cancels the request at the server.
+        """
         self._unwatch()
         if not self.end() or (not self._granted and self._pool.leave_line(self)):
             return
@@ -314,7 +349,11 @@ class HttpRequest(Pending[Any]):
         self._pool.give(self, None)
 
     def _broke(self, error: OSError) -> None:
-        """Handles a failed channel (connection): sends this request again if that does no harm, else ends it with an error."""
+        """Handles a connection that failed with ``error``: arranges to send this request again, or ends it with Unavailable.
+
+        The request is sent again if it was not sent completely, or if running it twice does no harm and this is the first
+        failure.
+        """
         channel, self._channel = self._channel, None
         why = error.strerror or str(error)
         if channel is None or not channel.sent:
@@ -346,12 +385,18 @@ class HttpRequest(Pending[Any]):
     # ----------------------------------------------------------------------------------------------------------- waiting
 
     def fileno(self) -> int:
-        """Returns the file descriptor on which to wait for the events that ``_step`` returned. Call it only if there were any."""
+        """Returns the connection's file descriptor, on which to wait for the poll events that ``_step`` returned.
+
+        Call it only if ``_step`` did not return 0.
+        """
         assert self._channel is not None
         return self._channel.fileno()
 
     def wait(self, until: float | None) -> None:
-        """Sends and receives what is possible, then waits until more is."""
+        """Sends and receives what is possible. If no result has arrived, waits until more can be sent or received.
+
+        ``until``: seconds of ``time.monotonic()``; None: without limit. Raises: WaitEnded: ``until`` has passed.
+        """
         self.waiting = True
         mask = self._step()
         if self._arrived or self.done():
@@ -371,7 +416,7 @@ class HttpRequest(Pending[Any]):
             time.sleep(max(0.0, left or 0.0))
 
     def attach(self, loop: Any) -> None:
-        """Sends and receives what is possible, then has the event loop wake the task as soon as more is."""
+        """Sends and receives what is possible, then asks ``loop`` to wake the waiting task once more can be sent or received."""
         self._unwatch()
         mask = self._step()
         if mask:
@@ -389,7 +434,7 @@ class HttpRequest(Pending[Any]):
         self.notify()
 
     def _unwatch(self) -> None:
-        """Has the event loop watch the channel no more. Called in its thread, or when it was closed."""
+        """Asks the event loop to stop watching the connection. Called in the loop's thread, or after the loop was closed."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -402,12 +447,15 @@ class HttpRequest(Pending[Any]):
                     loop.remove_writer(fd)
 
     def watch(self) -> None:
-        """Has the client's thread (``Waiter``) send and receive."""
+        """Lets the client's thread (``Waiter``) send and receive for this request, which has callbacks."""
         self._driver = self._waiter()
         self._driver.add(self)
 
     def withdraw(self) -> None:
-        """Cancels the request at the server by leaving the pool, in the thread or loop that waits for the connection."""
+        """Cancels this request: leaves the queue for a connection, or closes the connection, which tells the server.
+
+        This happens in the thread or event loop that waits for the connection, so perhaps after this has returned.
+        """
         watching, driver = self._watching, self._driver
         if driver is not None and not driver.is_current:
             driver.drop(self)
@@ -420,7 +468,7 @@ class HttpRequest(Pending[Any]):
             self._release()
 
     def forget(self) -> None:
-        """Ends this request in a process that was forked off, and closes that process's copy of the connection."""
+        """Ends a child process's copy of this request after a fork, and closes the child's copy of the connection."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
@@ -431,7 +479,7 @@ class HttpRequest(Pending[Any]):
 class Waiter:
     """A thread that sends and receives for requests with callbacks and futures, and calls their callbacks.
 
-    The thread ends after ``close``, when no request is left.
+    Once ``close`` was called and no request is left, the thread ends.
     """
 
     def __init__(self) -> None:
@@ -449,14 +497,14 @@ class Waiter:
         self._thread.start()
 
     def add(self, request: HttpRequest) -> None:
-        """Tells the thread to send and receive for a request from now on, and to call its callbacks when it has ended.
+        """Hands a request to the thread, which sends and receives for it, and calls its callbacks once it has ended.
 
-        If the thread has ended already, because the client was closed, so does the request before this returns.
+        If the thread has ended already because the client was closed, the request is ended in the calling thread.
         """
         self._tell(self._new, request, request._step)
 
     def drop(self, request: HttpRequest) -> None:
-        """Tells the thread to close the connection of a request that was given to ``add`` and that nobody waits for any more."""
+        """Asks the thread to close the connection of a request that nobody waits for any more and that ``add`` was given."""
         self._tell(self._dropped, request, request._release)
 
     def _tell(
@@ -476,18 +524,18 @@ class Waiter:
         return threading.current_thread() is self._thread
 
     def wake(self) -> None:
-        """Has the thread look at all its requests."""
+        """Wakes the thread, which then sends and receives what is possible for each of its requests."""
         with self._lock, contextlib.suppress(BlockingIOError):
             if not self._ended:
                 os.write(self._wake_end, b"\0")
 
     def close(self) -> None:
-        """Tells the thread to end once it waits for no request any more. Idempotent."""
+        """Asks the thread to end as soon as all its requests have ended. Does not wait for that. Idempotent."""
         self._closed = True
         self.wake()
 
     def abandon(self) -> None:
-        """Closes the waiter's file descriptors, after a fork in the child process, or when the thread ends."""
+        """Closes the file descriptors that wake the thread. Called when the thread ends, and in a child process after a fork."""
         self._ended = True
         os.close(self._wakes)
         os.close(self._wake_end)
@@ -518,7 +566,10 @@ class Waiter:
                 os.read(self._wakes, 4096)
 
     def _ends(self) -> bool:
-        """Returns whether the thread is to end, because ``close`` was called and no request is left; closes the pipe then."""
+        """Returns whether the thread is to end now: ``close`` was called, and no request was added or dropped since.
+
+        If so, closes the thread's file descriptors. Call it only when all requests of the thread have ended.
+        """
         with self._lock:
             if self._new or self._dropped or not self._closed:
                 return False

@@ -29,10 +29,10 @@ def jax(
     """Makes a function of a served model that may be called inside ``jax.jit``, ``vmap`` and ``scan``. It has no derivative.
 
     Args:
-      shapes: output name -> its shape, without axes that ``vmap`` adds. Needed for outputs of which the model's metadata leave a
-        size other than the batch's open.
-    Returns: a function from inputs by name to outputs by name. It raises InvalidArgument while JAX traces it if an output's shape
-      is not known. Errors of the server are raised when the compiled program runs.
+      shapes: output name -> the output's shape, without axes that ``vmap`` adds. An output needs an entry if the model's
+        metadata leave one of its sizes open, other than the batch's. None: no output needs one.
+    Returns: a function from inputs by name to outputs by name. While JAX traces it, it raises InvalidArgument if an output's
+      shape is not known. When the compiled program runs, it raises the server's errors.
     """
     import jax as library
 
@@ -79,9 +79,11 @@ def jax(
 
 
 def _shape(tensor: Tensor, rows: int, known: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns the shape of an output of a request with ``rows`` rows; ``rows`` 0: the model has no batch dimension.
+    """Returns the shape of an output of a request with ``rows`` rows. ``rows`` 0: the model has no batch dimension.
 
-    Raises: InvalidArgument: the metadata leave a size open, or the output is BYTES, and ``known`` (by output name) lacks it.
+    ``known``: output name -> shape, where the caller knows it.
+
+    Raises: InvalidArgument: ``known`` lacks the output, and the output is BYTES or the metadata leave one of its sizes open.
     """
     if tensor.name in known:
         return tuple(known[tensor.name])
@@ -94,9 +96,12 @@ def _shape(tensor: Tensor, rows: int, known: Mapping[str, tuple[int, ...]]) -> t
 
 
 def _many(model: Model, given: dict[str, Array], outer: tuple[int, ...], batched: bool) -> dict[str, Array]:
-    """Calls the model for every element of the axes that ``vmap`` added, of sizes ``outer``, and joins the answers.
+    """Calls the model for every element of the axes that ``vmap`` added, and joins the answers to arrays with these axes.
 
-    ``given``: the inputs with these axes first. ``batched``: whether the model has a batch dimension, to join elements along.
+    Args:
+      given: the inputs by name; the axes that ``vmap`` added come first.
+      outer: the sizes of the axes that ``vmap`` added.
+      batched: True: the model has a batch dimension, so that several elements can be joined to one request.
     """
     count = int(np.prod(outer))
     flattened = {name: array.reshape(count, *array.shape[len(outer) :]) for name, array in given.items()}
@@ -119,7 +124,7 @@ def _gathered(answers: list[Any], gather: Callable[[list[Array]], Array]) -> dic
 
 
 def leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yields (name, leaf) for each leaf of a pytree. The name is the keys on the way to the leaf, joined by dots.
+    """Yields (name, leaf) for each leaf of a pytree. A name has the keys on the way to the leaf, joined by dots.
 
     A pytree that is a single leaf has the name "array".
     """

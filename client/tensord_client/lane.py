@@ -60,9 +60,10 @@ _COMING_AFTER = 1.0
 
 
 class LaneConnection(Sender):
-    """The connection of this process to a daemon on the same host: requests go over lanes, or over HTTP. Thread-safe.
+    """The connection of this process to a daemon on the same host. Requests go over lanes or, where there are none, over HTTP.
 
-    After a fork the child process connects anew by itself; arrays of ``empty`` from before the fork belong to the parent.
+    Thread-safe. After a fork the child process connects anew by itself. Arrays of ``empty`` that were made before the fork
+    belong to the parent.
     """
 
     def __init__(
@@ -77,14 +78,16 @@ class LaneConnection(Sender):
         """Connects to the daemon's socket for clients, ``clients.sock``, at ``path``.
 
         Args:
-          over_http: connects over HTTP, given the daemon's answer to ``hello``; called when HTTP is first needed. None: never.
-          max_results: the most answers in workers' memory that the program may hold; while it does, ``ask`` raises ResultsHeld.
+          over_http: connects over HTTP, given the daemon's answer to ``hello``; it is called when HTTP is first needed. None:
+            HTTP is never used.
+          max_results: the most answers in workers' memory that the program may hold at a time; if it holds as many, ``ask``
+            raises ResultsHeld.
           timeout: seconds to wait for each answer on the clients' socket.
           patience: seconds that a request waits, within its deadline, for a daemon or worker that is being replaced.
           max_waiting: the most requests that are queued for one worker, and also the most, of all models together, that wait
-            because there is no worker; one more is refused (Unavailable).
+            because there is no worker. A further request is refused with Unavailable.
 
-        Raises: Unavailable: no daemon answers there.
+        Raises: Unavailable: no daemon answers at ``path``.
         """
         self.path = path
         self._patience = patience
@@ -106,7 +109,10 @@ class LaneConnection(Sender):
         forgotten_by_children(self)
 
     def _begin(self) -> None:
-        """Sets all attributes that belong to one process and one daemon to their initial values."""
+        """Sets to their initial values all attributes that a process does not share with its parent.
+
+        Called by the constructor, and in a child process after a fork.
+        """
         self._socket = None
         #: Held by the thread that asks the daemon, and by the one that connects over HTTP.
         self._asking, self._http_lock = threading.Lock(), threading.Lock()
@@ -125,7 +131,10 @@ class LaneConnection(Sender):
     # ------------------------------------------------------------------------------------------------- the daemon
 
     def _connect(self) -> ClientsSocket:
-        """Connects to the clients' socket, sends ``hello`` and stores the answer. The caller holds the lock ``_asking``."""
+        """Connects to the clients' socket, sends ``hello``, stores the daemon's answer and returns the connected socket.
+
+        The caller holds the lock ``_asking``.
+        """
         connected = ClientsSocket(self.path, self._timeout)
         try:
             self.hello, _ = connected.ask({"hello": {}})
@@ -140,9 +149,9 @@ class LaneConnection(Sender):
         return connected
 
     def http(self) -> Connection:
-        """Returns the connection over HTTP, which is made at the first use.
+        """Returns the connection over HTTP, which is made when this is first called.
 
-        Raises: Unavailable: the daemon cannot be reached over HTTP.  Unsupported: this connection has lanes only.
+        Raises: Unavailable: the daemon cannot be reached over HTTP.  Unsupported: this connection is not to use HTTP.
         """
         with self._http_lock:
             if self._http is None:
@@ -152,7 +161,9 @@ class LaneConnection(Sender):
             return self._http
 
     def open(self, model: str, version: int = 0) -> Description:
-        """Returns the description of a model; version 0: of the newest. Decides if its requests go over lanes or HTTP.
+        """Returns the description of a model, and decides whether requests to the model go over lanes or over HTTP from now on.
+
+        ``version``: the model's version; 0: the newest.
 
         Raises: NotFound: the model is not served.  Unavailable: the model is not ready, or no daemon answers.
         """
@@ -171,11 +182,13 @@ class LaneConnection(Sender):
         return self.http().open(model, version)
 
     def _ask_for(self, model: str, version: int, until: float, anew: bool = False) -> OpenedModel:
-        """Asks the daemon for a model and lanes to its workers, again and again while the model is unavailable.
+        """Returns a model's description and lanes; asks the daemon for them, repeatedly while the model is unavailable.
+
+        If the model's description and a usable lane are known already, the daemon is not asked.
 
         Args:
           until: seconds of ``time.monotonic()`` after which the daemon is not asked again.
-          anew: ask even if there is a usable lane, unless another thread has asked since this call began.
+          anew: True: ask the daemon even if there is a usable lane, unless another thread has asked since this call began.
 
         Raises: Unavailable: there was no worker until ``until``, or ``close`` was called.  ServingError: the daemon's answer is
           any other error.
@@ -204,9 +217,12 @@ class LaneConnection(Sender):
                 time.sleep(_PAUSE)
 
     def _open(self, model: str, version: int, wait: float) -> OpenedModel:
-        """Asks the daemon once for a model, and stores its description and lanes. The caller holds the lock ``_asking``.
+        """Asks the daemon once for a model, stores the model's description and lanes, and returns them.
 
-        ``wait``: seconds that the daemon may wait for a model that is not ready.
+        The caller holds the lock ``_asking``. ``wait``: seconds that the daemon may wait for a model that is not ready.
+
+        Raises: Unavailable: the model has no worker now.  Unsupported: the daemon gives no lanes.  ServingError: the daemon's
+          answer is any other error, or malformed.
         """
         if self._socket is None or self._socket.is_closed:
             self._socket = None
@@ -252,7 +268,10 @@ class LaneConnection(Sender):
         return opened
 
     def _close_idle(self, ended: Sequence[int]) -> None:
-        """Closes lanes on which nothing is in flight: those of a former daemon, and those with the numbers ``ended``."""
+        """Closes lanes that are not needed any more, if no request is in flight on them.
+
+        These are the lanes of a daemon that was replaced by another, and the lanes whose numbers are in ``ended``.
+        """
         gone = [lane for lane in self._former if not lane.in_flight]
         self._former = [lane for lane in self._former if lane not in gone]
         gone += [self._lanes.pop(number) for number in ended if not self._lanes[number].in_flight]
@@ -262,27 +281,36 @@ class LaneConnection(Sender):
     # --------------------------------------------------------------------------------------------------- requests
 
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
-        """Makes an array in memory that the workers share; an ordinary one if the daemon gives no lanes.
+        """Makes an array with any content in memory that the workers share; if the daemon gives no lanes, in ordinary memory.
 
-        Raises: as ``Memory.empty``.
+        Raises: InvalidArgument: the array is larger than the daemon allows, or its dtype or shape is impossible.  Unavailable:
+          there is no room for the array now, or ``close`` was called.
         """
         return self.memory.empty(shape, dtype) if self.lanes else self.http().empty(shape, dtype)  # type: ignore[arg-type]
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Makes an array on a GPU, as ``HttpConnection.empty_on`` does; requests on lanes may name it."""
+        """Makes an array on a GPU and registers it as a region with the daemon over HTTP.
+
+        Requests on lanes may name the array, too.
+
+        ``device``: the GPU, such as "cuda:0".
+        """
         return self.http().empty_on(device, shape, dtype)
 
     def model_of(self, call: Call) -> OpenedModel:
-        """Returns the description and lanes of a call's model; asks the daemon at the first call for the model."""
+        """Returns the description and lanes of a call's model; asks the daemon if they are not known yet.
+
+        Raises: Unavailable: there is no worker now.  ServingError: the daemon's answer is any other error.
+        """
         known = self.known(call)
         if known is not None:
             return known
         return self._ask_for(call.model, call.version, time.monotonic())
 
     def ask(self, call: Call) -> Pending[Answer]:
-        """Sends a request. Returns its ``Pending``.
+        """Sends a request. Returns a ``Pending``, an object that waits for the answer.
 
-        If no lane is usable now, the request is sent later, when somebody waits for its answer.
+        If no lane is usable now, the request is sent as soon as somebody waits for the answer and a lane is found.
 
         Raises: InvalidArgument: the request cannot be sent.  ResultsHeld: the program holds as many answers as it may.
           Unavailable: no worker serves the model now, shared memory is full, or too many requests wait.  NotFound: the model is
@@ -311,9 +339,13 @@ class LaneConnection(Sender):
         return pending
 
     def exchange(self, call: Call) -> Answer | Pending[Answer]:
-        """Sends a request whose caller waits in this thread. Returns its answer, or, if it did not come at once, a ``Pending``.
+        """Sends a request whose caller waits in this thread. Returns the answer or, if it did not come at once, a ``Pending``.
 
-        Raises: as ``ask``.
+        A ``Pending`` is an object that waits for the answer.
+
+        Raises: InvalidArgument: the request cannot be sent.  ResultsHeld: the program holds as many answers as it may.
+          Unavailable: no worker serves the model now, shared memory is full, or too many requests wait.  NotFound: the model is
+          not served.
         """
         known = self.models.get((call.model, call.version))
         if known is None or call.traceparent or len(self.held.sizes) >= self.held.most:
@@ -349,7 +381,13 @@ class LaneConnection(Sender):
         return request
 
     def begun(self, call: Call, placed: Placed, lane: ClientLane, request_id: int) -> LaneRequest:
-        """Makes the object of a request that the part in C has sent, and that Python has to go on with."""
+        """Makes the Python object of a request that the C extension has sent, but for whose answer it does not wait any longer.
+
+        Args:
+          placed: the request's inputs, as they were sent.
+          lane: the lane that the request was sent on.
+          request_id: the id that the request was sent with.
+        """
         pending = LaneRequest(self, call, placed, own_fields(call))
         pending.lane, pending.request_id = lane, request_id
         if call.layouts is not None:
@@ -357,9 +395,9 @@ class LaneConnection(Sender):
         return pending
 
     def prepare(self, call: Call) -> Prepared:
-        """Makes a request that can be sent many times, each time with what its arrays hold then.
+        """Makes a request that can be sent many times, each time with what its input arrays hold then. Does not send the request.
 
-        Raises: InvalidArgument: the request has several responses.  ServingError: it cannot be sent.
+        Raises: InvalidArgument: the model answers a request with several responses.  ServingError: the request cannot be sent.
         """
         if (call.model, call.version) in self._apart:
             return self.http().prepare(call)
@@ -373,7 +411,10 @@ class LaneConnection(Sender):
         return made
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        """Asks over HTTP for a model's configuration, and returns it with defaults filled in; empty if HTTP does not give it."""
+        """Asks the daemon over HTTP for a model's configuration, and returns it with defaults filled in.
+
+        Returns an empty mapping if the daemon does not answer over HTTP, or answers with an error.
+        """
         try:
             return self.http().config(model, version)
         except ServingError:
@@ -382,7 +423,10 @@ class LaneConnection(Sender):
     # ------------------------------------------------------------------------------------------------- parameter sets
 
     def parameters(self, model: str, version: int) -> ModelParameters:
-        """Returns the parameter sets of a model; version 0: of all versions."""
+        """Returns an object that lists and changes the parameter sets of a model. Nothing is sent.
+
+        ``version``: the model's version; 0: all versions.
+        """
         return ModelParameters(self.manage, model, version)
 
     def manage(
@@ -395,10 +439,22 @@ class LaneConnection(Sender):
         pieces: Sequence[Buffer] = (),
         timeout: float | None = None,
     ) -> dict[str, Any]:
-        """Carries out an operation on parameter sets, as ``HttpConnection.manage`` does, over the clients' socket.
+        """Lists or changes the parameter sets of a model, over a new connection to the clients' socket.
 
-        Uses a separate connection, because the answer may take long. ``pieces`` are sent as a sealed memfd. ``timeout`` is
-        added to the constructor's.
+        A new connection is used because the answer may take long. Returns the daemon's answer, a dictionary: "parameters" is
+        the list of sets, "number" identifies a push.
+
+        Args:
+          operation: "parameters" lists the sets, "push" changes a set, "drop" removes a set, and "revert" undoes a set's newest
+            push.
+          version: the model's version; 0: the newest, or all versions where sets are listed.
+          name: the name of the parameter set; "": none, where sets are listed.
+          said: the fields of a push, such as "number", "partial" or "file"; None: there are none.
+          pieces: the parameters' bytes in safetensors' layout, which are sent as a sealed memfd; empty: ``said`` names a file
+            with the parameters.
+          timeout: seconds to wait for the answer, on top of the constructor's ``timeout``; None: without limit.
+
+        Raises: ServingError: the answer is an error, or none came in time.
         """
         if self.is_closed:
             raise Unavailable(CLOSED)
@@ -416,7 +472,7 @@ class LaneConnection(Sender):
                 os.close(fd)
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Ends a sequence without a request: tells its worker to end the sequence once the sequence's waiting requests have run.
+        """Asks a sequence's worker to end the sequence once the sequence's waiting requests have run. Does not wait for that.
 
         Does nothing if no request of the sequence was sent over this connection.
         """
@@ -425,9 +481,10 @@ class LaneConnection(Sender):
             lane.say(wire.end_sequence(model, sequence_id))
 
     def _send(self, pending: LaneRequest, max_waiting: int | None = None) -> bool:
-        """Sends a request on the lane that ``lane_for`` chooses. Returns False if none is usable, else True.
+        """Sends a request on the lane that ``lane_for`` chooses. Returns True; returns False if no lane is usable.
 
-        ``max_waiting``: the most requests that may wait for the worker already; None: any number, as the request was accepted.
+        ``max_waiting``: if as many requests wait for the lane's worker already, raises Unavailable; None: any number may wait,
+        since the request was accepted before.
         """
         call, loop = pending.call, _running_loop()
         while True:
@@ -451,7 +508,9 @@ class LaneConnection(Sender):
             return True
 
     def lane_for(self, call: Call) -> ClientLane | None:
-        """Chooses the lane for a request: that of its sequence, else the least busy one; None: none is usable.
+        """Chooses the lane for a request: the lane of the request's sequence or, without a sequence, the lane that is least busy.
+
+        Returns None if no lane is usable.
 
         Raises: Unavailable: the request belongs to a sequence whose worker has ended.
         """
@@ -471,7 +530,10 @@ class LaneConnection(Sender):
         return known.choose()
 
     def sent(self, call: Call, lane: ClientLane) -> None:
-        """Stores on which lane a sequence's request was sent, for its next request; after the last one, forgets it."""
+        """Stores the lane that a sequence's request was sent on, since the sequence's next request must go over the same lane.
+
+        If the request is the sequence's last one, removes what was stored.
+        """
         sequence_id = call.scheduling.sequence_id
         if call.scheduling.sequence_end:
             self._sequences.pop((call.model, sequence_id), None)
@@ -481,7 +543,10 @@ class LaneConnection(Sender):
     # ---------------------------------------------------------------------------------- where workers or daemons end
 
     def _look_for_more(self, known: OpenedModel, call: Call) -> None:
-        """Starts a thread that asks the daemon for lanes to further workers of ``known``, the model of ``call``."""
+        """Starts a thread that asks the daemon for lanes to further workers of a model.
+
+        ``known``: what is known of the model. ``call``: a call of the model.
+        """
         known.opened_at = time.monotonic()
 
         def look() -> None:
@@ -491,14 +556,16 @@ class LaneConnection(Sender):
         threading.Thread(target=look, name="tensord-lanes", daemon=True).start()
 
     def find_lanes(self, call: Call, until: float | None, anew: bool = False, since: float | None = None) -> None:
-        """Asks the daemon until there is a usable lane to a worker that serves the call's model.
+        """Asks the daemon repeatedly until there is a usable lane to a worker that serves the call's model.
 
         Args:
-          until: seconds of ``time.monotonic()``; None: no deadline. After the connection's ``patience`` this ends in any case.
-          anew: ask even if there is a usable lane.
+          until: seconds of ``time.monotonic()`` until when to ask; None: no deadline. The connection's ``patience`` limits this
+            as well.
+          anew: True: ask the daemon even if there is a usable lane.
           since: when the patience began, in seconds of ``time.monotonic()``; None: now.
 
-        Raises: ServingError: the daemon's last answer was an error.  WaitEnded: ``until`` has passed.
+        Raises: ServingError: the patience is over, and the daemon's last answer was this error.  WaitEnded: ``until`` has
+          passed.
         """
         patience = self._patience + (time.monotonic() if since is None else since)
         try:
@@ -509,11 +576,16 @@ class LaneConnection(Sender):
             raise
 
     def _is_elsewhere(self, call: Call, until: float | None, refusal: ServingError, by: ClientLane | None) -> bool:
-        """Asks the daemon where a call's model is, after a worker refused the request.
+        """Returns whether to send a request again that a worker refused: the model has other workers or another version now.
 
-        Returns whether to send it again: the model has other workers or another version now. Raises: as ``find_lanes``.
+        Asks the daemon where the model is, unless that is known already.
 
-        ``by``: the lane to the worker that refused.
+        Args:
+          until: seconds of ``time.monotonic()`` until when to wait for a worker; None: no deadline.
+          refusal: the error that the worker answered with.
+          by: the lane to the worker that refused; None: the request had no lane.
+
+        Raises: ServingError: no worker was found.  WaitEnded: ``until`` has passed.
         """
         before = self.known(call)
         if before is None or before.choose() is None:
@@ -532,7 +604,12 @@ class LaneConnection(Sender):
         return after.lanes != before.lanes or after.description.version != before.description.version
 
     def send_claimed(self, pending: LaneRequest, until: float | None) -> None:
-        """Sends a request again that this thread has claimed, as soon as there is a lane for it."""
+        """Sends a request again as soon as there is a lane for it. Call it only in the thread for which ``claim`` returned True.
+
+        ``until``: seconds of ``time.monotonic()`` to wait for a lane; None: no deadline.
+
+        Raises: ServingError: the request may not be sent again, or no lane was found.  WaitEnded: ``until`` has passed.
+        """
         refusal, pending.refusal = pending.refusal, None
         call, lane, known = pending.call, pending.lane, self.known(pending.call)
         if refusal is not None:
@@ -548,7 +625,10 @@ class LaneConnection(Sender):
     # ---------------------------------------------------------------------------------------------------------- end
 
     def close(self) -> None:
-        """Closes the connection and its sockets; requests in flight get Cancelled, arrays of ``empty`` stay valid. Idempotent."""
+        """Closes the connection and its sockets. Requests in flight fail with Cancelled. Idempotent.
+
+        Arrays that ``empty`` has made stay valid.
+        """
         self.is_closed = True
         with self._asking:
             lanes, self._lanes, self._former = [*self._lanes.values(), *self._former], {}, []
@@ -566,7 +646,7 @@ class LaneConnection(Sender):
         self.placement = Placement(self.memory)
 
     def forget(self) -> None:
-        """Resets the connection in a process that was forked off, and closes this process's copies of the parent's sockets."""
+        """Resets the connection in a child process after a fork, and closes the child's copies of the parent's sockets."""
         lanes, sock = [*self._lanes.values(), *self._former], self._socket
         requests = [*self.laneless, *self.claimed]
         self.placement.slots.forget()
@@ -583,7 +663,7 @@ class LaneConnection(Sender):
 
 
 def _running_loop() -> Any:
-    """Returns the event loop that runs in this thread; None: there is none. Does not import asyncio."""
+    """Returns the asyncio event loop that runs in this thread; None: there is none. Does not import asyncio."""
     # No loop runs while another thread still imports it.
     running = getattr(sys.modules.get("asyncio"), "_get_running_loop", None)
     return None if running is None else running()

@@ -40,7 +40,10 @@ _ASIDE = 0.005
 
 
 class LaneRequest(Submission, Pending[Answer]):
-    """A request over a lane. If its lane ends or its worker refuses it, it may be sent again, and is *astray* until then."""
+    """A request over a lane. If the lane ends, or the worker refuses the request, the request may be sent again.
+
+    Until it is sent again, it has no lane and is called *astray*.
+    """
 
     lane: ClientLane | None = None
     request_id = 0
@@ -67,9 +70,10 @@ class LaneRequest(Submission, Pending[Answer]):
     # ------------------------------------------------------------------------------------------- from whoever reads
 
     def take(self, lane: ClientLane, answer: AnswerRecord) -> None:
-        """Stores one answer that ``lane`` has received, and wakes whoever waits for it. Called in any thread.
+        """Stores one answer that ``lane`` has received, and wakes whoever waits for the answer. Called in any thread.
 
-        If the worker refused the request, the request may be sent again instead, to another worker.
+        If the answer is the worker's refusal of the request, and the model may be served elsewhere, the answer is dropped, and
+        the request is to be sent again.
         """
         prepared = answer.prepared
         arrived: tuple[AnswerRecord, AnswerLease | None] | ServingError = (answer, None)
@@ -93,7 +97,10 @@ class LaneRequest(Submission, Pending[Answer]):
             lane.call_back(self)
 
     def end(self) -> bool:
-        """Notes that nothing more comes; a later request may use this one's memory."""
+        """Ends this request: no further answer comes, and a later request may use the memory of its inputs' copies.
+
+        Returns whether this call ended it; False: it had ended already.
+        """
         ended = super().end()
         if ended:
             if self.lane is not None and self.lane.watched:
@@ -115,9 +122,11 @@ class LaneRequest(Submission, Pending[Answer]):
         return known is not None and self.may_be_elsewhere(refusal.code, refusal.message, known.is_told)
 
     def lane_ended(self, left: bool, error: ServingError) -> None:
-        """Arranges to send the request again, or fails it: its lane ended before the last answer, because of ``error``.
+        """Arranges to send this request again, or ends it with an error, because its lane ended before its last answer had come.
 
-        ``left``: whether the request had been sent.
+        Args:
+          left: True: the request had been sent, so that the worker may have run it; False: it had not.
+          error: why the lane ended.
         """
         reason: ServingError | None = error
         if self._connection.is_closed:
@@ -132,7 +141,11 @@ class LaneRequest(Submission, Pending[Answer]):
             self.fail(reason)
 
     def _stray(self) -> None:
-        """Arranges that the thread that waits for the answer sends the request again, or else a thread of the connection's."""
+        """Marks this request as one without a lane, and arranges that it is sent again.
+
+        A thread that waits for the answer sends it. If none waits, because the answer goes to a callback or an event loop, a
+        background thread of the connection sends it.
+        """
         self.mark_astray()
         if self.lane is not None:
             self.lane.watched.discard(self.request_id)
@@ -144,14 +157,17 @@ class LaneRequest(Submission, Pending[Answer]):
             self.notify()
 
     def mark_astray(self) -> None:
-        """Notes that the request has no lane: whoever waits for its answer has to send it."""
+        """Marks this request as one without a lane: the thread that waits for its answer has to send it."""
         self.astray_at = time.monotonic()
         # In this order, so that whoever claims it counts it no more.
         self._connection.laneless.add(self)
         self.astray = True
 
     def claim(self) -> bool:
-        """Returns whether the calling thread must send the request again; of several threads only one gets True."""
+        """Returns whether the calling thread is to send this request again. If several threads call this, one of them gets True.
+
+        Returns False if the request is not astray.
+        """
         with self._lock:
             astray, self.astray = self.astray, False
         if astray:
@@ -160,7 +176,10 @@ class LaneRequest(Submission, Pending[Answer]):
         return astray
 
     def watch_again(self) -> None:
-        """Watches the new lane of a request that was sent again; if the request was given up meanwhile, tells the worker so."""
+        """Has the new lane of this request, which was sent again, read by whoever read the former lane for it.
+
+        If the request was cancelled meanwhile, tells the new worker so.
+        """
         lane = self.lane
         if lane is None:
             return
@@ -177,7 +196,12 @@ class LaneRequest(Submission, Pending[Answer]):
     # ------------------------------------------------------------------------------------------------ from whoever waits
 
     def wait(self, until: float | None) -> None:
-        """Sends the request if it is astray, then reads its lane, or sleeps while another thread does."""
+        """Waits a while for an answer: reads the lane, or sleeps while another thread reads it. If astray, is sent again first.
+
+        May return before an answer has come. ``until``: seconds of ``time.monotonic()``; None: without limit.
+
+        Raises: WaitEnded: ``until`` has passed.  ServingError: the request could not be sent again.
+        """
         if self.astray:
             self._connection.send_again(self, until)
         self._acknowledge()
@@ -194,7 +218,11 @@ class LaneRequest(Submission, Pending[Answer]):
         time.sleep(_ASIDE)
 
     def settle(self, until: float | None) -> None:
-        """Waits until the worker has answered a request that its caller has given up, or the lane has ended."""
+        """Waits until the worker has sent the last answer to this request, which its caller has cancelled, or the lane has ended.
+
+        ``until``: seconds of ``time.monotonic()``; None: without limit. Raises DeadlineExceeded, or ResultsHeld if held answers
+        are the cause: ``until`` has passed.
+        """
         try:
             while not self._ended and self.lane is not None and not self.lane.ended:
                 self.waiting = True
@@ -204,7 +232,7 @@ class LaneRequest(Submission, Pending[Answer]):
             raise self.late() from None
 
     def attach(self, loop: Any) -> None:
-        """Has the event loop read the lane; a thread of the connection's sends the request if it is astray."""
+        """Asks an event loop to read this request's lane. If the request is astray, has a background thread send it instead."""
         if self._read:
             self._acknowledge()
         lane = self.lane
@@ -214,7 +242,7 @@ class LaneRequest(Submission, Pending[Answer]):
             lane.attach(loop)
 
     def watch(self) -> None:
-        """Has the lane's thread read the lane; a thread of the connection's sends the request if it is astray."""
+        """Asks the lane's thread to read the lane. If this request is astray, has a background thread send it instead."""
         lane = self.lane
         if self.astray:
             self._connection.send_again_soon(self)
@@ -226,7 +254,10 @@ class LaneRequest(Submission, Pending[Answer]):
                 self.call_back()
 
     def withdraw(self) -> None:
-        """Tells the worker that nobody waits; its answer, which still comes, is dropped."""
+        """Cancels this request: it is not sent again, and its worker is told that nobody waits for its answer.
+
+        The worker still sends a last answer, which is dropped.
+        """
         with self._lock:
             astray, self.astray = self.astray, False
         if astray:
@@ -235,13 +266,19 @@ class LaneRequest(Submission, Pending[Answer]):
             self.lane.cancel(self.request_id)
 
     def _acknowledge(self) -> None:
-        """Tells the worker how many bytes of responses were read, once these are at least 1024, so that it may send more."""
+        """Tells the worker how many bytes of responses the program has read, so that the worker may send more.
+
+        Does nothing while fewer than 1024 bytes were read since the last such message.
+        """
         if self._read >= _ACKNOWLEDGED and self.lane is not None:
             read, self._read = self._read, 0
             self.lane.say(wire.numbers("T", self.request_id, read))
 
     def made(self, arrived: tuple[AnswerRecord, AnswerLease | None]) -> Answer | ServingError:
-        """Makes the answer of a record and the lease of its memory, or the error of a record that cannot be read."""
+        """Converts a received record to an answer; returns an error if the record cannot be read.
+
+        ``arrived``: the record, and the lease of the worker's memory that its outputs lie in, or None.
+        """
         answer, lease = arrived
         if not answer.prepared.final:
             self._read += answer.byte_size
@@ -253,29 +290,32 @@ class LaneRequest(Submission, Pending[Answer]):
             return Internal(f"the worker's answer is malformed: {error}")
 
     def late(self) -> ServingError:
-        """Returns DeadlineExceeded, or ResultsHeld if the answers that the program holds are the cause."""
+        """Returns the error for an answer that did not come in time.
+
+        It is ResultsHeld if the answers that the program holds leave the worker no room, else DeadlineExceeded.
+        """
         error = DeadlineExceeded()
         return error if self.lane is None else self.lane.answers.explained(error)
 
     def explained(self, error: ServingError) -> ServingError:
-        """Returns ResultsHeld if a stream failed because the program holds too many answers; else returns ``error``."""
+        """Returns ResultsHeld if a stream failed with ``error`` because the program holds too many answers; else ``error``."""
         held = self._connection.held.too_many() if isinstance(error, (DeadlineExceeded, Unavailable)) else None
         return held or error
 
     def forget(self) -> None:
-        """Ends the request in a process that was forked off."""
+        """Ends a child process's copy of this request after a fork."""
         super().forget()
         self.astray = False
 
 
 class Sender:
-    """Base class of ``LaneConnection``: keeps the requests that have no lane, and has each of them sent again, or failed."""
+    """Base class of ``LaneConnection``: stores the requests that have no lane, and sends each of them again or fails it."""
 
     is_closed = False
     held: HeldResults
 
     def begin(self) -> None:
-        """Begins without requests, also in a process that was forked off."""
+        """Starts without requests. Called by the constructor, and in a child process after a fork."""
         #: Requests that are to be sent again and that no thread waits for, by model; each has a thread while there are any.
         self._astray: dict[tuple[str, int], deque[LaneRequest]] = {}
         self._astray_lock = threading.Lock()
@@ -290,18 +330,22 @@ class Sender:
         self.models: dict[tuple[str, int], OpenedModel] = {}
 
     def known(self, call: Call) -> OpenedModel | None:
-        """Returns what the daemon has said of a call's model; None: it was not asked."""
+        """Returns the description and lanes of a call's model that the daemon gave; None: the daemon was not asked yet."""
         return self.models.get((call.model, call.version))
 
     def send_claimed(self, pending: LaneRequest, until: float | None) -> None:
-        """Sends a request again that this thread has claimed. Args and Raises: as ``send_again``."""
+        """Sends a request again. Call it only in the thread for which the request's ``claim`` returned True.
+
+        ``until``: seconds of ``time.monotonic()`` to wait for a lane; None: no deadline.
+
+        Raises: ServingError: the request may not be sent again, or no lane was found.  WaitEnded: ``until`` has passed.
+        """
         raise NotImplementedError
 
     def send_again(self, pending: LaneRequest, until: float | None) -> None:
-        """Sends a request again whose lane ended or whose worker refused it, unless another thread does so.
+        """Sends a request again whose lane ended or whose worker refused it. Does nothing if another thread sends it.
 
-        Args:
-          until: seconds of ``time.monotonic()`` to wait for a lane; None: no deadline.
+        ``until``: seconds of ``time.monotonic()`` to wait for a lane; None: no deadline.
 
         Raises: ServingError: the request may not be sent again, or no lane was found.  WaitEnded: ``until`` has passed.
         """
@@ -317,7 +361,10 @@ class Sender:
             self.claimed.discard(pending)
 
     def send_again_soon(self, pending: LaneRequest) -> None:
-        """Hands a request that no thread waits for to a background thread, which sends again all requests to one model."""
+        """Gives a request that no thread waits for to a background thread, which sends it again or fails it.
+
+        There is one background thread for each model that has such requests.
+        """
         model = pending.call.model, pending.call.version
         with self._astray_lock:
             waiting = self._astray.get(model)

@@ -37,10 +37,13 @@ class LaneEnded(Exception):
 
 
 class LaneSocket:
-    """The socket of a lane, and the datagrams that it has not taken yet."""
+    """The client's socket of a lane, and a queue of the datagrams that the socket had no room for."""
 
     def __init__(self, sock: socket.socket, spin_ns: int) -> None:
-        """Takes over a connected socket. ``spin_ns``: how long a receive polls before it sleeps, at most; 0: not at all."""
+        """Takes ownership of a connected socket.
+
+        ``spin_ns``: for how many nanoseconds, at most, a receive polls before it sleeps; 0: it does not poll.
+        """
         sock.setblocking(True)
         self.sock = sock
         #: Held by the thread that sends.
@@ -62,9 +65,13 @@ class LaneSocket:
     # ------------------------------------------------------------------------------------------------------ sending
 
     def send(self, datagram: bytes, fd: int = -1, ids: tuple[int, ...] = ()) -> None:
-        """Sends a datagram, with a descriptor unless ``fd`` is -1; queues it in ``backlog`` if the socket is full.
+        """Sends a datagram, or queues it in ``backlog`` if the socket is full. The caller holds ``lock``.
 
-        The caller holds ``lock``. ``ids``: the requests that the datagram completes. Raises LaneEnded: the worker is gone.
+        Args:
+          fd: a file descriptor to send with the datagram, which the caller still has to close; -1: none.
+          ids: the ids of the requests whose last bytes are in the datagram.
+
+        Raises: LaneEnded: the worker has closed its end; the datagram is in ``backlog`` then.
         """
         try:
             if not self.backlog and self.send_at_once(datagram, fd):
@@ -79,7 +86,10 @@ class LaneSocket:
                 loop.call_soon_threadsafe(self._watch_room, loop)
 
     def send_at_once(self, datagram: bytes | bytearray, fd: int = -1) -> bool:
-        """Sends a datagram, as ``send`` does. Returns False, and queues nothing, if the socket is full; else True."""
+        """Sends a datagram without waiting. Returns True; returns False, and queues nothing, if the socket is full.
+
+        ``fd``: a file descriptor to send with the datagram; -1: none. Raises LaneEnded: the worker has closed its end.
+        """
         try:
             if fd < 0:
                 self.sock.send(datagram, _SEND)
@@ -94,7 +104,7 @@ class LaneSocket:
         return True
 
     def send_backlog(self) -> None:
-        """Sends as many queued datagrams (``backlog``) as the socket takes; does nothing if the worker is gone."""
+        """Sends as many queued datagrams (``backlog``) as the socket has room for. Does nothing if the worker has ended."""
         with self.lock, contextlib.suppress(LaneEnded):
             while self.backlog:
                 datagram, fd, _ = self.backlog[0]
@@ -105,7 +115,10 @@ class LaneSocket:
                     os.close(fd)
 
     def take_unsent(self) -> set[int]:
-        """Drops the datagrams in ``backlog``, which were not sent, and returns their requests' ids. The caller holds ``lock``."""
+        """Drops the datagrams in ``backlog``, and returns the ids of the requests in them, which were thus not sent.
+
+        The caller holds ``lock``.
+        """
         unsent = {request_id for _, _, ids in self.backlog for request_id in ids}
         for _, fd, _ in self.backlog:
             if fd >= 0:
@@ -116,9 +129,11 @@ class LaneSocket:
     # ---------------------------------------------------------------------------------------------------- receiving
 
     def receive(self, flags: int = 0) -> Datagram | None:
-        """Receives a datagram into ``received``. Returns None: none has come. An empty one means that the worker has ended.
+        """Receives a datagram into ``received``. Returns its size, ancillary data and flags; None: no datagram has come.
 
-        ``flags``: 0: waits, at most as long as ``limit_wait`` said; ``AT_ONCE``: does not wait.
+        A size of 0 means that the worker has ended.
+
+        ``flags``: 0: waits for a datagram, for as long as ``limit_wait`` has set; ``AT_ONCE``: does not wait.
         """
         spin = None if flags else self.spin
         try:
@@ -136,9 +151,9 @@ class LaneSocket:
         return size, ancillary, said
 
     def limit_wait(self, until: float | None) -> None:
-        """Limits how long ``receive`` waits: to ``until`` (seconds of ``time.monotonic()``) or less; None: without limit.
+        """Sets how long later calls of ``receive`` wait at most: until ``until``, or less long.
 
-        Raises: WaitEnded: ``until`` has passed.
+        ``until``: seconds of ``time.monotonic()``; None: without limit. Raises: WaitEnded: ``until`` has passed.
         """
         milliseconds = 0
         if until is not None:
@@ -153,9 +168,11 @@ class LaneSocket:
             self.timeout_ms = milliseconds
 
     def wait_for_room(self, until: float | None) -> bool:
-        """Waits until a datagram has come, or room: sends as many queued datagrams as the socket takes. Returns if one has come.
+        """Waits until a datagram has come or the socket has room; if it has room, sends queued datagrams.
 
-        ``until``: monotonic seconds; None: without limit. Raises: WaitEnded: ``until`` has passed.
+        Returns whether a datagram has come; it is not received here.
+
+        ``until``: seconds of ``time.monotonic()``; None: without limit. Raises: WaitEnded: ``until`` has passed.
         """
         left = None if until is None else until - time.monotonic()
         if left is not None and left <= 0:
@@ -172,9 +189,9 @@ class LaneSocket:
     # -------------------------------------------------------------------------------------------------- event loops
 
     def attach(self, loop: Any, readable: Callable[[], None]) -> None:
-        """Asks an event loop to call ``readable`` when a datagram has come, and to send queued ones.
+        """Asks an event loop to call ``readable`` when a datagram has come, and to send queued datagrams when there is room.
 
-        Called in the loop's thread, with ``lock`` held.
+        Call it in the loop's thread, while ``lock`` is held.
         """
         self.loops[loop] = None
         loop.add_reader(self.sock.fileno(), readable)
@@ -193,12 +210,18 @@ class LaneSocket:
     # ---------------------------------------------------------------------------------------------------------- end
 
     def shut_down(self) -> None:
-        """Ends the connection, so that a thread that waits in ``receive`` returns; the descriptor stays open until ``close``."""
+        """Shuts the socket down, so that a thread that waits in ``receive`` returns.
+
+        The descriptor stays open until ``close``.
+        """
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Closes the socket as soon as no attached event loop watches it any more; asks each to stop, and waits for none."""
+        """Asks the attached event loops to stop watching the socket, and closes it once none watches it. Does not wait for that.
+
+        Without attached event loops, the socket is closed at once.
+        """
         for loop in list(self.loops):
             try:
                 loop.call_soon_threadsafe(self._leave, loop)
@@ -217,7 +240,7 @@ class LaneSocket:
             self.sock.close()
 
     def forget(self) -> None:
-        """Closes a forked process's copy of the socket, at once; the parent's event loops are not those of this process."""
+        """Closes a child process's copy of the socket after a fork, without asking the event loops, which are the parent's."""
         self.closing = True
         self.lock = threading.Lock()
         self.loops.clear()
@@ -225,6 +248,6 @@ class LaneSocket:
 
 
 def descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    """Returns the file descriptors that came with a datagram. ``ancillary``: as ``recvmsg`` returns it."""
+    """Returns the file descriptors that came with a datagram. ``ancillary``: the ancillary data that ``recvmsg`` returned."""
     rights = [part for level, kind, part in ancillary if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)]
     return [fd for part in rights for fd in struct.unpack(f"{len(part) // 4}i", part[: len(part) // 4 * 4])]

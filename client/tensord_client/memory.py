@@ -39,17 +39,23 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def mapped(fd: int, byte_size: int, prot: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
-    """Maps bytes of a descriptor, which may be closed afterwards. Raises OSError, ValueError: it cannot be mapped."""
+    """Maps ``byte_size`` bytes of a file from its beginning, and returns the mapping. ``fd`` may be closed afterwards.
+
+    ``prot``: the protection of the pages. Raises OSError, ValueError: the file cannot be mapped.
+    """
     if sys.version_info >= (3, 13):
         return mmap.mmap(fd, byte_size, prot=prot, trackfd=False)
     return mmap.mmap(fd, byte_size, prot=prot)
 
 
 class ClientSegment:
-    """A memfd of fixed size that workers map too, with a list of its free ranges; mapped here while anything refers to it."""
+    """A memfd of fixed size for arrays, which workers map too, and a list of its free ranges.
+
+    This process has it mapped for as long as anything refers to this object.
+    """
 
     def __init__(self, number: int, byte_size: int) -> None:
-        """Makes a memfd with all of its pages allocated, and maps it. ``number``: by which requests name the segment.
+        """Makes a memfd with all of its pages allocated, and maps it. ``number``: the number by which requests name the segment.
 
         Raises: Unavailable: the host has no memory left for the segment, or this process has no file descriptor left.
         """
@@ -77,11 +83,14 @@ class ClientSegment:
 
     @property
     def is_unused(self) -> bool:
-        """Returns whether no block (memory of an array) is allocated in the segment."""
+        """Returns whether no array has memory in this segment."""
         return len(self.free) == 1 and self.sizes[0] == self.byte_size
 
     def take(self, byte_size: int) -> int | None:
-        """Allocates bytes, a multiple of ``ALIGNMENT``. Returns their offset; None: no free range is large enough."""
+        """Allocates ``byte_size`` bytes of this segment, a multiple of ``ALIGNMENT``.
+
+        Returns their offset in bytes; None: no free range is large enough.
+        """
         for at, size in enumerate(self.sizes):
             if size < byte_size:
                 continue
@@ -95,7 +104,7 @@ class ClientSegment:
         return None
 
     def give(self, offset: int, byte_size: int) -> None:
-        """Frees bytes that ``take`` allocated, and joins them with free neighbours."""
+        """Frees bytes that ``take`` allocated: adds them to the free ranges, joined with free ranges next to them."""
         at = bisect.bisect(self.free, offset)
         if at < len(self.free) and offset + byte_size == self.free[at]:
             byte_size += self.sizes[at]
@@ -107,7 +116,7 @@ class ClientSegment:
             self.sizes.insert(at, byte_size)
 
     def close(self) -> None:
-        """Closes the file descriptor; the mapping stays. Idempotent."""
+        """Closes the memfd's file descriptor; the mapping stays. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -116,9 +125,9 @@ class ClientSegment:
 
 
 class Block:
-    """The bytes of one array in a segment.
+    """The memory of one array: a range of bytes in a segment of this client's.
 
-    The array and its views keep the block as their base; the block is freed when all are garbage-collected.
+    The array and its views have the block as their base. The block is freed once all of them are garbage-collected.
     """
 
     __slots__ = ("__array_interface__", "byte_size", "memory", "offset", "segment")
@@ -136,7 +145,7 @@ class Block:
 
 
 class Memory:
-    """The memory that a connection shares with workers: its segments, and the arrays in them. Thread-safe."""
+    """The memory that a connection shares with workers: the client's segments, and the arrays in them. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -153,13 +162,16 @@ class Memory:
         self._is_closed = False
 
     def limit(self, max_count: int, max_byte_size: int) -> None:
-        """Sets the daemon's bounds for new segments: their number, and the bytes of all together."""
+        """Sets the limits that the daemon gives: how many segments there may be, and how many bytes they may have together.
+
+        Segments that exist already stay.
+        """
         self.max_count = max_count
         self.max_byte_size = max_byte_size
 
     @property
     def byte_size(self) -> int:
-        """Returns the bytes of all segments together."""
+        """Returns the number of bytes that all segments have together."""
         return sum([segment.byte_size for segment in list(self.segments.values())])
 
     def empty(self, shape: int | Sequence[int], dtype: Any) -> np.ndarray:
@@ -187,7 +199,10 @@ class Memory:
         return array.view(dtype) if viewed else array
 
     def locate(self, array: np.ndarray) -> Place | None:
-        """Returns the place of an array in a segment or on a GPU; None: it lies in neither, or is not contiguous."""
+        """Returns where an array lies: (number of the segment or name of the GPU's region, offset in it, number of bytes).
+
+        Returns None if the array lies in neither, or lies in a segment and is not contiguous.
+        """
         base: Any = array.base
         while isinstance(base, np.ndarray):
             base = base.base
@@ -213,7 +228,10 @@ class Memory:
             return Block(self, segment, offset, byte_size)
 
     def collect(self) -> None:
-        """Frees the memory of arrays that nothing refers to any more, and closes unused memfds beyond 64 MiB of reserve."""
+        """Frees the memory of arrays that nothing refers to any more, and closes unused segments.
+
+        Keeps up to 64 MiB of unused segments in reserve.
+        """
         with self._lock:
             self._collect()
 
@@ -266,7 +284,7 @@ class Memory:
         self.closures += 1
 
     def close(self) -> None:
-        """Closes all segments: no more arrays can be made, and arrays that exist stay valid. Idempotent."""
+        """Closes all segments. Later calls of ``empty`` raise Unavailable; arrays that exist stay valid. Idempotent."""
         with self._lock:
             self._is_closed = True
             for segment in self.segments.values():

@@ -36,7 +36,7 @@ else:
 
 @functools.cache
 def say_missing() -> None:
-    """Logs a warning that requests go over HTTP because the part in C is missing. Only the first call logs it."""
+    """Logs a warning that requests go over HTTP because the C extension is missing. Only the first call logs it."""
     import logging
 
     logging.getLogger("tensord_client").warning(

@@ -35,7 +35,10 @@ class ModelParameters:
     """Lists, changes and drops the parameter sets of one model; a request names the set that it is answered with. Thread-safe."""
 
     def __init__(self, manage: Callable[..., dict[str, Any]], model: str, version: int) -> None:
-        """Asks nothing yet. ``manage``: carries out an operation on parameter sets, as ``HttpConnection.manage`` does."""
+        """Sends nothing yet. ``manage``: lists or changes parameter sets on the server, such as ``HttpConnection.manage``.
+
+        ``version``: the model's version; 0: all versions.
+        """
         self._manage = manage
         self._model = model
         self._version = version
@@ -51,24 +54,28 @@ class ModelParameters:
         move_sequences: bool = False,
         timeout: float | None = None,
     ) -> int:
-        """Pushes parameters into a set of the model. Requests that begin after this has returned use the new parameters.
+        """Pushes parameters into a parameter set of the model.
+
+        Requests that begin after this has returned use the new parameters.
 
         Args:
-          parameters: a tree of arrays (nested mappings and sequences, or any pytree of JAX), with the names, shapes and dtypes of
-            the model's own parameters, such as the tree that its ``create`` returned; or the name of a file in the model's
+          parameters: a tree of arrays (nested mappings and sequences, or any pytree of JAX), with the names, shapes and dtypes
+            of the model's own parameters, such as the tree that its ``create`` returned; or the name of a file in the model's
             folder on the server, such as "params-17.safetensors".
-          version: the number that identifies this push, higher than every earlier one of the set; 0: one more than the last.
+          version: the number that identifies this push, higher than every earlier number of the set; 0: one more than the last.
           set: the name of the parameter set; a set that does not exist is made.
-          partial: the tree may lack leaves: they stay as they are, and in a new set they are those of ``main``.
-          check_finite: have the server refuse values that are infinite or not a number.
-          move_sequences: let sequences that have begun go on with the new parameters; else they keep the ones they began with.
+          partial: True: ``parameters`` may lack leaves of the model. Lacking leaves keep their values; in a new set they have
+            the values of ``main``.
+          check_finite: True: the server refuses values that are infinite or not a number.
+          move_sequences: True: sequences that have begun go on with the new parameters; False: they go on with those that they
+            began with.
           timeout: seconds to wait for the server's answer; None: without limit.
 
         Returns: the number that identifies this push.
 
-        Raises: Replaced: a push with this number or a higher one was made, or is under way.  InvalidArgument: the names, shapes,
-          dtypes or values do not fit the model.  Unavailable, DeadlineExceeded: no answer came in time; the push may still be
-          made.  ServingError: any other error of the server, which has changed nothing.
+        Raises: Replaced: a push with this number or a higher one was made, or is under way.  InvalidArgument: the names,
+          shapes, dtypes or values do not fit the model.  Unavailable, DeadlineExceeded: no answer came in time; the push may
+          still be made.  ServingError: any other error of the server, which has changed nothing.
         """
         said: dict[str, Any] = {"number": version}
         flags = {"partial": partial, "check_finite": check_finite, "move_sequences": move_sequences}
@@ -82,26 +89,28 @@ class ModelParameters:
         return int(answer["number"])
 
     def list(self) -> list[dict[str, Any]]:
-        """Returns the parameter sets that the model has, a dictionary for each.
+        """Returns a dictionary for each parameter set that the model has.
 
-        "set" is its name and "number" that of the newest push (0: the parameters in the model's folder). Sets that were pushed
-        into have "byte_size", "pushed_at" (seconds since 1970) and "pushed_by" as well. "kept" says where the server keeps a
-        copy: "repository", "memory", "file" or "none".
+        "set" is the set's name. "number" is the number of its newest push; 0: nothing was pushed, and the parameters are those
+        in the model's folder. "kept" says where the server keeps a copy: "repository", "memory", "file" or "none". A set that
+        was pushed into also has "byte_size", "pushed_at" (seconds since 1970) and "pushed_by".
         """
         found: list[dict[str, Any]] = self._manage("parameters", self._model, self._version)["parameters"]
         return found
 
     def drop(self, set: str) -> None:
-        """Drops a parameter set: later requests that name it fail. ``set``: its name.
+        """Drops the parameter set named ``set``: later requests that name it fail.
 
-        Raises: NotFound: there is no such set.  InvalidArgument: the set is ``main``.
+        Raises: NotFound: there is no such parameter set.  InvalidArgument: ``set`` is ``main``, which cannot be dropped.
         """
         self._manage("drop", self._model, self._version, set)
 
     def roll_back(self, set: str = "main") -> int:
-        """Puts the parameters that a set had before the newest push into use again. Returns the number of their push.
+        """Puts the parameters that a parameter set had before its newest push into use again.
 
-        Raises: NotFound: nothing was pushed into the set, or the server has not kept the parameters before the newest.
+        Returns the number of the push that those parameters came with.
+
+        Raises: NotFound: nothing was pushed into the set, or the server has not kept the parameters before the newest push.
         """
         return int(self._manage("revert", self._model, self._version, set)["number"])
 
@@ -112,8 +121,9 @@ class ModelParameters:
 def layout(parameters: Any, partial: bool = False) -> Iterator[Buffer]:
     """Yields a tree of arrays as bytes in safetensors' layout: the header, then each array's memory, which is not copied.
 
-    Leaves that no push can have are left out: functions, texts, random keys, and arrays of types that the layout lacks. The model
-    has those that it was loaded with. ``partial``: every leaf is meant to be pushed.
+    Without ``partial``, leaves that no push can have are left out: functions, texts, random keys, and arrays of types that the
+    layout lacks. The model keeps the values of such leaves that it was loaded with. With ``partial``, such a leaf is an error,
+    since every leaf of the tree is meant to be pushed.
 
     Raises: InvalidArgument: the tree has no arrays; or, with ``partial``, a leaf cannot be pushed.
     """
@@ -143,10 +153,10 @@ def layout(parameters: Any, partial: bool = False) -> Iterator[Buffer]:
 
 
 def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yields (name, leaf) for each leaf of a tree.
+    """Yields (name, leaf) for each leaf of a tree. A name has keys and indices joined by dots, such as ``dense.0.kernel``.
 
-    If the program has imported JAX, JAX walks the tree, and any pytree is accepted; otherwise mappings, lists and tuples are
-    walked, and anything else is a leaf. Names are keys and indices joined by dots, such as ``dense.0.kernel``.
+    If the program has imported JAX, JAX walks the tree, and any pytree is accepted. Otherwise mappings, lists and tuples are
+    walked, and anything else is a leaf.
     """
     if "jax" in sys.modules:
         from tensord_client import in_jax
@@ -157,7 +167,10 @@ def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _array(leaf: Any) -> tuple[str, Array] | None:
-    """Returns a leaf's type in safetensors' layout and its array; None: it cannot be an array, or has a type without a name."""
+    """Returns the name of a leaf's type in safetensors' layout, and the leaf as a contiguous, little-endian array.
+
+    Returns None if the leaf cannot be an array, or has a type that the layout lacks.
+    """
     bits = bfloat16_of_torch(leaf)
     try:
         array = np.ascontiguousarray(leaf if bits is None else bits)
@@ -173,9 +186,9 @@ def _array(leaf: Any) -> tuple[str, Array] | None:
 
 
 def sealed(pieces: Sequence[Buffer]) -> int:
-    """Writes pieces of bytes into a memfd that nobody can change afterwards.
+    """Writes pieces of bytes one after the other into a new memfd, which is sealed so that nobody can change it.
 
-    Returns its file descriptor, which the caller must close.
+    Returns the memfd's file descriptor, which the caller must close.
 
     Raises: Unavailable: the host has no memory left for the pieces, or this process has no file descriptor left.
     """

@@ -34,7 +34,10 @@ _IN_SLOT = (-1, 0, 0)
 
 
 class Slot:
-    """Shared memory for copies of one request's inputs, and the encoded constant part of the request, which names this memory."""
+    """Shared memory for copies of one request's inputs.
+
+    It is kept with the encoded constant part of the request, which names this memory, so that later requests can use both.
+    """
 
     __slots__ = ("_slots", "arrays", "byte_size", "kind", "prepared", "segments")
 
@@ -50,18 +53,19 @@ class Slot:
         self.segments = segments
 
     def give_back(self) -> None:
-        """Frees this memory for a later request of the same kind, because its request was answered."""
+        """Makes this memory available to a later request with the same tensors. Called once its request was answered."""
         self._slots.add(self)
 
 
 class Slots:
-    """The free slots of a connection, for later requests of the same kind. Thread-safe.
+    """Shared memory that is kept for copies of later requests' inputs, each for requests of one kind. Thread-safe.
 
-    If free slots have too many bytes, those of the kind that was used longest ago are dropped first.
+    Requests are of one kind if they have the same model, tensors and outputs. If the free memory has too many bytes, that for
+    the kind that was used longest ago is dropped first.
     """
 
     def __init__(self, memory: Memory) -> None:
-        """Starts without slots. ``memory``: where they are allocated; free ones may take half of it."""
+        """Starts with none kept. ``memory``: where copies are allocated; at most half of it is kept free for later requests."""
         self._memory = memory
         self._lock = threading.Lock()
         #: Free slots by kind, the kind used last at the end; no list is empty.
@@ -69,7 +73,10 @@ class Slots:
         self._byte_size = 0
 
     def take(self, kind: Any) -> Slot | None:
-        """Removes a slot for that kind of request from the free ones and returns it; None: there is none."""
+        """Removes memory for a request of this kind from the free memory and returns it; None: none is free.
+
+        ``kind``: what requests that may use the same memory have in common: model, tensors and outputs.
+        """
         with self._lock:
             free = self._free.get(kind)
             if free is None:
@@ -81,7 +88,7 @@ class Slots:
             return slot
 
     def add(self, slot: Slot) -> None:
-        """Adds a slot to the free ones; if they have too many bytes, drops others, but never this one."""
+        """Keeps a request's memory for a later request. If too many bytes are kept then, drops other memory, never this one."""
         with self._lock:
             self._free.setdefault(slot.kind, []).append(slot)
             self._free.move_to_end(slot.kind)
@@ -95,19 +102,22 @@ class Slots:
                     del self._free[kind]
 
     def clear(self) -> None:
-        """Drops all free slots, so that other arrays can use their memory."""
+        """Drops all memory that is kept free, so that other arrays can be allocated there."""
         with self._lock:
             self._free.clear()
             self._byte_size = 0
 
     def forget(self) -> None:
-        """Drops all free slots in a process that was forked off, where another thread may have held the lock."""
+        """Drops all memory that is kept free, in a child process after a fork.
+
+        Makes a new lock, since a thread may have held it.
+        """
         self._lock = threading.Lock()
         self.clear()
 
 
 class Placed:
-    """A request whose inputs the worker can read: the fields of its record, and the memory that must live until the answer."""
+    """A request whose inputs the worker can read: the fields to send, and the arrays that must exist until the answer."""
 
     __slots__ = ("answer", "contents", "hold", "prepared", "segments", "slot")
 
@@ -136,9 +146,9 @@ Tensor = tuple[str, str, tuple[int, ...], Optional[Place]]
 
 
 class Layout:
-    """How each input of a call gets to the worker: in place, inside the request, or copied.
+    """How each input of a call gets to the worker: by its place in shared memory, inside the request, or copied.
 
-    It is valid for every request with the same arrays; with strings, which it holds encoded, for one request only.
+    A layout may be used again for a request with the same arrays, unless there are strings, which it holds encoded.
     """
 
     __slots__ = (
@@ -206,15 +216,21 @@ class Placement:
         return self.fill(call, layout)
 
     def place_again(self, call: Call, model: OpenedModel, layouts: dict[OpenedModel, Layout]) -> Placed:
-        """Does what ``place`` does for a call that is sent many times with the same arrays.
+        """Puts the inputs where the worker can read them, for a call that is sent many times. Returns the fields to send.
 
-        ``layouts``: the layout that the call's last request had, by model; it is used if it is still valid, else replaced.
+        ``layouts``: the layout of the call's last request, by model. It is used again if it is still valid; otherwise a new one
+        is made and stored there.
+
+        Raises: InvalidArgument: the request cannot be sent.  Unavailable: there is no room in shared memory now.
         """
         layout = layouts.get(model)
         return self.fill(call, self.keep_layout(call, model) if layout is None or layout.has_strings else layout)
 
     def keep_layout(self, call: Call, model: OpenedModel) -> Layout:
-        """Lays out a call that is sent many times, keeps the layout in it and returns it. Raises: as ``lay_out``."""
+        """Makes the layout of a call that is sent many times, stores it in the call and returns it.
+
+        Raises: InvalidArgument: the request cannot be sent.
+        """
         layout = self.lay_out(call, model)
         # Another model was opened before, or by another process.
         assert call.layouts is not None
@@ -224,7 +240,10 @@ class Placement:
         return layout
 
     def lay_out(self, call: Call, model: OpenedModel) -> Layout:
-        """Decides for each input whether it is used in place, travels inside the request or is copied to shared memory."""
+        """Decides for each input whether it is used where it lies, travels inside the request, or is copied to shared memory.
+
+        Copies nothing yet. Raises: InvalidArgument: an input or an output's array cannot be sent.
+        """
         layout = Layout(call)
         room = _ALL_INLINE
         for name, array in call.inputs.items():
@@ -269,7 +288,10 @@ class Placement:
         return layout
 
     def fill(self, call: Call, layout: Layout) -> Placed:
-        """Copies the arrays' values into the request or shared memory, as ``layout`` says. Returns the fields to send."""
+        """Copies the input arrays' values into the request or to shared memory, as ``layout`` says. Returns the fields to send.
+
+        Raises: Unavailable: there is no room in shared memory now.
+        """
         contents = [each if isinstance(each, bytes) else in_host_order(each).tobytes() for each in layout.inline]
         if not layout.copied:
             return Placed(layout.prepared, contents, tuple(layout.segments), None, layout.hold)
@@ -279,11 +301,13 @@ class Placement:
         return Placed(slot.prepared, contents, tuple(layout.segments.union(slot.segments)), slot, layout.hold)
 
     def outputs(self, call: Call, model: OpenedModel) -> tuple[tuple[str, Place | None], ...]:
-        """Returns (name, place to write it to) of each output that the request wants; empty: it wants all, without places.
+        """Returns (name, place) of each output that the request asks for. The place says where the worker is to write the output.
 
-        Place None: the output comes with the answer; it is copied then if its array lies in no shared memory.
+        If the place is None, the output comes with the answer, and is then copied to the caller's array, if there is one. The
+        result is empty if the request asks for all outputs and gives no arrays for them.
 
-        Raises: InvalidArgument: the array for an output has another datatype, or belongs to no wanted output.
+        Raises: InvalidArgument: an array for an output has another datatype than the output, or the request does not ask for
+          the output.
         """
         if not call.places:
             return tuple([(name, None) for name in call.outputs])
@@ -301,7 +325,12 @@ class Placement:
         return tuple(wanted.items())
 
     def room(self, array: np.ndarray) -> np.ndarray:
-        """Allocates shared memory for a copy of ``array``; drops free slots if there is no room. Raises: as ``Memory.empty``."""
+        """Allocates shared memory for a copy of ``array`` and returns it, an array with the same shape. Copies nothing.
+
+        If there is no room, drops the memory that is kept free for later requests, and tries once more.
+
+        Raises: InvalidArgument: the array is larger than the daemon allows.  Unavailable: there is no room now.
+        """
         try:
             return self.memory.empty(array.shape, array.dtype.newbyteorder("="))
         except Unavailable:
@@ -333,20 +362,27 @@ def _parameters(call: Call) -> tuple[Any, ...]:
 
 
 def note_segment(segments: set[int], place: Place | None) -> None:
-    """Adds to ``segments`` the number of the memfd that a place lies in; does nothing for None or a place on a GPU."""
+    """Adds the number of the segment that a place lies in to ``segments``.
+
+    Does nothing if ``place`` is None or is on a GPU.
+    """
     if place is not None and isinstance(place[0], int):
         segments.add(place[0])
 
 
 def in_host_order(array: np.ndarray) -> np.ndarray:
-    """Returns the array, or a copy in this host's byte order if it has another one."""
+    """Returns the array itself if it has this host's byte order, else a copy that has it."""
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def encode(call: Call, tensors: Sequence[Tensor], outputs: Sequence[tuple[str, Place | None]]) -> bytes:
-    """Encodes a call's prepared request: the part that is the same each time it is sent.
+    """Encodes the part of a call's request that is the same each time the call is sent: model, tensors, outputs, parameters.
 
-    ``tensors``, ``outputs``: as of ``Layout``. Raises InvalidArgument: a value has no encoding.
+    Args:
+      tensors: (name, datatype, shape, place or None) of each input; None: the input travels inside the request.
+      outputs: (name, place or None) of each output to return; None: the output comes with the answer.
+
+    Raises: InvalidArgument: a value cannot be encoded.
     """
     try:
         return wire.prepared_request(call.model, call.version, tensors, outputs, dict(call.parameters))
@@ -355,7 +391,10 @@ def encode(call: Call, tensors: Sequence[Tensor], outputs: Sequence[tuple[str, P
 
 
 def own_fields(call: Call) -> bytes:
-    """Encodes a call's id, its deadline and how it is scheduled. Raises InvalidArgument: one has no encoding."""
+    """Encodes the fields that each request has of its own: its id, its deadline and how it is scheduled.
+
+    Raises: InvalidArgument: a value cannot be encoded.
+    """
     deadline_ns = 0 if call.deadline is None else max(1, int(call.deadline * 1e9))
     try:
         return wire.own_fields(call.request_id, deadline_ns, *call.scheduling)

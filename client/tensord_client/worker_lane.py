@@ -45,7 +45,7 @@ _NOTICED = 0.05
 
 
 class ClientLane:
-    """This process's end of a lane: sends requests and delivers their answers. Thread-safe."""
+    """The client's end of a lane: sends requests to one worker, and hands the answers to the requests. Thread-safe."""
 
     def __init__(
         self,
@@ -58,16 +58,20 @@ class ClientLane:
         most: int,
         spin_ns: int,
     ) -> None:
-        """Takes over a lane's socket, which it closes also if it raises, and sends the version of the wire to the worker.
+        """Takes ownership of a lane's socket, and sends the version of the wire format to the worker.
+
+        If this raises, the socket is closed.
 
         Args:
-          number: the lane's number at the daemon.
+          number: the number by which the daemon names the lane.
+          memory: the memory that the connection shares with its workers.
           ids: yields the ids of requests, from 2**32 on; all lanes of the connection share it.
+          held: counts the answers that the program holds.
           response_byte_size: the most bytes of the worker's memory that answers on this lane may hold.
-          most: the most requests that the worker takes at a time; further ones are queued here.
-          spin_ns: how long a thread that waits for an answer polls before it sleeps, at most.
+          most: the most requests that the worker takes at a time; further requests are queued in this object.
+          spin_ns: how long a thread that waits for an answer polls before it sleeps, at most, in nanoseconds.
 
-        Raises: LaneEnded: the worker is gone.
+        Raises: LaneEnded: the worker has ended.
         """
         self._most = most
         self.socket = LaneSocket(sock, spin_ns)
@@ -122,19 +126,21 @@ class ClientLane:
 
     @property
     def usable(self) -> bool:
-        """Returns whether requests may be sent on this lane: neither end has closed it."""
+        """Returns whether requests may be sent on this lane: neither this process nor the worker has closed it."""
         return not (self.socket.closing or self.ended)
 
     def submit(self, request: Any, loop: Any = None, max_waiting: int | None = None) -> int:
-        """Sends a ``LaneRequest``, now or when the worker has answered others. Returns its id.
+        """Sends a ``LaneRequest``, or queues it if the worker has as many requests as it takes at a time.
+
+        Returns the request's id.
 
         Args:
-          loop: the running event loop, or None. Small requests that a loop submits while others are in flight are sent together,
-            when the loop's iteration ends.
-          max_waiting: the most requests that may wait already, if this one has to wait, too; None: any number.
+          loop: the event loop that runs in this thread; None: none. Small requests that a loop submits while others are in
+            flight are sent together, when the loop's iteration ends.
+          max_waiting: how many queued requests there may be already, if this request has to be queued; None: any number.
 
-        Raises: LaneEnded: the request was not sent.  InvalidArgument: it is too large for one record.  Unavailable: as many wait
-          already.
+        Raises: LaneEnded: the worker has ended, and the request was not sent.  InvalidArgument: the request is too large for
+          one record.  Unavailable: ``max_waiting`` requests are queued already.
         """
         placed, traceparent = request.placed, request.call.traceparent
         prepared, segments = placed.prepared, placed.segments
@@ -172,9 +178,9 @@ class ClientLane:
             return request_id
 
     def announce(self, segments: Sequence[int]) -> None:
-        """Tells the worker which segments were closed, and sends it those of ``segments`` that it does not have.
+        """Tells the worker which of the client's segments were closed, and sends it the descriptors of segments that it lacks.
 
-        The caller holds ``lock``.
+        The caller holds ``lock``. ``segments``: the numbers of the segments that the worker needs for the next request.
         """
         if self.memory.closures != self.known_closures:
             self.known_closures = self.memory.closures
@@ -191,9 +197,12 @@ class ClientLane:
                 self._announced.add(number)
 
     def _number(self, prepared: bytes) -> bytes:
-        """Returns the encoded number that stands for ``prepared``, a request's constant part; b"": it is to be sent in full.
+        """Returns the encoded number that stands for a request's constant part; b"": the part must be sent in full.
 
-        Many are used only once, so the worker is told a number at the second use. The caller holds ``lock``. Raises LaneEnded.
+        Many constant parts are used only once. So the first use gives b"", and at the second use the part is sent with its
+        number.
+
+        ``prepared``: the encoded constant part. The caller holds ``lock``. Raises LaneEnded: the worker has ended.
         """
         if prepared not in self._once:
             if len(self._once) >= wire.MAX_NUMBERS:
@@ -236,7 +245,10 @@ class ClientLane:
         self._outgoing_size += len(record)
 
     def _flush_outgoing(self) -> None:
-        """Sends the requests that wait for the end of an event loop's iteration. The caller holds ``lock``."""
+        """Sends the requests that ``submit`` has kept until the end of an event loop's iteration. The caller holds ``lock``.
+
+        Raises: LaneEnded: the worker has ended.
+        """
         if self._outgoing:
             records = [record for record, _ in self._outgoing]
             ids = tuple([request_id for _, request_id in self._outgoing])
@@ -245,20 +257,26 @@ class ClientLane:
             self.socket.send(wire.datagram(records), -1, ids)
 
     def flush(self) -> None:
-        """Sends the requests that wait for the end of an event loop's iteration; does nothing if the worker is gone."""
+        """Sends the requests that ``submit`` has kept until the end of an event loop's iteration.
+
+        Does nothing if the worker has ended.
+        """
         if self._outgoing:
             with self.lock, contextlib.suppress(LaneEnded):
                 self._flush_outgoing()
 
     def say(self, record: bytes) -> None:
-        """Sends a message that is no request, such as a cancellation; does nothing if the worker is gone."""
+        """Sends a message other than a request, such as a cancellation. Does nothing if the worker has ended."""
         with self.lock, contextlib.suppress(LaneEnded):
             if not self.socket.closing:
                 self._flush_outgoing()
                 self.socket.send(wire.datagram((record,)))
 
     def _release(self) -> None:
-        """Gives answers' memory (leases) back to the worker; if a thread is sending, leaves that to the next request."""
+        """Gives queued leases of answers' memory back to the worker. If a thread holds ``lock``, leaves that to the next request.
+
+        Does nothing if the worker has ended.
+        """
         if not self.lock.acquire(False):
             return
         try:
@@ -272,7 +290,7 @@ class ClientLane:
             self.lock.release()
 
     def advance(self) -> None:
-        """Sends as many queued requests as the worker takes now; does nothing if the worker is gone."""
+        """Sends as many queued requests as the worker takes now. Does nothing if the worker has ended."""
         with self.lock, contextlib.suppress(LaneEnded):
             self._advance()
 
@@ -283,7 +301,10 @@ class ClientLane:
             del self.queued[request_id]
 
     def cancel(self, request_id: int) -> None:
-        """Tells the worker that nobody waits for a request's answer any more; the worker still sends a last answer."""
+        """Cancels a request: removes it from the queue or, if it was sent, tells the worker that nobody waits for its answer.
+
+        The worker still sends a last answer to a request that was sent.
+        """
         # The garbage collector ends streams that were left in a cycle, also in a thread that has the lock and sends just now.
         if self.lock.acquire(False):
             self.lock.release()
@@ -304,9 +325,9 @@ class ClientLane:
     # ---------------------------------------------------------------------------------------------------- receiving
 
     def receive(self, flags: int = 0) -> bool:
-        """Receives one datagram, and delivers the answers in it to their requests. Returns whether a datagram had come.
+        """Receives one datagram, and hands the answers in it to their requests. Returns whether a datagram had come.
 
-        ``flags``: of ``LaneSocket.receive``. The caller holds the lock ``reading``.
+        The caller holds the lock ``reading``. ``flags``: 0: waits for a datagram; ``AT_ONCE``: does not wait.
         """
         datagram = self.socket.receive(flags)
         if datagram is None:
@@ -315,10 +336,12 @@ class ClientLane:
         return True
 
     def handle(self, size: int, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
-        """Delivers the answers in a datagram of ``size`` bytes in ``received``. The caller holds the lock ``reading``.
+        """Hands the answers in a datagram of ``size`` bytes in ``received`` to their requests.
 
-        An empty datagram is the end of the worker, and a malformed one ends the lane, too. ``ancillary`` and ``flags`` are as
-        ``recvmsg`` returns them.
+        The caller holds the lock ``reading``. A size of 0 means that the worker has ended, and ends the lane. A malformed
+        datagram ends the lane as well.
+
+        ``ancillary``, ``flags``: the ancillary data and flags that ``recvmsg`` returned.
         """
         fds = descriptors(ancillary) if ancillary else []
         try:
@@ -402,9 +425,10 @@ class ClientLane:
                 self.promote()
 
     def go_on(self, datagram: Datagram | None) -> None:
-        """Delivers what came in an exchange that ended without its answer, and lets others read the lane.
+        """Lets other threads read the lane after the C extension has waited for an answer in vain. Releases the lock ``reading``.
 
-        ``datagram``: in ``received``; None: none came. The caller holds the lock ``reading``.
+        The caller holds the lock ``reading``. ``datagram``: what the C extension has received last, whose answers are handed to
+        their requests; None: nothing.
         """
         try:
             if datagram is not None:
@@ -415,9 +439,13 @@ class ClientLane:
                 self.promote()
 
     def _follow(self, request: Any, until: float | None) -> bool:
-        """Sleeps while another thread reads the socket. Returns True if an answer to ``request`` has come or the lane has ended.
+        """Sleeps while another thread reads the socket.
 
-        Returns False if not: this thread holds the lock ``reading`` now and has to read. Raises WaitEnded: ``until`` has passed.
+        Returns True once an answer to ``request`` has come or the lane has ended.
+
+        Returns False if this thread has to read the socket: it holds the lock ``reading`` then.
+
+        ``until``: seconds of ``time.monotonic()``; None: without limit. Raises WaitEnded: ``until`` has passed.
         """
         waiter: queue.SimpleQueue[None] = queue.SimpleQueue()
         request.waiter = waiter
@@ -440,15 +468,15 @@ class ClientLane:
                 self.promote()
 
     def promote(self) -> None:
-        """Wakes one of the threads that wait for their answers, so that it reads the socket for all."""
+        """Wakes one of the threads that wait for answers, so that it reads the socket for all of them."""
         for waiter in list(self.followers):
             waiter.put(None)
             break
 
     def read(self, until: float | None) -> None:
-        """Waits for a datagram, and delivers the answers in it to their requests. The caller holds the lock ``reading``.
+        """Waits for a datagram, and hands the answers in it to their requests. The caller holds the lock ``reading``.
 
-        If datagrams are unsent, waits until some can be sent, too.
+        If datagrams are queued to be sent, waits also for room in the socket, and sends them.
 
         ``until``: seconds of ``time.monotonic()``; None: without limit. Raises: WaitEnded: ``until`` has passed.
         """
@@ -461,7 +489,10 @@ class ClientLane:
     # ------------------------------------------------------------------------------------------- callbacks and loops
 
     def watch(self, request_id: int) -> None:
-        """Has the lane's thread, started if need be, read the socket until a request has ended that no thread waits for."""
+        """Has the lane's thread read the socket until a request has ended for which no thread waits.
+
+        Starts the thread if need be.
+        """
         self.watched.add(request_id)
         if self._thread is None:
             with self.lock:
@@ -471,7 +502,10 @@ class ClientLane:
         self._thread_waiter.put(None)
 
     def call_back(self, request: Any) -> None:
-        """Tells the lane's thread to call the callbacks of a request that an answer has ended. The caller reads the socket."""
+        """Asks the lane's thread to call the callbacks of ``request``, which has ended.
+
+        The thread that reads the socket calls this, since callbacks may wait for other answers on this lane.
+        """
         self.finished.append(request)
         self._thread_waiter.put(None)
 
@@ -509,14 +543,20 @@ class ClientLane:
                 self.followers.pop(waiter, None)
 
     def attach(self, loop: Any) -> None:
-        """Asks an event loop to read this lane's socket when answers come, until the lane ends. Call it in the loop's thread."""
+        """Asks an event loop to read this lane's socket whenever a datagram has come, until the lane ends.
+
+        Call it in the loop's thread.
+        """
         if loop not in self.socket.loops:
             with self.lock:
                 if not self.ended:
                     self.socket.attach(loop, self._readable)
 
     def _readable(self) -> None:
-        """Is called by an event loop when the socket is readable: receives datagrams, unless a thread is reading them."""
+        """Receives datagrams and hands their answers to their requests, unless a thread is reading the socket.
+
+        An event loop calls this when the socket is readable.
+        """
         if not self.reading.acquire(False):
             return
         try:
@@ -530,9 +570,11 @@ class ClientLane:
     # ---------------------------------------------------------------------------------------------------------- end
 
     def end(self, error: ServingError) -> None:
-        """Closes the lane, and calls ``lane_ended`` of every request in flight with ``error``. Idempotent.
+        """Closes the lane, and calls ``lane_ended`` of every request in flight. Idempotent.
 
         The caller holds the lock ``reading``.
+
+        ``error``: why the lane ends, unless ``close`` gave another reason.
         """
         with self.lock:
             if self.ended:
@@ -557,14 +599,17 @@ class ClientLane:
         self._thread_waiter.put(None)
 
     def close(self, error: ServingError) -> None:
-        """Closes the lane, even while another thread reads it; calls requests' ``lane_ended`` with ``error``."""
+        """Closes the lane, even while another thread reads it. Calls ``lane_ended`` of every request in flight with ``error``."""
         self._why = error
         self.socket.shut_down()
         with self.reading:
             self.end(error)
 
     def forget(self) -> list[Any]:
-        """Closes a forked process's copy of the socket. Returns the requests that were in flight, which are the parent's."""
+        """Closes a child process's copy of the socket after a fork.
+
+        Returns the child's copies of the requests that were in flight; the requests themselves are the parent's.
+        """
         self.ended = True
         self.socket.forget()
         self.lock, self.reading = self.socket.lock, threading.Lock()
@@ -574,13 +619,15 @@ class ClientLane:
 
 
 class OpenedModel:
-    """Holds a model's description as the daemon gave it, of one version or the newest, and the lanes to its workers."""
+    """A model's description, of one version or the newest, and the lanes to its workers, as the daemon gave them."""
 
     def __init__(self, description: Description, lanes: list[ClientLane], coming: int, opened_at: float) -> None:
         """Stores what the daemon answered when it was asked for the model.
 
-        ``coming``: how many more workers will serve it, but do not yet. ``opened_at``: when the daemon answered, in seconds of
-        ``time.monotonic()``.
+        Args:
+          lanes: the lanes to the workers that serve the model now.
+          coming: how many further workers will serve the model, but do not yet.
+          opened_at: when the daemon answered, in seconds of ``time.monotonic()``.
         """
         self.description = description
         self.lanes = lanes
@@ -596,12 +643,12 @@ class OpenedModel:
 
     @property
     def is_told(self) -> bool:
-        """Returns whether the daemon has said only just which workers have the model."""
+        """Returns whether the daemon answered at most 0.25 s ago, so that its list of workers is taken to be up to date."""
         return time.monotonic() - self.opened_at <= _JUST
 
     @property
     def lacks(self) -> bool:
-        """Returns whether the daemon may give more lanes: a worker was to come, or one of several ended."""
+        """Returns whether asking the daemon may give more lanes: a further worker was to come, or one of several has ended."""
         if self.coming:
             return True
         lanes = self.lanes
@@ -609,7 +656,7 @@ class OpenedModel:
         return len(lanes) > 1 and not all(lane.usable for lane in lanes)
 
     def choose(self) -> ClientLane | None:
-        """Returns the usable lane with the fewest requests in flight; None: all lanes have ended."""
+        """Returns the usable lane with the fewest requests in flight; None: no lane is usable."""
         lanes = self.lanes
         if len(lanes) == 1:
             return lanes[0] if lanes[0].usable else None
