@@ -35,14 +35,17 @@ _log = logging.getLogger(__name__)
 
 
 class Models:
-    """Owns the lifecycle of all models, and carries out what it decides: sends records to workers, states to fronts."""
+    """Loads and unloads models as ``Lifecycle`` decides: sends records to workers, and models' states to the fronts."""
 
     def __init__(
         self, options: Options, supervisor: Supervisor, kept: Path | None = None, place: Path | None = None
     ) -> None:
-        """Begins without models. None: there is no such folder.
+        """Begins without models.
 
-        ``kept``: a folder that outlives a crash of the daemon, but no orderly end. ``place``: one for the daemon's data.
+        Args:
+          kept: a folder that the service manager keeps when the daemon crashes, but not when it stops in order; None: there is
+            none.
+          place: the folder for the daemon's data, where files that clients send are written; None: $TMPDIR is used.
         """
         self._supervisor = supervisor
         self._placing = options
@@ -77,13 +80,16 @@ class Models:
     # --------------------------------------------------------------------------------------------- clients' operations
 
     async def load(self, request: LoadModel) -> None:
-        """Loads or reloads a model by name, as a client asked.
+        """Loads or reloads a model by name, as a client asked, and waits for the outcome.
 
-        Waits for the outcome, and until every ensemble that uses the model uses the new version of it.
+        The call also waits until every ensemble that uses the model uses the model's new version.
 
-        Raises Unavailable: the option ``repository.control_mode`` is not "explicit"; Internal or InvalidArgument: the load failed
-        (Triton's sentences), or the client's configuration or files are wrong; Unsupported: the model asks for a feature that
-        tensord lacks.
+        Raises:
+          Unavailable: the option ``repository.control_mode`` is not "explicit", or the disk has no room for the client's
+            files.
+          Internal: the model is missing from the repository or cannot be read there (the message is Triton's).
+          InvalidArgument: the load failed (the message is Triton's), or the client's configuration or files are wrong.
+          Unsupported: the model asks for a feature that tensord lacks.
         """
         self._only_explicit()
         self._named.add(request.name)
@@ -99,7 +105,8 @@ class Models:
     async def _load_found(self, name: str, config: str) -> None:
         """Loads a model from its repository, because a client asked for it.
 
-        ``config``: the client's configuration in JSON; "": that of an earlier load of the same files, else config.pbtxt.
+        ``config``: the configuration in JSON that the client sent. If it is "", the configuration that a client sent with an
+        earlier load of the same files holds; if there is no such configuration, config.pbtxt holds.
         """
         found = await asyncio.to_thread(repository.find, self._paths(), name)
         given = config or self._overrides.of(found)
@@ -118,7 +125,11 @@ class Models:
         self._overrides.keep(found, given)
 
     async def _load_given(self, name: str, files: Mapping[str, bytes], config: str) -> None:
-        """Loads a model from files that a client sent (path in its folder -> content), with a configuration in JSON."""
+        """Loads a model from files that a client sent.
+
+        ``files``: the content of each file, by its path in the model's folder. ``config``: the model's configuration in JSON;
+        it must not be empty.
+        """
         if not config:
             raise InvalidArgument(repository.given_error(name, "files are given without a 'config'"))
         if not repository.NAME.fullmatch(name):
@@ -132,8 +143,9 @@ class Models:
     def unload(self, name: str, dependents: bool = False) -> None:
         """Begins to unload a model, as a client asked; an unknown name is no error.
 
-        Ensembles that use the model are unloaded before it; when the model is loaded again, they are too. ``dependents``: also
-        unloads the members that only this ensemble used and that nobody loaded by name.
+        Ensembles that use the model are unloaded before it, and are loaded again when the model is loaded again. If
+        ``dependents`` is True and the model is an ensemble, the models that no other ensemble uses and that nobody loaded by
+        name are unloaded with it.
 
         Raises Unavailable: the option ``repository.control_mode`` is not "explicit".
         """
@@ -148,7 +160,7 @@ class Models:
         self._take_down(users, *gone)
 
     def _take_down(self, users: Sequence[str], *more: str) -> None:
-        """Begins to unload the ensembles ``users``, because they have lost a member, and the models ``more``."""
+        """Begins to unload the ensembles ``users``, a member of which is unloaded, and the models ``more``."""
         if users:
             _log.warning("a model is gone, and with it the ensembles that use it: %s", ", ".join(users))
         out: list[Instruction] = []
@@ -164,19 +176,27 @@ class Models:
         self._given.drop_unused(name, self.lifecycle.folders(name))
 
     def forget_served(self) -> None:
-        """Removes what the next daemon would be told after a crash, because this one stops in order."""
+        """Removes the file that names the models served, which only a daemon that follows a crash needs.
+
+        Call it at an orderly stop.
+        """
         self._before.forget()
 
     def close(self) -> None:
-        """Cancels all planned retries of loads and removes the files that clients sent. Call it when no worker runs."""
+        """Cancels all planned retries of loads and removes the files that clients sent.
+
+        Call it only when no worker process runs.
+        """
         for timer in self._retries.values():
             timer.cancel()
         self._given.close()
 
     async def index(self, ready: bool, detailed: bool = False) -> list[dict[str, str | int]]:
-        """Returns the repository index, an entry (name, version, state, reason) for each version, after listing the repositories.
+        """Returns Triton's repository index: an entry (name, version, state, reason) for each version.
 
-        ``ready``: list only versions that serve. ``detailed``: also say how many bytes each version takes.
+        The repositories are listed first, so that new models are in it. ``ready``: if True, list only versions that serve.
+        ``detailed``: if True, each entry also has the number of bytes that the version's parameters, programs and largest
+        batch take.
         """
         folders = Counter(folder.name for folder in await asyncio.to_thread(repository.readable_folders, self._paths()))
         self.lifecycle.known = set(folders)
@@ -193,13 +213,13 @@ class Models:
     # ------------------------------------------------------------------------------------------------ start and reload
 
     def begin(self, found: Mapping[str, FoundModel], options: Repository) -> list[asyncio.Future[str]]:
-        """Begins to load the models that should be served, and to unload those that have left the repositories.
+        """Begins to load the models that should be served, and to unload models that have left the repositories.
 
-        Called at the daemon's start, and again with new options after a reload. With ``options.control_mode`` "explicit" only
-        models that ``options.load`` names are loaded, and none is unloaded. Returns a future for each load: why it failed, ""
-        if it succeeded.
+        Called at the daemon's start, and again with new options after a reload. If ``options.control_mode`` is "explicit",
+        only models that ``options.load`` names are loaded, and none is unloaded.
 
-        ``found``: the models in the repositories, by name.
+        ``found``: the models in the repositories, by name. Returns a future for each load. Its result is the reason why the
+        load failed, or "" if the load succeeded.
         """
         self._options = options
         self.lifecycle.known = set(found)
@@ -228,7 +248,10 @@ class Models:
         return [self._bring_wanted(name, found.get(name)) for name in wanted]
 
     async def follow(self, found: Mapping[str, FoundModel], changed: Sequence[FoundModel], gone: Sequence[str]) -> None:
-        """Loads models that have changed in the repositories, which hold ``found`` now, and unloads those that are gone."""
+        """Loads the models ``changed``, whose folders have changed, unloads the models ``gone``, and waits for the loads.
+
+        ``found``: all models that the repositories hold now, by name.
+        """
         self.lifecycle.known = set(found)
         for name in gone:
             self._wanted.discard(name)
@@ -239,7 +262,7 @@ class Models:
         await asyncio.gather(*[self._bring_wanted(model.name, model) for model in changed])
 
     def _forget(self, found: Mapping[str, FoundModel]) -> None:
-        """Drops models that are in no repository any more and serve nothing: they are no longer listed or counted."""
+        """Drops models that serve nothing and are in no repository (``found``) any more, so that they are no longer listed."""
         for name in list(self.lifecycle.models):
             self._begin(self.lifecycle.forget(name, found[name].versions if name in found else ()))
         self._wanted &= self.lifecycle.models.keys() | found.keys() | self._listed
@@ -247,7 +270,10 @@ class Models:
             self._dismiss(name)
 
     def _bring_wanted(self, name: str, found: FoundModel | None) -> asyncio.Task[str]:
-        """Begins to load a model, which is looked for if not ``found``. The task's result is why that failed, or ""."""
+        """Begins to load a model. The task's result is the reason why the load failed, or "" if it succeeded.
+
+        ``found``: the model as it was read from its folder; None: the task looks for the model in the repositories.
+        """
         task = self._latest[name] = asyncio.get_running_loop().create_task(self._bring_found(name, found))
         task.add_done_callback(functools.partial(_drop_if_same, self._latest, name))
         return task
@@ -270,12 +296,13 @@ class Models:
     async def _bring(
         self, found: FoundModel, within: tuple[str, ...] = (), again: bool = False, asked: bool = False
     ) -> str:
-        """Loads a model and waits for the outcome. Returns why the load failed; "": it succeeded.
+        """Loads a model and waits for the outcome. Returns the reason why the load failed, or "" if it succeeded.
 
         Args:
-          within: the ensembles for which this model is loaded as a member, outermost first.
-          again: the model is an ensemble, loaded again because a member changed; members that do not serve are not loaded.
-          asked: somebody asked for the model by name, so it is loaded even if its files have not changed.
+          within: the ensembles for which this model is loaded as a member, the outermost ensemble first.
+          again: True if the model is an ensemble that is loaded again because a member changed; its members are not loaded
+            then.
+          asked: True if somebody asked for the model by name; it is then loaded even if its files have not changed.
         """
         self._wanted.add(found.name)
         if not found.chosen:
@@ -314,9 +341,15 @@ class Models:
         return await outcome
 
     async def _with_members(self, found: FoundModel, within: tuple[str, ...], again: bool) -> FoundModel:
-        """Loads the members of an ensemble (models that it uses) that do not serve, or waits for running loads of them.
+        """Loads the members of an ensemble that do not serve yet, or waits for loads of them that are already running.
 
-        Returns the ensemble with what follows from its members. ``within`` and ``again`` are those of ``_bring``.
+        The members are the models that the ensemble uses.
+
+        Args:
+          within: the ensembles for which this ensemble is loaded as a member, the outermost ensemble first.
+          again: True if the ensemble is loaded again because a member changed; members are then only checked, not loaded.
+
+        Returns the ensemble with the configuration, devices and fingerprint that follow from its members.
 
         Raises InvalidArgument: the ensemble cannot be loaded.
         """
@@ -341,7 +374,10 @@ class Models:
         return self.ensembles.check(found, self._supervisor.workers.devices, reasons)
 
     def _settle_ensembles(self) -> None:
-        """Unloads ensembles of which a member serves no more, and loads again those whose members are back or were replaced."""
+        """Begins to unload ensembles of which a member does not serve.
+
+        Begins to load ensembles again whose missing members serve again, or of which a member was replaced.
+        """
         self._take_down(self.ensembles.lost())
         for found in self.ensembles.returned():
             task = self._again[found.name] = asyncio.get_running_loop().create_task(self._bring_again(found))
@@ -355,7 +391,7 @@ class Models:
             self._wanted.add(found.name)
 
     async def _followed(self, name: str) -> None:
-        """Waits until the ensembles that use a model have been loaded again, so that they serve when its load is answered."""
+        """Waits until all ensembles that use a model have been loaded again, so that a client is answered only after that."""
         while True:
             users = self.ensembles.followers(name)
             coming = [each for user in users for each in (self._again.get(user), self._outcomes.coming(user)) if each]
@@ -368,7 +404,7 @@ class Models:
         self._note_refused(name, reason)
 
     def _still_served(self, name: str) -> str:
-        """Returns the end of a log line that says which versions of a model still serve after a failed load; "" if none does."""
+        """Returns the end of a log line about a failed load: which versions of the model still serve. It is "" if none does."""
         model = self.lifecycle.models.get(name)
         served = (
             [str(number) for number, version in model.versions.items() if version.ready] if model is not None else []
@@ -393,12 +429,15 @@ class Models:
         return readiness.standings(wanted, self._options.required, refused, self.lifecycle)
 
     def drain(self, draining: bool) -> None:
-        """Sets whether the daemon is being drained. While it is, it is not ready; otherwise it is ready if its models are."""
+        """Notes whether the daemon is being drained, and publishes its readiness. A daemon that is drained is not ready."""
         self._readiness.draining = draining
         self._check_readiness()
 
     def outdated(self, why: str) -> None:
-        """Sets why processes that die cannot be replaced: what is installed is of another version; "": they can."""
+        """Stores why a process that dies cannot be replaced; "": it can.
+
+        A reason is that a different tensord version is installed.
+        """
         self._readiness.outdated = why
         self._check_readiness()
 
@@ -409,39 +448,60 @@ class Models:
 
     @property
     def readiness(self) -> Readiness:
-        """Returns the daemon's readiness as it was published last."""
+        """Returns the readiness of the daemon that the fronts were sent last."""
         return self._readiness.readiness
 
     # ----------------------------------------------------------------------------------------------- workers and fronts
 
     def worker_joined(self, incarnation: int, device: str) -> None:
-        """Sends a worker that has started (``incarnation``) the loads of all models that belong on its device."""
+        """Sends a worker process that has started the loads of all models that belong on its device.
+
+        ``incarnation``: the worker process's number, which no other worker process ever has.
+        """
         self._begin(self.lifecycle.worker_joined(incarnation, device))
 
     def worker_left(self, incarnation: int, how: str, usable: Sequence[str]) -> None:
-        """Tells the fronts that a dead worker serves nothing any more; the loads that it owes are passed on or given up.
+        """Tells the fronts that a dead worker process serves nothing.
 
-        ``how``: how it ended, such as "was killed by SIGSEGV". ``usable``: the devices that workers can still use.
+        Its unanswered loads go to the process that replaces it, or fail.
+
+        Args:
+          incarnation: the number of the dead worker process.
+          how: how the process ended, such as "was killed by SIGSEGV".
+          usable: the devices that workers can still use.
         """
         self._readiness.loads(incarnation, None)
         left = self.lifecycle.worker_left(incarnation, how)
         self._begin([*left, *self.lifecycle.stranded(usable, self._readiness.outdated)])
 
     def worker_dismissed(self, incarnation: int) -> None:
-        """Marks versions as not served by a worker that no model needs; its end is no death of what it was loading."""
+        """Notes that a worker process which no model needs any more has ended, so that it serves no version.
+
+        Unlike a crash, this end does not count against the models that the process was loading. ``incarnation``: the process's
+        number.
+        """
         self._begin(self.lifecycle.worker_left(incarnation, dismissed=True))
 
     def fill(self, name: str, number: int) -> None:
-        """Loads a version again on the workers that failed to load it for lack of pushed parameters, which are there now."""
+        """Sends a load of a version to the workers that failed to load it because parameters that clients send were missing.
+
+        Call it when these parameters have arrived.
+        """
         self._begin(self.lifecycle.fill(name, number))
 
     def loading(self, incarnation: int, at: Loading) -> None:
-        """Stores a worker's progress with a load, which is published with the daemon's readiness if a model is not served."""
+        """Stores how far a worker is with a load. The daemon's readiness shows this while a model is not served.
+
+        ``incarnation``: the number of the worker process. ``at``: the worker's record.
+        """
         self._readiness.loads(incarnation, at)
         self._check_readiness()
 
     def loaded(self, incarnation: int, answer: Loaded) -> None:
-        """Logs whether a worker has loaded a version (its answer to a Load record), and tells the fronts if it serves now."""
+        """Logs whether a worker has loaded a version, and tells the fronts if the version serves now.
+
+        ``incarnation``: the number of the worker process. ``answer``: the worker's answer to a Load record.
+        """
         self._readiness.loads(incarnation, None)
         if answer.cancelled:
             _log.info("the load of model '%s' version %d was given up: %s", answer.name, answer.version, answer.reason)
@@ -453,7 +513,10 @@ class Models:
         self._begin(self.lifecycle.loaded(incarnation, answer))
 
     def unloaded(self, incarnation: int, name: str, version: int) -> None:
-        """Logs that a worker has unloaded a version, and ends the unload if this was the last worker to do so."""
+        """Logs that a worker has unloaded a version. The unload ends when every worker that served the version has unloaded it.
+
+        ``incarnation``: the number of the worker process.
+        """
         _log.info("model '%s' version %d is unloaded", name, version)
         self._begin(self.lifecycle.unloaded(incarnation, name, version))
 
@@ -467,7 +530,11 @@ class Models:
         return [*states, self.readiness]
 
     def _begin(self, instructions: Sequence[Instruction]) -> None:
-        """Carries out the lifecycle's instructions in order: sends records, publishes states, ends waits, starts timers."""
+        """Carries out the lifecycle's instructions in order.
+
+        Depending on the instruction, it sends a record to a worker, sends a state to the fronts, forgets parameters that
+        clients sent, ends the wait for an operation, or starts a timer.
+        """
         for instruction in instructions:
             match instruction:
                 case Send(worker, record):
@@ -487,7 +554,7 @@ class Models:
         self._check_readiness()
 
     def _retry_later(self, retry: Retry) -> None:
-        """Starts the timer for the next load of a version that was given up, and cancels the version's earlier timer."""
+        """Starts the timer for the next load of a version that was given up, in place of the version's earlier timer."""
         key = (retry.name, retry.version)
         if (former := self._retries.pop(key, None)) is not None:
             former.cancel()
@@ -506,20 +573,24 @@ class Models:
 
 
 def _refused_state(name: str, reason: str) -> ModelState:
-    """Builds the record that tells fronts why a model cannot be sent to workers. Its version is 0, which no real version has."""
+    """Builds the record that tells fronts why a model was refused before a worker was asked to load it.
+
+    The record has the version number 0, which no real version has.
+    """
     return ModelState(name, 0, "UNAVAILABLE", reason)
 
 
 def _drop_if_same(tasks: dict[str, asyncio.Task[Any]], name: str, task: asyncio.Task[Any]) -> None:
-    """Removes an ended task from ``tasks``, unless a later task has taken its place there."""
+    """Removes the entry of an ended task from ``tasks``, unless a later task has already replaced it under this name."""
     if tasks.get(name) is task:
         del tasks[name]
 
 
 class Outcomes:
-    """Futures for the outcomes of loads and unloads, by the tokens with which the lifecycle names these operations.
+    """Holds a future for each load and unload that runs, by the token with which the lifecycle names the operation.
 
-    An outcome is why the operation failed; "": it succeeded. Used on the supervisor's event loop only.
+    The result of a future is the reason why the operation failed, or "" if it succeeded. Use it on the supervisor's event loop
+    only.
     """
 
     def __init__(self) -> None:
@@ -530,7 +601,10 @@ class Outcomes:
         self._loads: dict[str, asyncio.Future[str]] = {}
 
     def expect(self, load: str = "") -> tuple[int, asyncio.Future[str]]:
-        """Creates the token of a new operation, and the future of its outcome. ``load``: the model to load; "": an unload."""
+        """Creates a token for a new operation and a future for its outcome; returns both.
+
+        ``load``: the name of the model to load; "": the operation is an unload.
+        """
         token = self.token()
         outcome = self._waiting[token] = asyncio.get_running_loop().create_future()
         if load:
@@ -538,12 +612,12 @@ class Outcomes:
         return token, outcome
 
     def coming(self, name: str) -> asyncio.Future[str] | None:
-        """Returns the future of a model's load that is still running; None if none is."""
+        """Returns the future of the model's load that is still running; None: no load of the model is running."""
         outcome = self._loads.get(name)
         return None if outcome is None or outcome.done() else outcome
 
     def settle(self, token: int, error: str) -> None:
-        """Ends the wait for the load or unload with this token. ``error``: why it failed; "": it succeeded."""
+        """Sets the outcome of the load or unload with this token. ``error``: why the operation failed; "": it succeeded."""
         outcome = self._waiting.pop(token, None)
         if outcome is not None and not outcome.done():
             outcome.set_result(error)

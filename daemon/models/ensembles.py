@@ -31,7 +31,10 @@ from tensord.shm.errors import InvalidArgument
 
 @dataclass(slots=True)
 class _Built:
-    """An ensemble as it was loaded last, with its members' fingerprints (digests of their files) at that time."""
+    """An ensemble as it was loaded last, and the fingerprint that each member had then.
+
+    A fingerprint is a digest of the files of a model.
+    """
 
     found: FoundModel
     #: The fingerprint that each member had then.
@@ -41,7 +44,7 @@ class _Built:
 
 
 class Ensembles:
-    """Knows which models each ensemble uses, and which ensembles must be unloaded or loaded again. One per daemon."""
+    """Knows which models each ensemble uses, and decides which ensembles must be unloaded or loaded again. One per daemon."""
 
     def __init__(self, models: Mapping[str, ModelEntry]) -> None:
         """Begins with no ensembles. ``models``: the lifecycle's models by name, which this object only reads."""
@@ -54,11 +57,11 @@ class Ensembles:
     def check(
         self, found: FoundModel, devices: Sequence[str], reasons: Mapping[str, str] = MappingProxyType({})
     ) -> FoundModel:
-        """Checks that an ensemble's members are loaded, and returns it with its configuration, devices and fingerprint set.
+        """Checks that an ensemble's members are loaded. Returns the ensemble with configuration, devices and fingerprint set.
 
-        ``devices``: of all workers. ``reasons``: why members failed to load, by name.
+        ``devices``: the devices of all workers. ``reasons``: why members failed to load, by the member's name.
 
-        Raises InvalidArgument: a member is not loaded (Triton's sentence), or no worker has all members.
+        Raises InvalidArgument: a member is not loaded (the message is Triton's), or no worker has all members.
         """
         for name, number in found.members:
             if self._ready(name, -1) is None:
@@ -84,7 +87,7 @@ class Ensembles:
         return dataclasses.replace(found, config=config, devices=places, fingerprint=fingerprint)
 
     def circle(self, name: str, member: str) -> bool:
-        """Returns whether the model ``member`` is the ensemble ``name`` or uses it, directly or through other ensembles."""
+        """Returns whether the model ``member`` is the ensemble ``name``, or uses it directly or through other ensembles."""
         return name == member or any(self.circle(name, each) for each, _ in self._members(member))
 
     def _config(self, name: str, number: int) -> ModelConfig:
@@ -94,7 +97,10 @@ class Ensembles:
         return model_config.parse_json(version.described.config.decode(), name)
 
     def _devices(self, found: FoundModel) -> tuple[str, ...]:
-        """Returns the devices of the workers that have all members; empty: all do. Raises InvalidArgument: none has all."""
+        """Returns the devices of the workers that have all members of the ensemble; an empty tuple: all workers have all members.
+
+        Raises InvalidArgument: no worker has all members.
+        """
         places = {name: self._ready(name, number) for name, number in found.members}
         named = {name: version.devices for name, version in places.items() if version is not None and version.devices}
         if not named:
@@ -116,15 +122,18 @@ class Ensembles:
         return tuple(common)
 
     def add(self, found: FoundModel) -> None:
-        """Stores an ensemble whose load begins, and its members' fingerprints, by which a replaced member is noticed later."""
+        """Stores an ensemble whose load begins, with the fingerprints of its members, by which replaced members are found."""
         self._built[found.name] = _Built(found, self._fingerprints(found))
 
     def drop(self, name: str) -> None:
-        """Removes an ensemble that was unloaded by name, so that it is not loaded again when its members change."""
+        """Forgets an ensemble that was unloaded by name, so that it is not loaded again when its members change."""
         self._built.pop(name, None)
 
     def users(self, name: str) -> list[str]:
-        """Returns the ensembles that use a model, directly or through others; an outer ensemble comes before an inner one."""
+        """Returns the ensembles that use a model, directly or through other ensembles.
+
+        If one of the ensembles uses another one, it stands before that one.
+        """
         found: dict[str, None] = {}
         for user in self._direct(name):
             for each in (*self.users(user), user):
@@ -132,17 +141,17 @@ class Ensembles:
         return list(found)
 
     def followers(self, name: str) -> list[str]:
-        """Returns the ensembles to load again after a load of a model: those that use it and can be loaded at once.
+        """Returns the ensembles that are loaded again after the load of the model ``name``, because they use the model.
 
-        An ensemble that also uses a model whose load waits for this one cannot be loaded again before this load ends.
+        An ensemble is left out if it also uses a model whose load waits for the load of ``name``: it can be loaded only later.
         """
         stuck = {user for waiter in self.waits.waiters(name) for user in self.users(waiter)}
         return [user for user in self.users(name) if user not in stuck]
 
     def take_down(self, names: Iterable[str]) -> list[str]:
-        """Returns the ensembles that the caller must unload: those named that serve and are not being loaded or unloaded.
+        """Returns the ensembles among ``names`` that serve and are not being loaded or unloaded; the caller must unload them.
 
-        Marks them as unloaded until their members serve again, when ``returned`` returns them.
+        Notes that these ensembles are unloaded for want of a member. ``returned`` returns them once all members serve again.
         """
         gone = [name for name in names if self._ready(name, -1) is not None and not self._busy(name)]
         for name in gone:
@@ -150,17 +159,26 @@ class Ensembles:
         return gone
 
     def lost(self) -> list[str]:
-        """Returns the ensembles to unload now, because a member serves no more, and marks them as ``take_down`` does."""
+        """Returns the ensembles that the caller must unload now, because a member of theirs does not serve any more.
+
+        Notes that these ensembles are unloaded for want of a member. ``returned`` returns them once all members serve again.
+        """
         gone = [name for name, built in self._built.items() if not self._whole(built.found)]
         return self.take_down(dict.fromkeys(each for name in gone for each in (*self.users(name), name)))
 
     def failed(self, found: FoundModel) -> None:
-        """Marks an ensemble that could not be loaded again as waiting for its members, or as not waiting if none is missing."""
+        """Notes that an ensemble could not be loaded again. If members are missing, it is loaded again when all of them serve.
+
+        If no member is missing, the ensemble is not loaded again until a member is replaced.
+        """
         if found.name in self._built:
             self._built[found.name].down = not self._whole(found)
 
     def returned(self) -> list[FoundModel]:
-        """Returns, once for each change, the ensembles to load again: a missing member serves again, or a member was replaced."""
+        """Returns the ensembles to load again, because a missing member serves again or a member was replaced.
+
+        Each ensemble is returned once for each such change.
+        """
         found: list[FoundModel] = []
         for name, built in self._built.items():
             now = self._fingerprints(built.found)
@@ -173,7 +191,10 @@ class Ensembles:
         return found
 
     def only_used_by(self, name: str, kept: Collection[str]) -> list[str]:
-        """Returns the members of an ensemble that no other uses and ``kept`` does not name; ensembles before their members."""
+        """Returns the models that only the ensemble ``name`` uses, directly or through other ensembles in the result.
+
+        Models named in ``kept`` are left out. An ensemble stands before its members.
+        """
         gone = [name]
         for each in gone:
             for member, _ in self._members(each):
@@ -191,7 +212,10 @@ class Ensembles:
         return all(self._ready(name, number) is not None for name, number in found.members)
 
     def _ready(self, name: str, number: int) -> VersionEntry | None:
-        """Returns a version of a model if it serves; with the number -1 the newest version that serves. None: there is none."""
+        """Returns the entry of the model's version ``number`` if the version serves, else None.
+
+        The number -1 means the newest version that serves.
+        """
         versions = self._models[name].versions if name in self._models else {}
         ready = [n for n, version in versions.items() if version.state is IndexState.READY and number in (-1, n)]
         return versions[max(ready)] if ready else None
@@ -202,7 +226,10 @@ class Ensembles:
         return model is not None and (model.running is not None or bool(model.waiting))
 
     def _fingerprints(self, found: FoundModel) -> dict[str, str]:
-        """Returns the fingerprint with which each member of an ensemble was loaded last; "": not loaded, or a version failed."""
+        """Returns for each member of an ensemble the fingerprint with which the member was loaded last.
+
+        The fingerprint is "" if the member is not loaded or if one of its versions failed to load.
+        """
         models = {name: self._models.get(name) for name, _ in found.members}
         return {
             name: f"{model.fingerprint} {model.repeated}" if model is not None and model.fingerprint else ""
@@ -214,7 +241,10 @@ class Ensembles:
 
 
 def check_found(name: str, members: Mapping[str, FoundModel]) -> None:
-    """Raises InvalidArgument: the folder of one of an ensemble's ``members`` (by name) is missing or wrong."""
+    """Checks the folders of an ensemble's members. ``members``: the models as they were read from their folders, by name.
+
+    Raises InvalidArgument: a member is in no repository or in two, or its folder has an error.
+    """
     # A folder that is missing, or exists twice, has no path.
     if missing := [member for member, found in members.items() if found.path == Path()]:
         raise InvalidArgument(
@@ -228,7 +258,7 @@ def check_found(name: str, members: Mapping[str, FoundModel]) -> None:
 
 
 class LoadWaits:
-    """Knows which models' loads wait for loads of other models, and prevents circles of waits. One per daemon."""
+    """Knows which models' loads wait for loads of other models, and refuses a wait that would close a circle. One per daemon."""
 
     def __init__(self) -> None:
         #: (model that waits, model it waits for) -> on how many workers.
@@ -236,9 +266,11 @@ class LoadWaits:
 
     @contextlib.contextmanager
     def waiting(self, model: str, other: str) -> Iterator[None]:
-        """Notes in a ``with`` block that the load of ``model`` ("": no load) waits for the load of ``other``.
+        """Notes, for the length of a ``with`` block, that the load of ``model`` waits for the load of ``other``.
 
-        Raises InvalidArgument: the load of ``other`` already waits for the load of ``model``.
+        If ``model`` is "", nothing is noted.
+
+        Raises InvalidArgument: the load of ``other`` waits for the load of ``model``, directly or through other loads.
         """
         if not model:
             yield
@@ -254,11 +286,14 @@ class LoadWaits:
             self._waits += Counter()  # without those that are nought
 
     def waiters(self, name: str) -> set[str]:
-        """Returns the models whose loads wait for the load of the named model, directly or through others."""
+        """Returns the models whose loads wait for the load of the model ``name``, directly or through other loads."""
         return {model for model, _ in self._waits if model != name and self._way(model, name)}
 
     def _way(self, start: str, end: str) -> list[str]:
-        """Returns the models on a chain of waits from ``start`` to ``end``, both included; empty: there is no such chain."""
+        """Returns a chain of models from ``start`` to ``end``, both included; each model's load waits for the next one's.
+
+        An empty list means that there is no such chain.
+        """
         ways = [[start]]
         seen = {start}
         while ways:
@@ -276,7 +311,7 @@ class LoadWaits:
 
 
 class Coming:
-    """Tells the fronts that an ensemble is being loaded while it waits for its members, so that requests for it wait too."""
+    """Tells the fronts that an ensemble is LOADING while the load waits for its members, so that requests for it wait as well."""
 
     def __init__(self, publish: Callable[[ModelState | ModelGone], None]) -> None:
         self._publish = publish
@@ -285,10 +320,12 @@ class Coming:
 
     @contextlib.contextmanager
     def published(self, found: FoundModel, known: ModelEntry | None) -> Iterator[None]:
-        """Tells the fronts that an ensemble is LOADING while its members are loaded in the block, unless it is in use.
+        """Publishes to the fronts that an ensemble is LOADING; the caller loads the ensemble's members in the ``with`` block.
 
-        If the block raises, the fronts are told its former state (``known``; None: it had none); else its load, which follows,
-        publishes its state.
+        Nothing is published if a version of the ensemble is in use. If the block raises, the ensemble's former state is
+        published again. Otherwise the ensemble's own load, which follows, publishes its state.
+
+        ``known``: the ensemble's former entry in the lifecycle; None: it had none.
         """
         serves = known is not None and any(version.in_use for version in known.versions.values())
         versions = [(found.name, number) for number in (() if serves else found.chosen)]
@@ -309,7 +346,7 @@ class Coming:
                     del self._waiting[each]
 
     def states(self) -> list[ModelState]:
-        """Returns the records that tell a new front process that the ensembles that wait for their members are LOADING."""
+        """Returns a record with the state LOADING for each ensemble whose load waits for its members, for a new front process."""
         return [ModelState(name, number, "LOADING") for name, number in self._waiting]
 
     def __repr__(self) -> str:

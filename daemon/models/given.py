@@ -34,10 +34,13 @@ _PREFIX = "tensord-models-"
 
 
 class GivenModels:
-    """Folders of models that consist of files from clients. All lie in one temporary folder, created with the first model."""
+    """Folders of models whose files clients sent. All lie in one temporary folder, which is created with the first model."""
 
     def __init__(self, place: Path | None = None) -> None:
-        """Removes what a daemon that crashed has left in ``place``, the folder of the daemon's data; None: $TMPDIR is used."""
+        """Removes from the folder ``place`` the files that a crashed daemon left there.
+
+        ``place``: the folder for the daemon's data, in which the models' folders will lie; None: they will lie in $TMPDIR.
+        """
         for left in place.glob(f"{_PREFIX}*") if place is not None else ():
             if (lock := _locked(left)) >= 0:
                 shutil.rmtree(left, ignore_errors=True)
@@ -53,9 +56,10 @@ class GivenModels:
         self._serials = itertools.count(1)
 
     def keep(self, name: str, files: Mapping[str, bytes]) -> Path:
-        """Writes a model's files (``<version>/<name>`` -> content) to a new folder named as the model, and returns that folder.
+        """Writes a model's files to a new folder that has the model's name, and returns that folder.
 
-        A slash before a path is left out, as in Triton. On an error nothing stays on the disk.
+        ``files``: the content of each file by its path ``<version>/<file-name>``. Slashes at the beginning of a path are
+        ignored, as in Triton. If an error is raised, nothing stays on the disk.
 
         Raises InvalidArgument: a path is not allowed or given twice; OSError: the disk has no room or cannot be written.
         """
@@ -76,9 +80,11 @@ class GivenModels:
 
     @contextlib.asynccontextmanager
     async def coming(self, name: str, files: Mapping[str, bytes]) -> AsyncIterator[Path]:
-        """Writes a model's files and yields their folder, which stays at least for the ``async with`` block.
+        """Writes a model's files and yields their folder, which is not removed before the ``async with`` block ends.
 
-        Raises InvalidArgument: a path is not allowed; Unavailable: the disk has no room.
+        ``files``: the content of each file by its path ``<version>/<file-name>``.
+
+        Raises InvalidArgument: a path is not allowed or given twice; Unavailable: the disk has no room or cannot be written.
         """
         try:
             folder = await asyncio.to_thread(self.keep, name, files)
@@ -95,11 +101,17 @@ class GivenModels:
             self._coming.discard(folder)
 
     def serves(self, name: str, needed: Collection[str]) -> bool:
-        """Returns whether a model is served from files of a client: ``needed``, its versions' folders, has one of ours."""
+        """Returns whether a model is served from files that a client sent.
+
+        ``needed``: the folders that the model's versions use.
+        """
         return any(str(folder) in needed for folder in self._folders.get(name, ()))
 
     def drop_unused(self, name: str, needed: Collection[str]) -> None:
-        """Removes the model's folders that are neither being loaded nor among the paths ``needed``, which its versions use."""
+        """Removes the folders of a model's files that are neither being loaded nor in ``needed``.
+
+        ``needed``: the paths of the folders that the model's versions use.
+        """
         folders = self._folders.pop(name, [])
         kept = [folder for folder in folders if str(folder) in needed or folder in self._coming]
         if kept:
@@ -123,7 +135,10 @@ class GivenModels:
 
 
 def _locked(folder: Path) -> int:
-    """Opens a folder and locks it. Returns the descriptor, which holds the lock until it is closed; -1: it cannot be locked."""
+    """Opens a folder, locks it with ``flock`` and returns the descriptor, or -1 if the folder cannot be opened or locked.
+
+    The lock is held until the descriptor is closed.
+    """
     try:
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -137,7 +152,10 @@ def _locked(folder: Path) -> int:
 
 
 def _checked(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Returns the files by their paths relative to the model's folder. Raises InvalidArgument: a path is wrong or given twice."""
+    """Returns the content of each file by its path relative to the model's folder, after checking the paths.
+
+    Raises InvalidArgument: a path is not allowed, is given twice, or is both a file and a folder.
+    """
     found: dict[str, bytes] = {}
     for given, content in files.items():
         path = given.lstrip("/")
@@ -155,7 +173,10 @@ def _checked(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 class Overrides:
-    """Configurations that clients sent with a load that succeeded. Each holds until the files change or the model is unloaded."""
+    """Configurations that clients sent with loads that succeeded.
+
+    Each holds for later loads of the same files, until the files change or the model is unloaded.
+    """
 
     def __init__(self) -> None:
         #: name -> (fingerprint of the files it was given for, configuration in JSON).
@@ -167,7 +188,10 @@ class Overrides:
         return given if fingerprint == found.fingerprint else ""
 
     def keep(self, found: FoundModel, given: str) -> None:
-        """Stores the configuration (JSON) of a load that succeeded, for later loads of these files; "" removes an earlier one."""
+        """Stores the configuration (JSON) that a client sent with a load, for later loads of the same files.
+
+        Call it when the load has succeeded. If ``given`` is "", an earlier configuration is removed.
+        """
         if given:
             self._kept[found.name] = (found.fingerprint, given)
         else:

@@ -34,7 +34,7 @@ MAX_RETRY = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Instruction to send a record to one worker process; ``worker``: its incarnation, the number that only this process has."""
+    """Instruction to send a record to one worker process; ``worker`` is the process's number, which no other one ever has."""
 
     worker: int
     record: Load | CancelLoad | Unload
@@ -42,14 +42,14 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Instruction to send a model's state to every front process."""
+    """Instruction to send the state of a model's version to every front process."""
 
     state: ModelState | ModelGone
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Instruction to forget the parameters that clients pushed into a version, because it is loaded anew or stops serving."""
+    """Instruction to forget the parameters that clients sent to a version, because it is loaded anew or stops serving."""
 
     name: str
     version: int
@@ -57,7 +57,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Instruction to call ``Lifecycle.retry`` after ``seconds`` for a version given up because workers died loading it."""
+    """Instruction to call ``Lifecycle.retry`` in ``seconds``, for a version given up because worker processes died loading it."""
 
     name: str
     version: int
@@ -68,7 +68,10 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Instruction to end the wait for the load or unload with this token; ``error``: why it failed; "": it succeeded."""
+    """Instruction to end the wait for the load or unload with this token.
+
+    ``error``: why the operation failed; "": it succeeded.
+    """
 
     token: int
     error: str = ""
@@ -78,9 +81,9 @@ Instruction = Send | Publish | Forget | Retry | Settled
 
 
 class Lifecycle:
-    """State machine of all models: each event is a method that returns instructions, which ``Models`` must carry out in order.
+    """State machine of all models. Each event is a method; its instructions must be carried out in order by the caller.
 
-    ``known``: the names that the repository has now; loaded models need not be among them.
+    ``known``: the names of the models that are in the repositories now. Models that are loaded need not be among them.
     """
 
     def __init__(self) -> None:
@@ -92,24 +95,31 @@ class Lifecycle:
     # ---------------------------------------------------------------------------------------------------- operations
 
     def load(self, found: FoundModel, token: int, again: bool = False) -> list[Instruction]:
-        """Queues a load of a model's versions ``found.chosen``, and begins it if no other load or unload of the model runs.
+        """Queues a load of the versions ``found.chosen``, and begins it if no other load or unload of the model runs.
 
-        A Settled instruction with this token follows once all workers have answered. ``again``: also load versions that already
-        serve from the same files.
+        The returned instructions must be carried out. A Settled instruction with ``token`` follows once all workers have
+        answered.
+
+        ``again``: if True, versions that already serve from the same files are loaded as well.
         """
         model = self.models.setdefault(found.name, ModelEntry())
         return self._follow(found.name, model, Operation((token,), found, again))
 
     def unload(self, name: str, token: int) -> list[Instruction]:
-        """Queues an unload of a model, and begins it if no other operation on it runs. ``Settled`` follows as for ``load``."""
+        """Queues an unload of a model, and begins it if no other load or unload of the model runs.
+
+        The returned instructions must be carried out. A Settled instruction with ``token`` follows once all workers have
+        answered; it is among the returned ones if the model is unknown.
+        """
         if name not in self.models:
             return [Settled(token)]
         return self._follow(name, self.models[name], Operation((token,), None))
 
     def _follow(self, name: str, model: ModelEntry, later: Operation) -> list[Instruction]:
-        """Queues a load or unload, and drops earlier loads that it makes pointless.
+        """Queues a load or unload of a model, and drops earlier loads that it makes pointless.
 
-        Who waits for a dropped load gets the outcome of a later load, or that the model was unloaded.
+        Callers that wait for a dropped load get the outcome of ``later`` if it is a load. If it is an unload, they get the
+        error that the model was unloaded before it was ready.
         """
         overtaken: list[Operation] = []
         while model.waiting and model.waiting[-1].overtaken_by(later):
@@ -131,14 +141,19 @@ class Lifecycle:
 
     @staticmethod
     def _loads(model: ModelEntry) -> bool:
-        """Returns whether a model's running load waits for workers to load a version, not only to unload replaced ones."""
+        """Returns whether the model's running load still waits for a worker to load a version.
+
+        It is False if the load waits only for workers to unload the versions that were replaced.
+        """
         brought = [model.versions[number] for number in model.bringing]
         return any(v.loading or v.postponed or v.state is IndexState.LOADING for v in brought)
 
     def _give_up(self, name: str, model: ModelEntry, heir: FoundModel | None) -> list[Instruction]:
-        """Ends a model's running load without an outcome, and has workers cancel it; versions that serve keep serving.
+        """Drops a model's running load without an outcome, and sends CancelLoad to the workers that load.
 
-        ``heir``: the model as the next operation loads it; None: the next operation unloads it.
+        What serves keeps serving.
+
+        ``heir``: the model as the next operation will load it; None: the next operation is an unload.
         """
         out: list[Instruction] = []
         for number in model.bringing:
@@ -155,9 +170,9 @@ class Lifecycle:
         return out
 
     def forget(self, name: str, present: Collection[int]) -> list[Instruction]:
-        """Drops the versions of a model that serve nothing and are not among ``present``, the numbers in the repository.
+        """Drops the versions of a model that serve nothing and are not in the repository, whose version numbers are ``present``.
 
-        Does nothing while a load or unload of the model runs. Returns instructions.
+        Does nothing while a load or unload of the model runs. Returns instructions to tell the fronts.
         """
         model = self.models.get(name)
         if model is None or model.running is not None:
@@ -174,7 +189,10 @@ class Lifecycle:
         return [each for number in gone for each in (Publish(ModelGone(name, number)), Forget(name, number))]
 
     def _advance(self, name: str) -> list[Instruction]:
-        """Starts the model's queued operations in order, until one of them has to wait for workers. Returns instructions."""
+        """Begins the model's queued loads and unloads in order, up to the first that has to wait for workers.
+
+        Returns instructions.
+        """
         model, out = self.models[name], list[Instruction]()
         while model.running is None and model.waiting:
             model.running = model.waiting.popleft()
@@ -225,7 +243,10 @@ class Lifecycle:
         return [i for number in sorted(model.versions) for i in self._retire(name, number)]
 
     def _retire(self, name: str, number: int) -> list[Instruction]:
-        """Begins to unload a version if it serves; one that failed to load stays in the index with its reason, as in Triton."""
+        """Begins to unload a version if it serves, and returns the instructions.
+
+        A version that failed to load stays in the repository index with its reason, as in Triton.
+        """
         version = self.models[name].versions[number]
         was_awaited = bool(version.given_up)
         version.wanted, version.postponed = False, set()
@@ -245,7 +266,10 @@ class Lifecycle:
         return [self._publish(number, version)]
 
     def _finish(self, name: str, model: ModelEntry) -> list[Instruction]:
-        """Ends the model's running load or unload if every worker has answered, after unloading what a load replaced."""
+        """Ends the model's running load or unload if every worker has answered. Returns instructions.
+
+        If a load replaced versions, they are unloaded before the load ends.
+        """
         operation = model.running
         if operation is None:
             return []
@@ -293,7 +317,10 @@ class Lifecycle:
     # -------------------------------------------------------------------------------------------------------- workers
 
     def worker_joined(self, worker: int, device: str) -> list[Instruction]:
-        """Registers a worker (an incarnation) that has become ready; it is sent the versions that belong on its device."""
+        """Adds a worker process that has become ready. Returns instructions to load the versions that belong on its device.
+
+        ``worker``: the process's number, which no other worker process ever has.
+        """
         self._workers[worker] = device
         versions = (version for model in self.models.values() for version in model.versions.values())
         wanted = [version for version in versions if version.wanted and (version.due or not version.given_up)]
@@ -302,11 +329,14 @@ class Lifecycle:
         return [i for version in sorted(wanted, key=lambda v: v.suspect) for i in self._send_load(worker, version)]
 
     def _homes(self, version: VersionEntry) -> set[int]:
-        """Returns the workers (by incarnation) on whose devices a version is to be loaded."""
+        """Returns the numbers of the worker processes on whose devices a version is to be loaded."""
         return {worker for worker, device in self._workers.items() if version.belongs(device)}
 
     def fill(self, name: str, number: int) -> list[Instruction]:
-        """Loads a version on the workers that failed to load it for lack of pushed parameters, unless it is being loaded."""
+        """Returns the loads of a version for workers that failed to load it because parameters that clients send were missing.
+
+        Returns nothing while the version is being loaded.
+        """
         version = self.version(name, number)
         if version is None or version.given_up or self.models[name].running is not None:
             return []
@@ -321,9 +351,10 @@ class Lifecycle:
         return out
 
     def retry(self, name: str, number: int, deaths: int) -> list[Instruction]:
-        """Tells one worker to try again to load a version that was given up, because a ``Retry`` instruction's time has come.
+        """Has one worker load a version that was given up. Call it when the time of a ``Retry`` instruction has come.
 
-        Does nothing if ``deaths`` has changed since. If no worker is free for it, the next one to join loads it.
+        Does nothing if the version's number of deaths is not ``deaths`` any more. If every worker is loading something else,
+        the next worker that starts loads the version.
         """
         version = self.version(name, number)
         if version is None or not version.given_up or version.deaths != deaths:
@@ -336,10 +367,16 @@ class Lifecycle:
         return self._send_load(free[0][1], version)
 
     def worker_left(self, worker: int, how: str = "died", dismissed: bool = False) -> list[Instruction]:
-        """Marks versions as not served by a worker that has ended; its unanswered loads go to its replacement, or are given up.
+        """Notes that a worker process has ended and serves nothing. Returns instructions.
 
-        ``how``: the end of a sentence, such as "died". ``dismissed``: it was stopped because no model needs it, so its end is not
-        blamed on what it was loading.
+        Loads that the process had not answered are sent to the process that replaces it, or are given up if too many processes
+        died while loading the version.
+
+        Args:
+          worker: the number of the process.
+          how: how it ended, as the end of a sentence, such as "died".
+          dismissed: True if it was stopped because no model needs it; its end is then not blamed on the versions it was
+            loading.
         """
         self._workers.pop(worker, None)
         out: list[Instruction] = []
@@ -374,7 +411,11 @@ class Lifecycle:
         return out
 
     def loaded(self, worker: int, answer: Loaded) -> list[Instruction]:
-        """Marks a version as served by a worker, or as failed there. If nobody wants it any more, it is unloaded again."""
+        """Notes that a worker serves a version, or failed to load it. Returns instructions.
+
+        If the version is not wanted on that worker any more, the worker unloads it. ``worker``: the number of the worker
+        process.
+        """
         version = self.version(answer.name, answer.version)
         if version is None or worker not in version.loading:
             return []
@@ -417,7 +458,10 @@ class Lifecycle:
         return out + self._send_postponed(worker) + self._after_answer(answer.name)
 
     def unloaded(self, worker: int, name: str, number: int) -> list[Instruction]:
-        """Marks a version as unloaded on a worker that says so; the last such answer ends the unload. Returns what to publish."""
+        """Notes that a worker has unloaded a version; the last worker's answer ends the unload. Returns instructions.
+
+        ``worker``: the number of the worker process.
+        """
         version = self.version(name, number)
         if version is None or worker not in version.unloading:
             return []
@@ -452,7 +496,10 @@ class Lifecycle:
         return [Send(worker, version.load)]
 
     def _send_postponed(self, worker: int) -> list[Instruction]:
-        """Begins the loads that waited until a worker had answered another load, or had loaded an ensemble's members."""
+        """Begins the loads on a worker that had to wait for another load there, or for the members of an ensemble.
+
+        Returns instructions. ``worker``: the number of the worker process.
+        """
         out: list[Instruction] = []
         for name, model in list(self.models.items()):
             for version in model.versions.values():
@@ -466,9 +513,12 @@ class Lifecycle:
         return out
 
     def stranded(self, usable: Collection[str], why: str = "") -> list[Instruction]:
-        """Gives up versions whose devices no worker can use now; the first worker that joins on one loads them.
+        """Gives up the versions none of whose devices is in ``usable``, the devices that workers can use now.
 
-        ``usable``: the devices that workers can use. ``why``: what keeps workers from all devices; "": only these are broken.
+        Returns instructions.
+
+        Such a version is loaded by the first worker that starts on one of its devices. ``why``: the reason if no worker can
+        start on any device; "": the reason is that the version's own devices are broken.
         """
         out: list[Instruction] = []
         for name, model in list(self.models.items()):
@@ -490,9 +540,10 @@ class Lifecycle:
     # ------------------------------------------------------------------------------------------------------ questions
 
     def isolated(self, options: Workers) -> dict[str, float]:
-        """Returns the devices of isolated models' workers, each with its fraction of a GPU's memory (0 to 1).
+        """Returns the devices of the workers that each serve one isolated model alone.
 
-        A model has them while it is wanted, and as long as they serve or unload it.
+        Each device has the fraction (0 to 1) of a GPU's memory that its worker may take. A model's devices are listed while
+        the model is wanted, and after that as long as their workers serve or unload it.
         """
         found: dict[str, float] = {}
         for name, model in self.models.items():
@@ -506,10 +557,16 @@ class Lifecycle:
     def index(
         self, refused: Mapping[str, str], waits: Mapping[tuple[str, int], float], ready: bool, detailed: bool
     ) -> list[dict[str, str | int]]:
-        """Returns the repository index, sorted: name, version, state and reason of each version; a name alone without versions.
+        """Returns Triton's repository index, sorted: an entry (name, version, state, reason) for each version of each model.
 
-        ``refused``: why models were refused before a worker was asked to load them. ``waits``: the seconds until a version that
-        was given up is loaded again. ``ready``: list only versions that serve. ``detailed``: also the bytes that each takes.
+        A model without versions has an entry with its name alone, or with the reason why it was refused.
+
+        Args:
+          refused: why models were refused before a worker was asked to load them, by name.
+          waits: the seconds until a version that was given up is loaded again, by name and version.
+          ready: if True, only versions that serve are listed.
+          detailed: if True, an entry also has the number of bytes that the version's parameters, programs and largest batch
+            take.
         """
         found: list[dict[str, str | int]] = []
         models = self.models
@@ -537,7 +594,10 @@ class Lifecycle:
         return found
 
     def resources(self) -> dict[str, Mapping[str, bool]]:
-        """Returns the rate limiter's resources that models need which are wanted or in use: by model, whether each is global."""
+        """Returns, for each model that is wanted or in use, the rate limiter's resources that it needs.
+
+        The value for each resource is True if the resource is global, and False if each device has its own.
+        """
         return {
             name: version.resources
             for name, model in self.models.items()
@@ -546,12 +606,15 @@ class Lifecycle:
         }
 
     def reason(self, name: str, number: int) -> str:
-        """Returns why a version is given up until its next try or until a worker can use its devices; "": it is not given up."""
+        """Returns why loads of a version are given up for now; "": they are not given up.
+
+        They are given up until the next retry, or until a worker can use one of the version's devices.
+        """
         version = self.version(name, number)
         return "" if version is None else version.given_up
 
     def loading_at(self, worker: int) -> bool:
-        """Returns whether a worker (an incarnation) has a Load record that it has not answered yet."""
+        """Returns whether the worker process with the number ``worker`` has a Load record that it has not answered yet."""
         return any(worker in v.loading for model in self.models.values() for v in model.versions.values())
 
     def states(self) -> list[ModelState]:
@@ -559,28 +622,31 @@ class Lifecycle:
         return [v.state_record(n) for model in self.models.values() for n, v in sorted(model.versions.items())]
 
     def is_ready(self, name: str, number: int = 0) -> bool:
-        """Returns whether a version of a model is READY; with the number 0, whether any version is."""
+        """Returns whether version ``number`` of a model is READY. The number 0 asks whether any version is."""
         versions = self.models[name].versions if name in self.models else {}
         return any(v.state is IndexState.READY for n, v in versions.items() if number in (0, n))
 
     def folders(self, name: str) -> set[str]:
-        """Returns the folders from which versions of a model are served, being loaded or being unloaded."""
+        """Returns the paths of the folders that a model's versions use: those that serve, are wanted, loaded or unloaded."""
         versions = self.models[name].versions.values() if name in self.models else ()
         return {v.load.model_path for v in versions if v.wanted or v.ready or v.loading or v.unloading}
 
     def unchanged(self, found: FoundModel) -> bool:
-        """Returns whether every version that a load of ``found`` would bring already serves from the same files."""
+        """Returns whether all versions that ``found`` chooses are READY and were loaded from the same files."""
         model = self.models.get(found.name)
         if model is None or model.fingerprint != found.fingerprint:
             return False
         return all(self.is_ready(found.name, number) for number in found.chosen)
 
     def known_versions(self) -> dict[str, list[int]]:
-        """Returns the version numbers of every model by its name, whatever their state."""
+        """Returns the numbers of all versions of each model, by the model's name, whatever the versions' states."""
         return {name: list(model.versions) for name, model in self.models.items()}
 
     def ready_models(self) -> dict[str, list[int]]:
-        """Returns the numbers of the READY versions of each model that has any, by the model's name."""
+        """Returns the numbers of the READY versions of each model, by the model's name.
+
+        Models without such a version are left out.
+        """
         found = {
             name: [n for n, v in sorted(model.versions.items()) if v.state is IndexState.READY]
             for name, model in sorted(self.models.items())

@@ -31,10 +31,14 @@ _LEAST_SHARE = 4
 
 
 def place(message: ModelConfig, devices: Sequence[str], rate_limited: bool, each: int = 1) -> tuple[str, ...]:
-    """Returns the devices whose workers load a model; for an isolated model, the devices of the workers that serve only it.
+    """Returns the devices whose workers load a model.
 
-    ``devices``: of the workers that models share. ``rate_limited``: a model that needs shared resources goes where these are
-    counted. ``each``: how many GPUs each worker has; the worker's device is the first of them.
+    If the model is isolated, they are the devices of the workers that serve this model alone.
+
+    Args:
+      devices: the devices of the workers that several models share.
+      rate_limited: True if the rate limiter is on; a model is then placed on the workers that count the resources it needs.
+      each: how many GPUs each worker has; a worker is named by the first of its GPUs.
 
     Raises InvalidArgument: the model names GPUs that no worker has, or two of its settings ask for different single workers.
     """
@@ -43,7 +47,11 @@ def place(message: ModelConfig, devices: Sequence[str], rate_limited: bool, each
 
 
 def _alone(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns an isolated model's devices: one on each GPU of ``chosen``, its shared devices, and one for the CPU ones."""
+    """Returns the devices of the workers that serve an isolated model alone.
+
+    There is one such worker on each GPU of ``chosen``, and a single one for all CPU devices of ``chosen``. ``chosen``: the
+    devices that the model would have if it were not isolated.
+    """
     gpus = dict.fromkeys(gpu for device in chosen if (gpu := gpu_of(device)))
     cpus = [device for device in chosen if not gpu_of(device)]
     beside = [choose(("isolated", message.name), cpus)] if cpus else []
@@ -51,7 +59,15 @@ def _alone(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _shared(message: ModelConfig, devices: Sequence[str], rate_limited: bool, each: int) -> tuple[str, ...]:
-    """Returns the devices of the shared workers that load a model, or would if it were not isolated, as ``place`` does."""
+    """Returns the devices of the shared workers that load a model, or that would load it if it were not isolated.
+
+    Args:
+      devices: the devices of all shared workers.
+      rate_limited: True if the rate limiter is on; a model is then placed on the workers that count the resources it needs.
+      each: how many GPUs each worker has.
+
+    Raises InvalidArgument: the model names GPUs that no worker has, or two of its settings ask for different single workers.
+    """
     chosen = _named(message, devices, each)
     together = message.parameters[TOGETHER].string_value if TOGETHER in message.parameters else ""
     if rate_limited and model_checks.is_isolated(message) and _needs(message):
@@ -74,7 +90,10 @@ def _shared(message: ModelConfig, devices: Sequence[str], rate_limited: bool, ea
 
 
 def say_kinds(message: ModelConfig, devices: Sequence[str]) -> bool:
-    """Sets KIND_GPU in instance groups that name no kind, if there are both GPU and CPU workers. Returns whether any was set."""
+    """Sets KIND_GPU in a model's instance groups without a kind, if there are both GPU and CPU workers.
+
+    Returns whether the kind of a group was set. ``devices``: the devices of all workers.
+    """
     changed = False
     if any(map(gpu_of, devices)) and not all(map(gpu_of, devices)):
         for group in message.instance_group:
@@ -109,14 +128,18 @@ def _named(message: ModelConfig, devices: Sequence[str], each: int) -> tuple[str
 
 
 def _first(gpu: int, each: int) -> str:
-    """Returns the device of the worker that has this GPU: that of the first of its ``each`` GPUs."""
+    """Returns the device name of the worker that has the GPU with the index ``gpu``.
+
+    Each worker has ``each`` consecutive GPUs and is named by the first of them.
+    """
     return device_name(gpu - gpu % each)
 
 
 def _sharing(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns those devices of ``chosen`` on which the rate-limiter resources that a model needs are counted.
+    """Returns the devices of ``chosen`` whose workers count the rate-limiter resources that a model needs.
 
-    One device if a resource is global; else one of each GPU and of the CPU.
+    If one of the resources is global, this is one device. Otherwise it is one device of each GPU and one CPU device. If the
+    model needs no resources, all of ``chosen`` are returned.
     """
     needs = _needs(message)
     if len(chosen) < 2 or not needs:
@@ -132,14 +155,18 @@ def _sharing(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def resources(message: ModelConfig) -> dict[str, bool]:
-    """Returns the rate-limiter resources that a model's instances need: name in lower case -> whether it is global."""
+    """Returns the rate-limiter resources that a model's instances need.
+
+    The keys are the names in lower case. A value is True if the resource is global, and False if each device has its own.
+    """
     return {each.name.lower(): getattr(each, "global") for each in _needs(message)}
 
 
 def check_resources(name: str, needs: Mapping[str, bool], others: Mapping[str, Mapping[str, bool]]) -> None:
-    """Raises InvalidArgument if a resource that a model needs is global in it and one of each device in another, or vice versa.
+    """Raises InvalidArgument if a resource that a model needs is global for it and counted per device for another, or vice versa.
 
-    ``needs``: its resources, as ``resources`` returns them.  ``others``: those of served models (model -> resources).
+    ``needs``: the model's resources (name -> whether it is global). ``others``: the resources of each served model, by its
+    name.
     """
     for other, known in others.items():
         for resource in needs.keys() & known.keys() if other != name else ():
@@ -152,18 +179,18 @@ def check_resources(name: str, needs: Mapping[str, bool], others: Mapping[str, M
 
 
 def _needs(message: ModelConfig) -> list[Any]:
-    """Returns the rate-limiter resources that a model's instances need."""
+    """Returns the rate-limiter resources that a model's instances need, as messages of the model configuration."""
     return [each for group in message.instance_group for each in group.rate_limiter.resources if each.count]
 
 
 def _least_bound(message: ModelConfig) -> int:
-    """Returns the smallest limit on the length of any of a model's queues; 0: no queue has a limit."""
+    """Returns the smallest ``max_queue_size`` of any of a model's queues; 0: no queue has a limit."""
     batching = message.dynamic_batching
     policies = (batching.default_queue_policy, *batching.priority_queue_policy.values())
     return min((policy.max_queue_size for policy in policies if policy.max_queue_size), default=0)
 
 
 def choose(identity: object, names: Iterable[str]) -> str:
-    """Chooses one of the names by rendezvous hashing with ``repr(identity)``; there must be at least one name."""
+    """Chooses one of ``names`` by rendezvous hashing with ``repr(identity)``. There must be at least one name."""
     key = blake2b(repr(identity).encode("utf-8", "surrogatepass")).digest()
     return max(names, key=lambda name: blake2b(name.encode(), key=key).digest())

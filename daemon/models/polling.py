@@ -19,20 +19,23 @@ _log = logging.getLogger(__name__)
 
 
 def _state(model: FoundModel) -> tuple[str, tuple[int, ...], str]:
-    """Returns what a poll has found of a model's folder: the model is loaded again only if this has changed."""
+    """Returns what a poll reads from a model's folder (fingerprint, chosen versions, error). A change of it reloads the model."""
     return model.fingerprint, model.chosen, model.error
 
 
 class Changes:
-    """Decides which models have changed from one poll of the repositories to the next. Does no I/O."""
+    """Compares polls of the repositories and decides which models have changed since they were loaded. Does no I/O."""
 
     def __init__(self, found: Mapping[str, FoundModel]) -> None:
-        """Starts from ``found``, the models that are already being loaded, so that only later changes count."""
+        """Begins with the models ``found``, which are already being loaded, so that only later changes of them count."""
         self._acted = {name: _state(model) for name, model in found.items()}
         self._seen = dict(self._acted)
 
     def look(self, found: Mapping[str, FoundModel]) -> tuple[list[FoundModel], list[str]]:
-        """Compares ``found`` with earlier polls; returns the models to load, and the names to unload, after two equal polls."""
+        """Compares the models ``found`` by this poll with the poll before. Returns the models to load, and the names to unload.
+
+        A change counts only once two polls in a row have found the model's folder the same.
+        """
         states = {name: _state(model) for name, model in found.items()}
         quiet = {name for name in states.keys() | self._seen.keys() if states.get(name) == self._seen.get(name)}
         quiet |= self._acted.keys() - states.keys() - self._seen.keys()
@@ -46,10 +49,13 @@ class Changes:
 
 
 class Polling:
-    """Task that in the control mode "poll" loads models whose folders have changed and unloads those whose folders are gone."""
+    """Loads models whose folders have changed and unloads models whose folders are gone, in the control mode "poll"."""
 
     def __init__(self, models: Models, options: Callable[[], Repository], found: Mapping[str, FoundModel]) -> None:
-        """Starts from ``found``, what the daemon's start has begun to load. ``options``: returns those that hold now."""
+        """Begins with the models ``found``, whose loads have begun already at the daemon's start.
+
+        ``options``: returns the options that hold now.
+        """
         self._models = models
         self._options = options
         self._changes = Changes(found)

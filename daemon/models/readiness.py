@@ -32,7 +32,7 @@ _LOADING = "loading"
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Readiness of one model that should be served: which versions serve, and why others do not."""
+    """Readiness of one model that should be served: which versions serve, and why the others do not."""
 
     name: str
     #: The versions that answer requests now.
@@ -53,7 +53,10 @@ class Standing:
 def standings(
     wanted: Collection[str], required: Iterable[str], refused: Mapping[str, str], lifecycle: Lifecycle
 ) -> list[Standing]:
-    """Returns the readiness of each model that is wanted or ``required``, sorted. ``refused``: name -> why no worker is asked."""
+    """Returns the readiness of each model that is ``wanted`` or ``required``, sorted by name.
+
+    ``refused``: why models were refused before a worker was asked to load them, by name.
+    """
     return [
         _standing(name, refused.get(name, ""), lifecycle)
         if name in wanted
@@ -82,10 +85,14 @@ def _standing(name: str, refused: str, lifecycle: Lifecycle) -> Standing:
 
 
 def readiness(standing: Iterable[Standing], strict: bool, counted: Collection[str]) -> Readiness:
-    """Decides whether the daemon is ready: every model that counts must be served. Also lists models that are not served.
+    """Decides whether the daemon is ready: every model that counts must be served.
 
-    A model whose device is broken does not count as long as other models are served; if no model has a usable device, all count.
-    ``strict``: models that failed to load count as well. ``counted``: models that must serve something.
+    The result also names models that do not serve.
+
+    A model whose devices are broken does not count as long as another model is served. If the devices of all models are
+    broken, all models count.
+
+    ``strict``: if True, models that failed to load count as well. ``counted``: the names of the models that count.
     """
     every = list(standing)
     unserved = [model for model in every if not model.served]
@@ -101,10 +108,16 @@ def readiness(standing: Iterable[Standing], strict: bool, counted: Collection[st
 
 
 class ReadinessCheck:
-    """Publishes the daemon's readiness to the fronts when it changes, and the progress of loads while a model is not served."""
+    """Publishes the daemon's readiness to the fronts when it changes.
+
+    While a model is not served, the progress of loads is in it.
+    """
 
     def __init__(self, standings: Callable[[], Iterable[Standing]], publish: Callable[[Readiness], None]) -> None:
-        """Begins without models. ``standings`` returns each wanted model's readiness; ``publish`` sends the daemon's on."""
+        """Begins without models.
+
+        ``standings`` returns the readiness of each wanted model. ``publish`` sends the daemon's readiness to the fronts.
+        """
         self._standings = standings
         self._publish = publish
         #: The readiness that was published last; nothing is published before it is known what is wanted.
@@ -123,21 +136,30 @@ class ReadinessCheck:
         self._loading: dict[int, Loading] = {}
 
     def begin(self, wanted: Iterable[str], required: Iterable[str]) -> None:
-        """Sets which models must be served before the daemon is ready: ``required``, or if it is empty the first ``wanted``."""
+        """Sets which models must be served before the daemon is ready.
+
+        These are the models ``required``. If there are none, they are the models that were ``wanted`` at the first call.
+        """
         if not self._begun:
             self._first = set(wanted)
         self._required = frozenset(required)
         self._begun = True
 
     def loads(self, worker: int, at: Loading | None) -> None:
-        """Stores what a worker (an incarnation) loads now, which ``check`` publishes; None: nothing any more."""
+        """Stores how far a worker is with a load; None: the worker loads nothing now. ``check`` publishes it.
+
+        ``worker``: the number of the worker process.
+        """
         if at is None:
             self._loading.pop(worker, None)
         else:
             self._loading[worker] = at
 
     def check(self, strict: bool) -> None:
-        """Publishes the daemon's readiness if it has changed. ``strict``: models that failed to load count as not ready."""
+        """Publishes the daemon's readiness if it has changed.
+
+        ``strict``: if True, a model that failed to load keeps the daemon from being ready.
+        """
         standings = list(self._standings())
         names = {model.name for model in standings}
         self._first &= names
@@ -155,15 +177,18 @@ class ReadinessCheck:
 
 
 class ServedBefore:
-    """Keeps the names of the models that a daemon has served in a file, for the daemon that follows it after a crash.
+    """Keeps in a file the names of the models that this daemon has served, for a daemon that is started after a crash.
 
-    A start waits for all models that are wanted. After a crash that would be too many: a model that came later and was refused
-    has never been served, and would keep the host not ready for good. The file lies in the folder that the service manager keeps
-    over a restart; a daemon that stops in order removes it.
+    At its first start a daemon is ready once all wanted models are served. After a crash only models that were served before
+    the crash count: a model that came later and was refused would otherwise keep the host not ready for good. The file lies in
+    the folder that the service manager keeps over a restart. A daemon that stops in order removes the file.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        """Reads the file in ``folder``; None: no service manager keeps a folder, so nothing is read or written."""
+        """Reads the file in ``folder``.
+
+        If ``folder`` is None, the service manager keeps no folder, and nothing is read or written.
+        """
         self._path = None if folder is None else folder / "served.json"
         #: What the daemon before had served; empty: it did not crash, or had never been ready.
         self.names: frozenset[str] = frozenset()
@@ -176,7 +201,7 @@ class ServedBefore:
                 self.names = frozenset(map(str, json.loads(self._path.read_bytes())))
 
     def note(self, names: Set[str]) -> None:
-        """Has the names of all models that have been served written, beside the event loop, if they have changed."""
+        """Writes the names of all models that have been served, if they have changed. The write runs in a thread."""
         if self._path is not None and names != self._wanted:
             self._wanted = frozenset(names)
             asyncio.get_running_loop().run_in_executor(None, self._write, self._path)
@@ -189,7 +214,7 @@ class ServedBefore:
                 os.replace(new, path)
 
     def forget(self) -> None:
-        """Removes the file: the daemon stops in order."""
+        """Removes the file, and writes it no more. Call it when the daemon stops in order."""
         with self._lock, contextlib.suppress(OSError):
             self._forgotten = True
             if self._path is not None:

@@ -46,7 +46,10 @@ _log = logging.getLogger(__name__)
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Returns whether an entry is a folder or a link to one, not a dangling or circular one. Raises OSError: it is unreadable."""
+    """Returns whether an entry is a folder or a link to a folder. A link that is dangling or circular is not.
+
+    Raises OSError: the entry cannot be read.
+    """
     try:
         return entry.is_dir()
     except OSError as error:
@@ -56,11 +59,12 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def fingerprints(path: Path, config: bytes) -> tuple[str, str, list[str]]:
-    """Computes two digests of the files that can be reached from a model's folder; returns them and the links to nowhere in it.
+    """Computes two digests of the files that can be reached from a model's folder, and lists dangling links.
 
-    The first one changes with any file and with ``config``; the second one ignores that and config.pbtxt.
+    The first digest changes with any file and with ``config``, the serialised configuration. The second one does not depend on
+    ``config`` or config.pbtxt. A file counts by its name, inode, size and time of modification; its content is not read.
 
-    Raises OSError: the folder cannot be read.
+    Returns both digests and the names of the links that lead nowhere. Raises OSError: the folder cannot be read.
     """
     all_of_it, rest, nowhere = hashlib.sha256(config), hashlib.sha256(), list[str]()
     for name, status in itertools.islice(model_folder.walk(path), model_folder.MAX_ENTRIES):
@@ -80,7 +84,7 @@ def fingerprints(path: Path, config: bytes) -> tuple[str, str, list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
-    """A model as it was read from its folder in a repository."""
+    """A model as it was read from its folder, with its configuration and versions, or the error found there."""
 
     name: str
     path: Path
@@ -111,7 +115,7 @@ class FoundModel:
 
     @property
     def problem(self) -> str:
-        """Returns why no version of the model can be loaded, as far as its folder shows; "" if nothing speaks against it."""
+        """Returns the reason why no version of the model can be loaded; "": the folder shows no such reason."""
         return self.error or ("" if self.chosen else _NONE_CHOSEN if self.versions else _no_folder(self.others))
 
     def load(self, number: int) -> Load:
@@ -126,7 +130,10 @@ def _no_folder(others: Sequence[str]) -> str:
 
 
 def placed(found: FoundModel, devices: Sequence[str], options: Options) -> FoundModel:
-    """Returns the model with the devices of the workers that load it. Raises InvalidArgument: no worker can load it."""
+    """Returns a copy of the model with the devices of the workers that load it.
+
+    ``devices``: the devices of all shared workers. Raises InvalidArgument: no worker can load the model.
+    """
     message, limited = model_config.from_bytes(found.config), options.rate_limit.mode != "off"
     chosen = placement.place(message, devices, limited, options.workers.devices_per_worker)
     config = message.SerializeToString() if placement.say_kinds(message, devices) else found.config
@@ -135,20 +142,25 @@ def placed(found: FoundModel, devices: Sequence[str], options: Options) -> Found
 
 
 def isolated_fraction(config: bytes, options: Workers) -> float:
-    """Returns the part of a GPU's memory (0 to 1) for the worker of an isolated model with this serialised configuration."""
+    """Returns the fraction (0 to 1) of a GPU's memory for a worker that serves one isolated model alone.
+
+    ``config``: the model's serialised configuration, which may name the fraction; otherwise the option holds.
+    """
     return model_checks.isolated_fraction(model_config.from_bytes(config), options.isolated_memory_fraction)
 
 
 def isolated(found: FoundModel, options: Workers) -> dict[str, float]:
-    """Returns those of the model's devices whose workers serve it alone, each with its fraction of a GPU's memory (0 to 1)."""
+    """Returns the devices of the workers that serve this model alone, each with its fraction (0 to 1) of a GPU's memory."""
     devices = [device for device in found.devices if model_of(device) == found.name]
     return dict.fromkeys(devices, isolated_fraction(found.config, options)) if devices else {}
 
 
 def check_isolated(found: FoundModel, taken: Mapping[str, float], options: Workers) -> None:
-    """Checks that there is room for an isolated model's workers, on ``found.devices``; ``taken``: those of all isolated models.
+    """Checks that there is room for the workers that would serve this model alone; does nothing if the model is not isolated.
 
-    Raises InvalidArgument: there are too many isolated models, or not enough memory on a GPU.
+    ``taken``: the devices of all isolated models' workers, each with its fraction (0 to 1) of a GPU's memory.
+
+    Raises InvalidArgument: there are too many isolated models, or a GPU has not enough memory.
     """
     name, devices = found.name, isolated(found, options)
     others = {device: part for device, part in taken.items() if model_of(device) != name}
@@ -172,9 +184,10 @@ def check_isolated(found: FoundModel, taken: Mapping[str, float], options: Worke
 
 
 def scan(repositories: Sequence[Path], known: Collection[str] = ()) -> dict[str, FoundModel]:
-    """Reads every model folder of the repositories; returns the models by name, sorted.
+    """Reads every model's folder in the repositories; returns the models by name, sorted.
 
-    ``known``: names that were models before: such a folder that lost its versions is a model with an error.
+    ``known``: the names of earlier models. If such a model's folder has no versions any more, the folder is returned as a
+    model with an error; other folders without versions and config.pbtxt are left out.
 
     Raises InvalidArgument: a repository is not a readable folder.
     """
@@ -199,17 +212,23 @@ def unreadable(repositories: Sequence[Path]) -> dict[Path, str]:
 
 
 def folders(repositories: Sequence[Path], known: Collection[str] = ()) -> list[Path]:
-    """Returns the model folders, as ``scan`` finds them. Raises InvalidArgument: a repository cannot be read."""
+    """Returns the folders of the repositories that hold a model. Raises InvalidArgument: a repository cannot be read.
+
+    ``known``: the names of earlier models, whose folders are returned even if they hold no model any more.
+    """
     return [path for path in _all_folders(repositories) if path.name in known or not no_model(path)]
 
 
 def others(repositories: Sequence[Path]) -> dict[Path, str]:
-    """Returns the folders that are not models, each with the reason. Raises InvalidArgument: a repository cannot be read."""
+    """Returns the folders in the repositories that do not hold a model, each with the reason.
+
+    Raises InvalidArgument: a repository cannot be read.
+    """
     return {path: why for path in _all_folders(repositories) if (why := no_model(path))}
 
 
 def no_model(path: Path) -> str:
-    """Returns why a folder of a repository is not a model; "" if it is one, perhaps with an error in it."""
+    """Returns why a folder in a repository does not hold a model; "": it holds one, perhaps one with an error."""
     try:
         versions, others = _versions(path)
         if versions or os.path.lexists(path / "config.pbtxt"):
@@ -233,7 +252,10 @@ def _all_folders(repositories: Sequence[Path]) -> list[Path]:
 
 
 def find(repositories: Sequence[Path], name: str) -> FoundModel:
-    """Reads the model of this name. If it is in no repository, or in two, the result has an empty path and an ``error``."""
+    """Looks for the model ``name`` in the repositories and reads it.
+
+    If no repository has the model, or two have it, the result has an empty path and an ``error``.
+    """
     # Only a well-formed name may become part of a path.
     if NAME.fullmatch(name):
         places = [path / name for path in repositories if (path / name).is_dir()]
@@ -245,7 +267,7 @@ def find(repositories: Sequence[Path], name: str) -> FoundModel:
 
 
 def poll(path: Path) -> FoundModel:
-    """Reads one model folder. A mistake that an operator has made there becomes the result's ``error``; it is not raised."""
+    """Reads one model's folder. A mistake of the operator in the folder becomes the result's ``error`` and is not raised."""
     name = path.name
     try:
         if not NAME.fullmatch(name):
@@ -260,16 +282,18 @@ def poll(path: Path) -> FoundModel:
 
 
 def readable_folders(paths: Sequence[Path]) -> list[Path]:
-    """Returns the model folders of those repositories that can be read; the other repositories are left out."""
+    """Returns the models' folders in those repositories that can be read; other repositories are ignored."""
     gone = unreadable(paths)
     return folders([path for path in paths if path not in gone])
 
 
 def overridden(folder: Path, config: str) -> FoundModel:
-    """Reads a model's folder, with a client's configuration (JSON) in place of its config.pbtxt; error texts are for the client.
+    """Reads a model's folder, with a configuration in JSON that a client sent in place of config.pbtxt.
 
-    Raises InvalidArgument: the configuration or the folder is wrong, or no version is chosen; Unsupported: it asks for a feature
-    that tensord lacks.
+    The messages of the errors are for the client.
+
+    Raises InvalidArgument: the configuration or the folder is wrong, or the configuration chooses no version; Unsupported: the
+    configuration asks for a feature that tensord lacks.
     """
     try:
         found = _found(folder, model_config.parse_json(config, folder.name))
@@ -313,14 +337,17 @@ def _found(path: Path, message: ModelConfig) -> FoundModel:
 
 
 def _versions(path: Path) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Returns the numbers of a model's version folders, and the names of its other folders; both sorted."""
+    """Returns the numbers of the version folders in a model's folder, and the names of the other folders there; both sorted."""
     names = sorted(entry.name for entry in os.scandir(path) if is_folder(entry))
     others = [name for name in names if not _VERSION.fullmatch(name) and not model_folder.is_passed_over(name)]
     return tuple(sorted(int(name) for name in names if _VERSION.fullmatch(name))), tuple(others)
 
 
 def _choose(message: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the versions that the model's version policy chooses from ``versions`` (ascending); without a policy the latest."""
+    """Returns the versions that the model's version policy chooses from ``versions`` (ascending).
+
+    Without a policy it is the latest version.
+    """
     policy = message.version_policy
     match policy.WhichOneof("policy_choice"):
         case "all":
@@ -334,7 +361,10 @@ def _choose(message: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _guess_backend(path: Path, message: ModelConfig, version: int) -> str:
-    """Guesses a model's backend from the names that its code file defines; it is parsed, as only its worker may import it."""
+    """Guesses a model's backend from the names that the model's code file defines.
+
+    The file is parsed and not imported, because only the model's worker may import it.
+    """
     file = message.default_model_filename or "model.py"
     code = _read(path / str(version) / file, _MAX_CODE_BYTE_SIZE)
     if code is None:
@@ -374,7 +404,7 @@ def _defined(tree: ast.Module) -> list[str]:
 
 
 def _read(path: Path, limit: int) -> bytes | None:
-    """Reads a file; returns None if there is none. Raises InvalidArgument: the file has more than ``limit`` bytes."""
+    """Returns the content of a file; None: the file does not exist. Raises InvalidArgument: it has more than ``limit`` bytes."""
     try:
         with open(path, "rb", opener=model_folder.regular) as file:
             content = file.read(limit + 1)
@@ -386,7 +416,10 @@ def _read(path: Path, limit: int) -> bytes | None:
 
 
 class Repositories:
-    """The repositories as they were read last. A repository that cannot be read for a moment keeps its models. One per daemon."""
+    """The models of the repositories as they were read last. One per daemon.
+
+    If the option ``repository.exit_on_error`` is False, the models of a repository that cannot be read now are kept.
+    """
 
     def __init__(self) -> None:
         #: The models that the last scan found.
@@ -397,9 +430,10 @@ class Repositories:
         self._others: dict[Path, str] = {}
 
     async def scan(self, options: Repository) -> dict[str, FoundModel]:
-        """Reads the repositories that ``options`` names, and returns their models by name.
+        """Reads the repositories that ``options`` names, and returns the models in them by name.
 
-        Raises InvalidArgument: a repository cannot be read; with ``options.exit_on_error`` False that is only logged.
+        Raises InvalidArgument: a repository cannot be read. If ``options.exit_on_error`` is False, this is logged instead, and
+        the repository's models stay as they were.
         """
         paths, kept = [Path(path) for path in options.paths], dict[str, FoundModel]()
         if options.exit_on_error is False:
@@ -418,7 +452,10 @@ class Repositories:
         return dict(self._found)
 
     def _tell_others(self, others: Mapping[Path, str], found: Mapping[str, FoundModel]) -> None:
-        """Logs each folder that is not a model, with the reason, when it appears and when the reason changes."""
+        """Logs each folder that is not a model, with the reason, when the folder appears and when the reason changes.
+
+        ``others``: the reason for each such folder. ``found``: the models, whose names are not logged.
+        """
         others = {path: why for path, why in others.items() if path.name not in found}
         for path, why in others.items():
             if self._others.get(path) != why:
@@ -433,7 +470,7 @@ class Repositories:
 
 
 def load_error(name: str, failed: dict[int, str]) -> str:
-    """Returns Triton's message for versions of a model that failed to load. ``failed``: the reason by version number."""
+    """Returns Triton's message for a load in which versions of a model failed. ``failed``: the reason by version number."""
     listed = "".join(f"version {n} is at UNAVAILABLE state: {reason};\n" for n, reason in sorted(failed.items()))
     return f"load failed for model '{name}': {listed}"
 
@@ -452,10 +489,13 @@ def no_version_error(name: str) -> str:
 
 
 def poll_error(names: Iterable[str]) -> str:
-    """Returns Triton's message for models that are missing or cannot be read."""
+    """Returns Triton's message for models that are missing from the repositories or cannot be read there."""
     return f"failed to load '{', '.join(names)}', failed to poll from model repository"
 
 
 def given_error(name: str, reason: str) -> str:
-    """Returns the message for a client's configuration or files that cannot be used; Triton would only say ``poll_error``."""
+    """Returns the message for a configuration or files from a client that cannot be used.
+
+    It says the ``reason``, which Triton's message in that case does not.
+    """
     return f"failed to load '{name}': {reason}"

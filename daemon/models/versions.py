@@ -29,7 +29,10 @@ class IndexState(enum.Enum):
 
 @dataclass(slots=True)
 class VersionEntry:
-    """State of one version of a model on all workers. Workers are named by their incarnations (numbers never given twice)."""
+    """State of one version of a model on all workers.
+
+    Worker processes are named by numbers; a process that replaces a dead one has a new number.
+    """
 
     load: Load
     state: IndexState = IndexState.UNKNOWN
@@ -65,7 +68,10 @@ class VersionEntry:
 
     @property
     def stranded(self) -> bool:
-        """Returns whether the version was given up because no worker can use its devices, not because workers died loading it."""
+        """Returns whether loads of the version are given up because no worker can use its devices.
+
+        It is False if they are given up because worker processes died while loading the version.
+        """
         return bool(self.given_up) and not self.deaths
 
     @property
@@ -74,11 +80,11 @@ class VersionEntry:
         return self.state not in (IndexState.UNKNOWN, IndexState.UNAVAILABLE) or bool(self.loading)
 
     def belongs(self, device: str) -> bool:
-        """Returns whether the worker of a device is to load this version."""
+        """Returns whether the worker of this device has to load the version."""
         return not self.devices or device in self.devices
 
     def state_record(self, number: int) -> ModelState:
-        """Makes the record that tells front processes the state of this version, whose number is ``number``."""
+        """Makes the record that tells front processes the state of this version. ``number``: the version's number."""
         described = self.described if self.state is IndexState.READY else None
         if described is None:
             awaited = self.state is IndexState.UNAVAILABLE and bool(self.given_up)
@@ -103,7 +109,7 @@ class VersionEntry:
 
 @dataclass(slots=True)
 class Operation:
-    """A load of a model (``found`` is the model as it was read) or an unload (``found`` is None)."""
+    """A load or an unload of a model. ``found`` is the model to load, as it was read; None: the operation is an unload."""
 
     #: The tokens of all who wait for it, also of those whose own load it has overtaken.
     tokens: tuple[int, ...]
@@ -112,7 +118,7 @@ class Operation:
     again: bool = False
 
     def overtaken_by(self, later: Operation) -> bool:
-        """Returns whether a later operation makes this load pointless: an unload, or a load of other files or devices."""
+        """Returns whether the operation ``later`` makes this load pointless: it is an unload, or loads other files or devices."""
         if self.found is None:
             return False
         new = later.found
@@ -121,7 +127,7 @@ class Operation:
 
 @dataclass(slots=True)
 class ModelEntry:
-    """A model's versions, its running load or unload, and the queue of those that follow."""
+    """A model's versions, the load or unload that runs, and the queue of loads and unloads that follow."""
 
     versions: dict[int, VersionEntry] = field(default_factory=dict)
     waiting: deque[Operation] = field(default_factory=deque)
@@ -136,12 +142,18 @@ class ModelEntry:
 
 
 def has_members(models: Mapping[str, ModelEntry], version: VersionEntry, worker: int) -> bool:
-    """Returns whether a worker (an incarnation) serves every member of an ensemble's version; True for any other model."""
+    """Returns whether a worker serves every model that an ensemble's version uses. For a model that is no ensemble it is True.
+
+    ``worker``: the number of the worker process.
+    """
     return all(any(worker in one.ready for one in _named(models, *member)) for member in version.members)
 
 
 def awaits(models: Mapping[str, ModelEntry], version: VersionEntry) -> bool:
-    """Returns whether a load of the version is unfinished: a worker has yet to answer it, or will be sent it later."""
+    """Returns whether a load of the version is unfinished.
+
+    It is unfinished while a worker has a Load record that it has not answered, or will be sent one later.
+    """
     return bool(version.loading) or any(
         all(
             any(worker in (*one.ready, *one.loading, *one.postponed) for one in _named(models, *member))
@@ -152,6 +164,9 @@ def awaits(models: Mapping[str, ModelEntry], version: VersionEntry) -> bool:
 
 
 def _named(models: Mapping[str, ModelEntry], name: str, number: int) -> list[VersionEntry]:
-    """Returns a list with the version of this number, empty if there is none; with the number -1 all versions of the model."""
+    """Returns a list with the entry of a model's version ``number``, or an empty list if the model has no such version.
+
+    The number -1 stands for all versions of the model.
+    """
     versions = models[name].versions if name in models else {}
     return [version for n, version in versions.items() if number in (-1, n)]

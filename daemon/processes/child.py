@@ -51,7 +51,7 @@ _STACK_SECONDS = 0.2
 
 
 class Child:
-    """Starts, calls, stops and kills one child process of the supervisor; owns its pidfd and its control channel."""
+    """Starts, calls, stops and kills one child process of the supervisor. Owns the process's pidfd and control channel."""
 
     def __init__(
         self,
@@ -61,10 +61,14 @@ class Child:
         on_record: Callable[[Any, Any, list[int]], None],
         on_exit: Callable[[Any], None],
     ) -> None:
-        """Stores what is needed once the process runs (``adopt``).
+        """Stores what is needed once the process runs. ``adopt`` takes over the process itself.
 
-        ``incarnation``: the number that only this process has. ``incoming``: the union of the record types that it may send.
-        ``on_record``: called with this object, a record and its descriptors. ``on_exit``: called once the process is gone.
+        Args:
+          name: the process's name, such as "http-0"; a process that replaces a dead one has the same name.
+          incarnation: the process's number, which no other process ever has.
+          incoming: the union of the record types that the process may send.
+          on_record: called with this object, a record from the process and the record's descriptors.
+          on_exit: called with this object once the process is gone.
         """
         self.name = name
         self.incarnation = incarnation
@@ -96,10 +100,9 @@ class Child:
         self.calls = ControlCalls(self.send)
 
     def adopt(self, spawned: Spawned, options: bytes) -> None:
-        """Takes over a process that ``tensord.daemon.processes.spawned`` has started, and sends it a Start record.
+        """Takes over a process that ``spawn`` has started, and sends it a Start record.
 
-        ``options``: ``tensord.config.options.Options`` as msgpack. Raises OSError: no file descriptor is free; the process is
-        killed then.
+        ``options``: the daemon's options as msgpack. Raises OSError: no file descriptor is free; the process was killed then.
         """
         try:
             self._pidfd = os.pidfd_open(spawned.process.pid)
@@ -126,20 +129,23 @@ class Child:
         return self._process is not None and self.returncode is None
 
     def send(self, record: Record, *fds: int) -> None:
-        """Queues a record for the process, with duplicates of the file descriptors. The record is lost if the process is gone."""
+        """Queues a record for the process, with duplicates of the file descriptors.
+
+        If the process is gone, the record is lost.
+        """
         if self._connection is not None:
             self._connection.send(record, *fds)
 
     def stop(self, grace_ns: int) -> None:
-        """Sends the process a Stop record: it is to finish its work within ``grace_ns`` nanoseconds and exit."""
+        """Sends the process a Stop record: the process must finish its work within ``grace_ns`` nanoseconds and then exit."""
         self.stopping = True
         self.send(Stop(max(0, grace_ns)))
 
     def kill(self, reason: str = "") -> None:
-        """Kills the process with SIGKILL; ``on_exit`` is called afterwards.
+        """Kills the process with SIGKILL. ``on_exit`` is called when the process is gone.
 
-        ``reason``: why, for the log; a process that has reported ready then gets 0.2 s to write its stack. "": it is killed at
-        once.
+        ``reason``: why, for the log; if the process has reported that it is ready, it first gets 0.2 s to write its stacks.
+        "": the process is killed at once.
         """
         if not self.alive or (reason and self._killing):
             return
@@ -187,18 +193,20 @@ class Child:
         self._on_exit(self)
 
     async def call(self, operation: Operation, *fds: int) -> tuple[bytes, list[int]]:
-        """Calls an operation of the process, as ``ControlCalls.call`` does.
+        """Calls an operation of the process. Returns the result and its file descriptors, which the caller must close.
 
-        Raises Unavailable: the process is not running, or died before it answered.
+        Raises ServingError: the operation's own error; Unavailable: the process is not running, or died before it answered.
         """
         if not self.ready or not self.alive:
             raise Unavailable(f"{self.name} is not running")
         return await self.calls.call(operation, *fds)
 
     async def result_of(self, operation: Operation, seconds: float | None = None) -> bytes:
-        """Calls an operation whose result comes without file descriptors, and returns the result. Raises ServingError.
+        """Calls an operation of the process, one whose result has no file descriptors, and returns the result.
 
-        ``seconds``: raise Unavailable if no answer has come by then; None: wait as long as the process lives.
+        ``seconds``: how long to wait at most; None: as long as the process lives.
+
+        Raises ServingError: the operation's own error; Unavailable: the process died, or has not answered after ``seconds``.
         """
         try:
             async with asyncio.timeout(seconds):
@@ -209,32 +217,43 @@ class Child:
         return result
 
     def release(self) -> None:
-        """Wakes every call that waits for a reply from this dead process: each raises Unavailable. Subclasses end more waits."""
+        """Ends every call that waits for a reply from this process with Unavailable. Called once the process is dead."""
         self.calls.fail(Unavailable(f"{self.name} stopped before it answered"))
 
     @property
     def killed_by_others(self) -> bool:
-        """Returns whether the process died of a SIGKILL that this object did not send."""
+        """Returns whether the process was ended by a SIGKILL that this object did not send."""
         return self.returncode == -signal.SIGKILL and not self._killed
 
     @property
     def ended_by_itself(self) -> bool:
-        """Returns whether the process exited, or died of a signal that its own code brought about: nobody killed it."""
+        """Returns whether nobody killed the process: it exited, or its own code caused the signal that ended it, as SIGSEGV."""
         return self.returncode is not None and (self.returncode >= 0 or -self.returncode in _OWN_SIGNALS)
 
     @property
     def ended_by_work(self) -> bool:
-        """Returns whether what the process did may have ended it: it ended by itself, hung, or ran out of memory."""
+        """Returns whether the work of the process may have ended it: it ended by itself, hung, or ran out of memory.
+
+        It is False while the process runs, and if the process had been asked to stop.
+        """
         return not self.alive and not self.stopping and (self.ended_by_itself or self._killing or self.out_of_memory)
 
     @property
     def is_of_other_version(self) -> bool:
-        """Returns whether the process ended because it is of another version of tensord than this daemon."""
+        """Returns whether the process ended at its start because it is of another version of tensord than this daemon.
+
+        That happens when another version was installed after the daemon was started.
+        """
         return self.returncode == child_process.OTHER_VERSION and not self.ready
 
     @property
     def cause(self) -> str:
-        """Returns why the process died, one of ``CAUSES``; "hung": ``kill`` was given a reason; "exit": it exited by itself."""
+        """Returns why the process died, one of ``CAUSES``.
+
+        "memory": the kernel killed it for want of memory. "hung": ``kill`` was called with a reason. "version": another
+        version of tensord is installed. "exit": it exited by itself. Otherwise it is the name of the signal, or "signal" for a
+        rare one.
+        """
         if self.out_of_memory:
             return "memory"
         if self._killing:
@@ -247,7 +266,7 @@ class Child:
         return name if name in CAUSES else "signal"
 
     def describe_exit(self) -> str:
-        """Returns how the process ended, to follow the process's name in a sentence, such as "was killed by SIGSEGV"."""
+        """Returns how the process ended, as the rest of a sentence that begins with its name, such as "was killed by SIGSEGV"."""
         if self.is_of_other_version:
             ours = __version__
             return f"is of another version of tensord, installed since this daemon ({ours}) was started: {_RESTART}"
@@ -259,9 +278,10 @@ class Child:
 
 
 class FrontProcess(Child):
-    """A front process, which serves one protocol to clients, as the supervisor sees it.
+    """A front process as the supervisor sees it. It serves one protocol to clients.
 
-    Each record that the supervisor publishes to the fronts gets a higher number, the edition; fronts acknowledge editions.
+    The supervisor numbers the records that it publishes to all fronts; the number is called the edition. Fronts acknowledge
+    editions.
     """
 
     def __init__(
@@ -272,7 +292,15 @@ class FrontProcess(Child):
         on_record: Callable[[FrontProcess, Any, list[int]], None],
         on_exit: Callable[[FrontProcess], None],
     ) -> None:
-        """Stores ``row``, the front's number from 0 among those of ``protocol``; ``Child`` describes the other arguments."""
+        """Stores what is needed once the front runs.
+
+        Args:
+          protocol: "http" or "grpc".
+          row: the front's number, from 0, among the fronts of this protocol.
+          incarnation: the process's number, which no other process ever has.
+          on_record: called with this object, a record from the front and the record's descriptors.
+          on_exit: called with this object once the process is gone.
+        """
         super().__init__(front_name(protocol, row), incarnation, FromFront, on_record, on_exit)
         self.protocol = protocol
         self.row = row
@@ -287,14 +315,14 @@ class FrontProcess(Child):
         self._waiting: dict[int, asyncio.Future[None]] = {}
 
     def ask(self, edition: int) -> None:
-        """Asks the front to acknowledge all published records up to number ``edition``, which must have been sent before."""
+        """Asks the front to acknowledge all published records up to number ``edition``. Call it when these were sent."""
         self.asked_ns = time.monotonic_ns()
         self.owes_since_ns = self.owes_since_ns or self.asked_ns
         self._asked = edition
         self.send(StatePublished(edition))
 
     def acknowledge(self, edition: int) -> None:
-        """Stores that the front has applied all published records up to number ``edition``, and ends the waits for that."""
+        """Notes that the front has applied all published records up to number ``edition``. Waits for this end."""
         self.acknowledged = max(self.acknowledged, edition)
         if edition >= self._asked:
             self.owes_since_ns = 0
@@ -302,7 +330,7 @@ class FrontProcess(Child):
             self._waiting.pop(waited).set_result(None)
 
     async def wait_acknowledged(self, edition: int) -> None:
-        """Returns when the front has acknowledged all published records up to number ``edition``, or is dead."""
+        """Waits until the front has acknowledged all published records up to number ``edition``, or is dead."""
         if self.acknowledged >= edition or not self.alive:
             return
         waiting = self._waiting.get(edition)
@@ -320,7 +348,7 @@ class FrontProcess(Child):
 
 
 class WorkerProcess(Child):
-    """A worker process, which runs models on one device. It answers calls and shows its state in a shared status page."""
+    """A worker process, which runs models on one device. It answers calls, and shows its state in a shared status page."""
 
     def __init__(
         self,
@@ -359,18 +387,18 @@ class WorkerProcess(Child):
         super().send(record, *fds)
 
     def load_progressed(self, at: Loading) -> None:
-        """Stores how far the worker is with a load (loading of a model version), as it reported in the Loading record ``at``."""
+        """Stores how far the worker is with the load of a model's version, as the worker reported in the record ``at``."""
         if not at.total and (at.name, at.version) not in {begun[:2] for begun in self._begun}:
             self._begun.append((at.name, at.version, time.monotonic_ns()))
         self.loading = at
 
     @property
     def oldest_load(self) -> tuple[str, int, int] | None:
-        """Returns name, version and start (CLOCK_MONOTONIC ns) of the load that has run for longest; None: there is none."""
+        """Returns the load that has run for longest: model, version and its start in CLOCK_MONOTONIC ns; None: no load runs."""
         return self._begun[0] if self._begun else None
 
     def load_answered(self, name: str, version: int) -> None:
-        """Notes that a load of this model version has ended: the worker has reported its success or failure (a Loaded record)."""
+        """Notes that the load of this model version has ended, with success or failure, as the worker reported."""
         if (name, version) in self.owed:
             self.owed.remove((name, version))
         self._begun = [begun for begun in self._begun if begun[:2] != (name, version)]
@@ -378,7 +406,10 @@ class WorkerProcess(Child):
         self.load_progress_ns = time.monotonic_ns()
 
     def describe_load(self) -> str:
-        """Describes the load to be answered next, such as ``compiling digits 3/16, 1 from the cache, 4 s``; "": there is none."""
+        """Describes the load that the worker will answer next; "": there is none.
+
+        An example is ``compiling digits 3/16, 1 from the cache, 4 s``.
+        """
         if not self.owed:
             return ""
         seconds = (time.monotonic_ns() - self.load_progress_ns) / 1e9
@@ -396,7 +427,7 @@ class WorkerProcess(Child):
 
 
 def describe_exit(returncode: int) -> str:
-    """Describes an exit status as Popen gives it: ``was killed by SIGSEGV``, ``exited with status 1``."""
+    """Describes an exit status of ``subprocess.Popen``, such as ``was killed by SIGSEGV`` or ``exited with status 1``."""
     if returncode >= 0:
         return f"exited with status {returncode}"
     return f"was killed by {_signal_name(-returncode)}"
@@ -415,15 +446,15 @@ def front_name(protocol: str, row: int) -> str:
 
 
 class MissingParts:
-    """Logs which optional parts (in C, or of JAX) the workers or the fronts lack: once, as all of them run the same files."""
+    """Logs which optional parts the child processes lack. Each list is logged once, as all processes run the same files."""
 
     def __init__(self, what: str = IN_C) -> None:
-        """Stores ``what``, with which each warning begins, before the names of the parts. Nothing counts as logged yet."""
+        """Begins with nothing logged. ``what``: the beginning of each warning, before the names of the missing parts."""
         self._what = what
         self._said: tuple[str, ...] = ()
 
     def say(self, missing: tuple[str, ...]) -> None:
-        """Logs a warning with the parts that a child reported as missing, unless its last warning named the same parts."""
+        """Logs the parts that a child process reported as missing, unless the last warning named the same parts."""
         if missing and missing != self._said:
             self._said = missing
             _log.warning("%s: %s", self._what, "; ".join(missing))

@@ -30,12 +30,12 @@ _PLUGINS = "jax_plugins"
 
 
 class MissingDevice(Exception):
-    """Raised if the options ask for GPUs or CPU cores that do not exist or may not be used."""
+    """Raised if the options ask for GPUs or CPU cores that do not exist or that this process may not use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The device of one worker process, with the environment and the CPU cores that the worker gets."""
+    """The device of one worker process, and the environment variables and CPU cores that the worker gets for it."""
 
     #: The worker's ``--device``, named by the first of its GPUs: "cpu:0", "cuda:1", "cuda:1/2" (``tensord.shm.device_names``).
     name: str
@@ -47,7 +47,10 @@ class Device:
     memory_fraction: float = 0.0
 
     def alone(self, name: str, memory_fraction: float) -> Device:
-        """Returns the device ``name`` of an isolated model's worker, on the same GPU or CPU, with this part of its memory."""
+        """Returns the device for a worker that serves one isolated model, on the same GPU or CPU as this device.
+
+        ``name``: the new device's name. ``memory_fraction``: the fraction (0 to 1) of the GPU's memory that XLA takes there.
+        """
         if not device_names.gpu_of(name):
             return Device(name, self.environment, self.cores)
         # The setting for shared workers must not apply there, whichever variable has it.
@@ -58,9 +61,12 @@ class Device:
 def find_devices(
     options: Workers, environment: Mapping[str, str], folder: Path = Path("/dev"), system: Path = Path("/sys")
 ) -> list[Device]:
-    """Returns a device for each worker process to start. A GPU that exists but cannot be used is logged.
+    """Returns a device for each worker process that should be started. Logs why GPUs that exist cannot be used.
 
-    CUDA_VISIBLE_DEVICES in ``environment`` says which GPUs may be used. ``folder``: of the driver's device nodes.
+    Args:
+      environment: holds CUDA_VISIBLE_DEVICES, which says which GPUs may be used.
+      folder: the folder with the driver's device nodes.
+      system: the folder in which sysfs is mounted.
 
     Raises MissingDevice: ``workers.device`` is "cuda" and no GPU can be used, or this process may not use a core of
     ``workers.cores``.
@@ -89,14 +95,17 @@ def find_devices(
 
 
 def _cpu_workers(options: Workers) -> list[Device]:
-    """Makes the devices of the CPU workers: "cpu:0", "cpu:1" and so on."""
+    """Returns the devices of the CPU workers: "cpu:0", "cpu:1" and so on. Raises MissingDevice: a core may not be used."""
     _check_cores(options.cores)
     # GPUs stay visible to CPU workers: JAX is told to leave them alone, and clients may hand over tensors in CUDA regions.
     return [Device(f"cpu:{i}") for i in range(options.cpu)]
 
 
 def _check_cores(lists: Sequence[str]) -> None:
-    """Raises MissingDevice: systemd or a container forbids a core of ``lists``, the cores of each CPU worker ("0-3,8")."""
+    """Raises MissingDevice if this process may not use a core of ``lists``, as systemd or a container forbids it.
+
+    ``lists``: the cores of each CPU worker, such as "0-3,8".
+    """
     ours = os.sched_getaffinity(0)
     for i, text in enumerate(lists):
         missing = set(core_list.parse(text)) - ours
@@ -109,9 +118,10 @@ def _check_cores(lists: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class VisibleGpus:
-    """The usable GPUs: their entries in ``CUDA_VISIBLE_DEVICES`` and their PCI addresses; or the reason why there are none.
+    """The GPUs that can be used, with their entries in ``CUDA_VISIBLE_DEVICES`` and PCI addresses, or why there are none.
 
-    The reason is "" if there are GPUs, or none is expected: no driver is installed, or the environment hides all GPUs.
+    ``reason`` is "" if there are GPUs. It is also "" if none is expected, because no driver is installed or the environment
+    hides all GPUs.
     """
 
     entries: Sequence[str] = ()
@@ -120,7 +130,10 @@ class VisibleGpus:
 
 
 def visible_gpus(environment: Mapping[str, str], folder: Path = Path("/dev")) -> VisibleGpus:
-    """Returns the GPUs that ``environment`` shows (CUDA_VISIBLE_DEVICES). ``folder``: where the driver's device nodes are."""
+    """Returns the GPUs that CUDA_VISIBLE_DEVICES in ``environment`` shows, or why none can be used.
+
+    ``folder``: the folder with the driver's device nodes.
+    """
     named = environment.get(_VARIABLE)
     entries = None if named is None else [entry.strip() for entry in named.split(",")]
     if entries is not None and entries[0] in ("", "-1"):
@@ -146,7 +159,7 @@ def visible_gpus(environment: Mapping[str, str], folder: Path = Path("/dev")) ->
 
 
 def _has_plugin() -> bool:
-    """Returns whether JAX would find a CUDA plugin: a package in ``jax_plugins``, or an entry point of that group."""
+    """Returns whether JAX would find a CUDA plugin: a package in ``jax_plugins``, or an entry point in the group of that name."""
     spec = importlib.util.find_spec(_PLUGINS)
     names = [module.name for module in pkgutil.iter_modules(spec.submodule_search_locations or ())] if spec else []
     names += [point.value for point in metadata.entry_points(group=_PLUGINS)]
@@ -154,10 +167,12 @@ def _has_plugin() -> bool:
 
 
 def near(addresses: Sequence[str], system: Path = Path("/sys")) -> str:
-    """Returns the cores, as Linux lists them, that this process may use on the NUMA nodes of the GPUs with these PCI addresses.
+    """Returns the CPU cores on the NUMA nodes of these GPUs that this process may use, as Linux lists cores ("0-3,8").
 
-    The kernel places a page where it is first touched, so page-locked memory then crosses no link between sockets on its way to
-    the GPU. "": the host has one node, or a GPU's node is not known, or this process may use none of these cores.
+    Page-locked memory of a process on these cores is near the GPU, because the kernel places a page where it is first touched.
+
+    "" is returned if the host has one node, if a GPU's node is not known, or if this process may use none of these cores.
+    ``addresses``: the GPUs' PCI addresses. ``system``: the folder in which sysfs is mounted.
     """
     nodes = {_node(address, system) for address in addresses}
     others = [path for path in (system / "devices/system/node").glob("node[0-9]*") if path.name not in nodes]
@@ -171,7 +186,10 @@ def near(addresses: Sequence[str], system: Path = Path("/sys")) -> str:
 
 
 def _node(address: str, system: Path) -> str:
-    """Returns the name of the NUMA node of a PCI address, such as "node0"; "": the kernel does not tell."""
+    """Returns the name of the NUMA node of a PCI device, such as "node0"; "": the kernel does not know it.
+
+    ``address``: the device's PCI address. ``system``: the folder in which sysfs is mounted.
+    """
     with contextlib.suppress(OSError, ValueError):
         number = int((system / "bus/pci/devices" / address.lower() / "numa_node").read_text())
         return f"node{number}" if number >= 0 else ""

@@ -15,14 +15,17 @@ _PASSED_OVER = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class FirstSignals:
-    """Signal handlers for the time before the event loop handles signals; ``came``: the signal that asks for a stop, or None."""
+    """Handles signals until the event loop does. ``came``: the signal that asked for a stop, or None."""
 
     def __init__(self) -> None:
         #: The signal that asked the daemon to stop, SIGTERM or SIGINT; None: none has come.
         self.came: signal.Signals | None = None
 
     def watch(self) -> None:
-        """Installs handlers of SIGTERM and SIGINT, and some that do nothing: child processes would inherit SIG_IGN."""
+        """Installs handlers that note SIGTERM and SIGINT, and handlers that do nothing for SIGHUP, SIGUSR1 and SIGUSR2.
+
+        These signals are not set to SIG_IGN, because child processes would inherit that.
+        """
         for number in _ENDING:
             signal.signal(number, self._ending)
         for number in _PASSED_OVER:

@@ -49,10 +49,16 @@ class Fronts:
         said: Callable[[FrontProcess, Record, list[int]], None],
         died: Callable[[FrontProcess], None],
     ) -> None:
-        """Stores which programs to run (protocol -> Python module), and starts nothing yet.
+        """Stores how fronts are started, and starts none yet.
 
-        ``devices``: of the first workers; the number of fronts follows from them. ``started``: sends a new front what it needs.
-        ``said``: acts on a record of a front that is not about the front itself, and closes its descriptors.
+        Args:
+          programs: the Python module that a front runs, by protocol.
+          devices: the devices of the first workers; if the options leave it open, the number of fronts follows from them.
+          options: returns the options that hold now.
+          next_incarnation: returns a number for a new process.
+          started: called with each new front, to send it what it needs.
+          said: called with a front, a record that is not about the front itself, and descriptors, which the function closes.
+          died: called with each front that has ended.
         """
         self._options = options
         self._next_incarnation = next_incarnation
@@ -75,10 +81,12 @@ class Fronts:
     def listen(self, environment: Mapping[str, str], beside: Path | None = None) -> None:
         """Binds the listening sockets of each protocol, or takes over those that the service manager passed.
 
-        ``environment``: says which were passed (LISTEN_FDS, ...). ``beside``: the path of one more Unix socket for HTTP, if HTTP
-        is served; if it cannot be bound, that is only logged.
+        ``environment``: holds the variables with which the service manager passes sockets (LISTEN_FDS and others). ``beside``:
+        the path of one more Unix socket for HTTP; it is bound only if HTTP is served, and a failure of it is only logged.
+        None: there is none.
 
-        Raises ListenError: a socket cannot be bound or taken over; OSError: there is no memory for the fronts' shared counters.
+        Raises ListenError: a socket cannot be bound or taken over; OSError: there is no memory for the fronts' shared
+        counters.
         """
         options = self._options()
         try:
@@ -96,7 +104,10 @@ class Fronts:
             raise
 
     def _listen(self, protocol: str, section: Http | Grpc) -> None:
-        """Binds the sockets of a protocol, unless they were passed. Raises ListenError: one cannot be bound, or is not wanted."""
+        """Binds the sockets of a protocol, unless the service manager passed sockets for it.
+
+        Raises ListenError: a socket cannot be bound, or one was passed although the options disable the protocol.
+        """
         if not section.enabled and protocol in self._listeners:
             raise ListenError(f"socket activation: a socket for {protocol} was passed, but {protocol}.enabled is false")
         if section.enabled and protocol not in self._listeners:
@@ -115,9 +126,9 @@ class Fronts:
             _log.warning("clients find no HTTP beside their socket: %s", error)
 
     def start_all(self, at_once: int) -> None:
-        """Starts the fronts of every protocol, ``at_once`` at a time: the next one when an earlier one is ready or dead.
+        """Starts the fronts of every protocol, ``at_once`` at a time. Another one is started when a front is ready or has died.
 
-        More at a time than there are cores for, next to workers that import JAX, would only delay each other and the workers.
+        More fronts at a time than there are free cores would delay each other and the workers, which import JAX meanwhile.
 
         Raises OSError: no memory, process slot or file descriptor is free.
         """
@@ -131,7 +142,7 @@ class Fronts:
             del self._unstarted[0]
 
     def _go_on(self) -> None:
-        """Starts the next front of those that ``start_all`` starts in turn; if that fails, tries again 1 s later."""
+        """Starts the next of the fronts that ``start_all`` has still to start. If that fails, tries again 1 s later."""
         try:
             self._start_next()
         except OSError as error:
@@ -159,25 +170,29 @@ class Fronts:
     # ---------------------------------------------------------------------------------------------------------- telling
 
     def publish(self, record: Record, *fds: int) -> None:
-        """Sends every front a record, with duplicates of the file descriptors, as part of the published state (``settled``)."""
+        """Sends every front a record with duplicates of the file descriptors, as a part of the daemon's published state.
+
+        ``settled`` waits until the fronts have acknowledged it.
+        """
         self.publish_each(lambda front: front.send(record, *fds))
 
     def publish_each(self, send: Callable[[FrontProcess], None]) -> None:
-        """Calls ``send`` with every front; all that it sends counts as one record of the published state, which has a number."""
+        """Calls ``send`` with every front. What ``send`` sends counts as one record of the daemon's published state."""
         self._edition += 1
         for front in self.by_incarnation.values():
             send(front)
 
     async def settled(self) -> None:
-        """Returns when every front that serves has acknowledged all that was published before this call."""
+        """Waits until every front that serves has acknowledged all that was published before this call."""
         edition = self._edition
         behind = [front for front in self.by_incarnation.values() if front.serves and front.acknowledged < edition]
         await asyncio.gather(*(front.wait_acknowledged(edition) for front in behind))
 
     def ask_idle(self, now_ns: int, interval_ns: int) -> None:
-        """Asks each serving front that was not asked for ``interval_ns`` to acknowledge its state; 0: asks none.
+        """Asks each serving front that was not asked for ``interval_ns`` nanoseconds to acknowledge its state.
 
-        The watchdog notices a front whose loop hangs because it does not answer. ``now_ns``: CLOCK_MONOTONIC.
+        By the missing answer the watchdog notices a front whose event loop hangs. ``interval_ns`` 0: no front is asked.
+        ``now_ns``: the time of CLOCK_MONOTONIC.
         """
         for front in self.by_incarnation.values():
             if interval_ns and front.serves and not front.owes_since_ns and now_ns - front.asked_ns > interval_ns:
@@ -219,14 +234,14 @@ class Fronts:
             self._go_on()
 
     def stop_listening(self) -> None:
-        """Closes the supervisor's listening sockets. Fronts have duplicates and accept connections until they stop."""
+        """Closes the supervisor's listening sockets. Fronts have duplicates of them and accept connections until they stop."""
         self._unstarted.clear()
         for listeners in self._listeners.values():
             for listener in listeners:
                 listener.close()
 
     def close(self) -> None:
-        """Closes the sockets and the shared counters; call it when no front runs. A second call does nothing."""
+        """Closes the sockets and the shared counters. Call it only when no front runs; a second call does nothing."""
         self.stop_listening()
         for counters in self._counters.values():
             counters.close()
@@ -235,20 +250,20 @@ class Fronts:
     # ------------------------------------------------------------------------------------------------------------ others
 
     def missing(self) -> list[str]:
-        """Returns the names of the slots whose front is not ready, or died and is not replaced yet."""
+        """Returns the names of the fronts that are not ready, or that died and are not replaced yet."""
         return sorted(self.slots().keys() - {front.name for front in self if front.ready})
 
     def __iter__(self) -> Iterator[FrontProcess]:
         return iter(self.by_incarnation.values())
 
     def slots(self) -> dict[str, str]:
-        """Returns the protocol of every front that there should be, by the front's name ("http-0")."""
+        """Returns the name ("http-0") of every front that should run, with the front's protocol."""
         return {
             front_name(protocol, row): protocol for protocol in self._listeners for row in range(self._rows(protocol))
         }
 
     def urls(self, protocol: str) -> list[str]:
-        """Returns the URLs of a protocol as clients see them; empty: the protocol is not served."""
+        """Returns the URLs of a protocol as clients see them. The list is empty if the protocol is not served."""
         urls = [listener.url for listener in self._listeners.get(protocol, ()) if listener.url is not None]
         http = self._options().http
         if http.use_tls or http.mutual_tls:
@@ -256,7 +271,7 @@ class Fronts:
         return urls
 
     def counters(self, name: str) -> tuple[SharedCounters, int]:
-        """Returns the shared counters in which the fronts of this name ("http-0") count, and their row there."""
+        """Returns the shared counters of the front of this name ("http-0"), and the front's row in them."""
         protocol, _, row = name.rpartition("-")
         return self._counters[protocol], int(row)
 
@@ -266,10 +281,11 @@ class Fronts:
 
 
 def automatic(cores: int, devices: Sequence[str]) -> int:
-    """Decides how many fronts a protocol has where ``processes`` is "auto". ``cores``: how many the daemon may use.
+    """Returns how many fronts a protocol has if the option ``processes`` is "auto".
 
-    One front carries what a few cores of clients ask. A GPU worker keeps one core busy and leaves the others; CPU workers compute
-    on all of them, and a front takes its core from models.
+    One front carries what clients on a few cores ask. A GPU worker keeps one core busy and leaves the others. CPU workers
+    compute on all cores, so that a front takes its core from models. ``cores``: how many cores the daemon may use.
+    ``devices``: the workers' devices.
     """
     gpus = sum(device.startswith("cuda") for device in devices)
     wanted = (cores - gpus) // 8 if gpus else cores // 16
@@ -277,10 +293,10 @@ def automatic(cores: int, devices: Sequence[str]) -> int:
 
 
 def of_one(options: Options, count: int) -> Options:
-    """Returns the options of one of ``count`` fronts: limits that are for all fronts together are divided.
+    """Returns the options for one of ``count`` fronts. Limits for all fronts of a protocol together are divided by ``count``.
 
-    Each front keeps its own part without asking the others: connections are shared out evenly, and most of what is limited here
-    comes with them. A part is never so small that the largest single request would not fit.
+    Each front keeps its own part without asking the others, because connections are distributed evenly. A part is never so
+    small that the largest single request would not fit.
     """
     http, grpc = options.http, options.grpc
     if count == 1:

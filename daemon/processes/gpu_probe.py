@@ -23,7 +23,7 @@ _NO_LIBRARY = f"there is no {_LIBRARY}"
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The CUDA driver's answer: the visible GPUs' PCI addresses, or why the driver cannot be used."""
+    """The CUDA driver's answer: the PCI addresses of the visible GPUs, or why the driver cannot be used."""
 
     #: The PCI addresses of the visible GPUs, in the driver's order; "" where it does not say.
     addresses: tuple[str, ...] = ()
@@ -39,7 +39,10 @@ class Probed:
 
 
 def probe(environment: Mapping[str, str]) -> Probed:
-    """Asks the CUDA driver in a separate process for the GPUs that CUDA_VISIBLE_DEVICES of ``environment`` shows."""
+    """Asks the CUDA driver, in a separate process, for the visible GPUs. Waits for at most 60 s.
+
+    ``environment``: the environment of that process; CUDA_VISIBLE_DEVICES in it says which GPUs are visible.
+    """
     try:
         done = subprocess.run(
             _COMMAND, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PATIENCE
@@ -56,7 +59,7 @@ def probe(environment: Mapping[str, str]) -> Probed:
 
 
 def _ask() -> list[str] | str:
-    """Returns the PCI addresses of the GPUs that the CUDA driver shows to this process, or why the driver cannot be used."""
+    """Loads the CUDA driver; returns the PCI addresses of the GPUs that this process sees, or why the driver cannot be used."""
     try:
         library = ctypes.CDLL(_LIBRARY)
     except OSError as error:

@@ -16,7 +16,7 @@ import msgspec
 
 
 class GpuState(msgspec.Struct, frozen=True):
-    """State of one GPU, with sizes in bytes; a value that the GPU does not report is None."""
+    """State of one GPU; sizes are in bytes. A value that the GPU does not report is None."""
 
     uuid: str
     #: The part of the last moment in which a kernel ran.
@@ -31,13 +31,13 @@ class GpuState(msgspec.Struct, frozen=True):
 
 
 class Look(msgspec.Struct, frozen=True, tag="look"):
-    """State of all GPUs of this host at one time, as the watching process reports it to the supervisor."""
+    """State of all GPUs of this host at one time. The process that watches the GPUs sends it to the supervisor."""
 
     gpus: tuple[GpuState, ...]
 
 
 class Event(msgspec.Struct, frozen=True, tag="event"):
-    """An error that a GPU has met, as the watching process reports it to the supervisor."""
+    """An error of a GPU. The process that watches the GPUs sends it to the supervisor."""
 
     uuid: str
     #: The kind, "xid" or "ecc" (an error of two bits, which was not corrected).
@@ -47,9 +47,9 @@ class Event(msgspec.Struct, frozen=True, tag="event"):
 
 
 def main(seconds: float) -> str:
-    """Writes the GPUs' state every ``seconds`` seconds, and their errors at once, until nobody reads standard output any more.
+    """Writes the state of the GPUs every ``seconds`` seconds, and each error of a GPU at once, to standard output.
 
-    Returns why the GPUs cannot be read; "": they could be read.
+    Ends when nobody reads standard output any more. Returns why the GPUs cannot be read; "": they could be read.
     """
     try:
         import pynvml

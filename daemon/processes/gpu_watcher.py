@@ -34,7 +34,7 @@ _KINDS = {
 
 
 class GpuWatcher:
-    """Starts the process that watches the GPUs, and reads its reports. One per supervisor, on its event loop."""
+    """Starts the process that watches the GPUs, and reads its reports. One per supervisor, used on the event loop only."""
 
     def __init__(self) -> None:
         #: UUID and kind of event -> how often it was reported.
@@ -46,11 +46,16 @@ class GpuWatcher:
 
     @property
     def gpus(self) -> Sequence[GpuState]:
-        """Returns the state of this host's GPUs as last reported; empty if no report came in the last 10 s."""
+        """Returns the state of this host's GPUs as it was reported last. It is empty if no report came in the last 10 s."""
         return self._gpus if time.monotonic() - self._said_at < _STALE else ()
 
     async def run(self, environment: Mapping[str, str]) -> None:
-        """Runs the process that watches the GPUs until this task is cancelled; if it ends, starts it again 60 s later."""
+        """Runs the process that watches the GPUs until this task is cancelled.
+
+        If that process ends, it is started again after 60 s.
+
+        ``environment``: the process's variables in addition to those of this process.
+        """
         try:
             while True:
                 reason = await self._watch(environment)
@@ -63,7 +68,10 @@ class GpuWatcher:
                 self._process.kill()
 
     async def _watch(self, environment: Mapping[str, str]) -> str:
-        """Runs the watching process until it ends. Returns why: the last line of its standard error, or what went wrong here."""
+        """Runs the process that watches the GPUs until it ends or sends a malformed report. Returns why it ended.
+
+        The reason is the last line of its standard error, or an error that this method met.
+        """
         loop = asyncio.get_running_loop()
         try:
             self._process = process = subprocess.Popen(

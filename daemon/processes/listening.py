@@ -32,7 +32,7 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)
 
 
 class ListenError(Exception):
-    """A listening socket cannot be bound or taken over. ``key``: which key of a section is at fault, "address" or "port"."""
+    """A listening socket cannot be bound or taken over. ``key``: the option at fault, "address" or "port"."""
 
     def __init__(self, message: str, key: str = "address") -> None:
         super().__init__(message)
@@ -41,7 +41,10 @@ class ListenError(Exception):
 
 @contextlib.contextmanager
 def named(section: str, port: str = "port") -> Iterator[None]:
-    """Puts the configuration's key, such as ``http.port``, before a ListenError's message. ``port``: the section's key for it."""
+    """Adds the name of the option at fault, such as ``http.port``, to a ListenError that is raised in the ``with`` block.
+
+    ``section``: the section of the configuration. ``port``: the name of the section's option for the port.
+    """
     try:
         yield
     except ListenError as error:
@@ -50,7 +53,10 @@ def named(section: str, port: str = "port") -> Iterator[None]:
 
 
 def bind_each(*binds: Callable[[], None]) -> None:
-    """Calls functions that bind sockets, also when an earlier one has failed. Raises ListenError: it tells of all that failed."""
+    """Calls all functions ``binds``, which bind sockets, even if one of them fails.
+
+    Raises ListenError, after all calls: functions have failed; the message has the reason of each.
+    """
     refused: list[str] = []
     for bind in binds:
         try:
@@ -62,7 +68,7 @@ def bind_each(*binds: Callable[[], None]) -> None:
 
 
 class Listener:
-    """A listening socket; for a Unix socket that was bound here also its path, which ``close`` removes."""
+    """A listening socket. If it is a Unix socket that this process bound, ``close`` removes its path."""
 
     def __init__(self, sock: socket.socket, protocol: str, path: str = "") -> None:
         self.socket = sock
@@ -79,7 +85,7 @@ class Listener:
         self._inode = os.stat(path).st_ino if path else 0
 
     def close(self) -> None:
-        """Closes the socket and removes the path of a Unix socket that was bound here. A second call does nothing."""
+        """Closes the socket. The path of a Unix socket is removed if this process bound it. A second call does nothing."""
         self.socket.close()
         self.url = None
         path, self._path = self._path, ""
@@ -89,9 +95,11 @@ class Listener:
 
 
 def listen(address: str, port: int, protocol: str, mode: str = "0660") -> Listener:
-    """Binds a listening socket: TCP, or for an address ``unix:PATH`` a Unix socket with the file mode ``mode`` (octal).
+    """Binds a listening socket: a Unix socket if ``address`` is ``unix:PATH``, else a TCP socket.
 
-    ``protocol``: what clients speak there, "http" or "grpc". Raises ListenError: the socket cannot be bound.
+    ``protocol``: what clients speak on it, "http" or "grpc". ``mode``: the file mode of a Unix socket, in octal digits.
+
+    Raises ListenError: the socket cannot be bound.
     """
     if address.startswith("unix:"):
         path = os.path.abspath(address.removeprefix("unix:").removeprefix("//") or ".")
@@ -102,7 +110,12 @@ def listen(address: str, port: int, protocol: str, mode: str = "0660") -> Listen
 
 
 def listen_all(addresses: Sequence[str], port: int, protocol: str, mode: str) -> list[Listener]:
-    """Binds a listening socket for each address, as ``listen`` does. An error closes those that were bound before."""
+    """Binds a listening socket for each address, a TCP socket or, if the address is ``unix:PATH``, a Unix socket.
+
+    ``protocol``: what clients speak on them, "http" or "grpc". ``mode``: the file mode of Unix sockets, in octal digits.
+
+    Raises ListenError: a socket cannot be bound; the sockets that were already bound are closed.
+    """
     made: list[Listener] = []
     try:
         for address in addresses:
@@ -115,7 +128,10 @@ def listen_all(addresses: Sequence[str], port: int, protocol: str, mode: str) ->
 
 
 def _listen_unix(path: str, mode: int) -> socket.socket:
-    """Binds a Unix socket to a path whose file has this mode. Raises ListenError: the path is taken, or cannot be used."""
+    """Binds a listening Unix socket to a path, with the file mode ``mode``.
+
+    Raises ListenError: the path is taken or cannot be used.
+    """
     try:
         sock = unix_socket.bind(Path(path), socket.SOCK_STREAM | socket.SOCK_NONBLOCK, mode)
     except OSError as error:
@@ -128,7 +144,10 @@ def _listen_unix(path: str, mode: int) -> socket.socket:
 
 
 def _listen_tcp(address: str, port: int) -> socket.socket:
-    """Binds a TCP socket to the first address of a host name that is this host's (``localhost``: 127.0.0.1 and often ::1)."""
+    """Binds a listening TCP socket to the first address of a host name that this host has.
+
+    For ``localhost`` the addresses are 127.0.0.1 and often ::1. Raises ListenError: no address can be bound.
+    """
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -158,10 +177,10 @@ def _bound(family: int, kind: int, proto: int, where: tuple[Any, ...]) -> socket
 
 
 def _never_pace(sock: socket.socket) -> None:
-    """Chooses Reno (congestion control) for TCP connections over the loopback interface, so that none waits for a pacing timer.
+    """Chooses the congestion control Reno for a listening TCP socket on the loopback interface.
 
-    With one that paces (bbr) each 64 KiB of a large answer would wait for a timer. Any process may choose Reno, every kernel has
-    it, and connections inherit it from the listening socket; setting it once they exist is too late.
+    With a congestion control that paces (bbr) each 64 KiB of a large answer would wait for a timer. Any process may choose
+    Reno, and every kernel has it. Connections inherit it from the listening socket; setting it on a connection is too late.
     """
     host = sock.getsockname()[0]
     if ipaddress.ip_address(host).is_loopback:
@@ -170,7 +189,10 @@ def _never_pace(sock: socket.socket) -> None:
 
 
 def url(sock: socket.socket, protocol: str = "http") -> str:
-    """Returns the URL of a bound socket: ``http://127.0.0.1:8000``, ``unix:/path``, ``unix:@name`` for an abstract address."""
+    """Returns the URL of a bound socket, such as ``http://127.0.0.1:8000`` or ``unix:/path``.
+
+    For a Unix socket with an abstract address it is ``unix:@name``.
+    """
     if sock.family == socket.AF_UNIX:
         name = sock.getsockname()
         return f"unix:{name}" if isinstance(name, str) else f"unix:@{name[1:].decode(errors='replace')}"
@@ -179,12 +201,14 @@ def url(sock: socket.socket, protocol: str = "http") -> str:
 
 
 def shown(address: str, port: int) -> str:
-    """Formats HOST:PORT, with brackets around an IPv6 address."""
+    """Returns ``address:port``, with brackets around an IPv6 address."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def inherited(environment: Mapping[str, str]) -> dict[str, list[Listener]]:
-    """Returns the listening sockets that the service manager passed, by protocol ("http", "grpc"); empty: none.
+    """Returns the listening sockets that the service manager passed to this process, by protocol ("http", "grpc").
+
+    The result is empty if none was passed. ``environment``: holds LISTEN_PID, LISTEN_FDS and LISTEN_FDNAMES.
 
     Raises ListenError: a descriptor is not a listening stream socket, its name is not a known protocol, or LISTEN_FDS and
     LISTEN_FDNAMES are malformed or contradict each other.

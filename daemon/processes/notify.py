@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 
 class Notifier:
-    """Owns the socket that notifies the service manager. Its methods do nothing where there is no service manager."""
+    """Owns the socket to the service manager. If there is no service manager, the methods do nothing."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._socket: socket.socket | None = None
@@ -35,7 +35,10 @@ class Notifier:
         self._send(f"STOPPING=1\nSTATUS={_line(status)}")
 
     def reloading(self) -> None:
-        """Tells the service manager that a reload begins, and when (Type=notify-reload); ``ready`` says that it has ended."""
+        """Tells the service manager that a reload begins now (Type=notify-reload).
+
+        ``ready`` tells it that the reload has ended.
+        """
         self._send(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def alive(self) -> None:
@@ -43,11 +46,14 @@ class Notifier:
         self._send("WATCHDOG=1")
 
     def extend_timeout(self, seconds: float) -> None:
-        """Asks the service manager for ``seconds`` more for the start or the shutdown, e.g. while models are compiled."""
+        """Asks the service manager for ``seconds`` more until the start or the shutdown must end.
+
+        It does so while models are compiled, for example.
+        """
         self._send(f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
 
     def close(self) -> None:
-        """Closes the notify socket. A second call does nothing."""
+        """Closes the socket to the service manager. A second call does nothing."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

@@ -29,9 +29,9 @@ _MAX_START_DEATHS = 5
 
 
 class MemoryKills:
-    """Detects that the kernel has killed a process of a control group for want of memory, by the group's counter.
+    """Detects that the kernel has killed a process of a control group for want of memory, by the control group's counter.
 
-    ``group``: the control group; None: no group counts such kills.
+    ``group``: the control group; None: there is no group with such a counter, and nothing is detected.
     """
 
     def __init__(self, group: MemoryGroup | None) -> None:
@@ -40,11 +40,17 @@ class MemoryKills:
 
     @classmethod
     def own(cls) -> MemoryKills:
-        """Returns a detector for this process's innermost control group that counts such kills; without one, none is detected."""
+        """Returns a detector for the innermost control group of this process that counts kills for want of memory.
+
+        If no group counts them, the detector detects nothing.
+        """
         return cls(next((group for group in memory_groups() if group.kills is not None), None))
 
     def grew(self) -> bool:
-        """Returns whether a process of the control group was killed for want of memory since the last call or ``own``."""
+        """Returns whether a process of the control group was killed for want of memory since the last call.
+
+        At the first call it is since this object was created.
+        """
         before, self._last = self._last, self._count()
         return self._last > before
 
@@ -56,13 +62,19 @@ class MemoryKills:
 
 
 class ProcessSlots:
-    """Replaces dead child processes, each after a delay, and counts deaths and replacements by slot."""
+    """Replaces dead child processes, each after a delay. Counts deaths and replacements by the process's name.
+
+    A process that replaces another one has the same name, such as "worker-1".
+    """
 
     def __init__(self, options: Expert, needs: Callable[[Child], bool], gives_up: Callable[[Child], bool]) -> None:
-        """
+        """Begins without deaths.
+
         Args:
-          needs: returns whether a dead process is to be replaced now.
-          gives_up: stops the daemon, because this process will not be replaced; returns False if it goes on without the process.
+          options: the delays before a dead process is replaced.
+          needs: returns whether a dead process should be replaced now.
+          gives_up: asks the daemon to stop because this process cannot be replaced; returns False if the daemon goes on
+            without it.
         """
         self._options = options
         self._needs = needs
@@ -77,30 +89,36 @@ class ProcessSlots:
         self._filled: set[str] = set()
 
     def deaths(self, name: str) -> int:
-        """Returns how many processes have died in a row in a slot; the death of one that lived for 60 s begins a new row."""
+        """Returns how many processes of this name have died in a row. A process that lived for 60 s ends the row."""
         history = self._histories.get(name)
         return 0 if history is None else history.deaths
 
     def restarts(self, name: str) -> int:
-        """Returns how often a dead process in the slot of this name has been replaced."""
+        """Returns how often a dead process of this name has been replaced."""
         return self._restarts[name]
 
     def was_filled(self, name: str) -> bool:
-        """Returns whether a process that was ready has died in the slot of this name."""
+        """Returns whether a process of this name has died that had been ready."""
         return name in self._filled
 
     def deaths_by_cause(self, names: Iterable[str]) -> dict[tuple[str, str], int]:
-        """Returns how many needed processes have died, by slot (of ``names``) and cause, also where none has."""
+        """Returns how many processes that were still needed have died, by name (each of ``names``) and cause.
+
+        Zeros are included.
+        """
         return {(name, cause): self._deaths[name, cause] for name in names for cause in CAUSES}
 
     def look(self, dead: Child) -> None:
-        """Finds out whether a process lacked memory, for ``Child.describe_exit``; counts its death if it was still needed."""
+        """Finds out whether a dead process was killed for want of memory, and notes it there.
+
+        Counts the death if it was still needed.
+        """
         dead.out_of_memory = self._memory.grew() and dead.killed_by_others
         if self._needs(dead):
             self._deaths[dead.name, dead.cause] += 1
 
     def forget(self, name: str) -> None:
-        """Removes the counts and delays of a slot that does not exist any more."""
+        """Removes the counts and delays of a process name that is not used any more."""
         for key in [key for key in self._deaths if key[0] == name]:
             del self._deaths[key]
         self._histories.pop(name, None)
@@ -108,11 +126,12 @@ class ProcessSlots:
         self._filled.discard(name)
 
     def died(self, dead: Child, start: Callable[[], None], doing: str = "") -> None:
-        """Calls ``start`` after a delay to replace a dead process, if its slot still needs one then.
+        """Calls ``start`` after a delay, to replace a dead process, if a process of its name is still needed then.
 
-        If ``start`` raises OSError, it is called again after another delay. During its own start the daemon is stopped instead,
-        if the process reports that it cannot use its device, or if 5 in a row died before any was ready.
-        ``doing``: " while loading model 'm' version 1", for the log; "" if that is not known.
+        If ``start`` raises OSError, it is called again after another delay. The daemon is stopped instead if no process of
+        this name was ever ready, and the process reports that it cannot use its device or is the fifth in a row that has died.
+
+        ``doing``: what the process did, for the log, such as " while loading model 'm' version 1"; "": that is not known.
         """
         if not self._needs(dead):
             return
@@ -153,10 +172,13 @@ class ProcessSlots:
 
 
 class Backoff:
-    """Decides how long to wait before a dead process in a slot is replaced: short at first, then doubling. Does no I/O."""
+    """Decides how long to wait before a dead process is replaced. Each delay is twice as long as the one before. Does no I/O."""
 
     def __init__(self, first: float, maximum: float, chance: random.Random) -> None:
-        """Begins without deaths, for delays in seconds; ``chance`` shortens each by up to a tenth."""
+        """Begins without deaths. ``first`` and ``maximum``: the first and the longest delay in seconds.
+
+        ``chance``: a source of random numbers, by which each delay is shortened by up to a tenth.
+        """
         self._first = first
         self._maximum = maximum
         self._chance = chance
@@ -164,10 +186,10 @@ class Backoff:
         self.deaths = 0
 
     def died(self, lived_ns: int, served: bool) -> float:
-        """Counts a death of the slot's process; returns how many seconds to wait before the replacement starts.
+        """Counts the death of a process; returns how many seconds to wait before another one is started in its place.
 
-        ``lived_ns``: how long the process ran. ``served``: the process had been ready; clients' requests wait for its
-        replacement, so the delay stays short.
+        ``lived_ns``: how many nanoseconds the process ran; 60 s or more make the delays short again. ``served``: True if the
+        process had been ready. The delay is then at most 1 s, because requests of clients wait for the new process.
         """
         if lived_ns >= HEALTHY_NS:
             self.deaths = 0

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class DaemonPhase(enum.Enum):
-    """Phases of the daemon's life: starting, serving, draining, stopping."""
+    """The phases of the daemon's life."""
 
     #: Some first loads are not settled.
     STARTING = "starting"
@@ -32,7 +32,7 @@ class DaemonPhase(enum.Enum):
 
 
 class Shutdown:
-    """Knows whether the daemon has to stop, and waits until its child processes are dead, each reported by ``child_died``."""
+    """Knows whether the daemon has to stop, and waits until its child processes are dead."""
 
     def __init__(self) -> None:
         #: Set when the daemon has to stop.
@@ -45,7 +45,10 @@ class Shutdown:
         self._death = asyncio.Event()
 
     def signalled(self) -> None:
-        """Asks the daemon to stop, for each SIGTERM or SIGINT; the second one asks it to kill its child processes at once."""
+        """Asks the daemon to stop.
+
+        Call it for each SIGTERM or SIGINT; a second call asks it to kill its child processes at once.
+        """
         if self.requested.is_set():
             self._hurry.set()
         self.requested.set()
@@ -56,19 +59,23 @@ class Shutdown:
         self.requested.set()
 
     def child_died(self) -> None:
-        """Wakes ``finish`` and ``bury``. Call it once a dead child is removed from the mapping that ``finish`` was given."""
+        """Tells the waiting calls of ``finish`` and ``bury`` that a child process has died.
+
+        Call it after the process was removed from the mapping that ``finish`` was given.
+        """
         self._death.set()
 
     async def hurried(self, seconds: float) -> None:
-        """Returns after ``seconds``, or at once when a second SIGTERM or SIGINT asks for a fast stop."""
+        """Waits for ``seconds``, or until a second SIGTERM or SIGINT asks for a fast stop."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._hurry.wait()
 
     async def finish(self, children: Mapping[int, Child], deadline_ns: int) -> None:
-        """Asks the child processes to stop; returns when all are gone, at the deadline, or at once on a second signal.
+        """Asks the child processes to stop, and waits until all are gone, the deadline has passed, or a second signal has come.
 
-        ``deadline_ns``: on CLOCK_MONOTONIC. ``children``: their owner must remove each child that has died from this mapping.
+        ``children``: the caller must remove each child that has died from this mapping, and then call ``child_died``.
+        ``deadline_ns``: a time of CLOCK_MONOTONIC.
         """
         for child in children.values():
             child.stop(deadline_ns - time.monotonic_ns())
@@ -87,7 +94,10 @@ class Shutdown:
         hurry.cancel()
 
     async def bury(self, children: Callable[[], Iterable[Child]]) -> None:
-        """Kills child processes until none of those that ``children()`` returns is alive, so that none outlives the daemon."""
+        """Kills the child processes that ``children()`` returns, and waits until none of them is alive.
+
+        ``children()`` is called again after each death, so that a process which was started meanwhile is killed as well.
+        """
         while alive := [child for child in children() if child.alive]:
             self._death.clear()
             for child in alive:

@@ -30,7 +30,7 @@ WORKER = "tensord.workers"
 
 @dataclass(frozen=True, slots=True)
 class Spawned:
-    """A child process that was started, with its control channel; the holder must close the channel and wait for the process."""
+    """A child process that was started, and its control channel. Its owner must close the channel and wait for the process."""
 
     process: subprocess.Popen[bytes]
     #: Our end of its control channel.
@@ -44,9 +44,14 @@ class Spawned:
 def spawn(
     module: str, arguments: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int] = ()
 ) -> Spawned:
-    """Starts ``python -m module`` as a child process. Raises OSError: no memory, process slot or file descriptor is free.
+    """Starts ``python -m module`` as a child process.
 
-    ``environment`` is added to this process's own; the child inherits ``pass_fds`` under the same numbers.
+    Args:
+      arguments: the program's arguments, in addition to that for the control channel.
+      environment: variables that the child gets in addition to those of this process.
+      pass_fds: descriptors that the child inherits, under the same numbers.
+
+    Raises OSError: no memory, process slot or file descriptor is free.
     """
     ours, theirs = pair()
     stack_fd = -1
@@ -71,7 +76,10 @@ def spawn(
 
 
 def spawn_worker(module: str, device: Device) -> Spawned:
-    """Starts a worker process for this device. Raises OSError: no memory, process slot or file descriptor is free."""
+    """Starts a worker process for this device. ``module``: the Python module that the worker runs.
+
+    Raises OSError: no memory, process slot or file descriptor is free.
+    """
     words = ["--device", device.name, *(("--cores", device.cores) if device.cores else ())]
     return spawn(module, words, {**device.environment, MARK: secrets.token_hex(8)})
 
@@ -79,7 +87,9 @@ def spawn_worker(module: str, device: Device) -> Spawned:
 def spawn_workers(
     options: Workers, environment: Mapping[str, str], module: str = WORKER
 ) -> list[tuple[Device, Spawned]]:
-    """Starts a worker process for each device that ``find_devices`` returns.
+    """Starts a worker process for each device that ``find_devices`` returns. Returns each device with its process.
+
+    ``environment``: holds CUDA_VISIBLE_DEVICES. ``module``: the Python module that the workers run.
 
     Raises MissingDevice: a GPU or core that the options ask for cannot be used; OSError: no memory, process slot or file
     descriptor is free.
@@ -90,7 +100,7 @@ def spawn_workers(
 
 
 def end(workers: Collection[tuple[Device, Spawned]]) -> None:
-    """Kills these workers, which must not have been adopted by a ``Child``; returns when they are gone."""
+    """Kills worker processes and waits until they are gone. Call it only for workers that no ``Child`` has taken over."""
     for _, worker in workers:
         worker.process.kill()
     for _, worker in workers:
@@ -100,7 +110,10 @@ def end(workers: Collection[tuple[Device, Spawned]]) -> None:
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Returns a child process's environment: ours without systemd's variables, with tensord's version and those of ``extra``."""
+    """Returns the environment for a child process: this process's variables without systemd's, and those in ``extra``.
+
+    A variable with tensord's version is added, by which the child notices that another version is installed.
+    """
     ours = {
         key: value
         for key, value in os.environ.items()

@@ -29,7 +29,7 @@ _MAX_PAUSES = 256
 
 @dataclass(frozen=True, slots=True)
 class ChildSnapshot:
-    """State of a child process at one moment; times are CLOCK_MONOTONIC ns."""
+    """State of a child process at one moment. Times are those of CLOCK_MONOTONIC in ns."""
 
     ready: bool
     started_ns: int
@@ -58,14 +58,20 @@ def snapshot(child: Child) -> ChildSnapshot:
 
 
 class Pauses:
-    """Periods in which the supervisor itself did not run, known from checks that came late. Times are CLOCK_MONOTONIC ns."""
+    """Periods in which the supervisor itself did not run, known from checks that came late.
+
+    Times are those of CLOCK_MONOTONIC in ns.
+    """
 
     def __init__(self) -> None:
         #: From when a check was due until it was made.
         self._late: deque[tuple[int, int]] = deque(maxlen=_MAX_PAUSES)
 
     def looked(self, due_ns: int, now_ns: int) -> None:
-        """Stores a pause from ``due_ns``, when a check was due, to ``now_ns``, when it was made, if it is longer than 0.1 s."""
+        """Notes that a check which was due at ``due_ns`` is made at ``now_ns``.
+
+        If it is more than 0.1 s late, that was a pause.
+        """
         if now_ns - due_ns > _LATE_NS:
             self._late.append((due_ns, now_ns))
 
@@ -78,9 +84,9 @@ class Pauses:
 
 
 def overdue(child: ChildSnapshot, options: Options, now_ns: int, pauses: Pauses) -> str:
-    """Returns why a child process should be killed, because it exceeded a time limit; "" if it should not.
+    """Returns why a child process should be killed: it exceeded a time limit; "": it should not be killed.
 
-    ``pauses``: periods in which the supervisor did not run; they do not count. ``now_ns``: CLOCK_MONOTONIC.
+    ``now_ns``: the time of CLOCK_MONOTONIC. ``pauses``: periods in which the supervisor did not run, which do not count.
     """
 
     def past(since_ns: int, limit: float) -> bool:
@@ -104,7 +110,7 @@ def overdue(child: ChildSnapshot, options: Options, now_ns: int, pauses: Pauses)
 
 
 class Watchdog:
-    """Kills child processes that exceed a time limit. One per daemon; ``options()`` returns the options in force."""
+    """Kills child processes that exceed a time limit. One per daemon. ``options()`` returns the options that hold now."""
 
     def __init__(self, workers: WorkerPool, fronts: Fronts, notifier: Notifier, options: Callable[[], Options]) -> None:
         self._workers = workers
@@ -114,7 +120,10 @@ class Watchdog:
         self._pauses = Pauses()
 
     async def run(self) -> None:
-        """Checks all children until cancelled: kills each that exceeds a limit, and feeds systemd's watchdog while none does."""
+        """Checks all child processes every 0.5 s until cancelled, and kills those that exceed a time limit.
+
+        After a check in which no process exceeded a limit, the service manager's watchdog is told that the daemon is alive.
+        """
         fed, due_ns = 0.0, time.monotonic_ns()
         while True:
             now_ns = time.monotonic_ns()

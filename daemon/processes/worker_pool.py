@@ -42,7 +42,7 @@ _REAP_SECONDS = 0.05
 
 
 class WorkerPool:
-    """Starts, replaces and stops the worker processes. Tells the supervisor when one is ready, has died, or sent a record."""
+    """Starts, replaces and stops the worker processes. Tells the supervisor when a worker is ready, has died or sent a record."""
 
     def __init__(
         self,
@@ -53,10 +53,15 @@ class WorkerPool:
         died: Callable[[WorkerProcess, Device], None],
         dismissed: Callable[[WorkerProcess], None],
     ) -> None:
-        """Creates a pool without workers; they run the module ``program``.
+        """Begins without workers.
 
-        ``said``: acts on a record of a worker that is not about the worker alone, such as that it is ready.
-        ``dismissed``: called with a worker that is told to end because it is not needed any more.
+        Args:
+          program: the Python module that the workers run.
+          options: returns the options that hold now.
+          next_incarnation: returns a number for a new process.
+          said: called with a worker and a record that concerns others as well, such as that the worker is ready.
+          died: called with each worker that has ended, and its device.
+          dismissed: called with each worker that is asked to stop because it is not needed any more.
         """
         self._options = options
         self._next_incarnation = next_incarnation
@@ -82,32 +87,34 @@ class WorkerPool:
 
     @property
     def slots(self) -> dict[str, str]:
-        """Returns the device of each worker slot (place of one worker) by the slot's name, also where no worker runs now."""
+        """Returns the name of every worker that should run, with its device, even if no such worker runs now."""
         return {name: device.name for name, device in (self._shared_slots | self._isolated).items()}
 
     @property
     def devices(self) -> list[str]:
-        """Returns the devices of the worker slots that models share, thus without those of isolated models."""
+        """Returns the devices of the workers that models share. Devices of isolated models are not among them."""
         return [device.name for device in self._shared_slots.values()]
 
     @property
     def usable(self) -> list[str]:
-        """Returns the devices of all slots except broken ones.
+        """Returns the devices of all workers that should run, except broken devices.
 
-        A device is broken if a worker says so when it starts, or if several workers in a row ended by themselves before they were
-        ready. One that somebody killed, for want of memory or because it was slow, says nothing about its device.
+        A device is broken if a worker on it reports that at its start, or if three workers in a row ended by themselves before
+        they were ready. The death of a worker that somebody killed, for want of memory or because it was slow, says nothing
+        about its device.
         """
         return [device for device in self.slots.values() if self._without_use[device] < _DEATHS_WITHOUT_USE]
 
     def is_vacant(self, name: str) -> bool:
-        """Returns whether the slot of this name exists and has no worker, or only one that is stopping."""
+        """Returns whether a worker of this name should run but none does, or only one that is stopping."""
         there = any(worker.name == name and not worker.stopping for worker in self)
         return name in self.slots and not there
 
     def isolate(self, wanted: Mapping[str, float]) -> None:
-        """Starts a worker on each device in ``wanted`` that has none, and stops the isolated models' workers on other devices.
+        """Starts a worker for an isolated model on each device in ``wanted`` that has none, and stops those on other devices.
 
-        ``wanted``: devices named as by ``tensord.shm.device_names.alone``, with the part of a GPU's memory (0 to 1) for each.
+        ``wanted``: the devices, named as by ``tensord.shm.device_names.alone``, each with the fraction (0 to 1) of a GPU's
+        memory that its worker may take.
         """
         known = {device.name: name for name, device in self._isolated.items()}
         for name in [name for device, name in known.items() if device not in wanted]:
@@ -120,7 +127,7 @@ class WorkerPool:
             self._fill(name)
 
     def _fill(self, name: str) -> None:
-        """Starts a worker in the slot of an isolated model, if it is vacant. If that fails, it tries again 1 s later."""
+        """Starts the worker of an isolated model by the worker's name, unless it runs. If that fails, tries again 1 s later."""
         if not self.is_vacant(name):
             return
         try:
@@ -131,7 +138,10 @@ class WorkerPool:
             asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._fill, name)
 
     def _dismiss(self, name: str) -> None:
-        """Removes the slot of an isolated model, and stops its worker once the requests that it accepted are finished."""
+        """Stops the worker of an isolated model, by the worker's name, once the requests that it accepted are finished.
+
+        The worker is not replaced.
+        """
         device = self._isolated.pop(name)
         self._without_use.pop(device.name, None)
         for worker in [worker for worker in self if worker.name == name and not worker.stopping]:
@@ -139,10 +149,11 @@ class WorkerPool:
             self._end(worker)
 
     async def restart(self, name: str) -> None:
-        """Replaces a worker: requests that it accepted are finished first; later requests for its models wait for the new one.
+        """Replaces a worker, and waits until the new worker is ready and has loaded its models.
 
-        Returns when the new worker is ready and has loaded its models. Raises InvalidArgument: no worker of this name is ready;
-        Unavailable: the new worker died.
+        The old worker first finishes the requests that it accepted. Later requests for its models wait for the new worker.
+
+        Raises InvalidArgument: no worker of this name is ready; Unavailable: the new worker died.
         """
         old = next((worker for worker in self.ready() if worker.name == name and not worker.stopping), None)
         if old is None:
@@ -161,9 +172,9 @@ class WorkerPool:
         raise Unavailable(f"the new {name} died")
 
     def _end(self, worker: WorkerProcess) -> None:
-        """Stops a worker once the requests that it accepted are finished.
+        """Asks a worker to finish the requests that it accepted, and to exit. If it is not ready yet, it is killed at once.
 
-        Kills it at once if it is not ready yet, or when it still runs 2 s after ``supervisor.exit_timeout`` has passed.
+        It is also killed if it still runs 2 s after ``supervisor.exit_timeout`` has passed.
         """
         grace = self._options().supervisor.exit_timeout
         worker.stop(int(grace * 1e9))
@@ -174,7 +185,7 @@ class WorkerPool:
         self._dismissed(worker)
 
     def start(self, name: str, device: Device) -> None:
-        """Starts a worker in a slot. Raises OSError: no memory, process slot or file descriptor is free."""
+        """Starts a worker with this name. Raises OSError: no memory, process slot or file descriptor is free."""
         self._adopt(name, device, spawn_worker(self._program, device))
 
     def _adopt(self, name: str, device: Device, spawned: Spawned) -> None:
@@ -192,7 +203,7 @@ class WorkerPool:
         self.by_incarnation[worker.incarnation] = worker
 
     def _shared(self) -> Options:
-        """Returns the options of one worker: the size of the response cache is divided among the workers."""
+        """Returns the options for one worker, which has an equal share of the response cache's size."""
         options = self._options()
         cache = msgspec.structs.replace(
             options.response_cache, byte_size=options.response_cache.byte_size // max(1, len(self._shared_slots))
@@ -200,16 +211,16 @@ class WorkerPool:
         return msgspec.structs.replace(options, response_cache=cache)
 
     def missing(self) -> list[str]:
-        """Returns the names of the slots that have no worker which is ready and has loaded its models.
+        """Returns the names of the workers that are not ready, or have not loaded their models.
 
-        The slot of an isolated model is listed only while its worker is ready and has the model still to load.
+        The worker of an isolated model is listed only while it is ready and still has to load the model.
         """
         ready = [worker for worker in self if worker.ready]
         loading = {worker.name for worker in ready if worker.owed}
         return sorted(loading | self._shared_slots.keys() - {worker.name for worker in ready})
 
     def ready(self) -> list[WorkerProcess]:
-        """Returns the workers that are ready to answer calls now."""
+        """Returns the workers that can answer calls now."""
         return [worker for worker in self if worker.ready and worker.alive]
 
     def _received(self, worker: WorkerProcess, record: Any, fds: list[int]) -> None:
@@ -246,25 +257,29 @@ class WorkerPool:
 
 
 class Leftovers:
-    """Kills the processes that a dead worker's models have left running.
+    """Kills the processes that the models of a dead worker have started and left running. One per daemon.
 
-    Processes are found by a variable in their environment with the worker's mark (``tensord.shm.marked_processes``). A process
-    that was given another environment, by code that is not Python's, is not found; a service manager or a container ends it too.
-    One per daemon; the search runs off the event loop.
+    Such processes are found by a variable in their environment, whose value is the worker's own
+    (``tensord.shm.marked_processes``). A process that was given another environment, by code that is not Python's, is not
+    found; a service manager or a container ends it as well. The search runs in a thread.
     """
 
     def __init__(self) -> None:
         self._looks: set[asyncio.Task[None]] = set()
 
     def end(self, worker: str, mark: str) -> None:
-        """Begins to kill what the models of a dead worker left running, found by its ``mark``; "": it started nothing."""
+        """Begins to kill the processes that the models of a dead worker have left running.
+
+        ``worker``: the worker's name, for the log. ``mark``: the value of the variable in their environment by which the
+        processes are found; "": the worker started none.
+        """
         if mark:
             task = asyncio.get_running_loop().create_task(self._end(worker, mark))
             self._looks.add(task)
             task.add_done_callback(self._looks.discard)
 
     async def ended(self) -> None:
-        """Returns when all processes that ``end`` has begun to kill are gone."""
+        """Waits until all processes that ``end`` has begun to kill are gone."""
         await asyncio.gather(*self._looks)
 
     async def _end(self, worker: str, mark: str) -> None:
@@ -276,17 +291,17 @@ class Leftovers:
 
 
 class Orphans:
-    """Reaps orphans where the daemon is process 1 of a container: a process that loses its parent there becomes its child.
+    """Waits for orphaned processes when the daemon is process 1 of a container, so that none stays as a zombie.
 
-    Such are processes that models start and leave alone. Nobody else waits for them, and each would stay in the table of
-    processes. A child of ``own()`` is waited for by whoever started it, and never here.
+    A process that loses its parent there becomes a child of the daemon. Models start such processes and leave them alone.
+    Processes that ``own()`` returns are never waited for here, because whoever started them does that.
     """
 
     def __init__(self, own: Callable[[], Iterable[Child]]) -> None:
         self._own = own
 
     def watch(self) -> None:
-        """Begins to reap orphans, now and whenever a child process ends."""
+        """Waits for orphans that have ended, now and whenever a child process ends (SIGCHLD)."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
         self._reap()
 
@@ -302,7 +317,7 @@ class Orphans:
 
 
 def _ended() -> int:
-    """Returns the pid of a child process that has ended and that nobody has waited for; 0: there is none."""
+    """Returns the pid of a child process that has ended and for which nobody has waited; 0: there is none."""
     try:
         found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -27,9 +27,9 @@ Sizes = tuple[int, int, int]
 
 
 class Holdings:
-    """Counts the bytes of shared memory (arenas) that a connection or client holds; base class of both accounts.
+    """Counts the bytes of arenas that a connection or client holds; base class of the accounts of both.
 
-    Counted apart: requests (the request arena) and answers (all response arenas). ``limit`` is the most bytes of each.
+    Bytes of the request arena and of the workers' response arenas are counted apart. ``limit`` is the most bytes of each.
     """
 
     __slots__ = ("answers", "limit", "requests")
@@ -41,7 +41,7 @@ class Holdings:
 
 
 class ClientAccount(Holdings):
-    """Counts the shared memory that all connections of one client hold, and remembers which requests get large answers."""
+    """Counts the bytes of arenas that all connections of one client hold, and remembers which requests get large answers."""
 
     __slots__ = ("accounts", "bulky", "last", "owner", "sent", "sizes")
 
@@ -59,7 +59,10 @@ class ClientAccount(Holdings):
         self.sent: set[int] = set()
 
     def limit_of(self, byte_size: int) -> int:
-        """Returns how many bytes of requests a client may hold if it asks for ``byte_size`` more: most for a small lease."""
+        """Returns how many bytes of the request arena the client may hold if it asks for a lease of ``byte_size`` bytes.
+
+        The limit for a small lease is the whole arena, for a medium lease it is lower, and for a large lease it is ``limit``.
+        """
         small, medium, whole = self.sizes
         if byte_size <= small:
             return whole
@@ -67,7 +70,7 @@ class ClientAccount(Holdings):
 
 
 class Account(Holdings):
-    """Counts the bytes of shared memory that one connection holds, and decides whether it may borrow more now."""
+    """Counts the bytes of arenas that one connection holds, and decides whether the connection may have more now."""
 
     __slots__ = ("client", "last")
 
@@ -92,29 +95,41 @@ class Account(Holdings):
 
     @property
     def is_full(self) -> bool:
-        """Returns whether answers that the connection's client has not read yet fill its share of response memory."""
+        """Returns whether the answers that the connection's client has not read yet fill the connection's share of memory."""
         return self.answers >= self.limit
 
     def note_bulky(self, kind: Hashable) -> None:
-        """Records that requests of a kind (``throttle.kind_of``) have large answers, and wait while answers fill the share."""
+        """Records that requests of this kind have large answers. While the client holds its share of memory, such requests wait.
+
+        ``kind``: a key for requests whose answers have the same size (``throttle.kind_of``).
+        """
         bulky = self.client.bulky
         if len(bulky) >= _MAX_BULKY:
             bulky.clear()
         bulky.add(kind)
 
     def may_send(self, kind: Hashable) -> bool:
-        """Returns whether a request of this kind may be sent to a worker now; False: its client must first read answers."""
+        """Returns whether a request of this kind may be sent to a worker now; False: the client must read answers first.
+
+        ``kind``: a key for requests whose answers have the same size (``throttle.kind_of``).
+        """
         return not self.is_full and not (self.client.answers >= self.client.limit and kind in self.client.bulky)
 
     def describe(self) -> str:
-        """Returns the error text for a request that waited too long for its client to read answers: bytes unread, and limit."""
+        """Returns the error text for a request that waited too long because the client does not read its answers.
+
+        The text names the number of bytes that the client has not read, and the limit.
+        """
         client = self.client
         if self.is_full:
             return f"this connection has not taken {self.answers} bytes of its answers, at most {self.limit} may wait for it"
         return f"{client.answers} bytes of answers wait for clients of {client.owner}, at most {client.limit} may"
 
     def describe_requests(self, byte_size: int) -> str:
-        """Returns the error text, with bytes held and limit, for a request of ``byte_size`` bytes that got no memory in time."""
+        """Returns the error text for a request that got no ``byte_size`` bytes of the request arena in time.
+
+        The text names the number of bytes that the connection or the client holds, and the limit.
+        """
         client = self.client
         if self.requests and self.requests + byte_size > self.limit:
             return (
@@ -128,10 +143,13 @@ class Account(Holdings):
 
 
 class Accounts:
-    """Opens and closes the accounts of a front's connections, which count the shared memory that connections and clients hold."""
+    """Opens and closes the accounts of a front's connections, which count the bytes of arenas that each holds."""
 
     def __init__(self, options: Arenas, small_byte_size: int, medium_byte_size: int) -> None:
-        """Begins without clients. The sizes are the most bytes of a small and of a medium lease."""
+        """Begins without clients.
+
+        ``small_byte_size`` and ``medium_byte_size``: the most bytes of a small and of a medium lease.
+        """
         self._sizes = small_byte_size, medium_byte_size, options.max_byte_size
         self._connection_limit = part(options, options.connection_share)
         self._client_limit = part(options, options.client_share)
@@ -140,7 +158,10 @@ class Accounts:
         self._many = _MANY
 
     def open(self, owner: str) -> Account:
-        """Opens the account of a new connection, which counts for its client as well. ``owner``: the client, as in ``Peer``."""
+        """Opens the account of a new connection. What the connection holds counts for its client, too.
+
+        ``owner``: the client, which is a user on a unix socket and a host on TCP.
+        """
         client = self._clients.get(owner)
         if client is None:
             self._forget_gone()
@@ -149,7 +170,10 @@ class Accounts:
         return Account(client, self._connection_limit)
 
     def close(self, account: Account) -> None:
-        """Closes the account of a connection that is gone. Memory that it still holds counts for its client until given back."""
+        """Closes the account of a connection that is gone.
+
+        Memory that the connection still holds counts for the client until it is given back.
+        """
         account.client.accounts -= 1
 
     def _forget_gone(self) -> None:
@@ -168,5 +192,5 @@ class Accounts:
 
 
 def part(options: Arenas, share: float) -> int:
-    """Returns how many bytes of an arena a share is; a share of 1 has no limit but the arena's size."""
+    """Returns how many bytes of an arena a share is (0 to 1). A share of 1 has no limit: ``sys.maxsize`` is returned."""
     return int(options.max_byte_size * share) if share < 1 else sys.maxsize

@@ -26,7 +26,7 @@ OnLease = Callable[[Lease | ServingError], None]
 
 @dataclass(slots=True)
 class _Waiter:
-    """Holds one wait for shared memory: when it ends, for how many bytes, and the callback that gets the lease."""
+    """A request that waits for memory: until when, for how many bytes, and the function that is called with the lease."""
 
     give_up: float
     byte_size: int
@@ -36,12 +36,12 @@ class _Waiter:
 
 
 class ArenaSpace:
-    """Lends pieces (leases) of a front's request arena, and queues the requests for which there is no room.
+    """Lends memory of a front's request arena to requests, and queues the requests for which there is no room.
 
     Args:
       wait_seconds: how long a request waits for memory at most.
-      arriving_byte_size: the most bytes that incomplete bodies may take together.
-      closed: called when a segment of the arena was closed.
+      arriving_byte_size: the most bytes that bodies which have not arrived completely may take together.
+      closed: called each time a segment of the arena was closed.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class ArenaSpace:
         self._serving = self._again = False
 
     def loan(self, byte_size: int, account: Account | None = None, arriving: bool = False) -> Lease | None:
-        """Lends ``byte_size`` bytes for inputs. Returns None if no memory is free now, or if waiting requests come first.
+        """Lends ``byte_size`` bytes of the arena for a request's inputs. The caller must end the lease with ``give_back``.
 
-        The caller must end the lease with ``give_back``.
+        Returns None if no memory is free now, the limits of ``account`` forbid it, or a waiting request comes first.
 
         Args:
-          account: the account of the memory; None: it counts for nobody.
-          arriving: whether the content is still arriving from a client. Call ``arrived`` when it is complete.
+          account: the account for which the memory counts; None: it counts for nobody.
+          arriving: True if the content is still arriving from a client. Call ``arrived`` when it is complete.
         Raises: InvalidArgument: the arena could never lend so many bytes.  Unavailable: the host has no memory.
         """
         if self._count and self._others_first(byte_size, account):
@@ -90,22 +90,26 @@ class ArenaSpace:
         return lease
 
     def _others_first(self, byte_size: int, account: Account | None) -> bool:
-        """Returns whether a waiting request of similar size, whose client holds no more memory, comes before a new one."""
+        """Returns whether a waiting request gets memory before a new request of ``byte_size`` bytes from ``account``.
+
+        It does if it is in the same queue (small, medium or large), its limits allow it, and its client holds no more memory.
+        """
         held = _held(account)
         return any(_held(waiter.account) <= held and self._admitted(waiter) for waiter in self._line(byte_size))
 
     def wait(
         self, byte_size: int, on_lease: OnLease, now: float, account: Account | None = None, arriving: bool = False
     ) -> None:
-        """Queues a request for memory, after ``loan`` has returned None for the same arguments.
+        """Queues a request for memory. Call it after ``loan`` has returned None for the same arguments.
 
-        Later calls ``on_lease`` with a lease, or with Unavailable after ``wait_seconds``. ``now``: loop time.
+        ``on_lease`` is called once, later: with a lease, or with Unavailable when ``wait_seconds`` have passed. ``now``: the
+        event loop's time in seconds.
         """
         self._line(byte_size).append(_Waiter(now + self._wait_seconds, byte_size, on_lease, account, arriving))
         self._count += 1
 
     def arrived(self, lease: Lease) -> None:
-        """Marks the content of a lease as complete: it no longer counts as a body still arriving."""
+        """Notes that the content of a lease has arrived completely, so that the lease no longer counts as an incomplete body."""
         if lease.arriving:
             lease.arriving = False
             self._arriving_byte_size -= lease.block_size
@@ -113,7 +117,7 @@ class ArenaSpace:
                 self._serve()
 
     def give_back(self, lease: Lease) -> None:
-        """Releases a lease, and lends memory to waiting requests. Idempotent."""
+        """Ends a lease, and lends the memory to requests that wait. A second call for the same lease changes nothing."""
         account = lease.holder
         if account is not None:
             lease.holder = None
@@ -130,7 +134,10 @@ class ArenaSpace:
             self._closed()
 
     def expire(self, now: float) -> bool:
-        """Refuses requests that waited too long, with Unavailable. Returns whether any still waits. ``now``: loop time."""
+        """Gives the error Unavailable to the requests that have waited too long. Returns whether any request still waits.
+
+        ``now``: the event loop's time in seconds.
+        """
         for line in self._lines:
             while line and line[0].give_up <= now:
                 waiter = line.popleft()
@@ -149,7 +156,7 @@ class ArenaSpace:
         return f"{self._arena.describe_full(waiter.byte_size)}, and none came free"
 
     def _taken_by(self, byte_size: int) -> int:
-        """Returns how many bytes of shared memory a lease of ``byte_size`` bytes occupies at least."""
+        """Returns the least number of bytes of the arena that a lease of ``byte_size`` bytes occupies."""
         return taken_by(0 if byte_size <= self._arena.shared_byte_size else 1, byte_size)
 
     def _line(self, byte_size: int) -> deque[_Waiter]:
@@ -159,7 +166,7 @@ class ArenaSpace:
         return self._lines[1 if byte_size <= arena.shared_byte_size else 2]
 
     def _admitted(self, waiter: _Waiter) -> bool:
-        """Returns whether its account's limits and the limit for incomplete bodies allow a waiting request to get memory."""
+        """Returns whether the limits of a waiting request's account, and the limit for incomplete bodies, let it have memory."""
         taken = self._taken_by(waiter.byte_size)
         if waiter.account is not None and not waiter.account.admits(taken):
             return False
@@ -170,7 +177,7 @@ class ArenaSpace:
         return bool(others) and others + byte_size > self._arriving_limit and byte_size > self._arena.small_byte_size
 
     def _serve(self) -> None:
-        """Lends memory to waiting requests as long as there is some, each time to the client that holds least."""
+        """Lends memory to waiting requests as long as there is some, each time to the client that holds the fewest bytes."""
         if self._serving:
             self._again = True  # whoever got some gave it back at once, from within
             return
@@ -229,12 +236,15 @@ def _holds(client: ClientAccount | None) -> int:
 
 
 def _held(account: Account | None) -> int:
-    """Returns how many bytes of shared memory for requests an account's client holds; 0 if the account is None."""
+    """Returns how many bytes of the request arena an account's client holds; 0 if the account is None."""
     return _holds(None if account is None else account.client)
 
 
 def _tell(on_lease: OnLease, given: Lease | ServingError) -> bool:
-    """Calls ``on_lease``. Returns False if it raised, which is only logged, so that other waiting requests are served."""
+    """Calls ``on_lease`` with a lease or an error. Returns False if the function raised an exception, which is only logged.
+
+    So a failure of one request does not keep the other waiting requests from being served.
+    """
     try:
         on_lease(given)
     except Exception:

@@ -22,7 +22,10 @@ T = TypeVar("T")
 
 
 class BusyPoll:
-    """Keeps a front's event loop awake while answers to its requests in flight are about to come, as long as ``spin`` says."""
+    """Keeps a front's event loop from sleeping while the answers to a few requests in flight are about to come.
+
+    ``spin`` says for how long polling pays. ``in_flight``: the front's requests in flight.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, spin: Spin, in_flight: Sized) -> None:
         self._loop = loop
@@ -34,17 +37,22 @@ class BusyPoll:
         self._turning = False
 
     def flushed(self) -> None:
-        """Keeps the event loop awake for a moment after requests were sent, if only a few are in flight."""
+        """Keeps the event loop awake for a moment. Call it after requests were sent; it does nothing if many are in flight."""
         if count := len(self._in_flight):
             self._lone = 0
             if count <= _FEW:
                 self._begin()
 
     def look(self, ready: Callable[[int], object], receive: Callable[[T], bool], worker: T) -> None:
-        """Polls for a moment for the answer to the only request in flight, which was sent just now.
+        """Polls for a moment for the answer to the only request in flight. Call it when the request was just sent.
 
-        If other requests were in flight lately, keeps the loop awake instead: a request or a connection may come meanwhile.
-        ``ready``: as ``SubmitterLane.ready``. ``receive`` returns False if the answer has come, or can come no more.
+        If other requests were in flight lately, the event loop is only kept awake, because a request or a connection may come
+        meanwhile.
+
+        Args:
+          ready: takes a timeout; returns a true value if something can be read from the worker's lane
+            (``SubmitterLane.ready``).
+          receive: reads from ``worker``; returns False if the answer has come, or cannot come any more.
         """
         self._lone += 1
         if self._lone < _MANY:
@@ -63,7 +71,7 @@ class BusyPoll:
             self._loop.call_soon(self._turn)
 
     def answered(self) -> None:
-        """Tells ``spin`` that answers have come; called before their requests are removed from ``in_flight``."""
+        """Tells ``spin`` that answers have come. Call it before the answered requests are removed from ``in_flight``."""
         if len(self._in_flight) <= _FEW:
             self._spin.end(monotonic_ns())
 

@@ -26,7 +26,7 @@ _UNSENT = RequestRecord(0, PreparedRequest(""))
 
 @dataclass(slots=True, eq=False)
 class WorkerLink:
-    """A front's lane to one worker, the worker's pages of status and sequences, and the front's requests in flight there."""
+    """A front's link to one worker: the lane, the pages with the worker's status and sequences, and the requests in flight."""
 
     incarnation: int
     device: str
@@ -48,14 +48,14 @@ class WorkerLink:
         self.seed = int.from_bytes(blake2b(self.device.encode(), digest_size=8).digest(), "little")
 
     def shut(self) -> None:
-        """Closes the lane to the worker, and the pages on which the worker published its status and sequences."""
+        """Closes the lane to the worker, and unmaps the pages on which the worker published its status and sequences."""
         self.page.close()
         self.sequences.close()
         self.lane.close()
 
 
 class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
-    """A request from its sending until its one final answer, for all protocols. (A Struct, because every request has one.)"""
+    """A request of any protocol, from its sending until its final answer. (It is a Struct, because every request has one.)"""
 
     #: With its id; 0: it is not sent, so far.
     record: RequestRecord = _UNSENT
@@ -91,37 +91,42 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def waits_for_room(self) -> bool:
-        """Returns whether the request was not sent yet, because its tensors wait for shared memory."""
+        """Returns whether the request has not been sent yet. It then waits for arena memory for its tensors."""
         return not self.record.request_id
 
     @property
     def holds_up(self) -> bool:
-        """Returns whether answers to later requests, which lie in memory of its client's share, wait for its answer."""
+        """Returns whether answers to later requests cannot be sent before the answer to this one. They hold memory meanwhile."""
         return False
 
     @property
     def names(self) -> tuple[str, str]:
-        """Returns the name of the request's model, and the id that its client gave it; "" for what is not known."""
+        """Returns the name of the request's model and the id that the client gave the request; "" for an unknown value."""
         return "", ""
 
     def left_line(self) -> None:
-        """Called when a request that was not cancelled no longer waits for shared memory: it was sent or answered."""
+        """Called when the request no longer waits for arena memory, because it was sent or answered.
+
+        Not called if it was cancelled.
+        """
 
     def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Sends an answer to the client; called with each answer to the request, and never again after the final one.
+        """Sends an answer to the client. Called with each answer to the request, and never again after the final answer.
 
-        ``prepared`` is the part that many answers share, ``own`` the rest. Its slices are in the arena of ``lane``; None: it is
-        an error made here.
+        Args:
+          prepared: the part of the answer that many answers have in common.
+          own: the rest of the answer.
+          lane: the lane in whose arena the answer's slices lie; None: the answer is an error that was made in this process.
         """
         raise NotImplementedError
 
     @property
     def prepared(self) -> PreparedRequest:
-        """Returns the constant part of the request, which many requests have in common: all but id, scheduling and contents."""
+        """Returns the part of the request that many requests have in common: all but id, scheduling and contents."""
         return self.record.prepared if self.numbered is None else self.numbered.prepared  # type: ignore[return-value]
 
     def fail(self, error: ServingError) -> None:
-        """Answers the request with an error, which is its final answer. Exceptions are logged and not raised."""
+        """Answers the request with an error, as its final answer. Exceptions of ``completed`` are logged and not raised."""
         own = AnswerRecord(self.record.request_id, LAST, code=error.code, message=error.message)
         try:
             self.completed(LAST, own, None)
@@ -129,12 +134,18 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
             self.fail_delivery()
 
     def undelivered(self) -> None:
-        """Answers with an internal error after an answer failed; a subclass cuts the connection if part of one was sent."""
+        """Answers with the error Internal, because an answer could not be sent.
+
+        A subclass closes the connection instead if a part of the answer was already sent.
+        """
         own = AnswerRecord(self.record.request_id, LAST, code=Internal.code, message=DEFECT)
         self.completed(LAST, own, None)
 
     def fail_delivery(self) -> None:
-        """Logs that an answer could not be delivered, and tells the client if that is still possible."""
+        """Logs that an answer could not be sent, and answers the client with an error if that is still possible.
+
+        Call it in the handler of the exception, which is logged.
+        """
         _log.exception("an answer could not be delivered")
         try:
             self.undelivered()

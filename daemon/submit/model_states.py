@@ -13,25 +13,28 @@ _LIMIT = (1 << 63) - 1
 
 
 class SequenceBatching(msgspec.Struct):
-    """The part of a model's configuration about sequences: after how long a silence a sequence is forgotten."""
+    """What a model's configuration says about sequences: after how many idle microseconds a sequence is forgotten."""
 
     max_sequence_idle_microseconds: Annotated[int, msgspec.Meta(ge=0)] = 1_000_000
 
 
 class BatchSettings(msgspec.Struct):
-    """What fronts and clients are to know of a model's configuration. ``max_batch_size`` 0: it has no batch dimension."""
+    """The settings of a model's configuration that fronts and clients need.
+
+    ``max_batch_size``: the most rows of a batch; 0: the model's tensors have no batch dimension.
+    """
 
     max_batch_size: int = 0
     sequence_batching: SequenceBatching = msgspec.field(default_factory=SequenceBatching)
 
 
 def configured(state: ModelState) -> BatchSettings:
-    """Returns what fronts and clients are to know of a model's configuration."""
+    """Returns the settings of a model's configuration that fronts and clients need."""
     return msgspec.json.decode(state.config or b"{}", type=BatchSettings, strict=False)
 
 
 class ModelStates:
-    """Keeps the state of every model version, and finds it by model name and version number."""
+    """Keeps the state of every version of every model, and finds a state by model name and version number."""
 
     def __init__(self) -> None:
         self._models: dict[str, dict[int, ModelState]] = {}
@@ -43,12 +46,12 @@ class ModelStates:
         self.edition = 0
 
     def update(self, state: ModelState) -> None:
-        """Stores the state of a model version, in place of the one before."""
+        """Stores the state of a model's version, and replaces the version's earlier state."""
         self._models.setdefault(state.name, {})[state.version] = state
         self._changed(state.name)
 
     def remove(self, gone: ModelGone) -> None:
-        """Removes a model version; does nothing if it is unknown."""
+        """Removes the state of a model's version; does nothing if there is none."""
         versions = self._models.get(gone.name, {})
         versions.pop(gone.version, None)
         if not versions:
@@ -56,7 +59,7 @@ class ModelStates:
         self._changed(gone.name)
 
     def judge(self, readiness: Readiness) -> None:
-        """Stores the readiness of the daemon, which the supervisor has sent, for health requests."""
+        """Stores the daemon's readiness, which the supervisor has sent and which answers to health requests show."""
         self.readiness = readiness
         self.edition += 1
 
@@ -69,11 +72,13 @@ class ModelStates:
             self._newest.pop(name, None)
 
     def find(self, name: str, version: int = 0) -> ModelState:
-        """Returns the state of a model version that serves requests; ``version`` 0 is the newest.
+        """Returns the state of a model's version that serves requests. ``version`` 0 means the newest version that serves.
 
-        A version whose workers are being replaced still serves: its requests wait.
-        Raises: NotFound: the model or version is unknown, failed to load or is not to be served.  Unavailable: it is to be
-          served, and is being loaded or cannot be now.
+        A version whose workers are being replaced still serves: requests for it wait.
+
+        Raises:
+          NotFound: the model or version is unknown, failed to load, or is not to be served.
+          Unavailable: the version is being loaded, or should be served and cannot be now.
         """
         if not version and name in self._newest:
             return self._newest[name]
@@ -92,9 +97,13 @@ class ModelStates:
         raise NotFound(f"{UNKNOWN_MODEL}{of} {missing}{why and ': '}{why}")
 
     def expect(self, name: str, version: int = 0) -> ModelState:
-        """Returns the state of a version that serves or is being loaded; requests for it may have to wait.
+        """Returns the state of a model's version that serves or is being loaded. Requests for it may have to wait.
 
-        ``version`` 0: the newest that serves, or else that is being loaded. Raises what ``find`` raises.
+        ``version`` 0 means the newest version that serves or, if none serves, the newest that is being loaded.
+
+        Raises:
+          NotFound: the model or version is unknown, failed to load, or is not to be served.
+          Unavailable: the version should be served and cannot be now.
         """
         versions = self._models.get(name, {})
         if version:
@@ -105,29 +114,35 @@ class ModelStates:
         return state if state is not None and state.state in ("READY", "LOADING") else self.find(name, version)
 
     def is_ready(self, name: str, version: int = 0) -> bool:
-        """Returns whether a worker can answer requests for a model version now; ``version`` 0 is the newest."""
+        """Returns whether a worker can answer requests for the version now.
+
+        ``version`` 0 means the newest version that serves.
+        """
         try:
             return bool(self.find(name, version).workers)
         except (NotFound, Unavailable):
             return False
 
     def ready_versions(self, name: str) -> list[int]:
-        """Returns the versions of a model that serve requests, ascending."""
+        """Returns the numbers of the model's versions that serve requests, ascending."""
         versions = self._models.get(name, {})
         return sorted(number for number, state in versions.items() if state.state == "READY")
 
 
 def _why(state: ModelState) -> str:
-    """Returns why a version does not serve, as the repository index words it; "": it was unloaded, or is being loaded."""
+    """Returns why a version does not serve, in the words of the repository index.
+
+    It is "" if the version was unloaded, is being loaded or serves.
+    """
     if state.state != "UNAVAILABLE" or state.reason == "unloaded":
         return ""
     return f"version {state.version}: {state.reason}" if state.version else state.reason
 
 
 def parse_version(model: str, text: str) -> int:
-    """Parses a model version from ``text``, which must be digits. ``model``: named in errors.
+    """Returns the version number that ``text`` holds, which must consist of digits. ``model``: the name for the errors' messages.
 
-    Raises: InvalidArgument: the number is beyond int64.  NotFound: it is 0, which is no version.
+    Raises: InvalidArgument: the number is too large for an int64.  NotFound: the number is 0, which is no version.
     """
     number = int(text) if len(text) <= 40 else _LIMIT + 1
     if number > _LIMIT:

@@ -41,18 +41,18 @@ _PLACES, _BYTES = (RegionSlice, Slice), (bytes, memoryview)
 
 
 class Unconverted(Protocol):
-    """The interface of a large tensor that came as JSON, and is converted once it has a place in shared memory."""
+    """A large tensor that came as JSON. It is converted once it has a place in shared memory."""
 
     @property
     def byte_size(self) -> int:
-        """Returns the most bytes that the tensor can have."""
+        """Returns the largest number of bytes that the tensor can have."""
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:
-        """Writes the tensor's bytes into ``place``, and yields after each piece. Returns how many bytes were written."""
+        """Converts the tensor's JSON and writes the tensor into ``place``. Yields after each piece; returns the bytes written."""
 
 
 class UnsentRequest(msgspec.Struct):
-    """Holds a parsed request, of either protocol, until it is sent. (A Struct, because one is made for every request.)"""
+    """A parsed request of either protocol, until it is sent. (It is a Struct, because one is made for every request.)"""
 
     #: The constant part of the request, which many requests have in common: all but id, scheduling and contents.
     prepared: PreparedRequest
@@ -69,7 +69,10 @@ class UnsentRequest(msgspec.Struct):
 
 
 def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None:
-    """Sends a request now, or once shared memory has room for its tensors; ``asked`` gets its answers, after this returns.
+    """Sends a request at once or, if shared memory has no room for its tensors, when there is room.
+
+    ``asked`` gets the answers, never before this function returns. If the wait for room takes too long, the answer is an
+    error.
 
     Raises: InvalidArgument: the arena could never hold the tensors.  Unavailable: too many requests are in flight.
     """
@@ -91,7 +94,10 @@ def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None
 
 
 def room(contents: Iterable[InputContent | Unconverted], inline_byte_size: int) -> int:
-    """Returns the bytes of shared memory that a request needs, for tensors too large for its record that are not there yet."""
+    """Returns how many bytes of the arena a request needs for tensors that do not lie in shared memory yet.
+
+    Tensors of up to ``inline_byte_size`` bytes need none, because they travel in the request's record.
+    """
     size = 0
     for content in contents:
         if isinstance(content, _BYTES):
@@ -105,10 +111,12 @@ def room(contents: Iterable[InputContent | Unconverted], inline_byte_size: int) 
 def place(
     contents: Iterable[InputContent | Unconverted], lease: Lease | None, inline_byte_size: int
 ) -> tuple[Content, ...]:
-    """Returns the tensor contents for a request's record: small ones as bytes, large ones as slices of shared memory.
+    """Returns the contents for a request's record: small tensors as bytes, large tensors as slices of shared memory.
 
-    Large contents are copied into the lease (None: there are none), unless they are in the arena already. Contents in regions are
-    left out; unconverted ones only get their place.
+    Large tensors are copied into the lease, unless they lie in the arena already. Tensors in regions are left out. A tensor
+    that is still JSON only gets a slice, which ``fill`` fills.
+
+    ``lease``: the memory for large tensors; None: no tensor needs any. ``inline_byte_size``: the most bytes of a small tensor.
     """
     used = 0
     placed: list[Content] = []
@@ -134,9 +142,10 @@ def place(
 def fill(
     inputs: Sequence[InputContent | Unconverted], contents: tuple[Content, ...], lease: Lease
 ) -> Generator[None, None, tuple[Content, ...]]:
-    """Converts inputs that are JSON into the memory that ``place`` chose, in pieces; returns ``contents`` with the final sizes.
+    """Converts the inputs that are JSON into the memory that ``place`` chose for them. Yields after each piece.
 
-    Raises InvalidArgument: the data is wrong or does not fit the shape.
+    Returns ``contents`` with the final sizes of these tensors. Raises InvalidArgument: the data is wrong or does not fit the
+    shape.
     """
     filled: list[Content] = []
     own = [content for content in inputs if not isinstance(content, RegionSlice)]
@@ -150,7 +159,10 @@ def fill(
 
 
 def _granted(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: Lease | ServingError) -> None:
-    """Sends a request that waited for shared memory, or answers it with the error that ended the wait (``lease``)."""
+    """Sends a request that waited for shared memory.
+
+    ``lease``: the memory that the request got, or the error that ended the wait, with which the request is then answered.
+    """
     try:
         if not isinstance(lease, ServingError) and not asked.cancelled:
             _send(submitter, asked, request, lease)
@@ -170,7 +182,10 @@ def _granted(submitter: Submitter, asked: InFlight, request: UnsentRequest, leas
 
 
 def _send(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: Lease | None) -> None:
-    """Copies a request's tensors to their places and sends it. After an exception the leases are given back."""
+    """Puts a request's tensors into its record or its lease, and sends the request. If this raises, the leases are given back.
+
+    ``lease``: the memory for tensors that are not in shared memory yet; None: no tensor needs any.
+    """
     trace = request.trace
     leases = () if lease is None else (lease,)
     if request.lease is not None:
@@ -198,6 +213,6 @@ def _send(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: 
 
 
 def _give_back(submitter: Submitter, request: UnsentRequest) -> None:
-    """Releases the shared memory in which a request's inputs arrived, if any; called when the request is not sent."""
+    """Gives back the shared memory in which a request's inputs arrived, if there is any. Call it if the request is not sent."""
     if request.lease is not None:
         submitter.give_back(request.lease)

@@ -26,12 +26,16 @@ _LOST = 4
 
 
 class Routing:
-    """Chooses the worker of each request; owns the front's links to its workers."""
+    """Chooses the worker of each request. Owns the front's links to its workers."""
 
     def __init__(self, table: ModelStates, row: int, in_flight: Mapping[int, InFlight], max_sequences: int) -> None:
-        """Begins without workers, for the front number ``row`` of its protocol: each front prefers another idle worker.
+        """Begins without workers.
 
-        ``in_flight``: all requests of the front, by id. ``max_sequences``: the most sequences that one worker keeps.
+        Args:
+          row: the number of this front among the fronts of its protocol; fronts with different numbers prefer different idle
+            workers.
+          in_flight: all requests of the front that are in flight, by id.
+          max_sequences: the most sequences that one worker keeps.
         """
         self._table = table
         self._row = row
@@ -55,19 +59,19 @@ class Routing:
         self._forget()
 
     def close(self, worker: WorkerLink) -> None:
-        """Marks a worker as closed: no request is sent to it any more."""
+        """Marks a worker's link as closed, so that no request is sent to the worker any more."""
         worker.closed = True
         self._forget()
 
     def bury(self, worker: WorkerLink) -> set[InFlight]:
-        """Removes a worker whose process is gone. Returns those of its unanswered requests whose sequences are lost with it."""
+        """Removes a worker whose process is gone. Returns its unanswered requests whose sequences were lost with it."""
         del self.workers[worker.incarnation]
         for request in worker.in_flight.values():
             request.worker = None
         return self._sequences.bury(worker, worker.in_flight.values())
 
     def model_changed(self, state: ModelState | ModelGone) -> None:
-        """Stores what the supervisor sent of a model version in the table of models, so that later requests are routed by it."""
+        """Stores the state of a model's version, or its removal, as the supervisor sent it. Later requests are routed by it."""
         self._sequences.model_changed(state.name, state.version)
         if isinstance(state, ModelState):
             # Where all workers are idle the first is chosen: another one by each front.
@@ -80,14 +84,21 @@ class Routing:
         self._forget()
 
     def region_placed(self, place: RegionPlace) -> None:
-        """Routes requests that use a client's region to workers on the region's GPU from now on, if their model is there."""
+        """Notes on which GPU a client's region lies.
+
+        Requests that use the region then go to workers there that have their model.
+        """
         self._places.note(place)
         self._forget()
 
     def find(self, request: InFlight, state: ModelState | None = None) -> WorkerLink | None:
-        """Returns the worker for a request (``state``: its model's, None: not known here); None: no worker can run it now.
+        """Returns the worker that a request should be sent to; None: no worker can run it now.
 
-        Raises: NotFound: there is no such model.  Unavailable: it cannot be served now, or its sequence was lost with its worker.
+        ``state``: the state of the request's model; None: it is looked up.
+
+        Raises:
+          NotFound: the model does not exist.
+          Unavailable: the model cannot be served now, or the request's sequence was lost with its worker.
         """
         numbered = request.numbered
         sequenced = self._sequenced.get(numbered)
@@ -123,24 +134,24 @@ class Routing:
         return workers[0] if len(workers) == 1 else least_busy(workers)
 
     def state_of(self, prepared: PreparedRequest) -> ModelState | None:
-        """Returns the state of the model that a request asks for; None: the model is gone, or cannot be served now."""
+        """Returns the state of the model that a request asks for; None: the model is unknown, or cannot be served now."""
         with contextlib.suppress(ServingError):
             return self._table.expect(prepared.model, prepared.version)
         return None
 
     def is_loading(self, model: str, version: int) -> bool:
-        """Returns whether a model version is being loaded and no serving version can answer for it. ``version`` 0: the newest."""
+        """Returns whether a model's version is being loaded and does not serve. ``version`` 0 means the newest version."""
         with contextlib.suppress(ServingError):
             return self._table.expect(model, version).state == "LOADING"
         return False
 
     def is_step(self, request: InFlight) -> bool:
-        """Returns whether the request is a step of a sequence (one of the requests that the model runs with the same state)."""
+        """Returns whether a request belongs to a sequence, that is, to requests that the model runs in order with one state."""
         state = self.state_of(request.prepared)
         return bool(request.record.sequence_id) and state is not None and state.sticky
 
     def gpu_of(self, prepared: PreparedRequest) -> str:
-        """Returns the GPU whose workers a request waits for, because its regions are there; "": any worker can run it."""
+        """Returns the GPU on which a request's regions lie, if only workers on it may run the request; "": any worker may."""
         gpu, state = self._places.gpu_of(prepared), self.state_of(prepared)
         return gpu if state is not None and is_meant_for(state, gpu) else ""
 
@@ -154,20 +165,21 @@ class Routing:
 class RegionPlaces(dict[str, str]):
     """Maps the name of each region in GPU memory to its GPU, as the supervisor published it.
 
-    It publishes that only to choose among several workers, some of them on GPUs; a worker elsewhere can use such a region too.
+    The supervisor publishes GPUs of regions only if there are several workers and some of them are on GPUs. A worker on
+    another device can use such a region, too.
     """
 
     __slots__ = ()
 
     def note(self, place: RegionPlace) -> None:
-        """Records that a region is on a GPU; if ``place`` has no device, removes the region, because it is gone."""
+        """Records that a region lies on a GPU. If ``place`` has no device, the region is gone, and its entry is removed."""
         if place.device:
             self[place.region] = place.device
         else:
             self.pop(place.region, None)
 
     def gpu_of(self, prepared: PreparedRequest) -> str:
-        """Returns the GPU, such as "cuda:1", that has most bytes of the request's regions; "": none of them is on a GPU."""
+        """Returns the GPU, such as "cuda:1", that holds most bytes of a request's regions; "": no region of it is on a GPU."""
         sizes: dict[str, int] = {}
         for place in _regions(prepared):
             if gpu := self.get(place.region, ""):

@@ -37,7 +37,7 @@ _MORE_STARTS = 256
 
 
 class SequenceRouting:
-    """Chooses the workers for those of a front's requests that belong to sequences."""
+    """Chooses the workers for a front's requests that belong to sequences."""
 
     def __init__(
         self,
@@ -46,7 +46,14 @@ class SequenceRouting:
         most_lost: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begins without sequences. ``most_lost``: how many sequences of dead workers are remembered."""
+        """Begins without sequences.
+
+        Args:
+          in_flight: all requests of the front that are in flight, by id.
+          workers: the front's links to workers, by the number of the worker process.
+          most_lost: how many sequences of dead workers are remembered as lost.
+          clock: returns a time in seconds.
+        """
         self._in_flight = in_flight
         self._workers = workers
         self._clock = clock
@@ -56,20 +63,22 @@ class SequenceRouting:
         self._lost = LostSequences(most_lost)
 
     def model_changed(self, name: str, version: int) -> None:
-        """Forgets what ``model`` has stored of a model version, because the version has changed."""
+        """Drops the routing state of a model's version that ``model`` has stored, because the version has changed."""
         self._models.pop((name, version), None)
 
     def model(self, state: ModelState) -> SequencedModel:
-        """Returns the routing state of a model's sequences, which is valid until the model changes."""
+        """Returns the routing state for the sequences of a model's version. It is valid until ``model_changed`` is called."""
         model = self._models.get((state.name, state.version))
         if model is None:
             model = self._models[state.name, state.version] = SequencedModel(state)
         return model
 
     def find(self, request: InFlight, model: SequencedModel, gpu: str) -> WorkerLink | None:
-        """Returns the worker for a request of a sequence; None: there is none, or the sequence's cannot be used now.
+        """Returns the worker for a request of a sequence; None: no worker, or not the sequence's own worker, can run it now.
 
-        ``gpu``: where its regions are; "": anywhere. A sequence stays on its worker.
+        ``gpu``: the GPU on which the request's regions lie; "": any. It counts only for the first request of a sequence,
+        because a sequence stays on its worker.
+
         Raises: Unavailable: the sequence was lost with its worker.
         """
         record, state = request.record, model.state
@@ -97,9 +106,10 @@ class SequenceRouting:
         return worker
 
     def bury(self, worker: WorkerLink, orphans: Iterable[InFlight]) -> set[InFlight]:
-        """Reads on a dead worker's page which sequences it had, and remembers them as lost.
+        """Reads from a dead worker's page which sequences the worker had, and remembers them as lost.
 
-        Returns those of ``orphans``, its unanswered requests, that are lost; nothing has run of the other sequences.
+        ``orphans``: the worker's requests without an answer. Returns those that must not be run on another worker, because
+        their sequence is lost. If the dead worker had run no request of a sequence, the sequence's requests may run elsewhere.
         """
         runs: dict[Key, list[InFlight]] = {}
         for request in orphans:
@@ -127,12 +137,15 @@ class SequenceRouting:
     # ---------------------------------------------------------------------------------------------------------- choosing
 
     def _sole(self, state: ModelState) -> WorkerLink | None:
-        """Returns the front's only worker if it has the model, else None. The front must have exactly one worker."""
+        """Returns the front's only worker if it has the model, else None. Call it only if the front has exactly one worker."""
         (worker,) = self._workers.values()
         return worker if worker.incarnation in state.workers else None
 
     def _holder(self, key: Key) -> WorkerLink | None:
-        """Returns the worker whose sequence page shows the sequence as not ended (of several, the last to admit it), or None."""
+        """Returns the worker whose page shows that it has the sequence; None: no worker has it.
+
+        If the pages of several workers show the sequence, the worker that admitted it last is returned.
+        """
         found, newest = None, 0
         for worker in self._workers.values():
             value = worker.sequences.value(key)
@@ -141,15 +154,21 @@ class SequenceRouting:
         return found
 
     def _candidates(self, state: ModelState, gpu: str) -> Sequence[WorkerLink]:
-        """Returns the workers that may take a new sequence of a model. ``gpu``: as for ``find``."""
+        """Returns the workers that may take a new sequence of a model.
+
+        ``gpu``: the GPU on which the request's regions lie, whose workers are preferred; "": any.
+        """
         found = [self._workers[number] for number in state.workers if number in self._workers]
         found = [worker for worker in found if not worker.closed]
         return nearest(found, gpu, state) if gpu else found
 
     def _place(self, key: Key, slots: Key, state: ModelState, gpu: str) -> WorkerLink | None:
-        """Returns the worker that a new sequence goes to, and counts the sequence for it; None: there is no worker.
+        """Chooses the worker for a new sequence, and counts the sequence for that worker; None: there is no worker.
 
-        ``slots``: the key under which each worker publishes how many more sequences of the model it can run.
+        Args:
+          key: the key of the sequence.
+          slots: the key under which each worker publishes how many more sequences of the model it can run.
+          gpu: the GPU on which the request's regions lie, whose workers are preferred; "": any.
         """
         best, best_rank = None, (0, -1)
         for worker in self._candidates(state, gpu):
@@ -172,10 +191,13 @@ class SequenceRouting:
 
 
 def _unharmed(run: list[InFlight], state: SequenceState | None) -> list[InFlight]:
-    """Returns those requests of one sequence that a dead worker has not begun: the last ones of ``run``, which is in order.
+    """Returns the requests at the end of ``run`` that a dead worker has not begun, so that another worker may run them.
 
-    ``state``: what the worker's page says. Empty if it has begun the sequence, or if a request is missing from ``run``, because
-    another front had sent it or a client cancelled it.
+    Nothing is returned if the worker had begun the sequence, or if a request is missing from ``run``, because another front
+    had sent it or a client cancelled it.
+
+    ``run``: the unanswered requests of one sequence, in order. ``state``: what the worker's page says of the sequence; None:
+    nothing.
     """
     if state is SequenceState.BEGUN or state is SequenceState.ENDED:
         return []
@@ -194,7 +216,11 @@ def _rank(key: Key, worker: WorkerLink) -> int:
 
 
 def _spare(worker: WorkerLink, slots: Key) -> int:
-    """Returns how many more sequences a worker can run: as published under ``slots``, minus those that were sent since."""
+    """Returns how many more sequences of a model a worker can run.
+
+    This is the number that the worker has published under the key ``slots``, less the sequences that were sent to it since
+    then. It is negative if sequences wait there.
+    """
     published = worker.sequences.slots(slots)
     if published is None:
         return 0
@@ -207,7 +233,7 @@ def _spare(worker: WorkerLink, slots: Key) -> int:
 
 
 class SequencedModel:
-    """Holds what the routing of a model's sequences needs: the model's state, the key generator, and the longest idle time."""
+    """What the routing of a model's sequences needs: the model's state, the keys of sequences, and the longest idle time."""
 
     __slots__ = ("idle_seconds", "keys", "state")
 
@@ -219,14 +245,17 @@ class SequencedModel:
 
 
 def nearest(workers: Sequence[WorkerLink], gpu: str, state: ModelState) -> Sequence[WorkerLink]:
-    """Returns those of a model's workers that are on ``gpu``, maybe none now; all of them if it is not loaded there."""
+    """Returns the workers on ``gpu`` among a model's workers. If the model is not meant to be loaded there, returns all workers.
+
+    The result is empty if the model is meant to be loaded on ``gpu`` and no worker is there now.
+    """
     if not is_meant_for(state, gpu):
         return workers
     return [worker for worker in workers if gpu_of(worker.device) == gpu]
 
 
 def is_meant_for(state: ModelState, gpu: str) -> bool:
-    """Returns whether workers on ``gpu`` load the model, when such workers are running. False if ``gpu`` is ""."""
+    """Returns whether a worker on ``gpu`` loads the model if such a worker runs. It is False if ``gpu`` is ""."""
     return bool(gpu) and (not state.devices or any(gpu_of(device) == gpu for device in state.devices))
 
 
@@ -234,7 +263,7 @@ def is_meant_for(state: ModelState, gpu: str) -> bool:
 
 
 class LostSequences:
-    """Remembers the last ``most`` sequences that were lost with their worker, so that later requests of them are refused."""
+    """Remembers the latest sequences (at most ``most``) that were lost with their worker. Later requests of them are refused."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -242,14 +271,20 @@ class LostSequences:
         self._since: dict[Key, float] = {}
 
     def add(self, key: Key, now: float) -> None:
-        """Remembers that a sequence was lost with its worker. ``now``: seconds of the clock that ``holds`` gets as well."""
+        """Remembers that a sequence was lost with its worker at the time ``now``, in seconds.
+
+        When ``most`` sequences are remembered already, the earliest of them is forgotten.
+        """
         self._since.pop(key, None)
         while len(self._since) >= self._most:
             del self._since[next(iter(self._since))]
         self._since[key] = now
 
     def holds(self, key: Key, idle: float, now: float) -> bool:
-        """Returns whether a sequence was lost at most ``idle`` seconds before ``now``; later a worker would have dropped it."""
+        """Returns whether a sequence was lost at most ``idle`` seconds before ``now``.
+
+        A sequence lost earlier is forgotten, because a worker would have dropped it after so much idle time as well.
+        """
         since = self._since.get(key)
         if since is not None and now - since > idle:
             del self._since[key]
@@ -257,7 +292,7 @@ class LostSequences:
         return since is not None
 
     def forget(self, key: Key) -> None:
-        """Forgets that a sequence was lost, because it was begun again."""
+        """Forgets that a sequence was lost. Call it when a client begins the sequence again."""
         self._since.pop(key, None)
 
     def __len__(self) -> int:

@@ -59,7 +59,7 @@ _TIMER_SECONDS = 0.1
 
 
 class Submitter:
-    """Sends all requests of one front to workers, and ends each with one final answer. Owns their memory (the request arena)."""
+    """Sends all requests of one front to workers. Each request gets exactly one final answer. Owns the request arena."""
 
     def __init__(
         self,
@@ -70,9 +70,14 @@ class Submitter:
         counted: OnRefusal = uncounted,
         on_number: OnNumber | None = None,
     ) -> None:
-        """Creates the request arena of a front process (``incarnation``), number ``row`` of its protocol, without workers.
+        """Creates the request arena of a front process; there are no workers yet.
 
-        ``counted`` is called for every request that is refused, ``on_number`` for every prepared request that gets a number.
+        Args:
+          incarnation: the number of the front process, which no other process ever has.
+          table: the states of all models.
+          row: the number of this front among the fronts of its protocol.
+          counted: called for every request that is refused.
+          on_number: called for every prepared request that gets a number; None: nobody is told.
         """
         self._incarnation = incarnation
         self._max_in_flight = self._most_in_flight = options.requests.max_in_flight
@@ -121,16 +126,22 @@ class Submitter:
 
     @property
     def load(self) -> tuple[int, float]:
-        """Returns how many requests are in flight, and which fraction of the workers (0 to 1) is executing at this moment."""
+        """Returns how many requests are in flight, and the fraction (0 to 1) of the workers that execute something right now."""
         states = [worker.page.state[0] for worker in self._routing.workers.values() if not worker.closed]
         return len(self._in_flight), states.count(WorkerState.EXECUTING) / max(1, len(states))
 
     # ------------------------------------------------------------------------------------------------ sending
 
     def send(self, request: InFlight, state: ModelState | None = None) -> None:
-        """Sends a request to a worker. Its inputs must lie in its record, in regions, or in its leases, which are owned here.
+        """Sends a request to a worker or, if none can run it now, when one can.
 
-        Its ``completed`` gets exactly one final answer, never before ``send`` returns. ``state``: of its model; None: looked up.
+        The submitter owns the request's leases from now on.
+
+        The request's inputs must lie in its record, in regions or in its leases. Its method ``completed`` gets exactly one
+        final answer, never before ``send`` returns.
+
+        ``state``: the state of the request's model; None: it is looked up.
+
         Raises: Unavailable: too many requests are in flight.  After any exception the request was not sent and gets no answer.
         """
         everything = self._in_flight
@@ -154,7 +165,7 @@ class Submitter:
             raise
 
     def _too_many(self, request: InFlight) -> Unavailable:
-        """Counts a request as refused, and returns its error: too many requests are in flight, or the server is draining."""
+        """Counts a request as refused and returns its error: the server is draining, or too many requests are in flight."""
         if self._refuses:
             self.refusals.note(request.prepared.model, Refusal.DRAINING)
             return Unavailable("the server is draining: it takes no new requests")
@@ -162,13 +173,21 @@ class Submitter:
         return Unavailable(f"{len(self._in_flight)} requests are in flight, at most {self._max_in_flight} are allowed")
 
     def refuse(self, refuses: bool) -> None:
-        """Refuses all new requests from now on or, if ``refuses`` is False, accepts them again; requests in flight go on."""
+        """Sets whether new requests are refused. Requests in flight go on.
+
+        ``refuses``: True refuses all new requests, because the server is draining; False accepts them again.
+        """
         self._refuses = refuses
         # It is the limit that each request is compared with anyhow.
         self._max_in_flight = 0 if refuses else self._most_in_flight
 
     def _route(self, request: InFlight, state: ModelState | None = None) -> None:
-        """Sends a request to the worker that ``routing`` chooses, or lets it wait. A ServingError becomes its answer later."""
+        """Sends a request to the worker that ``Routing`` chooses. If no worker can run it now, the request waits.
+
+        If the model does not exist or cannot be served, the request is answered with that error, after this method returns.
+
+        ``state``: the state of the request's model; None: it is looked up.
+        """
         try:
             worker = self._routing.find(request, state)
         except ServingError as error:
@@ -181,7 +200,7 @@ class Submitter:
             self._start_timer()
 
     def _send_again(self, request: InFlight) -> None:
-        """Routes a request that had waited or lost its worker; an error becomes its answer, as no caller can handle it."""
+        """Chooses a worker for a request that waited or lost its worker, and sends it. Any error becomes the request's answer."""
         request.recalled = False
         try:
             self._route(request)
@@ -194,7 +213,10 @@ class Submitter:
             self._fail(request, Internal(DEFECT))
 
     def _send_waiting(self) -> None:
-        """Sends the requests that waited for a worker and have one now; those without a worker wait on."""
+        """Sends the waiting requests for which there is a worker now.
+
+        The other requests wait on, until the same time as before.
+        """
         waiting, self._waiting = self._waiting, {}
         for request, gives_up in waiting.items():
             if request.record.request_id in self._in_flight:
@@ -203,7 +225,10 @@ class Submitter:
                     self._waiting[request] = gives_up  # it waits since it came, not since we looked
 
     def cancel(self, request: InFlight) -> None:
-        """Cancels a request: it gets no answer. Its memory is released once its worker no longer uses it. Idempotent."""
+        """Cancels a request, which then gets no answer. A second call changes nothing.
+
+        The memory of the request is released when its worker no longer uses it.
+        """
         number = request.record.request_id
         if request.cancelled or (number and number not in self._in_flight):
             return
@@ -218,19 +243,22 @@ class Submitter:
         # sequence. If it were only left out, those behind it would run on another state.
 
     def _take_back(self, request: InFlight) -> None:
-        """Tells a request's worker to cancel it, because nobody waits for its answer any more."""
+        """Asks a request's worker to cancel the request, because nobody waits for the answer any more."""
         assert request.worker is not None
         request.worker.lane.cancel(request.record.request_id)
         self._flush_later(request.worker)
 
     def _fail(self, request: InFlight, error: ServingError) -> None:
-        """Ends a request: answers it with ``error``, unless it was cancelled, and releases the memory (leases) of its inputs."""
+        """Ends a request: answers it with ``error``, unless it was cancelled, and gives back the leases of its inputs."""
         if not request.cancelled and request.record.request_id in self._in_flight:
             request.fail(error)
         self._finish(request)
 
     def _finish(self, request: InFlight) -> None:
-        """Removes a request from those in flight, and releases the memory (leases) of its inputs. Idempotent."""
+        """Removes a request from the requests in flight, and gives back the leases of its inputs.
+
+        A second call changes nothing.
+        """
         self._in_flight.pop(request.record.request_id, None)
         for lease in request.leases:
             self.give_back(lease)
@@ -238,7 +266,11 @@ class Submitter:
     # --------------------------------------------------------------------------------------- records leave for workers
 
     def _put(self, worker: WorkerLink, request: InFlight) -> None:
-        """Queues a request on a worker's lane, or sends it at once if the worker is idle. If this raises, it is on no lane."""
+        """Puts a request on a worker's lane. If the worker has no other request, the record is sent at once, else it is queued.
+
+        A traced request is always queued. Queued records are sent at the end of the event loop's iteration. If this raises,
+        the request is on no lane.
+        """
         record, numbered, in_flight = request.record, request.numbered, worker.in_flight
         request.worker = worker
         in_flight[record.request_id] = request
@@ -268,7 +300,10 @@ class Submitter:
             self._loop.call_soon(self._end_iteration)
 
     def _flush_later(self, worker: WorkerLink) -> None:
-        """Sends a worker's queued messages at the end of this loop iteration: they then share a datagram and mostly a batch."""
+        """Sends a worker's queued records at the end of the event loop's iteration, all in one datagram.
+
+        The worker mostly runs requests that come in one datagram as one batch.
+        """
         if not worker.dirty:
             worker.dirty = True
             self._dirty.append(worker)
@@ -277,7 +312,7 @@ class Submitter:
                 self._loop.call_soon(self._end_iteration)
 
     def _flush_all_later(self) -> None:
-        """Sends the messages queued for all workers at the end of this iteration of the loop."""
+        """Sends the records queued for all workers at the end of the event loop's iteration."""
         for worker in self._routing.workers.values():
             if not worker.closed:
                 self._flush_later(worker)
@@ -303,7 +338,10 @@ class Submitter:
             busy_poll.flushed()
 
     def _look(self, worker: WorkerLink) -> bool:
-        """Receives answers while only one request is in flight. Returns False if its answer has come, or cannot come any more."""
+        """Receives answers from a worker while only one request is in flight.
+
+        Returns False if the answer to the request has come, or cannot come any more.
+        """
         if not worker.closed:
             self._receive(worker)
         return bool(worker.in_flight) and not worker.closed
@@ -325,7 +363,11 @@ class Submitter:
     # ------------------------------------------------------------------------------------------------ answers
 
     def _receive(self, worker: WorkerLink) -> bool:
-        """Receives one datagram of answers, and passes them to their requests. Returns whether it should be called again."""
+        """Receives one datagram of answers from a worker, and passes the answers to their requests.
+
+        Returns whether there may be more to receive. If the worker has closed the lane, or its answer cannot be parsed, the
+        lane is closed.
+        """
         try:
             answers = worker.lane.receive()
         except ChannelClosed:
@@ -368,7 +410,11 @@ class Submitter:
         return True
 
     def _take(self, worker: WorkerLink, prepared: PreparedAnswer, own: AnswerRecord) -> None:
-        """Passes on an error or a response that is not the last, unless its request waits again or is routed anew."""
+        """Passes on an error, or a response that is not the last one, to its request.
+
+        Two errors are not passed on: the request was withdrawn before it began, and waits again; or its model has moved to
+        another worker, to which the request is sent instead.
+        """
         take = worker.in_flight.pop if prepared.final else worker.in_flight.get
         request, lease = take(own.request_id, None), own.lease
         if lease is not None:
@@ -406,7 +452,10 @@ class Submitter:
             self._finish(request)
 
     def _route_anew(self, worker: WorkerLink, request: InFlight, answer: AnswerRecord) -> None:
-        """Sends a request whose worker no longer has its model to another worker, or ends it with the first worker's error."""
+        """Sends a request to another worker, because the first one has the request's model no more.
+
+        If the model is not on another worker, the request is answered with the error that the first worker sent (``answer``).
+        """
         if request.record.request_id not in self._in_flight:
             return  # cancelled meanwhile
         state = self._routing.state_of(request.prepared)
@@ -416,7 +465,10 @@ class Submitter:
             self._fail(request, from_code(answer.code, answer.message))
 
     def _note_lease(self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, own: AnswerRecord) -> None:
-        """Counts an answer's lease for its connection and client until ``release``; throttles them if their share is full."""
+        """Counts an answer's lease for its connection and client until ``release``. If they now hold their share, throttles them.
+
+        ``request``: the request that was answered; None: it is not in flight any more, and the lease counts for nobody.
+        """
         size = 0
         for content in own.contents:
             if type(content) is Slice:
@@ -438,7 +490,10 @@ class Submitter:
                 self._recall(lambda other: other.account is account)
 
     def _recall(self, concerned: Callable[[InFlight], bool]) -> None:
-        """Withdraws from the workers the requests that ``concerned`` selects; those that have not begun come back and wait."""
+        """Asks the workers not to run the requests that ``concerned`` selects. Requests that have not begun come back and wait.
+
+        Requests that may not be withdrawn (``_may_come_back``) are left where they are.
+        """
         for worker in self._routing.workers.values():
             for request_id, request in worker.in_flight.items():
                 if not (request.cancelled or request.recalled) and concerned(request) and self._may_come_back(request):
@@ -447,12 +502,18 @@ class Submitter:
         self._flush_all_later()
 
     def _may_come_back(self, request: InFlight) -> bool:
-        """Returns whether a request may be withdrawn: not if its model keeps state or streams, as it may have begun to run."""
+        """Returns whether a request may be withdrawn from its worker and run later.
+
+        It may not if its model keeps the state of sequences or streams its responses, because it may have begun unnoticed.
+        """
         state = self._routing.state_of(request.prepared)
         return state is not None and state.repeatable and not state.sticky and not state.streams
 
     def release(self, lane: SubmitterLane, key: LeaseKey) -> None:
-        """Gives an answer's lease back to the worker behind ``lane``, because its bytes were sent. Idempotent."""
+        """Gives an answer's lease back to the worker behind ``lane``. Call it when the answer's bytes were sent.
+
+        A second call for the same lease changes nothing.
+        """
         found = self._outstanding.pop((lane, key), None)
         if found is None:
             return
@@ -470,7 +531,10 @@ class Submitter:
                 self._send_again(request)
 
     def taken(self, lane: SubmitterLane, response: AnswerRecord) -> None:
-        """Gives back the memory of a response that was sent, and acknowledges its bytes: a worker sends only so many ahead."""
+        """Gives back the memory of a response that was sent to the client, and acknowledges its bytes to the worker.
+
+        A worker sends only a limited number of bytes beyond those that were acknowledged.
+        """
         if response.lease is not None:
             self.release(lane, response.lease)
         request = self._in_flight.get(response.request_id)
@@ -487,9 +551,15 @@ class Submitter:
     def wait_for_room(
         self, byte_size: int, on_lease: OnLease, model: str = "", account: Account | None = None, arriving: bool = False
     ) -> None:
-        """Queues for request memory: later calls ``on_lease`` with a lease, or with Unavailable after ``arenas.wait``.
+        """Queues a request for memory of the request arena. ``on_lease`` is called later, once.
 
-        ``model``: named where the refusal is counted. ``arriving``: the content is still arriving from a client.
+        It is called with a lease or, when ``arenas.wait`` seconds have passed, with Unavailable.
+
+        Args:
+          byte_size: the number of bytes that the request needs.
+          model: the model's name, under which a refusal is counted; "": it is not known.
+          account: the account for which the memory counts; None: it counts for nobody.
+          arriving: True if the content is still arriving from a client.
         """
         self._space.wait(byte_size, self.refusals.of_room(model, on_lease), self._loop.time(), account, arriving)
         self._start_timer()
@@ -497,7 +567,10 @@ class Submitter:
     # -------------------------------------------------------------------------------------- workers and models
 
     def open_lane(self, opened: LaneOpened, fds: list[int]) -> None:
-        """Opens the lane to a worker. Takes over ``fds``: the lane's socket, the worker's status and sequence pages."""
+        """Opens the lane to a worker. The submitter owns the descriptors ``fds`` from now on.
+
+        ``fds``: the descriptors of the lane's socket, of the worker's status page and of its sequence page.
+        """
         lane = SubmitterLane(socket.socket(fileno=fds[0]), self._arena, writable=opened.device.startswith("cuda:"))
         worker = WorkerLink(opened.peer, opened.device, lane, StatusPage.attach(fds[1]), SequencePage.attach(fds[2]))
         self._routing.add(worker)
@@ -505,14 +578,17 @@ class Submitter:
         self._send_waiting()
 
     def model_changed(self, state: ModelState | ModelGone) -> None:
-        """Updates the state of a model version; requests that wait for it are sent to a worker now, or fail."""
+        """Updates the state of a model's version. Requests that wait for the version are then sent to a worker, or fail."""
         self._routing.model_changed(state)
         self._send_waiting()
         self._model_changed.set()
         self._model_changed = asyncio.Event()
 
     async def loaded(self, model: str, version: int) -> None:
-        """Waits until a model version is no longer being loaded, with success or not. Raises Unavailable: it took too long."""
+        """Waits until the load of a model's version has ended, whether it succeeded or failed.
+
+        Raises Unavailable: the load has not ended within the option ``requests.worker_wait``.
+        """
         try:
             async with asyncio.timeout(self._worker_wait):
                 while self.is_loading(model, version):
@@ -527,7 +603,10 @@ class Submitter:
     # ---------------------------------------------------------------------------------------- a worker's death
 
     def fence(self, fenced: WorkerFenced) -> None:
-        """Sends the requests of a worker whose process is certainly gone to other workers; fails those that may not run twice."""
+        """Sends the requests of a dead worker to other workers, and fails those that must not run twice.
+
+        Call it only when the worker's process is certainly gone and cannot write to memory any more.
+        """
         worker = self._routing.workers.get(fenced.worker)
         if worker is None:
             return
@@ -550,7 +629,12 @@ class Submitter:
         worker.shut()
 
     def _run_again(self, request: InFlight, is_lost: bool, was_executing: bool) -> None:
-        """Sends a dead worker's request to another worker, or ends it. ``is_lost``: whether its sequence went with the worker."""
+        """Sends a dead worker's request to another worker, or answers it with an error if it must not run twice.
+
+        Args:
+          is_lost: True if the request belongs to a sequence whose state was lost with the worker; the request then fails.
+          was_executing: True if the worker was executing the request when it died.
+        """
         if request.cancelled:
             self._finish(request)
             return
@@ -566,7 +650,7 @@ class Submitter:
             self._fail(request, error)
 
     def _close_lane(self, worker: WorkerLink) -> None:
-        """Stops sending requests to a worker and receiving answers from it. Idempotent."""
+        """Stops sending requests to a worker and receiving answers from it. A second call changes nothing."""
         if not worker.closed:
             self._routing.close(worker)
             self._loop.remove_reader(worker.lane.fileno())
@@ -575,7 +659,10 @@ class Submitter:
                 worker.writing = False
 
     def _give_up(self, worker: WorkerLink, error: ServingError) -> None:
-        """Answers requests in flight on a living worker with an error; their memory is given back once its process is gone."""
+        """Answers all requests in flight on a worker with ``error``. Call it for a worker that still runs.
+
+        The memory of the requests is given back only when the worker's process is gone, because the worker may still use it.
+        """
         for request in list(worker.in_flight.values()):
             if not request.cancelled:
                 request.cancelled = True
@@ -584,12 +671,16 @@ class Submitter:
     # ------------------------------------------------------------------------------------------------ timeouts
 
     def _start_timer(self) -> None:
-        """Starts the timer that ends requests which wait too long, unless it is running."""
+        """Starts the timer that ends requests which have waited too long, unless the timer runs already."""
         if self._timer is None:
             self._timer = self._loop.call_later(_TIMER_SECONDS, self._time_out)
 
     def _time_out(self) -> None:
-        """Ends requests that waited too long for a worker, memory, their client or an answer; restarts the timer if any wait."""
+        """Ends the requests that have waited too long: for a worker, for memory, for their client, or for an answer.
+
+        A request waits for its client while the client has not read earlier answers. The timer is started again if any request
+        still waits.
+        """
         self._timer = None
         now = self._loop.time()
         for request in self._without_worker_since(now):
@@ -611,7 +702,10 @@ class Submitter:
             self._start_timer()
 
     def _without_worker_since(self, now: float) -> list[InFlight]:
-        """Removes and returns the requests that have waited too long for a worker by ``now``, loop time."""
+        """Removes the requests that have waited too long for a worker, and returns them.
+
+        ``now``: the event loop's time in seconds.
+        """
         late: list[InFlight] = []
         for request, gives_up in list(self._waiting.items()):
             ended = request.record.request_id not in self._in_flight
@@ -623,7 +717,7 @@ class Submitter:
         return late
 
     def _no_worker(self, prepared: PreparedRequest) -> Unavailable:
-        """Returns the error of a request that waited too long for a worker."""
+        """Returns the error for a request that has waited too long for a worker."""
         gpu = self._routing.gpu_of(prepared)
         where = f" on GPU {number_of(gpu)}, where its regions are," if gpu else ""
         state = self._routing.state_of(prepared)
@@ -642,18 +736,18 @@ class Submitter:
     # ------------------------------------------------------------------------------------------------ the whole
 
     def in_flight(self) -> int:
-        """Returns how many requests were accepted and are not yet answered."""
+        """Returns how many requests were accepted and have no final answer yet."""
         return len(self._in_flight)
 
     def statistics(self) -> dict[str, int]:
-        """Returns counts for operators: requests in flight and waiting, prepared requests, outstanding answers, arena memory."""
+        """Returns counts for operators: requests in flight and waiting, prepared requests, leases of answers, arena memory."""
         waiting = {"waiting_for_worker": len(self._waiting), "throttled": len(self._throttle)}
         prepared = {"prepared_numbered": self.numbers.assigned, "prepared_evicted": self.numbers.evicted}
         held = {"answers_held": len(self._outstanding), **self._arena.statistics()}
         return {"in_flight": len(self._in_flight), **waiting, **prepared, **held}
 
     def close(self) -> None:
-        """Closes the lanes to all workers, and the request arena; requests in flight get no answer."""
+        """Closes the lanes to all workers and the request arena. Requests in flight get no answer."""
         if self._timer is not None:
             self._timer.cancel()
         self.refusals.close()

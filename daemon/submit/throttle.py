@@ -20,7 +20,10 @@ from tensord.shm.errors import Unavailable
 
 @dataclass(slots=True)
 class _Line:
-    """Holds a connection's waiting (throttled) requests, and the ids of requests sent after waiting and not answered yet."""
+    """A connection's requests that wait because they are throttled, and the ids of those that were sent after a wait.
+
+    An id is removed when the request has been answered.
+    """
 
     #: With the time they give up.
     waiting: deque[tuple[float, InFlight]] = field(default_factory=deque)
@@ -28,7 +31,10 @@ class _Line:
 
 
 class Throttle:
-    """Decides which requests of clients that fill their share of response memory wait, at most ``seconds``."""
+    """Decides which requests wait because their client's unread answers fill its share of response memory.
+
+    ``seconds``: how long a request waits at most. ``in_flight``: all requests of the front that are in flight, by id.
+    """
 
     def __init__(self, in_flight: Mapping[int, InFlight], seconds: float) -> None:
         self._in_flight = in_flight
@@ -45,7 +51,9 @@ class Throttle:
     def fills_client(self, account: Account, request: InFlight) -> bool:
         """Returns whether the client of an answered request has just reached its share of response memory.
 
-        If it holds its share and the answer is large, records that requests of this kind have large answers.
+        If the client holds its share and the answer is large, this also records that requests of this kind have large answers.
+
+        ``account``: the account of the connection. ``request``: the request that was answered.
         """
         client = account.client
         if client.answers < client.limit:
@@ -59,19 +67,22 @@ class Throttle:
         return True
 
     def fills_connection(self, account: Account) -> bool:
-        """Returns whether a connection has just reached its share of response memory; called once an answer is counted in it."""
+        """Returns whether a connection has just reached its share of response memory. Call it after an answer was counted."""
         if not account.is_full or account in self.full:
             return False
         self.full.add(account)
         return True
 
     def taken(self, account: Account) -> None:
-        """Called when an answer has left response memory: marks its connection and client as below their share, if they are."""
+        """Notes that a connection and its client hold less than their share now, if they do.
+
+        Call it when the memory of an answer of the connection was given back.
+        """
         if self.full:
             self.full -= {each for each in (account, account.client) if each.answers < each.limit}
 
     def is_too_much(self, request: InFlight) -> bool:
-        """Returns whether a client's unread answers fill its share of response memory, and ``request`` would have a large one."""
+        """Returns whether ``request`` would get a large answer while its client's unread answers fill the client's share."""
         account = request.account
         if account is None:
             return False
@@ -80,7 +91,7 @@ class Throttle:
     # ------------------------------------------------------------------------------------------------------------ who waits
 
     def holds(self, request: InFlight) -> bool:
-        """Returns whether a request must wait, before it is sent, until its client has read answers."""
+        """Returns whether a request must wait until its client has read answers. Call it before the request is sent."""
         account = request.account
         if account is None:
             return False
@@ -91,7 +102,10 @@ class Throttle:
         return account.client in self._barred and kind in account.client.bulky
 
     def add(self, request: InFlight, now: float) -> None:
-        """Queues a request behind those of its connection that wait for their client to read answers. ``now``: loop time."""
+        """Queues a request behind the requests of its connection that wait for the client to read answers.
+
+        ``now``: the event loop's time in seconds.
+        """
         account = request.account
         assert account is not None
         self.lines.setdefault(account, _Line()).waiting.append((now + self._seconds, request))
@@ -99,7 +113,10 @@ class Throttle:
             self._barred.setdefault(account.client, {})[account] = None
 
     def let_go(self, account: Account) -> list[InFlight]:
-        """Removes and returns the waiting requests of a client that may be sent, after an answer of ``account`` has left."""
+        """Removes and returns the waiting requests of a client that may be sent now.
+
+        Call it when the memory of an answer of the connection ``account`` was given back.
+        """
         going = self._take(account)
         barred = self._barred.get(account.client)
         while barred:
@@ -112,7 +129,8 @@ class Throttle:
     def let_all_go(self) -> list[InFlight]:
         """Removes and returns the waiting requests of all connections that may be sent now.
 
-        One for whose answer others wait goes without room, one at a time: its answer makes room.
+        If answers of a connection can only be sent after the answer to a waiting request, that request is returned although
+        there is no room for its answer, one such request at a time for each connection.
         """
         going: list[InFlight] = []
         for account, line in list(self.lines.items()):
@@ -157,7 +175,10 @@ class Throttle:
                 del self._barred[account.client]
 
     def expired(self, now: float) -> Iterator[tuple[InFlight, Unavailable]]:
-        """Removes and yields the requests that waited too long, each with its error. ``now``: loop time."""
+        """Removes the requests that have waited too long, and yields each with its error.
+
+        ``now``: the event loop's time in seconds.
+        """
         for account, line in list(self.lines.items()):
             while line.waiting and (line.waiting[0][0] <= now or self._ended(line.waiting[0][1])):
                 _, request = line.waiting.popleft()
@@ -178,18 +199,22 @@ class Throttle:
 
 
 def _has_own_room(account: Account, line: _Line) -> bool:
-    """Returns whether a connection's share has room for one more answer, beside those unread and those expected."""
+    """Returns whether the connection's share has room for one more answer.
+
+    Answers that the client has not read count, and so does an expected answer of the last size for each request that was sent
+    after a wait.
+    """
     expected = account.answers + (len(line.sent) + 1) * account.last
     return not account.is_full and (expected <= account.limit or not (line.sent or account.answers))
 
 
 def _has_common_room(client: ClientAccount, kind: Hashable) -> bool:
-    """Returns whether a client's share has room for one more answer of this kind; a small one always has."""
+    """Returns whether the client's share has room for one more answer of this kind. For small answers it always has."""
     expected = client.answers + (len(client.sent) + 1) * client.last
     return kind not in client.bulky or expected <= client.limit or not (client.sent or client.answers)
 
 
 def kind_of(request: InFlight) -> Hashable:
-    """Returns a key for requests whose answers have the same size: model, version and shapes of inputs."""
+    """Returns a key that is equal for requests whose answers have the same size: the model, version and shapes of inputs."""
     prepared = request.prepared
     return prepared.model, prepared.version, tuple([tensor.shape for tensor in prepared.inputs])
