@@ -42,9 +42,11 @@ class DeviceRoom:
     """
 
     def __init__(self, byte_size: int, pinned: PinnedBudget | None = None) -> None:
-        """``byte_size``: how many bytes all sets together may take on the device.
+        """Begins without sets.
 
-        ``pinned``: how many bytes of page-locked memory sets that left the device may take; None: none.
+        Args:
+          byte_size: the most bytes that all sets together may take on the device.
+          pinned: the page-locked memory for sets that have left the device; None: they get none.
         """
         self._limit = byte_size
         self.pinned = pinned or PinnedBudget(0)
@@ -64,12 +66,15 @@ class DeviceRoom:
         self._former: OrderedDict[ParameterSet, None] = OrderedDict()
 
     def use(self) -> int:
-        """Returns the number that marks a set as used now: the set with the lowest is evicted first."""
+        """Returns a number that rises with each call, for a set that is used now.
+
+        The set with the lowest number is evicted first.
+        """
         return next(self._uses)
 
     @property
     def byte_size(self) -> int:
-        """The bytes that all parameter sets, also those in stacks, take on the device now."""
+        """The number of bytes that all parameter sets, also those in stacks, take on the device now."""
         with self.lock:
             self._forget_gone()
             return self._taken + self._stacked
@@ -122,7 +127,7 @@ class DeviceRoom:
             heapq.heapify(self._order)
 
     def _make_room(self, limit: int) -> None:
-        """Evicts sets, least recently used first, until those that remain take at most ``limit`` bytes, or none may leave."""
+        """Evicts sets, the least recently used first, until the others take at most ``limit`` bytes or none of them may leave."""
         stay: list[_Resident] = []
         while self._taken > limit and self._order:
             entry = heapq.heappop(self._order)
@@ -141,9 +146,9 @@ class DeviceRoom:
             heapq.heappush(self._order, entry)
 
     def keep(self, parameters: ParameterSet) -> None:
-        """Keeps in host memory a set that a newer version has replaced, so that it can be put into use again.
+        """Keeps a set that a newer one has replaced, in host memory, so that it can be put into use again.
 
-        The oldest of the kept sets are forgotten while these have together more bytes than sets may take on the device.
+        The oldest kept sets are forgotten when all kept sets have together more bytes than sets may take on the device.
         """
         self._former[parameters] = None
         while sum([each.byte_size for each in self._former]) > self._limit:
@@ -151,7 +156,7 @@ class DeviceRoom:
             oldest.sets.forget_before(oldest)
 
     def forget(self, parameters: ParameterSet) -> None:
-        """Removes a replaced set from those that ``keep`` keeps, if it is one of them."""
+        """Forgets a replaced set if ``keep`` still keeps it."""
         self._former.pop(parameters, None)
 
     def left(self, parameters: ParameterSet) -> None:

@@ -69,7 +69,7 @@ class LaidLeaf(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Name, dtype and shape of a leaf that a header describes, and where its bytes begin and end in the parameters."""
+    """Name, dtype and shape of a leaf, and where its bytes begin and end in the parameters, as safetensors' header says."""
 
     name: str
     dtype: np.dtype[Any]
@@ -81,12 +81,12 @@ class Place(NamedTuple):
 def read(content: memoryview, what: str, leaves: Leaves | None = None) -> dict[str, Array]:
     """Reads parameters in safetensors' layout. Returns leaf name -> array; the arrays lie in the given memory, without a copy.
 
-    The tensors themselves are not read: ``check_truth`` looks at them.
+    Booleans are not checked to be 0 or 1: ``check_truth`` does that.
 
     Args:
       content: the memory, which must not change any more.
-      what: names the parameters in errors, here and below.
-      leaves: those of the model, which bound the header; None: whoever wrote the header is trusted.
+      what: what errors call the parameters; so in all functions of this module.
+      leaves: the model's leaves, which limit the header's size; None: whoever wrote the header is trusted.
     Raises InvalidArgument: the memory is not in safetensors' layout, or a leaf has an unsupported type; with ``leaves``: the
       model has no such leaf.
     """
@@ -101,8 +101,8 @@ def read(content: memoryview, what: str, leaves: Leaves | None = None) -> dict[s
 def header_length(head: bytes, byte_size: int, what: str, leaves: Leaves | None = None) -> int:
     """Returns the length of safetensors' header. Raises InvalidArgument: the parameters are too short, or the header is too long.
 
-    ``head``: the first ``LENGTH`` bytes of the parameters, or all of them. ``byte_size``: that of the parameters.
-    ``leaves``: as for ``read``.
+    ``head``: the first ``LENGTH`` bytes of the parameters, or all of them. ``byte_size``: the parameters' number of bytes.
+    ``leaves``: the model's leaves, which limit the header's size; None: any size is accepted.
     """
     if len(head) < LENGTH:
         raise InvalidArgument(f"{what}: {len(head)} bytes are too few for safetensors' layout")
@@ -120,9 +120,12 @@ def header_length(head: bytes, byte_size: int, what: str, leaves: Leaves | None 
 def places(header: bytes | memoryview, byte_size: int, what: str, leaves: Leaves | None = None) -> dict[str, Place]:
     """Reads safetensors' header. Returns leaf name -> place, in the order of the places.
 
-    ``header``: its bytes, without their length. ``byte_size``: that of the parameters, which the tensors fill to the end. Raises
-    InvalidArgument: the header is not that of safetensors' layout, the tensors are no sequence without holes, or have an
-    unsupported type; the model has no such leaf, or it has another datatype or shape.
+    Args:
+      header: its bytes, without the length in front of them.
+      byte_size: the parameters' number of bytes, which the tensors must fill to the end.
+      leaves: the model's leaves, which the header must agree with; None: that is not checked.
+    Raises InvalidArgument: the header is not in safetensors' layout, the tensors leave holes or have an unsupported type; or the
+      model has no such leaf, or has it with another datatype or shape.
     """
     first = at = LENGTH + len(header)
     found: dict[str, Place] = {}
@@ -175,14 +178,14 @@ def _entries(header: bytes | memoryview, what: str, leaves: Leaves | None) -> di
 
 
 def check_truth(arrays: Mapping[str, Array], what: str) -> None:
-    """Checks the truth values among pushed arrays. Raises InvalidArgument: one is neither 0 nor 1, as in memory it must be."""
+    """Checks the BOOL arrays of a push. Raises InvalidArgument: an element is neither 0 nor 1, as XLA expects it in memory."""
     for name, array in arrays.items():
         if array.dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1:
             raise InvalidArgument(f"{what}: leaf '{name[:_MAX_NAME]}' has a truth value that is neither 0 nor 1")
 
 
 def leaf_of(name: str, array: Array) -> tuple[LaidLeaf, Copy]:
-    """Describes an array as a leaf for ``laid_out``. Returns the description, and a function that copies the array's bytes."""
+    """Describes an array as a leaf for ``laid_out``. Returns the description, and a function that copies the array's content."""
     content = np.ascontiguousarray(array).reshape(-1).view(np.uint8) if array.nbytes and array.dtype in _NAMES else b""
     return LaidLeaf(name, array.dtype, tuple(array.shape)), part_of(content).copy
 

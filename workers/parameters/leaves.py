@@ -34,7 +34,7 @@ class Leaf(NamedTuple):
 
     @property
     def byte_size(self) -> int:
-        """The bytes of the array on the device."""
+        """The number of bytes that the array takes on the device."""
         return int(self.placed.itemsize) * math.prod(self.shape)
 
     @property
@@ -59,9 +59,9 @@ class Leaves:
         Args:
           names: the names of the leaves, in the order of their tree.
           made: the leaves in this order, as the model's ``create`` function returned them.
-          shared: returns whether all parameter sets share the leaf with a name.
-          fixed: the names of the tree's leaves that are no arrays, and so part of the model's programs. A number pushed under
-            such a name is passed over, so that the whole tree that ``create`` returned can be pushed.
+          shared: returns whether all parameter sets have one and the same leaf with this name.
+          fixed: the names of the tree's leaves that are no arrays, and so part of the model's programs. A push may have numbers
+            under such names, which are ignored, so that the whole tree that ``create`` returned can be pushed.
         """
         self.model = model
         self.fixed = frozenset(fixed)
@@ -80,7 +80,11 @@ class Leaves:
         return len(self._leaves)
 
     def byte_size_of(self, named: bool) -> int:
-        """Returns how many bytes all leaves take on the device; with ``named``, only those that are not shared between sets."""
+        """Returns how many bytes one parameter set takes on the device.
+
+        ``named``: True: a set other than ``main``, without the leaves that it shares with ``main``; False: ``main``, with all
+        leaves.
+        """
         return sum([leaf.byte_size for leaf in self._leaves if not (named and leaf.shared)])
 
     def check_named(self) -> None:
@@ -91,12 +95,12 @@ class Leaves:
             raise Unsupported(f"model '{self.model}' has no parameters that are arrays: there is nothing to push")
 
     def fitted(self, found: Mapping[str, Array], what: str, named: bool = False) -> list[Array | None]:
-        """Checks pushed parameters. Returns their arrays in the order of the tree; None for those that cannot be pushed.
+        """Checks pushed parameters. Returns their arrays in the order of the tree, with None for leaves that cannot be pushed.
 
         Args:
           found: leaf name -> array.
-          what: names the parameters in errors, here and below.
-          named: whether they are for a set other than main: such a set has None in place of the leaves that all sets share.
+          what: what errors call the parameters; so in all methods of this class.
+          named: whether they are for a set other than ``main``, which also has None in place of each leaf that all sets share.
         Raises InvalidArgument: a leaf is missing, unknown, or has another datatype or shape than the model's; Unsupported: the
           model's parameters cannot be pushed.
         """
@@ -119,9 +123,10 @@ class Leaves:
         return fitting
 
     def check_known(self, found: Mapping[str, Any], what: str) -> None:
-        """Checks pushed arrays: ``found`` is leaf name -> array, or what describes it; leaves may be missing.
+        """Checks pushed arrays, of which some of the model's leaves may be missing.
 
-        Raises InvalidArgument: the model has no leaf of such a name, or it has another dtype or shape.
+        ``found``: leaf name -> array, or an object with its dtype and shape. Raises InvalidArgument: the model has no leaf of
+        such a name, or has it with another dtype or shape.
         """
         self.check_names(found, what)
         for name in self.fixed & found.keys():
@@ -161,9 +166,9 @@ def _placed(dtype: Any) -> Any:
 
 
 def names_of(parameters: Any, kinds: tuple[type, ...] = (object,)) -> list[str]:
-    """Returns the names of a tree's leaves of these types: the keys on the path to each, joined by dots.
+    """Returns the names of a tree's leaves that are of these types: the keys on the path to each, joined by dots.
 
-    As everywhere, a tree that is a single leaf has the name "array".
+    A tree that is a single leaf has the name "array".
     """
     return [
         jax.tree_util.keystr(path, simple=True, separator=".") or "array"
@@ -173,7 +178,10 @@ def names_of(parameters: Any, kinds: tuple[type, ...] = (object,)) -> list[str]:
 
 
 def check_finite(leaves: Leaves, arrays: Sequence[Array | None], what: str) -> None:
-    """Checks pushed values. Raises InvalidArgument: one is infinite or NaN; the error names leaf, index and ``what``."""
+    """Raises InvalidArgument if an array of a push has an infinite element or NaN; the error names leaf, index and ``what``.
+
+    ``arrays``: in the order of ``leaves``, with None for leaves that cannot be pushed.
+    """
     for leaf, array in zip(leaves, arrays, strict=True):
         if array is None or array.dtype.kind in "biu":
             continue

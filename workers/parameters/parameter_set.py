@@ -34,9 +34,9 @@ _ABSENT: Any = object()
 
 
 class Placer:
-    """Places the leaves of parameter sets where the programs of one loaded model version use them; base class.
+    """Base class of what puts the leaves of parameter sets into the memory from which one loaded version's programs use them.
 
-    Leaves are in the order of the model's tree, with None in place of those that cannot be pushed.
+    Leaves are in the order of the model's tree, with None in place of those that clients cannot push.
     """
 
     #: Whether all of the model's programs run on a processor; only then may ``lay`` be called.
@@ -50,12 +50,12 @@ class Placer:
     def place(self, host: Sequence[Any], main: ParameterSet) -> Any:
         """Copies leaves from host memory to the worker's device. Returns their tree there. Raises whatever copying raises.
 
-        ``main``: the main set in use: its arrays show on which of several devices the programs want the leaves.
+        ``main``: the ``main`` set that is in use: its arrays show on which of several devices the programs want each leaf.
         """
         raise NotImplementedError
 
     def byte_size_in_place(self, host: Sequence[Array | None]) -> int:
-        """Returns the bytes of the leaves that programs use in host memory, without a copy, so that the device needs none."""
+        """Returns the number of bytes of the leaves that programs use in host memory without a copy, so not on the device."""
         return 0
 
     def lay(self, host: Sequence[Array | None]) -> Any:
@@ -93,8 +93,10 @@ class ParameterSet:
     ) -> None:
         """Makes a set that is not in use yet.
 
-        ``host``: the leaves in host memory; None: they are not there. ``tree``: those on the device; ``_ABSENT``: they are not
-        there.
+        Args:
+          number: tells the sets that were pushed under one name apart.
+          host: the leaves in host memory; None: they are not there.
+          tree: the tree of leaves on the device; ``_ABSENT``: they are not there.
         """
         self.sets = sets
         self.name = name
@@ -120,9 +122,9 @@ class ParameterSet:
         self.stamp = object()
 
     def on(self, placement: int) -> Any:
-        """Returns the tree of parameters on a device, and brings them there first if they are not there.
+        """Returns the tree of parameters on a device, after it has brought them there if need be.
 
-        Raises Unavailable: there is no room for them on the device.
+        ``placement``: 1: the single-thread device; 0: any other. Raises Unavailable: there is no room for them on the device.
         """
         if self._leaves:
             self.used = self.sets.room.use()
@@ -172,14 +174,15 @@ class ParameterSet:
 
     @property
     def is_newest(self) -> bool:
-        """True while this is the version in use of its set: new requests that name the set get it."""
+        """True while requests that name this set get these values: no later push under its name has been put into use."""
         return self.sets.newest(self.name) is self
 
     @property
     def may_leave(self) -> bool:
-        """True if the set may leave the device: it is in host memory, does not wait to be put into use, and is not main.
+        """True if the set may leave the device.
 
-        Main may leave if the model's parameters are loaded on demand.
+        It has to be in host memory and not waiting to be put into use. ``main`` may leave only if the model's parameters are
+        loaded on demand.
         """
         moves = self.is_hosted and self.placed_byte_size > 0
         return moves and (self.sets.main is not self or self.sets.on_demand) and self not in self.sets.staged
@@ -199,9 +202,9 @@ class ParameterSet:
         return self._host
 
     def leave(self) -> object:
-        """Removes the parameters from the device if they are in host memory. Running programs keep them.
+        """Removes the parameters from the device if they are in host memory. Programs that run keep them until they end.
 
-        Returns what was on the device: the memory is freed when the caller drops the result.
+        Returns what was on the device; its memory is freed when the caller drops the result.
         """
         with self.sets.room.lock:
             trees: list[Any] = []
@@ -215,7 +218,7 @@ class ParameterSet:
     def evict(self) -> None:
         """Removes the parameters from the device to make room for other sets. The caller must hold the lock of ``sets.room``.
 
-        A GPU's are first copied to page-locked memory if there is room.
+        Parameters on a GPU are first copied to page-locked memory, if there is room for them.
         """
         placer, pinned, tree = self.sets.placer, self.sets.room.pinned, self._trees[0]
         kept = self.sets.keeps(self) and self._pinned is None and tree is not _ABSENT
@@ -256,11 +259,11 @@ class ParameterSet:
             self.on(1)
 
     def moved(self, tree: Any) -> None:
-        """Replaces the arrays, while the model loads, by equal ones on the devices that its first program uses."""
+        """Replaces the parameters' arrays, while the model loads, by equal arrays on the devices that its first program uses."""
         self._trees = [tree, _ABSENT]
 
     def said(self) -> dict[str, Parameter]:
-        """Returns the response parameters that tell a client which set and version its answer was computed with."""
+        """Returns the response parameters that tell a client the name and number of the set that computed its answer."""
         return {"parameter_set": self.name, "parameter_version": self.number}
 
     def __str__(self) -> str:
@@ -291,15 +294,15 @@ class ParameterSets:
         stack: SetStack | None = None,
         on_demand: bool = False,
     ) -> None:
-        """Holds ``main``, the parameters that the model was loaded with.
+        """Begins with ``main``, the parameters that the model was loaded with.
 
         Args:
-          tree: those parameters on the device; leaves that lie in ``stack`` are None there.
+          tree: these parameters on the device; a leaf that lies in ``stack`` is None.
           room: the device memory that pushed parameters may use; None: there is none.
           host: the leaves of ``tree`` in host memory; None: they are not there.
-          stack: that of a model whose batches mix sets; None: its batches do not mix sets.
-          on_demand: whether main may leave the device like other sets; then ``tree`` is ignored, and the caller has ``main``
-            placed from ``host`` by ``main.prepare``.
+          stack: the stack of a model whose batches mix sets; None: its batches do not mix sets.
+          on_demand: whether ``main`` may leave the device as other sets may. If so, ``tree`` is ignored, and the caller brings
+            ``main`` from ``host`` to the device by ``main.prepare``.
         """
         self.placer = placer
         self.leaves = placer.leaves
@@ -324,9 +327,10 @@ class ParameterSets:
         self.evictions = 0
 
     def share_by(self, share: Callable[[Any], Any]) -> None:
-        """Lets the device for small programs use all parameters, beginning with main, where they lie on the worker's device.
+        """Lets the device for small programs use the memory of all parameters on the worker's device, beginning with ``main``.
 
-        ``share``: returns a tree of parameters for that device. Raises whatever it raises for main; then nothing has changed.
+        ``share``: returns a tree of parameters for that device. If it raises for ``main``, that is raised and nothing has
+        changed.
         """
         self.share = share
         try:
@@ -336,11 +340,11 @@ class ParameterSets:
             raise
 
     def newest(self, name: str) -> ParameterSet | None:
-        """Returns the set with a name, in the version that is in use, or None if there is no such set."""
+        """Returns the set in use under a name; None: there is none."""
         return self.main if name == MAIN_SET else self.named.get(name)
 
     def find(self, name: str) -> ParameterSet:
-        """Returns the set with a name, and marks it (but not main) as just used.
+        """Returns the set in use under a name, and notes that it was used now (but not for ``main``).
 
         Raises NotFound: there is no set with that name.
         """
@@ -353,7 +357,7 @@ class ParameterSets:
         return found
 
     def check_count(self, name: str, limit: int) -> None:
-        """Checks that a set may have this name. Raises InvalidArgument: the name is new, and there are ``limit`` sets already."""
+        """Raises InvalidArgument if there are ``limit`` sets already and none of them has this name."""
         names = {MAIN_SET, *self.named, *(each.name for each in self.staged)}
         if name not in names and len(names) >= limit:
             raise InvalidArgument(
@@ -361,9 +365,10 @@ class ParameterSets:
             )
 
     def commit(self, parameters: ParameterSet, stays: bool = False) -> Unused:
-        """Puts a set into use after ``prepare``. The version of the set that was in use before is kept for a roll-back.
+        """Puts a set into use after ``prepare``.
 
-        ``stays``: whether the version before stays on the device, because requests that have begun continue with it.
+        The set that was in use before under its name is kept, to be put into use again if asked.
+        ``stays``: whether that one stays on the device, because requests that have begun go on with it.
         """
         former = self.newest(parameters.name)
         parameters.stamp = object()
@@ -389,9 +394,10 @@ class ParameterSets:
         return Unused(unused, None if stays or former.is_hosted else former)
 
     def drop(self, name: str) -> list[object]:
-        """Forgets the set with a name, and the version before. Returns objects whose memory is freed when the caller drops them.
+        """Forgets the set with a name, and the one that it replaced.
 
-        Raises NotFound: there is no set with that name; InvalidArgument: it is main.
+        Returns objects whose memory is freed when the caller drops them.
+        Raises NotFound: there is no set with that name; InvalidArgument: the name is ``main``.
         """
         if name == MAIN_SET:
             raise InvalidArgument(f"parameter set '{MAIN_SET}' of model '{self.leaves.model}' cannot be dropped")
@@ -405,19 +411,19 @@ class ParameterSets:
         return unused
 
     def forget_before(self, before: ParameterSet | None) -> None:
-        """Forgets a version of a set that is kept for a roll-back; does nothing if it is not kept any more."""
+        """Forgets a replaced set that is kept to be put into use again. Does nothing if it is not kept any more."""
         if before is not None and self._before.get(before.name) is before:
             del self._before[before.name]
             before.unpin()
             self.room.forget(before)
 
     def keeps(self, parameters: ParameterSet) -> bool:
-        """Returns whether a version of a set may be used again: it is the newest or the one before, and the model is loaded."""
+        """Returns whether a set may be used again: the model is loaded, and the set is in use or was in use just before."""
         newest, before = self.newest(parameters.name), self._before.get(parameters.name)
         return not self._closed and (parameters is newest or parameters is before)
 
     def close(self) -> None:
-        """Frees page-locked memory, the versions before the newest, and the stack, because the model version was unloaded."""
+        """Frees page-locked memory, replaced sets and the stack, because the model version was unloaded."""
         with self.room.lock:
             self._closed = True
         for each in (self.main, *self.named.values()):
@@ -429,9 +435,9 @@ class ParameterSets:
             self.room.leave_stack(self.stack)
 
     def kept(self, name: str, number: int) -> ParameterSet:
-        """Returns version ``number`` of a set.
+        """Returns the set with this name and number.
 
-        Raises NotFound: it is neither the newest nor the one that was in use before it.
+        Raises NotFound: it is neither in use nor was it in use just before.
         """
         for found in (self.newest(name), self._before.get(name)):
             if found is not None and found.number == number:

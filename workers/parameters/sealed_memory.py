@@ -53,7 +53,7 @@ Copy = Callable[[int, Array], None]
 
 
 class Part(NamedTuple):
-    """Bytes that memory is filled with: how many, and the function that copies them from their source."""
+    """A part of the content of new memory: its number of bytes, and the function that copies them there."""
 
     byte_size: int
     copy: Copy
@@ -78,7 +78,7 @@ def _seals(fd: int) -> int:
 
 
 class SealedMemory:
-    """Sealed memory, mapped for reading. It stays mapped, and so nobody changes it, while arrays in it exist."""
+    """Sealed memory, mapped for reading. It stays mapped while arrays in it exist."""
 
     def __init__(self, fd: int) -> None:
         """Maps sealed memory; the caller keeps ``fd`` and may close it.
@@ -99,7 +99,10 @@ class SealedMemory:
         self.view = memoryview(mapping)
 
     def populate(self) -> None:
-        """Maps all pages, or the first batch would meet the faults. The kernel fills those that its maker left out with zeros."""
+        """Maps all pages now, so that the first batch meets no page faults.
+
+        The kernel fills pages that were never written with zeros.
+        """
         # By numpy, which leaves Python to others meanwhile.
         np.frombuffer(self.view, np.uint8)[:: mmap.PAGESIZE].max()
 
@@ -143,9 +146,9 @@ class _Memory:
             raise self._lacking() from error
 
     def _write(self, parts: Sequence[Part]) -> None:
-        """Writes parts by system calls: the kernel copies into new pages in one pass, and does not clear them first.
+        """Writes parts by system calls, with which the kernel copies into new pages in one pass and does not clear them first.
 
-        A lack of memory is an error here, where it would be a signal in a mapping.
+        A lack of memory is an error here; in a mapping it would be a signal.
         """
         piece, at = np.empty(min(PIECE, self.byte_size), np.uint8), 0
         for part in parts:
@@ -164,7 +167,10 @@ class _Memory:
         return Unavailable(f"the host has no {self.byte_size} bytes of memory for parameters")
 
     def fill(self, parts: Sequence[Part]) -> None:
-        """Fills memory that is free again. Raises whatever copying a part raises; the memory is free then, too."""
+        """Fills memory that nobody uses any more.
+
+        If copying a part raises, that is raised, and the memory can be filled again.
+        """
         if not self._is_populated:
             # In pieces, because whoever maps memory meanwhile waits. Linux before 5.14 does not know it: each page is a fault.
             for start in range(0, self.byte_size, PIECE):
@@ -177,7 +183,7 @@ class _Memory:
             at += part.byte_size
 
     def lend(self) -> int:
-        """Returns a descriptor by which others read the memory, which is not free while a duplicate or a mapping of it exists.
+        """Returns a descriptor by which others read the memory. The memory is in use while a duplicate or a mapping of it exists.
 
         Raises OSError: there is no descriptor, or no /proc.
         """
@@ -204,7 +210,7 @@ class _Memory:
     def fix(self) -> int:
         """Seals the memory so that not even this process can change it. Returns its file descriptor, which the caller closes.
 
-        No array may refer to the memory any more. Raises Unavailable: somebody else can write to it; it is freed.
+        No array may refer to the memory any more. Raises Unavailable: another process can write to the memory; it is freed then.
         """
         del self.content
         try:
@@ -223,9 +229,9 @@ class _Memory:
 
 
 class NewMemory:
-    """Memory that is filled with parameters, to be checked and then sealed.
+    """New memory that is filled with parameters; it is checked and then sealed.
 
-    Its owner calls ``sealed``, and in any case ``close``.
+    Its owner calls ``sealed`` once the content is right, and ``close`` in any case.
     """
 
     def __init__(self, memory: _Memory, pool: MemoryPool) -> None:
@@ -234,7 +240,7 @@ class NewMemory:
 
     @property
     def content(self) -> Array:
-        """The bytes. No array may refer to them any more when ``sealed`` is called."""
+        """The memory's content as an array. No array may refer to it any more when ``sealed`` is called."""
         assert self._memory is not None
         return self._memory.content
 
@@ -258,7 +264,7 @@ class NewMemory:
 
 
 class MemoryPool:
-    """Makes memory for parameters, and fills memory again that it made before and that nobody uses any more. For one thread."""
+    """Makes memory for parameters, and fills memory again that it has made and that nobody uses any more. For one thread."""
 
     def __init__(self) -> None:
         self._returns = kernel_tells()
@@ -284,7 +290,10 @@ class MemoryPool:
         return NewMemory(memory, self)
 
     def _new(self, parts: Sequence[Part], byte_size: int) -> _Memory:
-        """Returns new memory that is filled with parts; frees what is kept for other sizes if there is too little memory."""
+        """Returns new memory that is filled with parts.
+
+        If the host has too little, it first frees unused memory of other sizes.
+        """
         try:
             return _Memory(parts, byte_size)
         except Unavailable:
@@ -295,7 +304,7 @@ class MemoryPool:
         return _Memory(parts, byte_size)
 
     def _forget(self, memories: Sequence[_Memory]) -> None:
-        """Forgets memories: those that are free are freed, and each other when its last user lets go of it."""
+        """Gives up memories: those that nobody uses are freed now, each of the others when its last user lets go of it."""
         self._memories = [each for each in self._memories if each not in memories]
         for each in memories:
             each.close()
@@ -313,7 +322,10 @@ class MemoryPool:
             return memory.lend()
 
     def give_back(self, memory: _Memory) -> None:
-        """Takes over memory, and keeps it if its size was sealed lately; the oldest is forgotten if there are too many."""
+        """Takes over memory, and keeps it if memory of its size was sealed lately.
+
+        If too much is kept, the oldest is given up.
+        """
         if memory.byte_size not in self._filled_ns:
             memory.close()
             return
@@ -322,9 +334,9 @@ class MemoryPool:
         self._forget(self._memories[:-MOST_RETURNING])
 
     def expire(self, now_ns: int) -> bool:
-        """Forgets memory of sizes that were not filled for a while, and what has been free since the call before.
+        """Gives up memory of sizes that were not filled for a while, and memory that was unused already at the last call.
 
-        Returns whether anything is kept, so that this has to be called again. ``now_ns``: CLOCK_MONOTONIC.
+        Returns whether any is kept, so that this has to be called again. ``now_ns``: CLOCK_MONOTONIC.
         """
         self._filled_ns = {size: at_ns for size, at_ns in self._filled_ns.items() if at_ns + KEPT_NS > now_ns}
         gone: list[_Memory] = []

@@ -31,14 +31,17 @@ Open = Callable[[Sequence[Array]], list[jax.Array]]
 
 
 def put(arrays: list[jax.Array], leaves: list[Array], slot: Any) -> list[jax.Array]:
-    """Returns the stack's arrays with a set's leaves in a slot; compiled with ``arrays`` donated: they are changed in place."""
+    """Returns the stack's arrays with a set's leaves in a slot.
+
+    When it is compiled, ``arrays`` are donated and changed in place.
+    """
     return [
         jax.lax.dynamic_update_index_in_dim(array, leaf, slot, 0) for array, leaf in zip(arrays, leaves, strict=True)
     ]
 
 
 class SetDeclaration(NamedTuple):
-    """A model's settings for batches that mix parameter sets."""
+    """A model's settings for batches whose requests use different parameter sets: which leaves differ between sets."""
 
     #: Names of leaves, or of subtrees of leaves, that differ between sets; empty: all leaves.
     names: tuple[str, ...]
@@ -95,10 +98,10 @@ class SetStack:
     """Holds parameter sets of one loaded model version side by side on the device, so that the rows of a batch can mix them."""
 
     def __init__(self, leaves: Leaves, structure: Any, slots: int) -> None:
-        """Makes a stack without arrays; the first batch makes them, once ``open`` was called.
+        """Makes a stack without arrays; the first batch after ``open`` makes them.
 
-        ``structure``: that of the model's tree of parameters. ``slots``: how many sets have room; a batch has at most as many
-        rows.
+        ``structure``: the structure of the model's tree of parameters. ``slots``: how many sets have room, which is also the most
+        rows of a batch.
         """
         self.slots = slots
         self._structure = structure
@@ -119,9 +122,10 @@ class SetStack:
         self._tree_of: ParameterSet | None = None
 
     def open(self, at: int, open: Open, put: Put) -> None:
-        """Sets the device of the stack, as ``ParameterSet.on`` takes it, and the functions that make and fill its arrays.
+        """Sets the device of the stack, and the functions that make and fill its arrays.
 
-        ``open``: brings arrays of zeros, one for each stacked leaf, to the device. ``put``: puts a set's leaves into a slot.
+        ``at``: 1: the single-thread device; 0: any other. ``open``: makes arrays of zeros on the device, one for each leaf of the
+        stack. ``put``: puts a set's leaves into a slot.
         """
         self._at, self._open, self._put = at, open, put
 
@@ -147,11 +151,13 @@ class SetStack:
         return parameters in self._slots
 
     def arguments(self, sets: ParameterSets, chosen: Chosen, rows: int) -> tuple[Any, Array]:
-        """Returns what a program takes as parameters: the tree with its stacked leaves, and the slot of each row, INT32[rows].
+        """Returns what a program takes as parameters: the tree with the stack's leaves, and the slot of each row, INT32[rows].
 
-        Sets without a slot get one. The result is valid only for the next call of a program. ``chosen``: one set for all rows, or
-        the set of each request or row; None: main. Rows beyond get the set of the first row. Raises whatever the device raises;
-        then no set has a slot any more.
+        Sets without a slot get one. The result is valid only for the next call of a program. If the device raises, that is
+        raised, and no set has a slot any more.
+
+        ``chosen``: one set for all rows, or the set of each request or row; None: ``main``. Rows that no request fills get the
+        set of the first row.
         """
         wanted: Sequence[ParameterSet | None]
         if isinstance(chosen, tuple):

@@ -62,8 +62,8 @@ class Making:
     ) -> None:
         """Stores what describes the push; nothing is read yet.
 
-        ``limit``: how many bytes one push may have. ``base``: the set from which leaves are taken that the source
-        does not have; None: the source has all leaves.
+        ``limit``: the most bytes that one push may have. ``base``: the set from which the leaves are taken that the source lacks;
+        None: the source has all leaves.
         """
         self._pool = pool
         self._leaves = leaves
@@ -116,13 +116,13 @@ class Making:
         }
 
     def copied(self, byte_size: int, copy: Copy) -> int:
-        """Copies a source that is in safetensors' layout as a single piece. Returns the file descriptor of the sealed memory.
+        """Copies a source that is in safetensors' layout as one piece. Returns the file descriptor of the sealed memory.
 
-        Adds spaces behind the header so that the tensors are aligned: XLA then uses them without a copy on a processor.
+        Spaces are added behind the header so that the tensors are aligned: XLA then uses them without a copy on a processor.
+        The header is read first; nothing else is copied if it is malformed or names other leaves than the model's.
 
-        Raises InvalidArgument: the source is too large, too short by now, or its checksum is wrong; or its header, which is
-        looked at before anything else is copied, is malformed or names other leaves than the model's; Unavailable: there is no
-        memory.
+        Raises InvalidArgument: the source or its header is not valid, the source is too large or has become too short, or its
+        checksum is wrong; Unavailable: there is no memory.
         """
         layout.check_size(byte_size, self._limit, self.what)
         head = self._read_from(copy, 0, min(byte_size, layout.LENGTH))
@@ -158,7 +158,7 @@ class Making:
             return memory.sealed()
 
     def _contents(self, memory: NewMemory, places: Sequence[tuple[LaidLeaf, Copy]]) -> Iterator[Array]:
-        """Yields the bytes of leaves in new memory, in the order of the push."""
+        """Yields the content of each leaf, which is copied to new memory, in the order of the push."""
         found = layout.read(memory.content.data, self.what)
         for leaf, _ in places:
             if leaf.byte_size:

@@ -59,9 +59,9 @@ def attach() -> bool:
 
 
 def _tried(byte_size: int = WORTH) -> str:
-    """Runs a test program so that XLA writes its output to given memory. Returns the reason for a failure, or "" if it works.
+    """Runs a test program so that XLA writes its output to given memory. Returns why that failed; "": it works.
 
-    The memory comes from the C library, so it does no harm if XLA frees it there directly, as it would if only its allocations
+    The memory comes from the C library, so that no harm is done if XLA frees it there itself, as it would if only its allocations
     were redirected.
     """
     library, place = ctypes.CDLL(None), ctypes.c_void_p()
@@ -103,7 +103,7 @@ def attached() -> bool:
 
 
 class OutputMemory:
-    """Knows which of XLA's allocations in a run become the outputs of one program, and answers them with given memory."""
+    """Knows which of XLA's allocations in a run become one program's outputs, and gives XLA memory of ours for these."""
 
     __slots__ = ("_skips", "sizes")
 
@@ -167,9 +167,9 @@ def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[d
 
 
 def given_up(address: int, view: memoryview) -> bool:
-    """Returns whether no array lies any more in ``view``, at ``address``, memory that XLA was to write an output to.
+    """Returns whether ``view``, memory at ``address`` that XLA was to write an output to, has no array in it any more.
 
-    If one does, the memory is never unmapped, which is logged.
+    If an array lies in it, the memory is never unmapped, and this is logged.
     """
     if not _native.holds(address):
         return True

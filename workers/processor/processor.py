@@ -101,10 +101,10 @@ class HostExecutable(Executable):
         return outputs
 
     def computed(self, parameters: Any, arguments: dict[str, Any], addresses: Mapping[str, int]) -> dict[str, Any]:
-        """Runs the program, and learns how XLA allocates the outputs if that is not known.
+        """Runs the program, and learns how XLA allocates the outputs if that is not known yet.
 
-        Returns outputs that may not be computed yet. ``addresses``: output name -> address of the memory that XLA should write
-        the output to; not heeded by a run that learns.
+        The outputs may not be computed yet.
+        ``addresses``: output name -> address of the memory that XLA should write the output to; a run that learns ignores them.
         """
         learned = self.memory_of_outputs
         if learned is None and self.placement.several is None and output_memory.attached():
@@ -170,7 +170,7 @@ class HostExecutable(Executable):
         places.offered.clear()
 
     def give_up(self, address: int, memory: memoryview) -> None:
-        """Checks that no array lies any more in ``memory``, at ``address``, that XLA was to write an output to.
+        """Checks that no array lies any more in ``memory``, at ``address``, to which XLA was to write an output.
 
         If one does, the memory is never unmapped, and outputs of later runs are copied to their places.
         """

@@ -37,7 +37,7 @@ _LEASED = -1
 
 
 class SingleRun:
-    """Runs, one at a time, the repeats of one prepared request of one submitter. Used by the thread of the worker's loop only."""
+    """Runs the repeats of one prepared request of one submitter, one at a time. Only the worker's loop uses it."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class SingleRun:
         """Makes arrays of the inputs that lie in regions, and finds where each output goes.
 
         Args:
-          lane: the submitter's, with the arenas of inputs and outputs.
-          inputs: the inputs that the prepared request describes, and how many bytes each has.
+          lane: the submitter's lane, with the arenas of inputs and outputs.
+          inputs: the inputs that the prepared request describes, each with its number of bytes.
           plan: how the requests are answered.
           names: ``PlannedOutput.content`` in the plan -> output name.
-          regions: the regions that the prepared request names, by name.
+          regions: region name -> region, for those that the prepared request names.
         """
         self._executable = executable
         self._lane = lane
@@ -137,9 +137,10 @@ class SingleRun:
         return made
 
     def _run_placed(self, arguments: dict[str, Array], chosen: ParameterSet | None) -> Outcome | None:
-        """Has XLA write large outputs straight to their places, in a lease or in regions.
+        """Runs the program so that XLA writes large outputs straight to their places, in a lease or in regions.
 
-        Returns and raises what ``__call__`` does.
+        Returns: the lease with the large outputs, and the small outputs; None: the request must be run as a batch.
+        Raises LookupError: XLA can no longer be made to write the outputs to their places; or whatever the program raises.
         """
         memory, lane = self._executable.memory_of_outputs, self._lane
         if memory is None:
@@ -165,9 +166,9 @@ class SingleRun:
     def _run_into(
         self, arguments: dict[str, Array], chosen: ParameterSet | None, memories: Mapping[str, memoryview]
     ) -> list[Array] | None:
-        """Has XLA write outputs to memory, by name.
+        """Runs the program so that XLA writes outputs to ``memories``, output name -> memory.
 
-        Returns the outputs for the answer's record; None: one was written elsewhere.
+        Returns the outputs for the answer's record; None: XLA has written one of ``memories``' outputs elsewhere.
         """
         executable = self._executable
         addresses = {name: address_of(memory) for name, memory in memories.items()}

@@ -76,10 +76,10 @@ def _opened() -> jax.Device:
 
 
 def choose(device: jax.Device, max_flops: int) -> SingleThreadDevice | None:
-    """Opens the single-thread device, before any model is loaded, if it is useful for the worker's ``device``.
+    """Opens the single-thread device, before any model is loaded, if it is useful beside the worker's ``device``.
 
-    Returns None if that is no CPU or has only one thread, if ``max_flops`` is 0 (not wanted), or if this JAX version cannot have
-    such a device, which is logged.
+    None: ``device`` is no CPU or has only one thread, ``max_flops`` is 0 (the operator does not want it), or this version of JAX
+    cannot have such a device, which is logged.
     """
     if device.platform != "cpu" or thread_count() < 2 or not max_flops:
         return None
@@ -125,10 +125,7 @@ class SmallPrograms:
         self._possible = True
 
     def open(self) -> Placement | None:
-        """Returns the placement on the single-thread device, with the version's parameters.
-
-        None: that has failed for this version.
-        """
+        """Returns the placement on the single-thread device, with the version's parameters; None: that placing has failed."""
         with self._opening:
             if self._placement is None and self._possible:
                 try:

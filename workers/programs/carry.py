@@ -40,10 +40,10 @@ class Carry:
     """The state of one instance's sequences on the device. Used by the instance's thread only."""
 
     def __init__(self, signature: Signature, initial: Mapping[str, Array], device: jax.Device | None = None) -> None:
-        """Holds no arrays yet; the first run makes them.
+        """Begins without arrays; the first run makes them.
 
-        ``initial``: state name -> what it is when a sequence begins; others begin as zeros. ``device``: None: JAX's default
-        device.
+        ``initial``: state name -> the array with which a sequence begins; other states begin as zeros. ``device``: None: JAX's
+        default device.
         """
         self._signature = signature
         self._initial = initial
@@ -84,7 +84,7 @@ class Carry:
         return self._arrays
 
     def _begun(self, spec: StateSpec) -> jax.Array:
-        """Makes the array of a state: in the last row its initial value; the others are written before they are read."""
+        """Makes the array of a state. Its last row has the initial value; the others are written before they are read."""
         array = np.zeros((self._signature.slots + 1, *spec.dims), spec.dtype)
         array[-1] = self._initial.get(spec.name, 0)
         made: jax.Array = jax.device_put(array, self._device)

@@ -161,7 +161,7 @@ class Executable(ABC):
 
     @functools.cached_property
     def share(self) -> float:
-        """The work of a run as a fraction of what may run in one iteration of the worker's loop; infinite: more, or not known."""
+        """The work of a run, as a fraction of the work allowed in an iteration of the worker's loop; infinite: not known or more."""
         return share_of(self.program)
 
     @functools.cached_property
@@ -241,10 +241,10 @@ class Executable(ABC):
         """Runs the program and waits for its outputs. Raises what the run raises.
 
         Args:
-          parameters: from the method ``parameters``.
-          arguments: from ``gather``.
-          places: the memory in the answer or the client's regions that a single request's outputs are written to directly;
-            None: no memory is reserved yet.
+          parameters: the result of the method ``parameters``.
+          arguments: the result of ``gather``.
+          places: for a single request: the memory, in its answer or in the client's regions, that its outputs are to be written
+            to; None: no memory is reserved yet.
         """
         if self._signature.wide:
             with self._precision():
@@ -261,7 +261,7 @@ class Executable(ABC):
     def outputs(self, made: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:
         """Waits for a run and returns its outputs: in host memory, or on a GPU if they are large or a request needs them there.
 
-        ``made``: as for ``read``. Raises what the run raised.
+        ``made``: output name -> array, which ``call`` has returned without waiting for the values. Raises what the run raised.
         """
 
     def uncut(self, outputs: RunOutputs) -> BatchOutputs | None:
@@ -277,11 +277,10 @@ class Executable(ABC):
 
     @abstractmethod
     def sizes(self, requests: Sequence[RequestTensors], whole: bool) -> Mapping[str, int] | None:
-        """Returns each output's bytes if the caller should reserve memory for the outputs in the answer before the run.
+        """Returns output name -> bytes, if the caller should reserve memory in the answer for the run to write to.
 
-        The run then writes the outputs there. None: the caller should reserve the memory after the run.
-
-        ``whole``: whether there is one request and it gets the program's outputs as they are, without rows cut off.
+        None: the caller should reserve the memory after the run. ``whole``: whether there is a single request, whose answer has
+        the program's outputs with no rows cut off.
         """
 
     def offer(self, places: Places) -> None:
@@ -330,7 +329,7 @@ def specs_of(signature: Signature, wanted: Wanted) -> list[tuple[TensorSpec, tup
 
 
 def arguments_of(signature: Signature, wanted: Wanted) -> list[tuple[str, np.dtype[Any], tuple[int, ...]]]:
-    """Returns the name, dtype and shape, batch dimension included, of each argument of a program besides the parameters."""
+    """Returns the name, dtype and shape, batch dimension included, of each argument of a program except its parameters."""
     lead = (wanted.rows,) if signature.batches else ()
     return [
         (spec.name, spec.dtype, shape if spec.whole else (*lead, *shape)) for spec, shape in specs_of(signature, wanted)

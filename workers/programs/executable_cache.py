@@ -187,9 +187,10 @@ class ExecutableCache:
         return digest.hexdigest()
 
     def load(self, key: str, usual: Placement, small: SmallPrograms | None = None) -> CompiledProgram | None:
-        """Loads the executable for a key from the cache, and counts it as found there; arguments as for ``found_or_made``.
+        """Loads the executable for a key from the cache, and counts it as found there.
 
-        Returns None if there is none, or if it runs on the single-thread device and ``small`` cannot open that device.
+        None: there is none, or it runs on the single-thread device and ``small`` cannot open that device. ``usual``: where the
+        program runs otherwise. ``small``: opens the single-thread device; None: no program runs there.
         """
         name = _name(key)
         content = None if self._directory is None else self._directory.read(name)
@@ -284,7 +285,7 @@ class JaxCache:
         return getattr(self._thread, "passed_over", False)
 
     def _name(self, key: str) -> str:
-        """Returns the file name for a key of JAX, which begins with a function's name of any length, and so is hashed."""
+        """Returns the file name for a key: its hash, because JAX begins a key with a function's name of any length."""
         return hashlib.sha256(f"{self._variant}\n{key}".encode()).hexdigest() + ".program"
 
 

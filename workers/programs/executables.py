@@ -42,7 +42,7 @@ Apply = Callable[[Any, dict[str, Any]], dict[str, Any]]
 class Executables:
     """The executables of one model version: one for each bucket, made at load, and a few for other shapes, made later.
 
-    When there are too many of the latter, the least recently used one is evicted.
+    If there are too many for other shapes, the least recently used one of these is evicted.
     """
 
     def __init__(
@@ -162,8 +162,8 @@ class Executables:
     ) -> CompiledProgram:
         """Returns a program that runs several requests in one call: from the cache, or compiled by ``compile_it`` and stored.
 
-        ``shapes``: of a request's inputs. ``number``: how many requests are in a call; None: any number. Raises as ``_kept``
-        does.
+        ``shapes``: the shapes of a request's inputs. ``number``: how many requests are in a call; None: any number.
+        Raises Cancelled: the load was given up; or whatever ``compile_it`` raises.
         """
         parts = ("series", repr(shapes), str(number))
         what = f"program for {'several' if number is None else number} requests of {shapes}"
@@ -208,7 +208,7 @@ class Executables:
         return Carry(self._signature, self._initial, self._usual.device)
 
     def _run_once(self) -> None:
-        """Runs the executable of the smallest bucket on inputs of zeros, and further ones while their total work is small.
+        """Runs the executable of the smallest bucket on zeros, and then those of further buckets while their total work is small.
 
         A program's first run is slower (measured: the first of a process by 30 ms, the first of each executable by 3 ms), and a
         model that cannot run at all fails before it serves.

@@ -84,7 +84,7 @@ class PackedTensor(NamedTuple):
 
 
 class Packing:
-    """Packs a request's tensors into one array (row) for each dtype: a call costs more with each argument and each result.
+    """Packs a request's tensors into one array (row) for each dtype, because each argument and result makes a call slower.
 
     FP32    | a: 3 elements | b: 2 elements |
     INT64   | n: 1 element |
@@ -250,9 +250,10 @@ class GroupedProgram:
         return copied
 
     def run(self, chosen: ParameterSet | None = None) -> list[Content]:
-        """Computes the gathered requests and waits for the results, whose first dimension counts the requests.
+        """Runs the program on the gathered requests and waits for the results, whose first dimension counts the requests.
 
-        Raises Unavailable: the device has no room for the parameters; or whatever the program raises.
+        ``chosen``: the parameter set; None: ``main``. Raises Unavailable: the device has no room for the parameters; or whatever
+        the program raises.
         """
         parameters = (chosen or self._sets.main).on(self._at)
         if self._signature.wide:
@@ -261,11 +262,14 @@ class GroupedProgram:
         return self._read(self._program.call(parameters, self._memory.send(self.rows))[0])
 
     def uncut(self, stacks: Sequence[Content]) -> BatchOutputs | None:
-        """Returns the results of ``run`` as bytes, from which each answer copies its part; None: they are too large for that."""
+        """Returns the results of ``run`` as bytes, from which each answer copies its part; None: they are too large for that.
+
+        ``stacks``: what ``run`` returned: one array for each dtype of the outputs, with a row for each request.
+        """
         return uncut(self._layout, stacks)
 
     def split(self, stacks: Sequence[Content]) -> list[dict[str, Array]]:
-        """Splits the results of ``run`` into the outputs of each of the ``rows`` requests."""
+        """Splits the results of ``run`` into the outputs of each of the ``rows`` requests. ``stacks``: what ``run`` returned."""
         arrays = [
             np.frombuffer(stack, dtype).reshape(self._room, size) if isinstance(stack, bytes) else stack
             for stack, (dtype, size) in zip(stacks, self._outputs.rows, strict=True)
@@ -288,7 +292,7 @@ class GroupedProgramMaker:
         self._inputs = Packing([(spec.name, shape, spec.dtype) for spec, shape in specs_of(signature, single.wanted)])
 
     def numbers(self, lengths: Sequence[int]) -> dict[int, int | None]:
-        """Returns each number of requests -> the ``number`` with which ``compile`` makes its program."""
+        """Returns number of requests -> the ``number`` that ``compile`` is to be called with for it."""
         return {length: length if self._one_for_each else None for length in lengths}
 
     @property
@@ -352,7 +356,10 @@ class GroupedProgramMaker:
             return CompiledProgram(placement.compile(traced.lower(), options), placement)
 
     def programs(self, compiled: Mapping[int, CompiledProgram]) -> list[GroupedProgram]:
-        """Returns number of requests -> program as programs that share memory for inputs; empty: there is no room for it."""
+        """Returns the programs as objects that share memory for inputs. Empty: the device has no room for that memory.
+
+        ``compiled``: number of requests -> program.
+        """
         inputs = self._single.device.inputs(self.arguments)
         if not inputs.fit:
             return []
@@ -395,7 +402,7 @@ def layout_of_rows(signature: Signature, packing: Packing) -> OutputLayout:
 
 
 class _Shape:
-    """The programs for requests with the same input shapes, by how many requests wait."""
+    """The programs for requests with the same input shapes, indexed by how many requests wait."""
 
     __slots__ = ("fitting", "weight")
 
@@ -433,8 +440,8 @@ class GroupedCalls:
     def find(self, key: Hashable, waiting: int) -> GroupedProgram | None:
         """Returns the program for one call that runs as many of ``waiting`` requests as it has room for, the oldest first.
 
-        It may have room for more than are waiting. None: each request runs in a call of its own. ``key``: the shapes of their
-        inputs.
+        It may have room for more requests than wait. None: each request runs in a call of its own. ``key``: the shapes of a
+        request's inputs.
         """
         shape = self._shapes.get(key)
         return None if shape is None else shape.fitting[min(waiting, MOST)]
@@ -493,9 +500,9 @@ class GroupedCalls:
 
 
 def _padded(waiting: int, weight: Weight) -> int:
-    """Returns for how many requests a program is looked up when ``waiting`` requests wait: as many, but at most ``MOST``.
+    """Returns for how many requests a program is looked up when ``waiting`` requests wait: for as many, but at most ``MOST``.
 
-    For a tiny program it is ``MOST`` as soon as more than half as many wait, so that one call is enough.
+    A tiny program is looked up for ``MOST`` as soon as more than half as many wait, so that one call is enough.
     """
     if waiting > MOST // 2 and (waiting >= MOST or weight is Weight.TINY):
         return MOST

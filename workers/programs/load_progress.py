@@ -52,7 +52,7 @@ class LoadProgress:
     def through(
         self, wanted: Sequence[T], make: Callable[[T], tuple[CompiledProgram, bool]]
     ) -> Iterator[tuple[T, CompiledProgram, bool]]:
-        """Makes a program for each of ``wanted``; yields each, its program, and True if it was compiled.
+        """Makes a program for each of ``wanted``. Yields each, its program, and whether the program was compiled.
 
         Reports progress before each program is made, and logs a summary at the end. Raises Cancelled: the load was given
         up; or what ``make`` raises.
@@ -73,7 +73,7 @@ class LoadProgress:
         )
 
     def parameters(self, parameters: Any) -> None:
-        """Notes how many bytes the model's parameters have, in total and on each device, for ``made`` and ``footprint``."""
+        """Notes how many bytes the model's parameters have, altogether and on each device."""
         leaves = jax.tree.leaves(parameters)
         self._parameter_byte_size = sum(leaf.nbytes for leaf in leaves)
         self._part_byte_size = sum(_part(leaf) for leaf in leaves)

@@ -71,7 +71,10 @@ class Lowering:
             raise LookupError(f"apply failed with {error!r}; the inputs of the model are: {names}") from error
 
     def _jitted(self) -> Any:
-        """Returns a new jitted function for one program. Not reused, because JAX holds megabytes while it lives (measured)."""
+        """Returns a new jitted function for one program.
+
+        It is not used again, because JAX holds megabytes while it lives (measured).
+        """
 
         @functools.wraps(self._apply)
         def apply(*arguments: Any) -> Any:
@@ -139,7 +142,11 @@ def check_output(
 
 
 def check_cut(model: str, spec: TensorSpec, elements: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Checks an output that is cut like an input of so many ``elements``. Raises Internal: its number or datatype is another."""
+    """Checks an output that is split among the requests of a batch as a ragged input is.
+
+    ``elements``: how many elements that input has. Raises Internal: the output has another number of elements, or another
+    datatype.
+    """
     if dtype == spec.dtype and math.prod(shape) == elements:
         return
     made = f"{datatype_of(dtype) or dtype}{list(shape)}"
@@ -160,9 +167,10 @@ def constant_byte_size(traced: jax.stages.Traced) -> int:
 
 
 def warn_of_constants(model: str, byte_size: int, programs: int) -> None:
-    """Logs a warning if each of a model's ``programs`` has ``byte_size`` large bytes of constants, which should be parameters.
+    """Logs a warning if each of a model's ``programs`` has many bytes of constants, which should be parameters.
 
-    Each program contains them, while parameters exist once: so compiling is slow, and executables are large.
+    Each program contains its constants, while parameters exist once: compiling is slow, and executables are large.
+    ``byte_size``: the number of bytes of the constants in each program.
     """
     if byte_size < _MIN_BYTE_SIZE:
         return

@@ -30,7 +30,7 @@ _MOST_WORK = 1 << 28
 
 
 class Link(NamedTuple):
-    """One program of a pipeline, and which of the pipeline's tensors are its inputs and outputs."""
+    """One program of a pipeline, with the names of those of the pipeline's tensors that are its inputs and outputs."""
 
     executable: Executable
     #: (input of the model, tensor of the pipeline, whether that was made on another device).
@@ -88,7 +88,10 @@ class PipelineProgram:
         return {name: GatherBuffer(name, array, self._batches) for name, array in self._inputs.arrays.items()}
 
     def takes(self, requests: Sequence[RequestTensors]) -> bool:
-        """Returns whether the host should gather these requests: on a GPU only small ones none of whose outputs stays there."""
+        """Returns whether the host should gather the inputs of these requests.
+
+        On a GPU it should if the requests are small and none of their outputs stays on the GPU.
+        """
         return not self._device.remote or all(request.small and not request.stays for request in requests)
 
     @property

@@ -45,11 +45,11 @@ def placed_sets(
 
     Args:
       names: names of the leaves; None: their paths in ``parameters``.
-      several: the devices of a model that runs on several; None: the worker's device.
+      several: the devices of a model that runs on several; None: it runs on the worker's device.
       room: the device memory that pushed parameters may use; None: there is none.
       mixed: which leaves differ between sets, for a model whose batches mix sets; None: its batches do not mix sets.
-      remote: whether the device has its own memory.
-      on_demand: whether the main set may leave the device for other sets while no request needs it.
+      remote: whether the device has memory of its own, as a GPU has.
+      on_demand: whether ``main`` may leave the device for other sets while no request needs it.
       fixed: names of the leaves that ``parameters`` lacks because they are no arrays.
     Raises InvalidArgument: ``mixed`` names a leaf that does not exist, or parameters on demand do not fit into ``room``;
       Internal: there is no memory for the parameters.
@@ -171,7 +171,7 @@ def _whole(host: Sequence[Any], fixed: Sequence[Any]) -> list[Any]:
 
 
 def _lies(array: Array, dtype: Any) -> bool:
-    """Returns whether XLA uses an array's memory without a copy: it has the datatype and is aligned."""
+    """Returns whether XLA uses an array's memory without a copy: the array has this datatype and is aligned."""
     return array.dtype == dtype and not address_of(array) % ALIGNMENT
 
 

@@ -43,7 +43,7 @@ def memory_needed(program: Any) -> int | None:
 
 
 def out_of_memory(error: BaseException, requests: Sequence[RequestTensors], program: int | None) -> Unavailable:
-    """Makes the error for requests for which the device has no memory: says what they needed, and quotes XLA's message.
+    """Makes the error for requests for which the device has too little memory. It says what they needed and quotes XLA's message.
 
     ``program``: the bytes that their program needs besides its parameters; None: not known.
     """

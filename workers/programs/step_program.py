@@ -93,7 +93,8 @@ class StepPrograms:
     ) -> None:
         """``slots``: how many requests the carry has room for.
 
-        ``insert_rows``: how many ``insert`` takes; 0: one, without an axis for them.
+        ``insert_rows``: how many requests ``insert`` adds at a time; 0: one, in arrays
+        without an axis for requests.
         """
         self._functions = functions
         self._signature = signature
@@ -117,7 +118,7 @@ class StepPrograms:
         return jax.tree.map(_strong, own), jnp.zeros(self._slots, jnp.bool_)
 
     def insert(self, parameters: Any, inputs: dict[str, Any], slots: Any, carry: Any) -> Any:
-        """Calls the model author's ``insert`` for new requests. ``slots``: the slot of each."""
+        """Calls the model author's ``insert`` for new requests. ``slots``: the slot that each request gets."""
         own, live = carry
         returned = self._functions.insert(parameters, own, slots, inputs)
         if not isinstance(returned, tuple) or len(returned) not in (2, 4):
@@ -138,7 +139,7 @@ class StepPrograms:
     def step(self, parameters: Any, unmasked: Any, carry: Any) -> Any:
         """Calls the model author's ``step`` for the first slots.
 
-        ``unmasked``: BOOL, one for each slot of the step: whether the slot's request takes part.
+        ``unmasked``: BOOL, one for each of these slots: whether the request in it takes part in the step.
         """
         own, live = carry
         count = unmasked.shape[0]
