@@ -161,7 +161,7 @@ class Executable(ABC):
 
     @functools.cached_property
     def share(self) -> float:
-        """The work of a run, as a fraction of the work allowed in an iteration of the worker's loop; infinite: not known or more."""
+        """The work of a run as a fraction of what one iteration of the worker's loop may do; infinite: not known or more."""
         return share_of(self.program)
 
     @functools.cached_property
