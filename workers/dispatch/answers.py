@@ -41,7 +41,10 @@ _INLINE_TENSORS = 8
 
 
 def failure(request_id: int, error: ServingError, version: int = 0, final: bool = True) -> AnswerRecord:
-    """Returns the answer record that reports an error, with the message cut. ``version``: of the model; 0: not known."""
+    """Returns the answer record that reports an error; a long message is cut off.
+
+    ``version``: the model's version; 0: unknown.
+    """
     message = bounded(error.message, _MAX_MESSAGE)
     if not message.isascii():
         message = message.encode("utf-8", "replace").decode()
@@ -49,10 +52,10 @@ def failure(request_id: int, error: ServingError, version: int = 0, final: bool 
 
 
 def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -> AnswerPlan | None:
-    """Plans the answers to requests like this one: each output goes into the answer's record, or into a region.
+    """Plans where the outputs go in the answers to requests like this one: into the answer's record, or into a region.
 
-    Returns None if all outputs together have more than ``inline_byte_size`` bytes, if one is wanted as class labels, or if one
-    does not fit into its region.
+    Returns None if all outputs together have more than ``inline_byte_size`` bytes, if the client wants an output as class labels,
+    or if an output does not fit into its region.
     """
     rows, wishes = request.rows, request.outputs
     if rows * layout.row_byte_size > inline_byte_size:
@@ -76,11 +79,12 @@ def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -
 
 
 def complete_planned(plan: AnswerPlan, request: Request, made: BatchOutputs, row: int) -> AnswerRecord | None:
-    """Writes a request's outputs that go to regions, and returns the record of its answer, which has the other outputs.
+    """Writes a request's outputs that go to regions, and returns the record of its answer, which holds the other outputs.
 
-    None: a region of the request is GPU memory by now, and nothing was written. ``row``: where the request begins in the batch.
+    Returns None, and writes nothing, if any region of the request is GPU memory. ``row``: the batch's row at which the request
+    begins.
 
-    Raises: InvalidArgument: a region does not exist any more.
+    Raises InvalidArgument: the memory of a region does not exist any more.
     """
     rows, contents = request.rows, made.contents
     parts = [
@@ -104,9 +108,10 @@ def complete_planned(plan: AnswerPlan, request: Request, made: BatchOutputs, row
 
 
 def find_places(request: Request, sizes: Mapping[str, int], inline_byte_size: int) -> Places | None:
-    """Chooses places for outputs of these sizes in bytes, and reserves memory of the response arena if needed.
+    """Chooses a place for each output, by its size in bytes, and reserves memory of the response arena if some outputs need it.
 
-    None: the arena is full now. ``inline_byte_size``: the most bytes of an output that goes into the answer's record.
+    Returns None if the arena has no room now. An output of more than ``inline_byte_size`` bytes never goes into the answer's
+    record.
 
     Raises: Internal: an output does not fit into the region that the client wants it in.  InvalidArgument: the outputs are
     larger than the whole arena.
@@ -134,7 +139,10 @@ def find_places(request: Request, sizes: Mapping[str, int], inline_byte_size: in
 
 
 def _fit(request: Request, sizes: Mapping[str, int]) -> dict[str, tuple[RegionSlice, AnyRegion]]:
-    """Returns place and region of each output that goes to a region, by its name. Raises what ``find_places`` raises."""
+    """Returns place and region of each output that goes to a region, by the output's name.
+
+    Raises Internal: an output does not fit into the region that the client wants it in.
+    """
     places: dict[str, tuple[RegionSlice, AnyRegion]] = {}
     for name, wanted in request.outputs.items():
         if wanted.region is None or name not in sizes:
@@ -163,11 +171,13 @@ def complete(
 ) -> AnswerRecord | None:
     """Writes a request's outputs to where the client wants them, and returns the record of the answer, which describes them.
 
-    Returns None if the response arena is full: nothing was written then, and the caller tries again later.
+    Returns None, and writes nothing, if the response arena is full; the caller tries again later.
 
-    ``places``: reserved before the program ran, which may have written outputs there itself; released here if this raises.
+    ``places``: reserved before the program ran, which may have written outputs there itself; None: chosen here. If this function
+    raises, it releases the places.
 
-    Raises what ``find_places`` raises.
+    Raises: Internal: an output does not fit into its region, or has a dtype without a name.  InvalidArgument: the outputs are
+    larger than the whole arena, an output cannot be classified, or the memory of a region does not exist any more.
     """
     try:
         chosen = _choose(request, result, signature)
@@ -189,11 +199,11 @@ def complete(
 def _put(
     request: Request, chosen: dict[str, tuple[str, tuple[int, ...], Content]], places: Places
 ) -> tuple[list[PreparedTensor], list[SentContent]]:
-    """Writes the outputs to their places, except those that the program has written there itself.
+    """Writes the outputs to their places, except for outputs that the program has written there itself.
 
-    Returns the descriptions of all outputs, and the contents or arena places of those that are not in regions.
+    Returns the descriptions of all outputs, and for each output that is not in a region its content or its place in the arena.
 
-    Raises InvalidArgument: the memory of a region is not there any more.
+    Raises InvalidArgument: the memory of a region does not exist any more.
     """
     tensors: list[PreparedTensor] = []
     contents: list[SentContent] = []
@@ -241,7 +251,8 @@ def _choose(
 ) -> dict[str, tuple[str, tuple[int, ...], Content]]:
     """Returns output name -> (datatype, shape, content) for the outputs that a request wants, in the model's order.
 
-    Raises Internal: an output has a dtype without a name; InvalidArgument: the output's datatype cannot be classified.
+    Raises: Internal: an output's dtype has no datatype of the protocol.  InvalidArgument: the client wants class labels of an
+    output whose datatype has none, or more of them than are allowed.
     """
     chosen: dict[str, tuple[str, tuple[int, ...], Content]] = {}
     for name, array in result.items():
@@ -264,7 +275,10 @@ def _byte_size(content: Content) -> int:
 
 
 class _Queued:
-    """Copies of one answer's outputs into GPU memory, which run until ``settle`` or ``abandon``; keeps their sources alive."""
+    """Copies of one answer's outputs into GPU memory, which run until ``settle`` or ``abandon`` has waited for them.
+
+    The object keeps the arrays that are copied alive until then.
+    """
 
     __slots__ = ("_regions", "_sources")
 
@@ -288,12 +302,12 @@ class _Queued:
         region.write(offset, address_of(flat), flat.nbytes)
 
     def settle(self) -> None:
-        """Waits until all copies have finished. Raises what ``write`` raises."""
+        """Waits until all copies have finished. Raises DeviceLost: the GPU failed."""
         for region in self._regions:
             region.settle()
 
     def abandon(self) -> None:
-        """Waits for the copies of an answer that has become an error. Ignores their errors."""
+        """Waits for the copies and ignores their errors, because the answer has become an error."""
         for region in self._regions:
             with contextlib.suppress(ServingError):
                 region.settle()
@@ -314,11 +328,13 @@ _MOST = 1 << 15
 
 
 def classify(spec: TensorSpec, values: Array, count: int, batches: bool) -> Array:
-    """Returns the ``count`` largest elements as strings "value:index" or "value:index:label" (the labels are in ``spec``).
+    """Returns the ``count`` largest elements as strings "value:index", or "value:index:label" where ``spec`` has labels.
 
-    They are BYTES [k], or [batch, k] if the model batches, ordered from the largest; among equals the lower index comes first.
+    The strings are BYTES [k], or [batch, k] if the model batches, ordered from the largest; among equals the lower index comes
+    first.
 
-    Raises: InvalidArgument: the extension is not defined for the datatype, or more elements are asked for than are told.
+    Raises InvalidArgument: the classification extension is not defined for the datatype, or the client asks for too many
+    elements.
     """
     datatype = datatype_of(values.dtype)
     if datatype is None or DATATYPES[datatype].json in ("", "string", "boolean"):
@@ -339,7 +355,7 @@ def classify(spec: TensorSpec, values: Array, count: int, batches: bool) -> Arra
 
 
 def _largest(row: Array, count: int) -> Array:
-    """Returns the indices of the ``count`` largest elements of a row, which are found without sorting all of a long one."""
+    """Returns the indices of the ``count`` largest elements of a row, largest first, without sorting all of a long row."""
     if 8 * count < len(row):
         known = np.where(np.isnan(row), -np.inf, row) if row.dtype.kind == "f" else row
         among = np.flatnonzero(known >= np.partition(known, -count)[-count])
@@ -348,9 +364,9 @@ def _largest(row: Array, count: int) -> Array:
 
 
 def _ordered(row: Array) -> Array:
-    """Returns the indices of a row's elements, ordered from the largest value; NaN comes last.
+    """Returns the indices of a row's elements, ordered from the largest value to the smallest; NaN comes last.
 
-    The values are not negated for this, because unsigned and extreme integers would wrap.
+    The values are not negated for the sort, because unsigned and extreme integers would wrap.
     """
     ascending = np.argsort(row[::-1], kind="stable")
     largest = len(row) - 1 - ascending[::-1]

@@ -41,9 +41,10 @@ class CachedAnswers:
         self._clock = clock
 
     def answer(self, version: ModelVersion, request: Request, cache: ResponseCache) -> bool:
-        """Answers a request from the cache, or with an error if its parameter set or a region's memory is gone.
+        """Answers a request from the cache, or with an error if its parameter set or a region's memory does not exist any more.
 
-        Returns whether it was answered. Inputs in a client's region are copied first: they could change while they are compared.
+        Returns whether the request was answered. Inputs in a client's region are copied first, because the client could change
+        them while they are compared.
         """
         began_ns = self._clock()
         if request.regions:
@@ -78,7 +79,10 @@ class CachedAnswers:
         return True
 
     def keep(self, version: ModelVersion, execution: Execution, cache: ResponseCache) -> None:
-        """Stores the results of an execution in the response cache. A failure to store is only logged."""
+        """Stores the results of an execution in the response cache, except where parameters or models have changed meanwhile.
+
+        A failure to store is only logged.
+        """
         for request, result in zip(execution.requests, execution.results, strict=True):
             if isinstance(result, ServingError):
                 continue
@@ -104,9 +108,10 @@ class CachedAnswers:
                 version.statistics.cache_miss.add(looked_ns + self._clock() - began_ns)
 
     def _parameters_of(self, version: ModelVersion, request: Request) -> tuple[object, ...]:
-        """Returns what stands for the parameters that a request would be answered with now; an ensemble's are its models'.
+        """Returns a key for the parameters with which the model would answer a request now.
 
-        Raises: NotFound: the parameter set or a model does not exist; InvalidArgument: a model takes no requests.
+        For an ensemble the key covers all models of its steps. Raises: NotFound: the parameter set or a model does not exist.
+        InvalidArgument: a model takes no requests.
         """
         graph = version.loaded.ensemble
         if graph is not None:
@@ -115,7 +120,10 @@ class CachedAnswers:
         return () if version.sets is None else (chosen_by(version.sets, [request]).stamp,)
 
     def _chosen(self, graph: EnsembleGraph, request: Request) -> list[tuple[ModelVersion, ParameterSet]]:
-        """Returns the models of an ensemble's steps that have parameters, each with the set that a request chooses in it."""
+        """Returns the models of an ensemble's steps that have parameters, each with the parameter set that it uses for a request.
+
+        A model without a set of the request's name uses its main set.
+        """
         name = request.own.parameter_set
         found: list[tuple[ModelVersion, ParameterSet]] = []
         for member in members_of(self._models, graph, request.outputs):
@@ -127,7 +135,10 @@ class CachedAnswers:
     def _still_holds(
         self, question: Question, version: ModelVersion, request: Request, ran: ParameterSet | None
     ) -> bool:
-        """Returns whether an answer was computed with what its question says. ``ran``: the model's own set, if it has one."""
+        """Returns whether an answer was computed with the parameters that the cache key (``question``) of its request names.
+
+        ``ran``: the parameter set with which the model ran; None: the model has no parameters or is an ensemble.
+        """
         if ran is not None:
             return question.parameters == (ran.stamp,)
         if version.loaded.ensemble is None:

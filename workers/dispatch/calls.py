@@ -50,7 +50,7 @@ _Node = InnerRequest | Instance
 
 
 def path(call: ModelCall) -> list[str]:
-    """Returns the names of the models in the chain of calls from the client's request to the model that makes this call."""
+    """Returns the names of the models in a chain of calls, from the model that the client asked to the caller of this call."""
     names = [call.caller.port.name]
     request: Request | None = next(iter(call.requests), None)
     while isinstance(request, InnerRequest) and request.origin is not None:
@@ -71,9 +71,10 @@ class CallCircles:
         self._by_thread = False
 
     def find(self, now_ns: int) -> tuple[ModelCall | None, int]:
-        """Returns the latest call that is deadlocked, or None, and when to search again, in ns.
+        """Returns a deadlocked call, or None if there is none, and the time (monotonic, ns) at which to search again.
 
-        ``NEVER``: not before a call begins, is answered or ends.
+        Of several deadlocked calls it is the one that began last. The time is ``NEVER`` if no search is needed before another
+        call begins, is answered or ends.
         """
         again_ns = NEVER
         for call in reversed(self._calls):
@@ -90,7 +91,7 @@ class CallCircles:
         return None, again_ns
 
     def _is_stuck(self, inner: InnerRequest) -> bool:
-        """Returns whether nothing that a request waits for, directly or through others, can go on by itself."""
+        """Returns whether a request is deadlocked: nothing it waits for, directly or through others, can proceed by itself."""
         visited: set[_Node] = {inner}
         left: list[_Node] = [inner]
         while left:
@@ -103,7 +104,7 @@ class CallCircles:
 
     @staticmethod
     def is_within(version: ModelVersion, origin: Request | None) -> bool:
-        """Returns whether a request, or any that it was made for, is a request to that model version."""
+        """Returns whether a request, or one of the requests on whose behalf it was made, asks that model version."""
         while origin is not None:
             if origin.version is version:
                 return True
@@ -111,7 +112,10 @@ class CallCircles:
         return False
 
     def _waits_for(self, node: _Node) -> Iterable[_Node]:
-        """Returns the nodes of which any one would let a node go on; none: it can go on by itself."""
+        """Returns the requests and instances that a request or an instance (``node``) waits for; any one of them ends the wait.
+
+        If there are none, the node can proceed by itself.
+        """
         return self._instance_waits_for(node) if isinstance(node, Instance) else self._request_waits_for(node)
 
     def _request_waits_for(self, inner: InnerRequest) -> Iterable[_Node]:
@@ -168,7 +172,10 @@ class CallCircles:
         return threads
 
     def _taker(self, request: Request) -> Instance | None:
-        """Returns the instance whose model receives a request's responses; None: a client or a model's own thread does."""
+        """Returns the instance whose model receives a request's responses;
+
+        None: a client, or a thread of the model's own, does.
+        """
         origin: Request | None = request
         while isinstance(origin, InnerRequest):
             for call, inner in self._calls.items():
@@ -189,7 +196,8 @@ MAX_DEPTH = 16
 class Calls:
     """Serves calls between models of one worker: queues a request for each call, and passes the responses to the caller.
 
-    Any thread may use the methods of ``CallServer`` (``begin`` to ``ask``); all other methods are for the worker's loop.
+    Any thread may use the methods of ``CallServer``, which stand from ``begin`` to ``ask``; only the thread of the worker's loop
+    may use the others.
     """
 
     def __init__(
@@ -205,11 +213,13 @@ class Calls:
         withdraw: Callable[[Request], None],
         max_calls: int,
     ) -> None:
-        """
+        """Stores the parts of the worker that calls need.
+
         Args:
-          post: asks the loop to call a function; from any thread.
-          enter: queues a request at a time (ns); ``withdraw`` cancels one.
-          max_calls: how many calls one execution of a model may have under way.
+          post: asks the loop to call a function; any thread may call it.
+          enter: queues a request that arrives at a time (monotonic, ns).
+          withdraw: cancels a request.
+          max_calls: the most calls that one execution of a model may have in flight.
         """
         self._models = models
         self._responses = responses
@@ -259,7 +269,7 @@ class Calls:
     # ---------------------------------------------------------------------------------------------------------- the loop
 
     def cancelled(self, request: Request) -> None:
-        """Ends the calls that are made for a cancelled request, and for none that is not cancelled."""
+        """Ends the calls made for a cancelled request, unless a call also serves a request that is not cancelled."""
         waiting = [call for call in self._waiting if request in call.requests]
         for call in [*self._of.get(request, ()), *waiting]:
             if all(each.cancelled for each in call.requests):
@@ -268,8 +278,8 @@ class Calls:
     def settle(self, now_ns: int) -> None:
         """Ends one deadlocked call, if there is any, with the error Internal.
 
-        A call is deadlocked if every instance that could run it waits for its end. The agenda asks after a call has begun, was
-        answered or has ended, and now and then while calls wait.
+        A call is deadlocked if every instance that could run it waits until the call itself has ended. The agenda calls this
+        after a call has begun, was answered or has ended, and at intervals while calls wait.
         """
         found, again_ns = self._circles.find(now_ns)
         self._agenda.put(self.settle, again_ns)
@@ -315,7 +325,10 @@ class Calls:
         self._agenda.wake(self.settle)
 
     def _look_again(self) -> None:
-        """Begins the calls that wait for a model, in the loop's next turn, because a load has ended or models have changed."""
+        """Has the loop's next turn begin the calls that wait for a model.
+
+        It is called because a load has ended or the table of models has changed.
+        """
         if self._waiting:
             self._post(self._begin_waiting)
 
@@ -326,7 +339,10 @@ class Calls:
             self._begin(call)
 
     def _not_here(self, call: ModelCall, error: NotFound) -> None:
-        """Answers a call to a model that this worker does not have with NotFound, which says whether another worker has it."""
+        """Answers a call to a model that this worker does not have with NotFound.
+
+        The message says so if another worker has the model, which this asks the daemon.
+        """
 
         def said(elsewhere: bool) -> None:
             why = (
@@ -341,7 +357,11 @@ class Calls:
             self.daemon.is_ready(call.prepared.model, call.prepared.version, said)
 
     def _made(self, call: ModelCall, now_ns: int) -> InnerRequest:
-        """Makes the request of a call. Raises NotFound: the model is not here; another ServingError: the call is not valid."""
+        """Makes the request that a call stands for; the caller queues it.
+
+        Raises: NotFound: this worker does not have the model.  Another ServingError: the call is not valid, or too many are in
+          flight.
+        """
         caller, prepared = call.caller, call.prepared
         if caller.in_flight >= self._max_calls:
             raise Unavailable(
@@ -414,7 +434,10 @@ class Calls:
             self._responses.took(inner)
 
     def _stop(self, call: ModelCall) -> None:
-        """Stops a call: asks a streaming model that runs in a thread to stop, which it may ignore; cancels any other call."""
+        """Stops a call. If a streaming model runs it in a thread, the model is asked to stop, which it may ignore.
+
+        Any other call is cancelled.
+        """
         inner = self._open.get(call)
         if inner is not None and inner in inner.version.senders and inner.version.loaded.instances:
             inner.may_stop = True
@@ -422,7 +445,7 @@ class Calls:
             self._end(call, Cancelled())
 
     def _end(self, call: ModelCall, error: ServingError) -> None:
-        """Answers a call with an error at once, if it has not ended, and cancels its request."""
+        """Answers a call with an error immediately, if it has not ended, and cancels its request."""
         inner = self._open.get(call)
         if inner is not None:
             self._close(call)

@@ -65,12 +65,12 @@ _CALLS = 32
 
 
 def _at_once(call: Callable[[], None]) -> None:
-    """Posts a call to the loop, where no other thread runs."""
+    """Calls the function immediately. It is the default of ``post`` where no other thread runs."""
     call()
 
 
 class Dispatcher:
-    """Queues, runs and answers all requests to one worker, in the thread of its loop, by means of the parts that it owns."""
+    """Queues, runs and answers all requests to one worker, in the thread of its loop. It owns the parts that do so."""
 
     def __init__(
         self,
@@ -84,11 +84,12 @@ class Dispatcher:
         gpu: int | None = None,
         post: Callable[[Callable[[], None]], None] = _at_once,
     ) -> None:
-        """
+        """Makes the parts.
+
         Args:
           check: raises an error if the worker's device has failed.
           gpu: the GPU's number; None: the worker computes on the processor.
-          post: asks the loop to call a function; from any thread.
+          post: asks the loop to call a function; any thread may call it.
         """
         self._models = models
         self._regions = regions
@@ -145,7 +146,7 @@ class Dispatcher:
     def submit(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> None:
         """Validates a received request and queues it, or answers it with an error.
 
-        Raises: InvalidArgument: a request with its id is in flight already, or the number of its prepared request is unknown.
+        Raises InvalidArgument: a request with the same id is in flight, or the number of its prepared request is unknown.
         """
         if record.request_id in submitter.in_flight:
             raise InvalidArgument(f"request id {record.request_id} is in flight already")
@@ -172,7 +173,10 @@ class Dispatcher:
         self._queue(version, request, now_ns)
 
     def submit_of_client(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> None:
-        """Submits a request of a client with a lane: clears the fields that only a front may set, and checks the limits."""
+        """Submits a request that came on a client's lane: clears the fields that only a front may set, and checks the limits.
+
+        A request beyond a limit is answered with Unavailable.
+        """
         assert submitter.segments is not None
         self.lane_requests += 1
         if record.received_ns or record.strikes or record.trace & ~TIMING:
@@ -193,12 +197,18 @@ class Dispatcher:
         self.submit(submitter, record, now_ns)
 
     def enter(self, version: ModelVersion, request: Request, now_ns: int) -> None:
-        """Queues a request that was made inside the worker. Raises ServingError: the model cannot take such a request."""
+        """Queues a request that was made inside the worker.
+
+        Raises ServingError: the model cannot take a request with these inputs.
+        """
         version.loaded.join(request)
         self._queue(version, request, now_ns)
 
     def _queue(self, version: ModelVersion, request: Request, now_ns: int) -> None:
-        """Queues a request, or answers it: from the response cache, or with an error. One that it replaces gets an error."""
+        """Queues a request, or answers it immediately: from the response cache, or with an error if the queue does not take it.
+
+        If the request replaces an older one in the queue, the older one is answered with an error.
+        """
         if version.cache is not None and self._cached.answer(version, request, version.cache):
             return
         waiting = version.compiling.get(request.key) if version.sequences is None else None
@@ -226,23 +236,26 @@ class Dispatcher:
             request.submitter.sequences = True
 
     def _changed(self, version: ModelVersion) -> None:
-        """Has the next iteration ask a version's planner: after a change its waiting requests may be ready to run."""
+        """Has the next iteration ask a version's planner, because its waiting requests may be ready to run after a change."""
         if version in self._active:
             self.agenda.wake(version)
 
     def ask_all(self) -> None:
-        """Marks every model version with waiting requests, so that the next iteration asks its planner what to run."""
+        """Has the next iteration ask the planner of every model version with waiting requests what to run."""
         self._asked_of, self.limiter.moved = self._models.changes, False
         self.agenda.woken.update(self._active)  # type: ignore[arg-type]
 
     def cancel(self, submitter: SubmitterLink[Request], request_id: int) -> None:
-        """Cancels a submitter's request; if it runs already it is answered when its run ends. Ignores an id not in flight."""
+        """Cancels a submitter's request.
+
+        A request that is running is answered when its run ends; an id not in flight is ignored.
+        """
         request = submitter.in_flight.get(request_id)
         if request is not None:
             self.withdraw(request)
 
     def withdraw(self, request: Request) -> None:
-        """Cancels a request of a client or of this worker's models, with its ensemble steps and the calls made for it."""
+        """Cancels a request of a client or of one of this worker's models, its ensemble steps, and the calls made for it."""
         version, request.cancelled = request.version, True
         request.submitter.returned = NEVER_LOOKED
         answers = version.planner.cancelled(request)
@@ -259,9 +272,9 @@ class Dispatcher:
         self.calls.cancelled(request)
 
     def taken(self, submitter: SubmitterLink[Request], record: Taken) -> None:
-        """Counts bytes of responses as taken by the client of a request, so that the request's model may send more.
+        """Counts a number of bytes of a request's responses as taken by its client, so that the request's model may send more.
 
-        Raises: InvalidArgument: a client with a lane says that it has taken more bytes than were sent.
+        Raises InvalidArgument: a client with a lane reports more bytes than were sent to it.
         """
         request = submitter.in_flight.get(record.request_id)
         if request is not None:
@@ -270,7 +283,7 @@ class Dispatcher:
             self.responses.taken(request, record.byte_size)
 
     def drop(self, submitter: SubmitterLink[Request]) -> None:
-        """Cancels all requests of a submitter whose lane has ended; those that run get no answer when they end."""
+        """Cancels all requests of a submitter whose lane has ended. Requests that are running get no answer when they end."""
         submitter.closed = True
         for request in list(submitter.in_flight.values()):
             self.withdraw(request)
@@ -286,9 +299,9 @@ class Dispatcher:
         self._outbox.drop(submitter)
 
     def end_sequence(self, submitter: SubmitterLink[Request], record: EndSequence) -> None:
-        """Ends a sequence whose last request came on this submitter's lane. Ignores any other.
+        """Ends a sequence if its last request came on this submitter's lane; otherwise does nothing.
 
-        Raises: InvalidArgument: a front sends this; only a client that is connected directly may.
+        Raises InvalidArgument: the submitter is a front; only a client that has a lane of its own may ask for this.
         """
         if submitter.segments is None:
             raise InvalidArgument("only clients end sequences without a request")
@@ -298,14 +311,17 @@ class Dispatcher:
                 self._changed(version)
 
     def _note_silent(self, sequences: SequenceBatcher[Request], now_ns: int) -> None:
-        """Schedules ``_end_silent`` for the earliest time at which a sequence may have got no request for too long."""
+        """Schedules ``_end_silent`` for the earliest time at which a sequence's idle time may be over."""
         silent_ns = sequences.table.silent_ns(now_ns)
         if silent_ns < self._silent_ns:
             self._silent_ns = silent_ns
             self.agenda.put(self._end_silent, silent_ns)
 
     def _end_silent(self, now_ns: int) -> None:
-        """Ends the sequences of all models that got no request for too long; refuses their requests that waited too long."""
+        """Ends the sequences of all models whose idle time is over, and answers requests of theirs that waited too long.
+
+        The answers are errors.
+        """
         self._silent_ns = NEVER
         self.agenda.put(self._end_silent, NEVER)
         for version in self._models.everyone():
@@ -317,7 +333,10 @@ class Dispatcher:
                     self.agenda.wake(version)
 
     def _refuse(self, version: ModelVersion, answers: list[tuple[Request, ServingError]], now_ns: int) -> None:
-        """Answers requests with their errors, in order if the model answers so: they waited too long or were replaced."""
+        """Answers requests that waited too long, or that newer requests replaced, each with its error.
+
+        If the model answers in order, the errors wait until earlier requests are answered.
+        """
         for request, error in answers:
             if isinstance(error, Unavailable):
                 version.statistics.failed(now_ns - request.arrived_ns)
@@ -333,7 +352,8 @@ class Dispatcher:
     def run_due(self, now_ns: int) -> int | None:
         """Does the work of one loop iteration: runs steps and the due batches of one model, and gives batches to other threads.
 
-        Returns when to call this again (``now_ns`` or earlier: at once); None: not before the next event.
+        Returns the time (monotonic, ns) at which to call this again, which has come if it is not after ``now_ns``. Returns None
+        if there is nothing to do before the next event.
         """
         agenda, blocked, kept = self.agenda, self._outbox.blocked, self.responses.kept
         if blocked or kept:
@@ -356,11 +376,14 @@ class Dispatcher:
 
     @property
     def runs_short_programs(self) -> bool:
-        """True if the last program run in the loop took much less time than an iteration, and no model runs steps."""
+        """True if the last program run in the loop took less time than a loop iteration, and no model runs steps."""
         return not self._stepping.living and self._share < 1
 
     def _retry(self, now_ns: int) -> None:
-        """Sends answers and responses that waited for room and fit by now; those that waited too long are replaced by errors."""
+        """Sends answers and responses that waited for room in the arena and fit now.
+
+        Answers and responses that waited too long are replaced by errors.
+        """
         for version, requests in by_version(self._outbox.retry(now_ns)).items():
             version.executing -= len(requests)
             self._restore(version, requests)
@@ -388,9 +411,9 @@ class Dispatcher:
             self.agenda.wake(first)
 
     def _decide(self, version: ModelVersion, now_ns: int) -> bool:
-        """Carries out a decision of a version's planner: refuses requests, gives out batches, or notes when to ask again.
+        """Carries out the decision of a version's planner: refuses requests, hands out batches, or sets when to ask again.
 
-        Returns whether a batch is to be run in the loop itself, by the caller.
+        Returns True if the caller has to run a batch of this version in the loop.
         """
         planner, instances = version.planner, version.loaded.instances
         decision = planner.decide(now_ns)
@@ -412,18 +435,19 @@ class Dispatcher:
         return False
 
     def _run(self, version: ModelVersion, now_ns: int, alone: bool) -> None:
-        """Runs a version's next batch in the loop; with ``alone`` also further ones, while many requests to short programs wait.
+        """Runs a version's next batch in the loop.
 
-        The answers of these batches leave together, with one system call and one wake-up of the receiver.
+        If ``alone``, also runs further batches as long as many requests to short programs wait. The answers of all these batches
+        leave together, with one system call and one wake-up of the receiver.
         """
         done = self._run_batch(version, now_ns)
         while alone and done < 1 and len(version.planner) >= _MANY:
             done += self._run_batch(version, self._clock()) + 1 / _CALLS
 
     def _run_batch(self, version: ModelVersion, now_ns: int) -> float:
-        """Runs a version's next batch, or parks it until its program is compiled.
+        """Runs a version's next batch. If its program is not compiled yet, sets the batch aside until it is.
 
-        Returns the run's work as a fraction of a loop iteration; infinite: run no more now.
+        Returns the time of the run as a fraction of a loop iteration; infinite: the caller must not run another batch now.
         """
         batch, model = self._take(version, now_ns), version.jitted
         if batch and version.loaded.ensemble is not None:
@@ -460,7 +484,10 @@ class Dispatcher:
         return executable.share if len(version.planner) >= _MANY else math.inf
 
     def _take(self, version: ModelVersion, now_ns: int, instance: int = 0) -> list[Request]:
-        """Removes the next batch of a version from its queue and returns it, without the requests that the outbox holds."""
+        """Removes the next batch of a version from its queue and returns it.
+
+        Leaves out requests that the outbox holds back because too many answers to their submitter wait.
+        """
         batch = version.take(now_ns, instance)
         if not self._outbox.blocked:
             return batch
@@ -469,7 +496,7 @@ class Dispatcher:
         return kept
 
     def _restore(self, version: ModelVersion, requests: list[Request]) -> None:
-        """Queues requests again that could not run, ahead of later ones."""
+        """Puts requests that could not run back into the queue, ahead of later requests."""
         now_ns = self._clock()
         waiting = [request for request in requests if not self._gone(request, now_ns)]
         self._outbox.fail_all(version.planner.restore(waiting, now_ns), now_ns)
@@ -477,7 +504,12 @@ class Dispatcher:
         self.agenda.wake(version)
 
     def _gone(self, request: Request, now_ns: int) -> bool:
-        """Answers a request that has not run, and those that fail with it, if it was cancelled or its lane has ended."""
+        """Answers a request that was cancelled, or whose lane has ended, before it has run.
+
+        Returns whether it was such a request.
+
+        The requests that the planner drops with it are answered with errors too.
+        """
         if not request.submitter.closed and not request.cancelled:
             return False
         others = request.version.planner.dropped(request, now_ns)
@@ -509,7 +541,7 @@ class Dispatcher:
         self.uncounted.append((version, execution, failed, now_ns))
 
     def count(self) -> list[tuple[ModelVersion, Execution]]:
-        """Adds the executions since the last call, whose answers have left, to the statistics and returns them."""
+        """Adds the executions whose answers have left since the last call to the statistics, and returns these executions."""
         uncounted, self.uncounted = self.uncounted, []
         for version, execution, failed, now_ns in uncounted:
             version.statistics.executed(execution, failed, now_ns)
@@ -520,9 +552,9 @@ class Dispatcher:
 
 
 def _extend(version: ModelVersion, grouped: GroupedCalls, batch: list[Request]) -> GroupedProgram | None:
-    """Extends ``batch`` by waiting requests that can share one call of a program with its first request.
+    """Adds to ``batch`` waiting requests that can share one call of a program with the batch's first request.
 
-    Returns the program for all of them; None: there is none, and nothing was added.
+    Returns the program that runs the extended batch. Returns None, and adds nothing, if there is no such program.
     """
     key = batch[0].key
     waiting = version.queue.rows(key)

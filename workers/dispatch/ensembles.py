@@ -80,7 +80,13 @@ class EnsembleRuns:
         finish: Callable[[ModelVersion, Execution], None],
         withdraw: Callable[[Request], None],
     ) -> None:
-        """``enter`` queues, ``withdraw`` cancels a step's request; ``finish`` answers the requests of a run."""
+        """Stores the parts of the worker that ensembles need.
+
+        Args:
+          enter: queues the request of a step, which arrives at a time (monotonic, ns).
+          finish: answers the requests of an execution.
+          withdraw: cancels the request of a step.
+        """
         self._models = models
         self._outbox = outbox
         self._responses = responses
@@ -97,9 +103,9 @@ class EnsembleRuns:
         self._working = False
 
     def run(self, version: ModelVersion, graph: EnsembleGraph, batch: list[Request], now_ns: int) -> bool:
-        """Runs a batch of requests to an ensemble: as one pipeline of compiled programs, if all steps allow it, or step by step.
+        """Runs a batch of requests to an ensemble as one pipeline of compiled programs if all steps allow it, else step by step.
 
-        Returns whether the pipeline has run. All requests that it did not run have been begun step by step.
+        Returns whether the pipeline has run. Requests that did not run in the pipeline have begun step by step.
         """
         # A trace has each step; of what was being executed when a worker died each step is blamed for itself; and each step finds
         # the parameter set that its request names, and says which it was.
@@ -121,7 +127,10 @@ class EnsembleRuns:
         batch: list[Request],
         now_ns: int,
     ) -> bool:
-        """Runs a batch through a pipeline and answers it. Returns False, with no answer given, if the pipeline failed."""
+        """Runs a batch through a pipeline and answers its requests.
+
+        Returns False, and answers none of the requests, if the pipeline failed.
+        """
         execution = Execution(batch, now_ns)
         self._page.begin(
             LOOP_SLOT, [(request.submitter.peer, request.request_id) for request in batch], version.page_key, now_ns
@@ -137,7 +146,7 @@ class EnsembleRuns:
         return True
 
     def begin(self, version: ModelVersion, graph: EnsembleGraph, request: Request) -> None:
-        """Begins the first steps of a request, or answers it with an error if a model or parameter set is missing."""
+        """Begins the first steps of a request, or answers it with an error if a model or parameter set does not exist."""
         run = self._runs[request] = _Run(version, graph, request, self._clock())
         try:
             for number in graph.needed(request.outputs).numbers:
@@ -162,7 +171,7 @@ class EnsembleRuns:
         self._work()
 
     def cancel(self, request: Request) -> None:
-        """Cancels the steps of a cancelled request that have not ended, and starts no more of them."""
+        """Cancels the unfinished steps of a cancelled request, and starts no further step of it."""
         run = self._runs.get(request)
         if run is None:
             return
@@ -280,7 +289,10 @@ class EnsembleRuns:
         self._work()
 
     def _take(self, run: _Run) -> None:
-        """Starts the steps that use waiting responses of streaming steps, oldest first, as many as may be worked on."""
+        """Starts the steps that consume waiting responses of streaming steps, oldest response first.
+
+        Stops when as many responses as allowed are worked on, or when the client has to take answers first.
+        """
         while run.untaken and run.error is None:
             start, inner, result = run.untaken[0]
             if run.run.running:
@@ -307,7 +319,7 @@ class EnsembleRuns:
         self._go_on(run, run.run.responded(start, result, controls))
 
     def _must_wait(self, run: _Run) -> bool:
-        """Returns whether a run has to wait until its client takes answers; if so, it goes on by itself when the client does."""
+        """Returns whether a run has to wait until its client has taken answers; if so, it continues automatically afterwards."""
 
         def go_on() -> None:
             self._take(run)
@@ -317,7 +329,10 @@ class EnsembleRuns:
         return run.sender is not None and run.sender.is_full and run.sender.when_room(go_on)
 
     def _fail(self, run: _Run, error: ServingError) -> None:
-        """Sets the error that answers a run's request once all steps have ended, unless it has one; cancels the other steps."""
+        """Records the error that answers a run's request once all steps have ended, and cancels the other steps.
+
+        If the run has an error already, that error remains.
+        """
         if run.error is None:
             self._set_error(run, from_code(error.code, f"in ensemble '{run.version.name}', {error.message}"))
         self._due.append((run, None))
@@ -329,7 +344,10 @@ class EnsembleRuns:
             self._withdraw(inner)
 
     def _end(self, run: _Run) -> None:
-        """Answers the request of a run if none of its steps runs any more; otherwise sends a response that was held back."""
+        """Answers the request of a run if none of its steps runs any more.
+
+        If some step still runs, only sends the streaming response that was held back until now, if there is one.
+        """
         request, version = run.request, run.version
         if run.run.running or run.untaken or self._runs.get(request) is not run:
             self._send_unsent(run)
@@ -362,13 +380,13 @@ class EnsembleRuns:
 
     @staticmethod
     def _send_unsent(run: _Run) -> None:
-        """Sends the response that a streaming ensemble has held back, until it was known whether it is the last."""
+        """Sends the response that a streaming ensemble has held back. It is not the last one, which is known now."""
         outputs, run.unsent = run.unsent, None
         if outputs is not None and run.sender is not None:
             run.sender.send(outputs, wait=False)
 
     def _end_stream(self, run: _Run, sender: ResponseSender) -> None:
-        """Ends the request of a streaming ensemble: sends the response that was held back, and behind it an error, if any."""
+        """Ends the request of a streaming ensemble: sends the response that was held back, and then the run's error, if any."""
         error, sender.returned = run.error, True
         if error is None:
             outputs, run.unsent = run.unsent, None
@@ -385,9 +403,11 @@ class EnsembleRuns:
 
 
 def members_of(models: ModelTable, graph: EnsembleGraph, outputs: Collection[str] = ()) -> Iterator[ModelVersion]:
-    """Yields the versions that the steps for some outputs (none: all) run on now, and those of the ensembles among them.
+    """Yields the model versions that the steps for these outputs run on at present, and those of ensembles among them.
 
-    Raises: NotFound, InvalidArgument: a model takes no requests.
+    ``outputs``: the names of the wanted outputs; empty: all outputs.
+
+    Raises: NotFound: a model does not exist.  InvalidArgument: a model takes no requests.
     """
     for number in graph.needed(outputs).numbers:
         step = graph.steps[number]
@@ -400,15 +420,16 @@ def members_of(models: ModelTable, graph: EnsembleGraph, outputs: Collection[str
 def told_by(
     before: Mapping[str, Parameter], name: str, ensemble: bool, told: Mapping[str, Parameter]
 ) -> dict[str, Parameter]:
-    """Returns what an ensemble's answer says about the parameter sets of its steps, with one more step added.
+    """Returns what an ensemble's answer reports about the parameter sets of its steps, with one more step added.
 
     Each key ends with the name of the step's model. If a model ran several times with different versions of its parameters, the
-    answer names the lowest version.
+    answer reports the lowest version.
 
     Args:
-      before: what the answer says about the steps before.
-      ensemble: whether the step's model is an ensemble, whose answer names its models itself.
-      told: what the added step's answer says.
+      before: what the answer reports about the previous steps.
+      name: the name of the added step's model.
+      ensemble: whether that model is an ensemble, whose keys end with the names of its own models already.
+      told: what the added step's answer reports.
     """
     said = dict(before)
     for key, value in told.items():
@@ -426,23 +447,27 @@ def _has_set(member: ModelVersion, name: str) -> bool:
 
 
 def _check_set(request: Request, members: Iterable[ModelVersion]) -> None:
-    """Raises NotFound: no model of the ensemble has the parameter set that a request names."""
+    """Raises NotFound unless a model of the ensemble has the parameter set that a request names, or the request names none."""
     name = request.own.parameter_set
     if name and not any(_has_set(member, name) for member in members):
         raise NotFound(f"{request.label}no model of the ensemble has a parameter set '{name}'")
 
 
 def _fitted(arrays: dict[str, Array], specs: dict[str, TensorSpec], batches: bool) -> dict[str, Array]:
-    """Adds or removes the batch dimension of tensors as a model (its inputs or outputs: ``specs``) declares them."""
+    """Returns the tensors with the batch dimension added or removed, as a model declares its inputs or outputs in ``specs``.
+
+    ``batches``: whether the model has a batch dimension.
+    """
     return {
         name: fitting(array, specs[name].dims, batches) if name in specs else array for name, array in arrays.items()
     }
 
 
 def controls_said(parameters: Mapping[str, Parameter], controls: Controls) -> Controls | None:
-    """Returns the sequence controls that a model's answer sets for later steps of its ensemble, or None.
+    """Returns the sequence controls that a model's answer sets for later steps of its ensemble; None: the answer sets none.
 
-    A flag (START or END) that the answer does not set is False; its sequence id is that of the request (``controls``).
+    A flag (START or END) that the answer does not set is False. If the answer has no sequence id, the request's (``controls``)
+    is used.
 
     Raises: InvalidArgument: a parameter has the wrong type, with Triton's message.
     Source: triton-inference-server/core, src/ensemble_scheduler/ensemble_scheduler.cc, ConsumeResponse.

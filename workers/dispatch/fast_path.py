@@ -61,12 +61,15 @@ Regions = dict[str, Region]
 
 
 class _Batch:
-    """Describes requests to one load of a model version, with inputs of one shape, that can share a run, for the C part."""
+    """Describes to the C extension requests that can share a run: to one load of a model version, with inputs of one shape."""
 
     def __init__(
         self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Shapes, runs: SequenceRuns | None = None
     ) -> None:
-        """``key``: the inputs' shapes.  ``runs``: runs the requests of a model with sequences; None: it has no sequences."""
+        """Finds the program for each number of rows.
+
+        ``key``: the inputs' shapes.  ``runs``: runs the requests of a model with sequences; None: the model has no sequences.
+        """
         self.version = version
         self.model = model
         self._key = key
@@ -87,11 +90,11 @@ class _Batch:
 
     @property
     def inputs(self) -> list[tuple[str, int, int]]:
-        """Name, address of the first row, and bytes from row to row, of each input; the same for all programs."""
+        """Name, address of the first row, and number of bytes from row to row, of each input; the same for all programs."""
         return next((program.memory for program in self.programs if program is not None), [])
 
     def native(self) -> _native.Batch:
-        """Returns this batch as the C part takes it."""
+        """Returns the description of these requests as the C extension takes it."""
         made: list[AnyProgram] = []
         by_rows: list[int] = []
         for program in self.programs:
@@ -122,7 +125,7 @@ class _Batch:
 
 
 class _Alone:
-    """Describes large requests to one load of a model version, with inputs of one shape, that run alone, for the C part."""
+    """Describes to the C extension large requests that run alone: to one load of a model version, with inputs of one shape."""
 
     def __init__(self, version: ModelVersion, model: JaxModel, executable: Executable) -> None:
         self._version = version
@@ -130,7 +133,10 @@ class _Alone:
         self.executable = executable
 
     def native(self) -> _native.Batch:
-        """Returns this as ``_Batch.native`` does, but without programs, because no requests are run together."""
+        """Returns the description of these requests as the C extension takes it.
+
+        The description has no programs, because these requests do not share a run.
+        """
         sizes = self._version.batcher.at_once(self.executable.wanted.shapes)
         most = min(max((some[-1] for some in sizes), default=0), _native.MAX_ROWS)
         return _native_batch(self, self._version, self.executable.share / self.executable.rows, (-1,) * max(1, most))
@@ -244,7 +250,10 @@ class FastPath(Poller):
                     statistics.slow_requests[why] += 1
 
     def _learn(self, version: ModelVersion, execution: Execution, request: Request) -> SlowReason | None:
-        """Tells the C extension to answer repeats of a request. Returns why it does not; None: it does, or the run failed."""
+        """Registers a request with the C extension, which then answers repeats of it.
+
+        Returns the reason why repeats are not answered there. Returns None if they are, or if the run failed.
+        """
         preparation, submitter = request.preparation, request.submitter
         if preparation is None or submitter.closed:
             return SlowReason.NEW if request.sink is None else SlowReason.INSIDE
@@ -282,7 +291,10 @@ class FastPath(Poller):
     def _learn_together(
         self, execution: Execution, request: Request, preparation: Preparation, regions: Regions, layout: OutputLayout
     ) -> SlowReason | None:
-        """Tells the C extension to answer repeats of a request in runs that they share. Returns why it cannot, or None."""
+        """Registers a request with the C extension, which then answers repeats of it in runs that they share with other requests.
+
+        Returns the reason why that is not possible, or None.
+        """
         version, plan, prepared = request.version, preparation.plans.get(layout), preparation.prepared
         if plan is None:
             return SlowReason.TRACED if request.timeline is not None else SlowReason.LARGE
@@ -346,7 +358,10 @@ class FastPath(Poller):
     def _learn_alone(
         self, execution: Execution, request: Request, preparation: Preparation, regions: Regions
     ) -> SlowReason | None:
-        """Tells the C extension to answer repeats of a large request in runs of their own. Returns why it cannot, or None."""
+        """Registers a large request with the C extension, which then answers each repeat of it in a run of its own.
+
+        Returns the reason why that is not possible, or None.
+        """
         version, executable = request.version, execution.executable
         model = version.jitted
         if model is None or version.sequences is not None or not isinstance(executable, Executable):
@@ -382,7 +397,10 @@ class FastPath(Poller):
         return None
 
     def _found(self, places: Sequence[RegionSlice | None], submitter: SubmitterLink[Request]) -> Regions | None:
-        """Returns the regions in which these places lie; None: one is not mapped here, or a place is empty."""
+        """Returns the regions in which these places lie.
+
+        Returns None if a region is not mapped in this process, or a place is empty.
+        """
         regions: RegionTable | LaneSegments = submitter.segments or self._regions
         found: Regions = {}
         for place in places:
@@ -402,7 +420,10 @@ class FastPath(Poller):
 
     @staticmethod
     def _count(figures: list[tuple[Any, ...]]) -> None:
-        """Adds what was answered in C to the statistics: a ``_Batch`` or ``_Alone``, then the fields of ``NativeRuns``."""
+        """Adds the requests that the C extension has answered to the statistics.
+
+        ``figures``: tuples of a ``_Batch`` or ``_Alone`` and the fields of ``NativeRuns``.
+        """
         for batch, *counts in figures:
             batch.count(NativeRuns(*counts))
 
@@ -423,9 +444,9 @@ class FastPath(Poller):
 
 
 def _plan_single(execution: Execution, preparation: Preparation) -> tuple[AnswerPlan, Mapping[int, str]] | None:
-    """Plans the answers to repeats of a prepared request from an execution of a single one; None: repeats are run as batches.
+    """Plans the answers to repeats of a prepared request from an execution of a single one.
 
-    Returns the plan, and ``PlannedOutput.content`` -> name of the output.
+    Returns the plan, and a dict from ``PlannedOutput.content`` to the output's name. Returns None if no plan is possible.
     """
     (request,), made, places = execution.requests, execution.outputs, execution.places
     plan = None if made is None else preparation.plans.get(made.layout)
@@ -449,7 +470,7 @@ def _plan_single(execution: Execution, preparation: Preparation) -> tuple[Answer
 
 
 def _says_what_holds(request: Request, execution: Execution) -> bool:
-    """Returns whether answers to repeats of a request differ only in their tensors, as long as the same parameters are in use."""
+    """Returns whether answers to repeats of a request differ only in their tensors, as long as the same parameters are used."""
     if isinstance(request.chosen, ParameterSet):
         return False  # its sequence has its own, which the planner knows; others of that kind have main's
     if not request.tells:
@@ -459,15 +480,15 @@ def _says_what_holds(request: Request, execution: Execution) -> bool:
 
 
 def _timeline_end(version: ModelVersion) -> bytes | None:
-    """Returns the end of a traced request's timeline, behind the moments; it names the version of the set ``main``."""
+    """Returns the encoded end of a traced request's timeline, behind the timestamps; it names the version of the set ``main``."""
     main = None if version.sets is None else version.sets.main
     return timeline_end((main.name, main.number) if main is not None and main.number else None)
 
 
 def _sets_of(request: Request) -> dict[str, ParameterSet] | None:
-    """Returns the parameter sets, by name, with which the C part may run repeats of a request; None: only with the main set.
+    """Returns the parameter sets, by name, with which the C extension may run repeats of a request; None: only with the main set.
 
-    The dict is the model version's own: it changes with each push.
+    The dict is the model version's own, not a copy: it changes with each push.
     """
     version = request.version
     # The planner of sequences knows their sets, and answers that name their set are prepared for main alone.
@@ -480,15 +501,15 @@ def _is_large(request: Request, preparation: Preparation, checked: Checked) -> b
 
 
 def _holds(numbered: Numbered[PreparedAnswer], request: Request) -> bool:
-    """Returns whether a request's submitter knows a prepared answer, and that names the parameters that it ran with."""
+    """Returns whether a request's submitter has a prepared answer that reports the parameters which the request used."""
     known = numbered in request.submitter.lane.published
     return known and (not request.tells or numbered.prepared.parameters == request.told)
 
 
 def _take_back(submitter: SubmitterLink[Request], datagram: bytes) -> bool:
-    """Frees leases that a submitter gives back in a datagram. Returns whether its lane has something to send afterwards.
+    """Frees the leases that a submitter gives back in a datagram. Returns whether anything is to be sent on its lane afterwards.
 
-    Raises InvalidArgument: a lease that is given back is not outstanding.
+    Raises InvalidArgument: the submitter does not hold a lease that it gives back.
     """
     submitter.lane.read(datagram, [], False)
     if submitter.lane.unsaid:
@@ -497,5 +518,8 @@ def _take_back(submitter: SubmitterLink[Request], datagram: bytes) -> bool:
 
 
 def _address(place: RegionSlice | None, byte_size: int, regions: Regions) -> int:
-    """Returns a tensor's address in a region; 0: it is in the record. Raises InvalidArgument: it is not inside the region."""
+    """Returns a tensor's address in a region; 0: the tensor is in the record.
+
+    Raises InvalidArgument: it is not inside the region.
+    """
     return 0 if place is None else address_of(regions[place.region].view(place.offset, byte_size))

@@ -37,10 +37,11 @@ class InstanceRuns:
         finish: Callable[[ModelVersion, Execution], None],
         changed: Callable[[ModelVersion], None],
     ) -> None:
-        """
+        """Stores the parts of the worker that instances need.
+
         Args:
-          prepare: reserves places for the outputs of an execution before the run; gets output name -> bytes.
-          take: takes the next batch from a version's queue, at a time (ns), for the instance of that index.
+          prepare: reserves places for the outputs of an execution before the run, by their names and sizes in bytes.
+          take: takes the next batch from a version's queue, at a time (monotonic, ns), for the instance of that index.
           finish: answers the requests of an execution that has run.
           changed: has the loop ask a version's planner again.
         """
@@ -53,7 +54,10 @@ class InstanceRuns:
         self._changed = changed
 
     def fill(self, version: ModelVersion, now_ns: int) -> int:
-        """Gives due batches of a version to its free instances. Returns when the next one is due, or ``NEVER``."""
+        """Gives due batches of a version to its free instances.
+
+        Returns the time (monotonic, ns) at which the next batch is due; ``NEVER``: none is.
+        """
         next_ns = NEVER
         for number, instance in enumerate(version.loaded.instances):
             while not instance.busy:
@@ -122,7 +126,10 @@ class InstanceRuns:
 
     @staticmethod
     def take_back(version: ModelVersion, request: Request) -> bool:
-        """Takes a request back from an instance, unless that runs it already. Returns whether it did."""
+        """Takes a request back from the instance it was given to, if the instance has not begun to run it.
+
+        Returns whether it did.
+        """
         for instance in version.loaded.instances:
             for execution in instance.given:
                 if request in execution.requests:
@@ -134,15 +141,18 @@ class InstanceRuns:
 
 
 def _count_ahead(version: ModelVersion) -> None:
-    """Tells a version's queue how many batches its instance has got ahead, if it does: they count as still queued."""
+    """Sets how many batches a version's instance was given ahead of running them: they still count as queued.
+
+    Does nothing if the instance gets no batches ahead.
+    """
     if version.runs_ahead:
         version.queue.ahead = max(0, len(version.loaded.instances[0].given) - 1)
 
 
 def in_order(version: ModelVersion, taken: object, answer: Callable[[], None]) -> None:
-    """Calls ``answer`` at once; if the model answers in order, after the answers to all requests that left the queue earlier.
+    """Calls ``answer``. If the model answers in order, waits with it until all requests that left the queue earlier are answered.
 
-    ``taken``: the execution or request that was noted in ``version.order`` when it was taken from the queue.
+    ``taken``: the execution or request that was entered into ``version.order`` when it left the queue.
     """
     if version.order is None:
         answer()

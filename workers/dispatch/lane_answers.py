@@ -39,7 +39,7 @@ _Error = tuple[float, str, str, str, str, str, str]
 
 
 class LaneAnswers:
-    """Counts the final answers to clients that have a lane; ignores those to fronts."""
+    """Counts, logs and traces the final answers to clients that have a lane; ignores answers to fronts."""
 
     def __init__(self) -> None:
         #: Answers by error code, "OK" for success; answers of the C part are not counted here.
@@ -55,12 +55,17 @@ class LaneAnswers:
         self._channel: Channel | None = None
 
     def begin(self, poller: Poller, access: int) -> None:
-        """Begins to tell the C part how many requests may pass."""
+        """Begins to work: stores the poller, to which limits go, and logs every ``access``-th good answer; 0: logs none."""
         self._poller = poller
         self.log_every(access)
 
     def trace_as(self, incarnation: int, options: TraceOptions, channel: Channel, agenda: Agenda[AgendaPart]) -> None:
-        """Begins to trace requests as a front traces its own, once settings have come. ``incarnation``: of this process."""
+        """Prepares to trace requests as a front does; tracing begins when settings arrive.
+
+        Args:
+          incarnation: the number of this process's start.
+          channel: takes finished traces, if they are exported over OTLP.
+        """
 
         def hand_over(traces: TracesEnded) -> bool:
             if channel.waiting < _MAX_WAITING:
@@ -77,13 +82,16 @@ class LaneAnswers:
         self.let_pass()
 
     def log_every(self, access: int) -> None:
-        """Logs every ``access``-th good answer from now on, and errors, ten a second at most; 0: logs neither."""
+        """Logs every ``access``-th good answer from now on, and at most ten errors a second. 0: logs neither."""
         self.passed()
         self._log.log_every(access, self.counts["OK"] + self._passed)
         self.let_pass()
 
     def trace(self, record: TraceChanged | TraceCleared, fds: list[int]) -> None:
-        """Changes how requests are sampled for traces. ``fds``: of the shared counters, which it owns then."""
+        """Changes how requests are sampled for traces.
+
+        ``fds``: descriptors of the shared counters, which this object owns then.
+        """
         self.passed()
         if isinstance(record, TraceChanged):
             self.tracer.changed(record, fds)
@@ -92,26 +100,26 @@ class LaneAnswers:
         self.let_pass()
 
     def close(self) -> None:
-        """Writes and hands over the traces that wait, at the process's end."""
+        """Writes the traces that wait, at the process's end, and hands them over."""
         self.tracer.close()
         if self._channel is not None:
             with contextlib.suppress(ChannelClosed):
                 self._channel.flush()
 
     def let_pass(self) -> None:
-        """Tells the C part how many requests it may answer before Python has to look at each."""
+        """Sets how many requests the C extension may answer before Python has to log or trace one."""
         self.watched = self.tracer.on or self._log.every > 0
         unlogged = self._log.next - self.counts["OK"] - self._passed - 1
         self._poller.let_pass(max(0, min(_ENDLESS, unlogged, self.tracer.passes.left)), self.tracer.joins)
 
     def passed(self) -> None:
-        """Counts the requests that the C part has answered since the last call."""
+        """Counts the requests that the C extension has answered since the last call."""
         count = self._poller.lane_requests
         self.tracer.passes.left -= count - self._passed
         self._passed = count
 
     def arrived(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> RequestRecord:
-        """Begins a trace of a client's request if it is sampled, and returns its record, which says so then."""
+        """Begins a trace of a client's request if it is sampled. Returns the request's record, which has the trace level then."""
         tracer, said = self.tracer, submitter.parent
         submitter.parent = None
         parent = ""
@@ -133,7 +141,11 @@ class LaneAnswers:
     def _end_trace(
         submitter: SubmitterLink[Request], request_id: int, error: ServingError | None, request: Request | None = None
     ) -> str:
-        """Ends the trace of a request that was answered, or whose client is gone. Returns its id; "": it is not traced."""
+        """Ends the trace of a request that was answered, or whose client has gone.
+
+        Returns the trace's id, or "" if the request is not traced. ``error``: what the answer reports; None: no error.
+        ``request``: the request, if it was valid.
+        """
         trace = submitter.traces.pop(request_id, None)
         if trace is None:
             return ""
@@ -147,7 +159,7 @@ class LaneAnswers:
         return trace.context[0]
 
     def ended(self, request: Request, error: ServingError | None) -> None:
-        """Counts a request's final answer. ``error``: what it reports; None: it reports no error."""
+        """Counts a request's final answer. ``error``: the error that the answer reports; None: it is a good answer."""
         submitter = request.submitter
         trace_id = self._end_trace(submitter, request.request_id, error, request) if submitter.traces else ""
         if submitter.segments is None or submitter.closed:
@@ -162,7 +174,7 @@ class LaneAnswers:
             self._log.write("OK", names, request.own, request.arrived_ns, _client(submitter), trace_id, version)
 
     def rejected(self, submitter: SubmitterLink[Request], record: RequestRecord, error: ServingError) -> None:
-        """Counts an error that answers a received record (message) which is no valid request."""
+        """Counts an error that answers a received record (message) which is not a valid request."""
         if submitter.segments is None:
             return
         trace_id = self._end_trace(submitter, record.request_id, error) if submitter.traces else ""
@@ -189,7 +201,7 @@ class LaneAnswers:
             self._log.write(error.code, names, own, arrived_ns, _client(submitter), trace_id, error=error.message)
 
     def recent(self) -> list[dict[str, Any]]:
-        """Describes the last errors for operators, the latest last: time, code, message, model, request id and client of each."""
+        """Describes the most recent errors for operators, in order: time, code, message, model, request id and client of each."""
         names = ("time", "code", "error", "model", "id", "client", "trace_id")
         return [{"protocol": "lane", **dict(zip(names, row, strict=True))} for row in self._recent]
 
@@ -198,12 +210,12 @@ class LaneAnswers:
 
 
 def _client(submitter: SubmitterLink[Request]) -> str:
-    """Returns the name of the user whose client has the lane."""
+    """Returns the name of the user whose process has the lane."""
     return "" if submitter.owner is None else submitter.owner.name
 
 
 def _model(submitter: SubmitterLink[Request], record: RequestRecord) -> str:
-    """Returns the name of the model that a received record asks; "": its number stands for nothing."""
+    """Returns the name of the model that a received record asks; "": the number of its prepared request is unknown."""
     prepared = record.prepared
     try:
         return (submitter.preparations[prepared].prepared if isinstance(prepared, int) else prepared).model

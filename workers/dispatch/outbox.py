@@ -46,7 +46,7 @@ _MAX_BLOCKED = 4
 
 
 class Outbox:
-    """Sends one worker's answers to fronts and clients; those that find no room in the response arena wait."""
+    """Sends one worker's answers to fronts and clients. Answers that find no room in the response arena wait here."""
 
     def __init__(self, options: Arenas, agenda: Agenda[AgendaPart] | None = None) -> None:
         self._options = options
@@ -58,7 +58,10 @@ class Outbox:
         self._agenda: Agenda[AgendaPart] = agenda or Agenda()
 
     def fail(self, request: Request, error: ServingError) -> None:
-        """Answers a request with an error and ends it: in order, if its model answers so and earlier answers wait for room."""
+        """Answers a request with an error and ends the request.
+
+        If the request's model answers in order and earlier answers wait for room, the error waits behind them.
+        """
         if request.sink is not None:
             hand_over(request, error)
         elif self._overtakes(request):
@@ -68,7 +71,10 @@ class Outbox:
 
     @staticmethod
     def _overtakes(request: Request) -> bool:
-        """Returns whether the request's model answers in order and an earlier answer of it waits for room."""
+        """Returns whether an answer to the request has to wait its turn.
+
+        It has to if the request's model answers in order and an earlier answer of the model waits for room.
+        """
         submitter, version = request.submitter, request.version
         if not submitter.blocked or not version.ordered or submitter.closed or request.cancelled:
             return False
@@ -84,7 +90,7 @@ class Outbox:
     ) -> None:
         """Answers accepted requests that will not run, each with its error, and counts them as failed.
 
-        ``why``: the reason to count them under, except for those that a newer request replaced (Replaced).
+        ``why``: the reason to count them under. Requests with the error Replaced are counted as replaced instead.
         """
         for request, error in answers:
             reason = Failure.REPLACED if isinstance(error, Replaced) else why
@@ -92,7 +98,7 @@ class Outbox:
             self.fail(request, error)
 
     def refuse(self, request: Request, refusal: Refusal, error: Unavailable, now_ns: int) -> None:
-        """Answers a request with an error because a queue is full or the request waited too long; counts and logs it."""
+        """Answers a request with an error because a queue is full or the request waited too long; counts and logs the refusal."""
         self._note(request, refusal, now_ns)
         self.fail(request, error)
 
@@ -106,12 +112,15 @@ class Outbox:
         self._agenda.put(self._log_refusals, self._refusals.due_ns or NEVER)
 
     def reject(self, submitter: SubmitterLink[Request], record: RequestRecord, error: ServingError) -> None:
-        """Answers a received record (message), which is no valid request, with the error that was found in it."""
+        """Answers a received record (message) that is not a valid request with the error that was found in the record."""
         submitter.answer(failure(record.request_id, error))
         self.lane_answers.rejected(submitter, record, error)
 
     def end(self, request: Request, error: ServingError | None = None) -> None:
-        """Ends a request: releases its regions, frees its id. ``error``: what it was answered with; None: with a good answer."""
+        """Ends a request: releases its regions and frees its id.
+
+        ``error``: what the request was answered with; None: no error.
+        """
         if request.regions:
             request.release()
         submitter = request.submitter
@@ -123,7 +132,7 @@ class Outbox:
     def prepare(self, execution: Execution, sizes: Mapping[str, int]) -> None:
         """Reserves places for the large outputs of an execution of one request, so that its program can write them there itself.
 
-        Where no place is found nothing is reported: the answer looks for places again after the run, and reports the error then.
+        If no place is found, nothing is reported: the answer looks for places again after the run, and reports the error then.
         """
         (request,) = execution.requests
         if request.sink is not None:
@@ -141,7 +150,10 @@ class Outbox:
             executable.offer(execution.places)
 
     def answer_all(self, execution: Execution, now_ns: int) -> dict[Request, Failure]:
-        """Answers every request of a batch. Returns the requests that got an error, each with the reason to count it under."""
+        """Answers every request of a batch.
+
+        Returns the requests that got an error, each with the reason under which to count it.
+        """
         failed: dict[Request, Failure] = {}
         row = 0
         for i, request in enumerate(execution.requests):
@@ -161,7 +173,10 @@ class Outbox:
         return failed
 
     def _answer_long(self, execution: Execution, i: int, now_ns: int) -> Failure | None:
-        """Answers a request in the general way, which is right for all. Returns the reason to count an error under, or None."""
+        """Answers request number ``i`` of an execution in the general way, which works for every request.
+
+        Returns the reason under which to count an error, or None if the answer is no error.
+        """
         request, result = execution.requests[i], execution.results[i]
         if request.timeline is not None:
             request.timeline.executed(execution.moments, request.arrays, result)
@@ -175,16 +190,22 @@ class Outbox:
 
     @staticmethod
     def _hand_over(request: Request, result: Result, moments: Moments | None) -> Result:
-        """Hands the result, or Cancelled, to the model's call or the ensemble's step that made the request, and returns it."""
+        """Hands the result to the model's call or the ensemble's step that made the request;
+
+        Cancelled if the request was cancelled.
+
+        Returns what it has handed over. ``moments``: the timestamps of the run; None: they are not wanted.
+        """
         if request.cancelled:
             result = Cancelled()
         hand_over(request, result, moments)
         return result
 
     def _place_small(self, request: Request, made: BatchOutputs, row: int) -> bool:
-        """Answers a client's request with small outputs, copied from the batch's rows from ``row`` on by a stored or new plan.
+        """Answers a client's request whose outputs are small, by a plan that is stored or made now.
 
-        Returns False, without an answer, if it has to be answered in the general way.
+        The outputs are copied from the batch's rows, from ``row`` on. Returns False, and sends nothing, if the request has to be
+        answered in the general way.
         """
         submitter = request.submitter
         if submitter.closed or request.cancelled or request.timeline is not None or request.sink is not None:
@@ -214,7 +235,10 @@ class Outbox:
         return True
 
     def _plan(self, request: Request, layout: OutputLayout) -> AnswerPlan | None:
-        """Plans how to answer a request whose batch has outputs of this layout, and stores the plan; None: none is possible."""
+        """Plans how to answer a request whose batch has outputs of this layout, and stores the plan.
+
+        Returns None if none is possible.
+        """
         plan, preparation = plan_answer(request, layout, self._options.inline_byte_size), request.preparation
         if plan is not None and preparation is not None and preparation.load is request.version.checked:
             plan = plan.number(request.submitter.lane.number(cast(PreparedAnswer, plan.said)))
@@ -224,7 +248,8 @@ class Outbox:
     def answer(self, request: Request, result: Result, now_ns: int, places: Places | None = None) -> Result:
         """Answers a request with a result, or queues the answer until the response arena has room for it.
 
-        Returns what the client gets: the result, or an error instead. ``places``: by ``prepare``; the caller releases them.
+        Returns what the client gets: the result, or an error instead. ``places``: what ``prepare`` has reserved, or None; the
+        caller releases them.
         """
         if isinstance(result, ServingError):
             self.fail(request, result)
@@ -244,9 +269,10 @@ class Outbox:
         return result
 
     def _place(self, request: Request, result: dict[str, Array], places: Places | None = None) -> ServingError | bool:
-        """Writes an answer, sends it and ends its request, if there is room for it.
+        """Writes an answer into its places, sends it and ends its request, if there is room for it.
 
-        Returns True if it did; False: there is no room yet, and the caller tries again later; an error: to answer with instead.
+        Returns True if it did so, False if there is no room yet and the caller has to try again later, or the error with which to
+        answer instead.
         """
         if request.submitter.closed:
             self.end(request)
@@ -285,7 +311,10 @@ class Outbox:
     # ---------------------------------------------------------------------------------------------------------- waiting
 
     def _block(self, answer: BlockedAnswer[Request], now_ns: int) -> ServingError | bool:
-        """Queues an answer until the response arena has room. Returns the error to answer with if too many bytes wait already."""
+        """Queues an answer until the response arena has room, and returns True.
+
+        If too many bytes of answers to the submitter wait already, returns the error to answer with instead.
+        """
         submitter, request = answer.request.submitter, answer.request
         if submitter.blocked and submitter.blocked_byte_size + answer.byte_size > _MAX_BLOCKED * self._bound(submitter):
             return self.no_room(request, answer.byte_size, now_ns)
@@ -299,7 +328,7 @@ class Outbox:
         return True
 
     def _bound(self, submitter: SubmitterLink[Request]) -> int:
-        """Returns how many bytes of a submitter's answers may wait for room before ``hold`` keeps its requests from running."""
+        """Returns how many bytes of a submitter's answers may wait for room before ``hold`` delays the submitter's requests."""
         if submitter.segments is None:
             return self._options.byte_size
         return min(self._options.byte_size, submitter.segments.limits.response_byte_size // _MAX_BLOCKED)
@@ -310,10 +339,11 @@ class Outbox:
         return Unavailable(_describe_full(request.submitter, byte_size))
 
     def hold(self, request: Request) -> bool:
-        """Holds a request back from running if too many bytes of answers to its submitter wait to be sent.
+        """Decides whether a request must not run yet because too many bytes of answers to its submitter wait to be sent.
 
-        It is held only if a large answer of the same model and shapes is among them, or of the same model if that answers in
-        order. Returns whether the request is held; ``retry`` returns it when it may run.
+        It must wait only if a large answer of the same model and shapes is among the waiting ones; if the model answers in
+        order, a large answer of the model with any shapes. Returns whether the request is held; ``retry`` returns it when it
+        may run.
         """
         submitter, version = request.submitter, request.version
         if request.sink is not None or submitter.blocked_byte_size <= self._bound(submitter):
@@ -325,7 +355,7 @@ class Outbox:
         return False
 
     def retry(self, now_ns: int) -> list[Request]:
-        """Sends answers that waited for room and fit by now; answers requests whose answers waited too long with an error.
+        """Sends answers that waited for room and fit now; requests whose answers waited too long are answered with an error.
 
         Returns the requests that ``hold`` has held back and that may run now.
         """
@@ -378,7 +408,7 @@ class Outbox:
         return min([submitter.blocked[0].give_up_ns for submitter in self.blocked], default=NEVER)
 
     def drop(self, submitter: SubmitterLink[Request]) -> None:
-        """Ends, without an answer, requests of a submitter whose lane has closed that are held or whose answers wait for room."""
+        """Ends all requests of a submitter, whose lane has closed, that are held back or whose answers wait. Sends no answer."""
         for waiting in submitter.blocked:
             self.end(waiting.request)
         for request in submitter.held:
@@ -395,7 +425,10 @@ class Outbox:
 
 
 def _numbered(request: Request, answer: AnswerRecord) -> tuple[AnswerRecord, Numbered[PreparedAnswer] | None]:
-    """Replaces a large answer's prepared answer by its number. Also returns it with the number; None: no other answer has it."""
+    """Makes a large answer's repeating part a prepared answer, so that the record carries only a number for it.
+
+    Returns the new record and the numbered part. Returns the record unchanged, and None, if the answer cannot be prepared.
+    """
     preparation, prepared = request.preparation, cast(PreparedAnswer, answer.prepared)
     # Parameters are each answer's own, but for what it says of the parameter set.
     if preparation is None or len(prepared.parameters) > len(request.told):

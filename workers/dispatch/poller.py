@@ -20,7 +20,7 @@ Datagram = tuple[bytes, list[int], int]
 
 
 class Woken(NamedTuple):
-    """The result of waiting for events: the events, and datagrams that the C extension has read, or could not send."""
+    """The result of waiting for events: the events, datagrams that the C extension has left to Python, and unsent datagrams."""
 
     #: File descriptor and its epoll event mask.
     events: list[tuple[int, int]]
@@ -31,9 +31,9 @@ class Woken(NamedTuple):
 
 
 class Poller:
-    """Waits for events on an epoll file descriptor. ``look_ns``: how long it polls before it sleeps; 0: it sleeps at once.
+    """Waits for events on an epoll file descriptor. ``look_ns``: how long it polls before it sleeps; 0: it sleeps immediately.
 
-    The methods about lanes and requests do nothing here: ``FastPath`` answers requests while it waits.
+    The methods about lanes and requests do nothing here. The subclass ``FastPath`` answers requests while it waits.
     """
 
     def __init__(self, epoll: select.epoll, look_ns: int) -> None:
@@ -44,19 +44,19 @@ class Poller:
         self.missed = 0
 
     def open(self, submitter: SubmitterLink[Request]) -> None:
-        """Adds a submitter's lane, which the epoll has, so that ``wait`` also answers its requests."""
+        """Registers a submitter's lane, whose socket the epoll watches already, so that ``wait`` also answers its requests."""
 
     def close_lane(self, submitter: SubmitterLink[Request]) -> None:
         """Unregisters a submitter's lane that has ended: ``wait`` no longer answers its requests."""
 
     def learn(self, version: ModelVersion, execution: Execution) -> None:
-        """Stores how an execution's requests were answered, so that ``wait`` may answer later ones that differ only in data."""
+        """Stores how an execution's requests were answered, so that ``wait`` may answer requests that differ only in data."""
 
     def forget(self, submitter: SubmitterLink[Request], number: int) -> None:
-        """Drops what ``learn`` stored for a submitter's prepared request: its number now stands for another one."""
+        """Drops what ``learn`` stored for a submitter's prepared request, because its number stands for another request now."""
 
     def forget_all(self, submitter: SubmitterLink[Request]) -> None:
-        """Drops everything that ``learn`` has stored for a submitter's requests, so that it is learned anew."""
+        """Drops everything that ``learn`` has stored for a submitter's requests. Later executions are stored again."""
 
     def forget_gone(self) -> None:
         """Drops everything that ``learn`` has stored, because some of it belongs to model versions that were unloaded."""
@@ -67,18 +67,21 @@ class Poller:
         return 0
 
     def let_pass(self, most: int, joins: bool) -> None:
-        """Sets how many further requests on clients' lanes ``wait`` may answer. ``joins``: none that belongs to a trace."""
+        """Sets how many further requests on clients' lanes ``wait`` may answer.
+
+        ``joins``: if True, ``wait`` answers no request that the client has marked as part of a trace.
+        """
 
     def close(self) -> None:
         """Releases everything that ``learn`` has stored, before the worker's loop ends."""
 
     def wait(self, timeout_ns: int, idle: bool, sleeps: bool = False) -> Woken:
-        """Waits until there is an event or the time is up. Returns what came; its lists are empty if the time is up.
+        """Waits until there is an event or the time is up. Returns what arrived; all lists are empty if the time was up.
 
         Args:
-          timeout_ns: how long to wait at most; 0 or less: only returns what is there.
+          timeout_ns: how long to wait at most; 0 or less: does not wait, only returns what is there.
           idle: whether no request waits in the worker, so that requests may be answered during the wait.
-          sleeps: whether to sleep at once, without polling before.
+          sleeps: whether to sleep immediately, without polling before.
         """
         if timeout_ns <= 0:
             return Woken(self._epoll.poll(0), [], [])

@@ -44,7 +44,7 @@ _Sent = tuple[Sent, bool, int]
 
 
 class Responses(ResponseReceiver):
-    """Sends the responses of one worker's streaming models; those that find the response arena full wait."""
+    """Sends the responses of one worker's streaming models. Responses that find the response arena full wait here."""
 
     def __init__(
         self,
@@ -55,10 +55,12 @@ class Responses(ResponseReceiver):
         max_ahead: int,
         agenda: Agenda[AgendaPart] | None = None,
     ) -> None:
-        """
+        """Stores the parts of the worker that responses need.
+
         Args:
-          post: asks the loop to call a function; from any thread.
+          post: asks the loop to call a function; any thread may call it.
           max_ahead: how many bytes of responses to one request may be sent before the client has taken them.
+          agenda: calls functions at their times; None: nothing is called later.
         """
         self._agenda: Agenda[AgendaPart] = agenda or Agenda()
         self.inline_byte_size = options.inline_byte_size
@@ -78,15 +80,15 @@ class Responses(ResponseReceiver):
     # ------------------------------------------------------------------------------------------------------- any thread
 
     def sender(self, request: Request) -> ResponseSender:
-        """Returns the sender of a request's responses. If none was opened, creates one that sends exactly one response."""
+        """Returns the sender of a request's responses. If the request has none, creates one that sends exactly one response."""
         senders = request.version.senders
         found = senders.get(request)
         return found or senders.setdefault(request, self._sender(request, self._clock(), single=True))
 
     def _sender(self, request: Request, now_ns: int, single: bool = False) -> ResponseSender:
-        """Creates the sender of a request's responses. ``single``: it sends exactly one.
+        """Creates the sender of a request's responses. ``single``: whether it sends exactly one response.
 
-        Of a client's lane, all requests together keep within the lane's limit of bytes that were sent and not taken.
+        The limit of a client's lane for bytes sent and not taken is divided among the most requests that may be in flight there.
         """
         segments, max_ahead = request.submitter.segments, self.max_ahead
         if segments is not None:
@@ -104,7 +106,13 @@ class Responses(ResponseReceiver):
         return request.submitter.known_kind(request.version.version, found[0])
 
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
-        """Queues a response for the loop, behind the earlier ones of its sender."""
+        """Queues a response for the loop, behind the earlier responses of its sender; any thread may call it.
+
+        Args:
+          final: whether no response follows.
+          byte_size: the number of bytes that count until the client has taken the response.
+          wake: whether to wake the loop; if not, ``gather`` sends the response later.
+        """
         self._arrived.append((sender, (result, final, byte_size)))
         # Whoever takes them says so before it looks for them.
         if wake and (final or not self._posted):
@@ -121,9 +129,9 @@ class Responses(ResponseReceiver):
                 request.version.senders[request] = self._sender(request, now_ns)
 
     def returned(self, execution: Execution) -> None:
-        """Moves the requests that are answered through senders from an execution to its ``streamed``.
+        """Handles the return of a model's function: moves requests that are answered through senders to ``execution.streamed``.
 
-        The model has returned: each of them is ended if the model failed for it or if it was cancelled.
+        Such a request is ended if the model failed for it or if it was cancelled; otherwise its sender may still send.
         """
         self._take()
         requests, results = execution.requests, execution.results
@@ -145,7 +153,10 @@ class Responses(ResponseReceiver):
                 self._end_cancelled(sender)
 
     def respond(self, sender: ResponseSender, result: Result | None, final: bool) -> None:
-        """Sends a response that the loop itself made, behind earlier ones. None: only the mark that none follows."""
+        """Sends a response that the loop itself made, behind earlier ones.
+
+        ``result`` None: only says that no response follows.
+        """
         sent = result, final, sender.posted(result, final)
         if sender in self.kept:
             self.kept[sender][0].append(sent)
@@ -153,7 +164,7 @@ class Responses(ResponseReceiver):
             self._respond(sender, sent)
 
     def takes_small(self, sender: ResponseSender) -> bool:
-        """Returns whether a sender's next small response may be sent together with those of other requests."""
+        """Returns whether a sender's next small response may be sent together with responses to other requests."""
         free = sender not in self.kept and not sender.is_cancelled
         return free and not sender.request.outputs and sender.leaves_as_it_is
 
@@ -165,7 +176,7 @@ class Responses(ResponseReceiver):
 
     @staticmethod
     def check_taken(request: Request, byte_size: int) -> None:
-        """Checks a client's message that it has taken ``byte_size`` bytes. Raises InvalidArgument: fewer were sent to it."""
+        """Checks a client's report that it has taken ``byte_size`` bytes. Raises InvalidArgument: fewer bytes were sent to it."""
         sender = request.version.senders.get(request)
         if sender is None:
             return
@@ -178,11 +189,14 @@ class Responses(ResponseReceiver):
             )
 
     def took(self, request: InnerRequest) -> None:
-        """Counts the next response to a request made inside the worker as taken, so that the request's model may send more."""
+        """Counts the next response to a request made inside the worker as taken, so that its model may send more."""
         self.taken(request, request.ahead.popleft())
 
     def cancelled(self, request: Request) -> None:
-        """Wakes the model of a cancelled request, if it waits for the client; ends the request, if the model has returned."""
+        """Wakes the model of a cancelled request, if it waits for the client.
+
+        Ends the request if the model has returned already.
+        """
         sender = request.version.senders.get(request)
         if sender is not None:
             sender.wake()
@@ -190,7 +204,7 @@ class Responses(ResponseReceiver):
                 self._end_cancelled(sender)
 
     def retry(self, now_ns: int) -> None:
-        """Sends responses that waited for room and fit by now; ends requests whose responses waited too long with an error."""
+        """Sends responses that waited for room and fit now; ends requests whose responses waited too long with an error."""
         for sender, (waiting, give_up_ns) in list(self.kept.items()):
             del self.kept[sender]
             while waiting and not sender.ended:
@@ -210,7 +224,7 @@ class Responses(ResponseReceiver):
         return min([give_up_ns for _, give_up_ns in self.kept.values()], default=NEVER)
 
     def gather(self, now_ns: int) -> None:
-        """Sends the responses that threads have queued without waking the loop, once the time ``look_ns`` has come."""
+        """If the time ``look_ns`` has come, sends the responses that threads have queued without waking the loop."""
         if 0 < self.look_ns <= now_ns:
             self.look_ns = 0
             self._take()
@@ -267,15 +281,19 @@ class Responses(ResponseReceiver):
             hand_over(request, result, None, final)
 
     def _note_end(self, sender: ResponseSender, result: Result | None) -> None:
-        """Adds a traced request's run and its last response to its timeline; ``result``: None: it ended without outputs."""
+        """Adds a traced request's run and its last response to its timeline.
+
+        ``result``: the outputs; None: it ended without any.
+        """
         request, shown = sender.request, {} if result is None else result
         assert request.timeline is not None
         request.timeline.executed((sender.began_ns, sender.began_ns, self._clock()), request.arrays, shown)
 
     def _place(self, sender: ResponseSender, result: Result | None, final: bool) -> int | ServingError | None:
-        """Writes a response to the lane of the request's submitter.
+        """Writes a response to the lane of the request's submitter. ``result`` None: it only says that no response follows.
 
-        Returns the bytes that count until the client has taken them; None: the response arena is full; an error: to send instead.
+        Returns the number of bytes that count until the client has taken them, None if the response arena is full, or the error
+        to send instead.
         """
         request = sender.request
         version, submitter = request.version, request.submitter
@@ -311,7 +329,10 @@ class Responses(ResponseReceiver):
         return 0 if final else response_byte_size(record.contents)
 
     def _place_small(self, sender: ResponseSender, result: dict[str, Array], final: bool) -> int:
-        """Queues a response if its tensors fit into its record (message). Returns its bytes; 0: they do not, it is not queued."""
+        """Queues a response if its tensors fit into its record (message).
+
+        Returns the number of bytes that count until the client has taken them. Returns 0, and queues nothing, if they do not fit.
+        """
         request = sender.request
         if (
             not sender.plain

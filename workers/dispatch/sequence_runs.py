@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class SequenceRuns:
-    """Runs requests of one model version with sequences for the C part, while no request of that version waits."""
+    """Runs requests to one model version with sequences for the C extension, as long as no other request of it waits."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class SequenceRuns:
         submitters: Mapping[int, SubmitterLink[Request]],
         register: SequenceRegister,
     ) -> None:
-        """``submitters``: file descriptor of a lane -> the front or client that sends on it."""
+        """Begins without chosen requests. ``submitters``: file descriptor of a lane -> the front or client that sends on it."""
         self._version = version
         self._model = model
         self._sequences = sequences
@@ -57,11 +57,12 @@ class SequenceRuns:
         self._given: list[dict[str, Array]] = []
 
     def choose(self, asked: list[Asked], clients: list[int] | None = None) -> int:
-        """Chooses the requests that may run now. Returns how many, from the first one on.
+        """Chooses the requests that may run now, and returns how many they are, from the first one on.
 
         Args:
           asked: (correlation id, START, END) of each request.
-          clients: for each request the file descriptor of its client's lane, -1: a front's; None: all came from fronts.
+          clients: for each request the file descriptor of its client's lane, or -1 if a front sent it; None: fronts sent all of
+            them.
         """
         if self._sequences.table.holding:
             return 0  # not all of them are computed with the same parameters
@@ -83,7 +84,10 @@ class SequenceRuns:
         return len(self._chosen)
 
     def program(self, executable: Executable) -> Callable[[], list[Content]]:
-        """Returns a function that runs the chosen requests, whose inputs the C part has gathered, and returns the outputs."""
+        """Returns a function that runs the chosen requests and returns their outputs.
+
+        The C extension gathers the inputs before it calls the function.
+        """
         step = self._model.gathered_run(executable)
         columns = {name: array.reshape(executable.rows, -1) for name, array in executable.gathered.items()}
 
@@ -109,7 +113,7 @@ class SequenceRuns:
             self._register.tell()
 
     def fail(self, requests: list[tuple[int, int, int]], error: Exception | None) -> None:
-        """Answers requests with an error, because their run failed or its outputs were not as expected; none is run again.
+        """Answers requests with an error, because their run failed or its outputs were not as expected. None of them runs again.
 
         Args:
           requests: file descriptor of the lane, request id, and time of arrival (monotonic, ns) of each.

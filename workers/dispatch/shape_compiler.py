@@ -36,7 +36,7 @@ COMPILER_SLOT = 1
 
 
 class ShapeCompiler:
-    """Compiles programs for unexpected shapes in a thread; requests that need them are parked (wait) until then."""
+    """Compiles programs for unexpected shapes in a thread. Requests that need such a program wait here, outside the queue."""
 
     def __init__(
         self,
@@ -49,10 +49,12 @@ class ShapeCompiler:
         restore: Callable[[ModelVersion, list[Request]], None],
         models: ModelTable,
     ) -> None:
-        """
+        """Starts with nothing to compile.
+
         Args:
           max_shapes: how many shapes of one model version may be compiled or wait for it at a time.
           check: raises an error if the worker's device has failed.
+          restore: puts requests back into the queue of their version.
         """
         self._models = models
         self._thread = thread
@@ -68,9 +70,10 @@ class ShapeCompiler:
         self._grouped: deque[tuple[ModelVersion, GroupedCalls, Executable]] = deque()
 
     def park(self, version: ModelVersion, batch: list[Request], wanted: Wanted) -> None:
-        """Has a thread compile a batch's program, and parks its requests: they wait outside the queue until then.
+        """Has a thread compile a batch's program. The batch's requests wait outside the queue until then.
 
-        Answers them with Unavailable if too many shapes compile. Requests in the queue with the same batching key are parked too.
+        Requests in the queue with the same batching key wait with them. If too many shapes are compiled already, the requests are
+        answered with Unavailable.
         """
         model = version.jitted
         if model is None:
@@ -111,9 +114,10 @@ class ShapeCompiler:
     def _compile(
         self, version: ModelVersion, executables: Executables, wanted: Wanted, running: list[tuple[int, int]]
     ) -> Executable:
-        """Compiles a program; called in the compiler's thread. Raises what the compiler raises, or the failure of the device.
+        """Compiles a program; the compiler's thread calls this. Raises what the compiler raises, or the failure of the device.
 
-        ``running``: submitter and request id of each waiting request, for the status page: a compilation may kill the process.
+        ``running``: submitter and request id of each waiting request. They go on the status page, because a compilation may
+        kill the process.
         """
         self._page.begin(COMPILER_SLOT, running, version.page_key, self._clock())
         try:
@@ -155,7 +159,7 @@ class ShapeCompiler:
         return compiled
 
     def _next_grouped(self) -> None:
-        """Begins to compile programs for grouped calls of the shape that has waited longest, unless anything else is compiled."""
+        """Begins to compile programs for grouped calls of the shape that has waited longest, unless anything is compiled now."""
         if self._under_way or not self._grouped:
             return
         version, grouped, single = self._grouped.popleft()

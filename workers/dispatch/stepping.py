@@ -57,7 +57,7 @@ _MOST = 4096
 
 
 class _Joined(NamedTuple):
-    """A request that runs step by step in a slot, and whose responses are sent together with those of other requests."""
+    """A request that runs step by step, and whose responses are sent together with those of other requests."""
 
     sender: ResponseSender
     #: How many steps were noted by then, and how many will be when its client may be too far behind.
@@ -66,7 +66,7 @@ class _Joined(NamedTuple):
 
 
 class _Lane(NamedTuple):
-    """The requests of one submitter that have joined: what their answers share, their slots, and their ids in that order."""
+    """The requests of one submitter that are answered together: their shared prepared answer, their slots and their ids."""
 
     submitter: SubmitterLink[Request]
     numbered: Numbered[PreparedAnswer]
@@ -75,7 +75,10 @@ class _Lane(NamedTuple):
 
 
 class StepRows:
-    """Sends each step's responses at once to all requests that have joined. ``joined[slot]``: whether the slot's request has."""
+    """Sends each step's responses together, with one record per submitter, to all requests that take part.
+
+    ``joined[slot]`` is whether the request in that slot of the device's state takes part.
+    """
 
     def __init__(self, slots: int, layout: Rows, responses: Responses, statistics: VersionStatistics) -> None:
         self.joined = [False] * slots
@@ -95,7 +98,7 @@ class StepRows:
         self._lanes: list[_Lane] = []
 
     def join(self, slot: int, sender: ResponseSender) -> None:
-        """Sends a request's responses together with others from the next step on, unless they must be sent by themselves."""
+        """Has a request get its responses together with others from the next step on, unless they must be sent separately."""
         room = sender.room
         if room <= 0 or not self._responses.takes_small(sender):
             return
@@ -106,7 +109,7 @@ class StepRows:
         sender.counted = functools.partial(self.leave, slot)
 
     def leave(self, slot: int) -> None:
-        """Answers a slot's request separately from now on, if it has joined; adds its responses so far to the statistics."""
+        """Answers the request in a slot separately from now on, if it was answered with others; counts its former responses."""
         member = self.members.pop(slot, None)
         if member is None:
             return
@@ -123,14 +126,15 @@ class StepRows:
             self._lanes.clear()
 
     def leave_all(self) -> None:
-        """Answers all joined requests separately from now on."""
+        """Answers all requests separately from now on."""
         for slot in list(self.members):
             self.leave(slot)
 
     def send(self, slots: list[int], rows: Array, now_ns: int) -> list[ResponseSender]:
-        """Sends a step's responses to the requests in these slots, which have joined, all at once.
+        """Sends a step's responses to the requests in these slots together. Call it only with slots that have joined.
 
-        Returns the senders that are answered separately from now on. ``rows``: the outputs of the step, UINT8[all slots, size].
+        Returns the senders whose requests are answered separately from now on. ``rows``: the step's outputs, UINT8[all slots,
+        size].
         """
         if slots != self._ready:
             self._prepare(slots)
@@ -143,7 +147,10 @@ class StepRows:
         return self._look() if len(self._left_ns) >= self._look_at else []
 
     def _prepare(self, slots: list[int]) -> None:
-        """Assigns each of these slots to the lane of its request's submitter; requests in other slots leave."""
+        """Groups these slots by the lane of their request's submitter.
+
+        Requests in other slots are answered separately from now on.
+        """
         going = set(slots)
         for slot in [slot for slot in self.members if slot not in going]:
             self.leave(slot)
@@ -159,7 +166,10 @@ class StepRows:
         self._ready = slots
 
     def _look(self) -> list[ResponseSender]:
-        """Returns, and answers separately from now on, senders whose clients may be too far behind; after 4096 steps, all."""
+        """Answers requests separately from now on whose clients may be too far behind, and returns their senders.
+
+        After 4096 steps these are all requests.
+        """
         steps = len(self._left_ns)
         full = [member.sender for member in self.members.values() if steps >= min(member.until, _MOST)]
         for sender in full:
@@ -175,7 +185,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Given(NamedTuple):
-    """An insertion of requests into slots, or a step, that runs on the device, and whose results have not been read yet."""
+    """Work that was launched on the device and whose results were not read yet: a step, or requests inserted into slots."""
 
     what: list[Request] | Step[Request]
     run: DeviceRun
@@ -184,10 +194,10 @@ class _Given(NamedTuple):
 
 
 class SteppingRuns:
-    """Runs the steps of all stepped models of a worker (whose requests run step by step), one version after the other."""
+    """Runs the steps of all models of a worker whose requests run step by step, one model version after the other."""
 
     def __init__(self, responses: Responses, page: StatusPage, clock: Callable[[], int], check: CheckDevice) -> None:
-        """``check``: raises an error if the worker's device has failed."""
+        """Begins without any version. ``check``: raises an error if the worker's device has failed."""
         self._make = functools.partial(Stepping, responses=responses, page=page, clock=clock, check=check)
         #: Versions that have been stepped.
         self._versions: dict[ModelVersion, Stepping] = {}
@@ -195,7 +205,7 @@ class SteppingRuns:
         self.living: dict[ModelVersion, Stepping] = {}
 
     def join(self, version: ModelVersion) -> None:
-        """Adds a version of a stepped model to those whose steps ``step`` runs; it leaves when it has no more requests."""
+        """Adds a model version to the versions whose steps ``step`` runs. It is removed when it has no more requests."""
         stepping = self._versions.get(version)
         if stepping is None:
             stepping = self._versions[version] = self._make(version)
@@ -204,13 +214,15 @@ class SteppingRuns:
 
     @property
     def waits(self) -> bool:
-        """True while any request to a model that runs requests step by step waits for a slot."""
+        """True while a request to a model that runs requests step by step waits for a slot of the device's state."""
         return any(len(version.planner) for version in self.living)
 
     def step(self, now_ns: int, wait: bool) -> bool:
-        """Launches each version's next insertions and steps; sends the answers of finished ones. ``wait``: as ``Stepping.read``.
+        """Launches each version's next insertions and steps, and sends the answers of those that have finished.
 
-        Returns whether there is more to do at once: results of a launch to be read, or a request that may get a slot.
+        ``wait``: waits until each version's oldest launch has finished; otherwise only reads what has finished already.
+
+        Returns whether there is more to do immediately: a launch whose results are to be read, or a request that may get a slot.
         """
         pending = False
         for version, stepping in list(self.living.items()):
@@ -225,7 +237,7 @@ class SteppingRuns:
 
 
 class Stepping:
-    """Runs one version of a stepped model on the device: its steps, and the insertions of requests into its slots."""
+    """Runs one model version whose requests run step by step: puts requests into slots of the device's state, runs steps."""
 
     def __init__(
         self,
@@ -257,7 +269,7 @@ class Stepping:
     def dispatch(self, now_ns: int) -> bool:
         """Launches insertions of requests into free slots, and steps, on the device, as many as the planner allows.
 
-        Returns what ``SteppingRuns.step`` returns.
+        Returns whether there is more to do immediately: a launch whose results are to be read, or a request that may get a slot.
         """
         batcher, given = self._batcher, self.given
         if given and given[0].run.ready:
@@ -277,7 +289,7 @@ class Stepping:
         return bool(given) or batcher.due_ns() is not None
 
     def _parts(self, step: Step[Request]) -> list[tuple[Step[Request], ParameterSet | None]]:
-        """Splits a step into parts, one for each parameter set that its requests continue with; None: the main set."""
+        """Splits a step into parts, one for each parameter set with which its requests continue; None stands for the main set."""
         groups: dict[ParameterSet | None, list[SlotHolder[Request]]] = {}
         for holder in step.holders:
             groups.setdefault(_held(holder.request), []).append(holder)
@@ -300,7 +312,10 @@ class Stepping:
         self._insert(requests, now_ns)
 
     def _insert(self, requests: list[Request], now_ns: int) -> None:
-        """Inserts requests into their slots together, or one by one if that fails, so that a failure ends one request only."""
+        """Inserts requests into their slots in one call.
+
+        If that fails, inserts them one by one, so that only one of them fails.
+        """
         try:
             sets = self._model.executables.sets
             chosen = chosen_by(sets, requests)
@@ -325,7 +340,10 @@ class Stepping:
     # ------------------------------------------------------------------------------------------------------ from the device
 
     def read(self, wait: bool) -> None:
-        """Reads the finished insertions and steps, and answers their requests. ``wait``: waits for the oldest at least."""
+        """Reads the insertions and steps that have finished, and answers their requests.
+
+        ``wait``: waits until the oldest launch has finished; otherwise only reads what has finished already.
+        """
         while self.given and (wait or self.given[0].run.ready):
             wait = False
             what, run, began_ns = self.given.popleft()
@@ -357,9 +375,13 @@ class Stepping:
             self._answer(answers, rows, now_ns, join=many)
 
     def _answer(self, answers: list[SlotAnswer[Request]], rows: Array, now_ns: int, join: bool = False) -> None:
-        """Answers requests one by one. ``rows``: the outputs; each answer names its row.
+        """Answers requests one by one.
 
-        ``join``: whether requests that go on are answered together from the next step on; row numbers are slot numbers then.
+        Args:
+          answers: the requests, each with the number of its row in ``rows``.
+          rows: the outputs.
+          join: whether requests that go on get their responses together from the next step on; row numbers must be slot numbers
+            then.
         """
         if not answers:
             return
@@ -393,13 +415,16 @@ class Stepping:
                 self._pause(sender)
 
     def _pause(self, sender: ResponseSender) -> None:
-        """Leaves the request of a slow client out of steps, until the client has taken some responses."""
+        """Leaves a request whose client is slow out of the steps, until the client has taken some responses."""
         request = sender.request
         if sender.when_room(lambda: self._batcher.resume(request)):
             self._batcher.pause(request)
 
     def _lose(self, error: BaseException) -> None:
-        """Ends all requests with a slot with an error, because their state on the device is lost; waiting ones begin anew."""
+        """Ends all requests that have a slot with an error, because the device's state is lost.
+
+        Waiting requests run afterwards.
+        """
         cause = (error.__cause__ or error) if isinstance(error, StateLost) else self._model.lost() and error
         _log.error("%s, and with it all requests that had a slot", self._model.describe(cause), exc_info=cause)
         self.given.clear()
@@ -423,5 +448,5 @@ class Stepping:
 
 
 def _held(request: Request) -> ParameterSet | None:
-    """Returns the parameter set with which the steps of a request with a slot run; None: the main set."""
+    """Returns the parameter set that a request keeps for all its steps; None: the main set."""
     return request.chosen if isinstance(request.chosen, ParameterSet) else None
