@@ -37,13 +37,19 @@ class AccessLog:
         self._window_ns = self._logged = self._left_out = 0
 
     def log_every(self, every: int, count: int) -> None:
-        """Logs every ``every``-th good answer from now on, and errors; 0: logs neither. ``count``: good answers so far."""
+        """Sets that one answer in ``every`` without an error is logged, and that errors are; ``every`` 0: nothing is logged.
+
+        ``count``: how many answers without an error there were so far.
+        """
         if every != self.every:
             self.every = every
             self.next = count + every if every else _NEVER
 
     def admits_error(self) -> bool:
-        """Returns whether an error may be logged now. If not, the next line says that it was left out."""
+        """Counts an error. Returns whether it may be logged now, since errors are limited to a rate.
+
+        If not, the next line that is logged says how many errors were left out.
+        """
         if not self.every:
             return False
         now_ns = time.monotonic_ns()
@@ -65,16 +71,19 @@ class AccessLog:
         size: int = 0,
         error: str = "",
     ) -> None:
-        """Writes a line about an answer.
+        """Writes a log line about one answer.
 
         Args:
-          code: the protocol's code of the answer.
-          names: the model and the client's id of the request; None: it was no inference request, or none that was understood.
-          record: the request as a worker gets it; None: it was sent to no worker.
-          received_ns: when the request had come, CLOCK_MONOTONIC.
+          code: the answer's code in the protocol, such as "200" or "NOT_FOUND".
+          names: the request's model and the id that the client gave it; None: the request was not for inference, or not
+            understood.
+          record: the request as it was sent to a worker; None: it was sent to no worker.
+          received_ns: when the request was complete, in ns of CLOCK_MONOTONIC.
           client: the client's name; None: it is not known.
+          trace_id: the id of the request's trace; "": it is not traced.
           version: the model version that answered; 0: none did.
-          size: bytes of the answer; 0: not known.
+          size: the number of bytes of the answer; 0: it is not known.
+          error: the error's text; "": the answer is no error.
         """
         line: dict[str, object] = {"protocol": self._protocol, "code": code}
         if trace_id:
@@ -100,5 +109,5 @@ class AccessLog:
 
 
 def _size(contents: Iterable[Content]) -> int:
-    """Returns the total size in bytes of a request's input tensors, except those in clients' shared-memory regions."""
+    """Returns the number of bytes of a request's input tensors together, without those in clients' shared-memory regions."""
     return sum(len(content) if isinstance(content, bytes) else content.byte_size for content in contents)

@@ -76,14 +76,18 @@ class Lease(msgspec.Struct, eq=False):
 
 @functools.lru_cache(1024)
 def taken_by(segment: int, byte_size: int) -> int:
-    """Returns how many bytes of an arena are occupied by a block that holds ``byte_size`` bytes. Clients repeat their sizes."""
+    """Returns how many bytes a block takes up in an arena if it is to hold ``byte_size`` bytes.
+
+    Blocks of segment 0 are rounded up otherwise than those of other segments. ``segment``: the number of the block's segment.
+    Results are cached, since clients send tensors of the same sizes again.
+    """
     if segment == 0:
         return BLOCK << max(0, (byte_size - 1).bit_length() - _BLOCK_BITS)
     return -(-byte_size // _LARGE_STEP) * _LARGE_STEP
 
 
 class Budget:
-    """Limits the bytes that several arenas have together. Used only by the thread that owns them."""
+    """Limits the number of bytes that several arenas have together. Only the thread that owns the arenas may use it."""
 
     def __init__(self, max_byte_size: int) -> None:
         self.max_byte_size = max_byte_size
@@ -94,11 +98,14 @@ class Budget:
 
     @property
     def share(self) -> int:
-        """Returns how many bytes an arena may have although the others leave it no room. This base class says: none."""
+        """Returns how many bytes an arena may have even if the other arenas have used up the limit. In this base class: 0."""
         return 0
 
     def take(self, byte_size: int, held: int = 0) -> bool:
-        """Reserves bytes for a new segment of an arena that has ``held`` already. Returns False if there is no room for them."""
+        """Reserves ``byte_size`` bytes for a new segment of an arena. Returns False if the limit leaves no room for the segment.
+
+        ``held``: how many bytes the arena's segments have already.
+        """
         while self.used + byte_size > self.max_byte_size and not self.reclaim():
             if held + byte_size > self.share:
                 return False
@@ -107,25 +114,30 @@ class Budget:
         return True
 
     def give(self, byte_size: int) -> None:
-        """Ends the reservation of bytes: their segment was closed, or could not be created."""
+        """Ends the reservation of ``byte_size`` bytes, because their segment was closed or could not be created."""
         self.used -= byte_size
         self.returned += 1
 
     def reclaim(self) -> bool:
-        """Closes an unused segment of one of the arenas, if the subclass finds one. Returns whether a segment was closed."""
+        """Closes an unused segment of one of the arenas.
+
+        Returns whether a segment was closed; in this base class always False.
+        """
         return False
 
 
 class Arena:
-    """Shared memory for tensors, in segments, in the only process that allocates there (the owner); others only read it.
+    """Shared memory for tensors, made of segments. Only the process that owns the arena allocates in it; others only read it.
 
     Args:
-      byte_size: the size of segment 0; rounded up to a power of two.
-      max_byte_size: the limit of all segments together.
-      keep_byte_size: how many bytes of free large segments (each made for one tensor) are kept for reuse; their pages stay warm.
-      on_segment: called with every segment once it is made.
-      lazy: whether to make segment 0 only when it is first needed; for arenas of which there are many, most of them empty.
-      budget: limits this and other arenas together; only with ``lazy``.
+      byte_size: the number of bytes of segment 0; rounded up to a power of two.
+      max_byte_size: the most bytes that all segments may have together.
+      keep_byte_size: how many bytes of unused large segments (each was made for one tensor) are kept for later tensors, as
+        their pages exist already.
+      on_segment: called with every segment once it is made; None: nothing is called.
+      lazy: True: segment 0 is made when it is first needed, since there are many such arenas, most of them empty; False: at
+        once.
+      budget: limits this and other arenas together, and needs ``lazy``; None: there is no further limit.
     """
 
     def __init__(
@@ -212,13 +224,13 @@ class Arena:
             self._close_segment(self._free_large.pop(0))
 
     def release(self, key: LeaseKey) -> bool:
-        """Releases the lease with this key. Returns False, and does nothing, if no outstanding lease has it."""
+        """Releases the lease that has this key. Returns False, and releases nothing, if no outstanding lease has the key."""
         return self.release_all((key,)) is None
 
     def release_all(self, keys: Sequence[LeaseKey]) -> LeaseKey | None:
-        """Releases the leases with these keys: all of them, or none.
+        """Releases the leases that have these keys: either all of them or none.
 
-        Returns None when all were released, otherwise the first key that belongs to no outstanding lease or is given twice.
+        Returns None if all were released. Otherwise returns the first key that no outstanding lease has or that is given twice.
         """
         leases: dict[LeaseKey, Lease] = {}
         for key in keys:
@@ -251,12 +263,12 @@ class Arena:
         }
 
     def describe_full(self, byte_size: int) -> str:
-        """Returns the error message for a request that has waited in vain for ``byte_size`` bytes of this arena."""
+        """Returns the text of the error for a request that has waited in vain for ``byte_size`` bytes of this arena."""
         used = self._leased_byte_size()
         return f"no room for {byte_size} bytes in the request arena: {used} of {self._max_byte_size} are in use"
 
     def close(self) -> None:
-        """Closes every segment; outstanding leases cannot be used any more."""
+        """Closes every segment. Leases that are still outstanding cannot be used any more."""
         for segment in self._segments.values():
             if self._budget is not None:
                 self._budget.give(segment.byte_size)
@@ -267,15 +279,21 @@ class Arena:
 
     @property
     def held_byte_size(self) -> int:
-        """Returns how many bytes the open segments have."""
+        """Returns how many bytes the open segments have together."""
         return sum(segment.byte_size for segment in self._segments.values())
 
     def _leased_byte_size(self) -> int:
-        """Returns how many bytes the blocks of all outstanding leases occupy."""
+        """Returns how many bytes the blocks of all outstanding leases take up together."""
         return sum(lease.block_size for lease in self._leases.values())
 
     def _take_large(self, byte_size: int) -> _Block | None:
-        """Returns a whole segment for one large tensor, a free one or a new one; None and Raises: as ``loan``."""
+        """Returns a whole segment as the block for one large tensor: an unused segment or a new one.
+
+        Returns None if there is no room now.
+
+        Raises: InvalidArgument: the arena could not hold so many bytes even if it were empty.  Unavailable: the host has no
+          memory left.
+        """
         size = max(1, -(-byte_size // _LARGE_STEP)) * _LARGE_STEP
         if size > self._max_byte_size - self._first and byte_size > self._buddies.largest:
             limit = max(self._max_byte_size - self._first, self._buddies.largest)
@@ -298,7 +316,10 @@ class Arena:
         return number, 0, size
 
     def _take_reserved(self, order: int) -> _Block | None:
-        """Allocates a block of ``BLOCK`` x 2^order bytes in the segment reserved for small tensors; None: it has no room now."""
+        """Allocates a block of ``BLOCK`` x 2^order bytes in the segment that is reserved for small tensors.
+
+        Returns None if the reserved segment has no room now.
+        """
         if self._reserve is None:
             number = self._next_segment
             if not self._make(number, self._reserve_byte_size):
@@ -310,7 +331,10 @@ class Arena:
         return None if offset is None else (number, offset, BLOCK << order)
 
     def _make(self, number: int, byte_size: int) -> bool:
-        """Creates a segment with this number. Returns False if the budget has no room for it now."""
+        """Creates a segment with this number. Returns False if the budget has no room for the segment now, else True.
+
+        Raises: Unavailable: the host has no memory left.
+        """
         if self._budget is not None and not self._budget.take(byte_size, self.held_byte_size):
             return False
         try:
@@ -324,7 +348,10 @@ class Arena:
         return True
 
     def trim(self) -> bool:
-        """Closes the large segment (made for one large tensor) that was free for longest. Returns False if none is free."""
+        """Closes one unused large segment (made for one large tensor), the one that has been unused for longest.
+
+        Returns whether there was one.
+        """
         if not self._free_large:
             return False
         self._close_segment(self._free_large.pop(0))
@@ -343,11 +370,11 @@ class Arena:
 
 
 class Buddies:
-    """A buddy allocator: it hands out blocks of ``BLOCK`` x 2^n bytes inside one power-of-two range.
+    """A buddy allocator: it hands out blocks of ``BLOCK`` x 2^n bytes inside one range, whose size is a power of two.
 
-    A block's buddy is at its offset with the bit of its size flipped. Released blocks are joined with their buddies only when no
-    other free block is large enough: most often the next block is wanted in the same size, and joining blocks only to split them
-    again would be most of the work.
+    The offset of a block's buddy is the block's offset with one bit flipped, the bit of the block's size. Released blocks are
+    joined with their buddies only when no other free block is large enough. Most often the next block is wanted in the same
+    size, and most of the work would be to join blocks only to split them again.
     """
 
     def __init__(self, byte_size: int) -> None:
@@ -360,7 +387,7 @@ class Buddies:
         self.largest = byte_size // 4
 
     def take(self, order: int) -> int | None:
-        """Allocates a block of ``BLOCK`` x 2^order bytes and returns its offset, or None when there is none."""
+        """Allocates a block of ``BLOCK`` x 2^order bytes and returns its offset in bytes; None: no free block is large enough."""
         given = self._given[order]
         if given:
             # The block freed last is taken first: its pages are in the cache and in both page tables.
@@ -376,7 +403,10 @@ class Buddies:
         self._given[(block_size // BLOCK).bit_length() - 1].append(offset)
 
     def _split(self, order: int) -> int | None:
-        """Splits the smallest free block that is large enough down to ``BLOCK`` x 2^order bytes. Returns its offset, or None."""
+        """Splits the smallest free block that is large enough until a block of ``BLOCK`` x 2^order bytes is left over.
+
+        Returns that block's offset; None: no free block is large enough.
+        """
         for larger in range(order, self._orders):
             if self._free[larger]:
                 offset, _ = self._free[larger].popitem()
@@ -387,7 +417,7 @@ class Buddies:
         return None
 
     def _join(self) -> None:
-        """Joins each released block with its buddy if the buddy is free, and so on with the larger block."""
+        """Joins each released block with its buddy if the buddy is free too, then joins the larger block in the same way."""
         for least, given in enumerate(self._given):
             for offset in given:
                 order = least
@@ -403,15 +433,16 @@ class Buddies:
 
 
 class ArenaMap:
-    """Maps the arena of another process: its segments, one by one, for reading."""
+    """Maps the segments of another process's arena in this process, one by one, for reading."""
 
     #: More segments than any configured arena needs; a peer that announces more is broken or hostile.
     MAX_SEGMENTS = 4096
 
     def __init__(self, on_segment: OnSegment | None = None, writable: bool = False) -> None:
-        """Begins with no segment mapped.
+        """Starts with no segment mapped.
 
-        ``on_segment``: called with every segment once it is mapped. ``writable``: as for ``Segment.attach``.
+        ``on_segment``: called with every segment once it is mapped; None: nothing is called. ``writable``: whether to map the
+        pages writable, as page-locking for a GPU needs; views are read-only nevertheless.
         """
         self._segments: dict[int, Segment] = {}
         #: Announced segments that could not be mapped; they will be announced again.
@@ -420,7 +451,7 @@ class ArenaMap:
         self._on_segment = on_segment
 
     def open(self, segment: int, byte_size: int, fd: int) -> None:
-        """Maps a segment that the arena's owner has announced. Takes ``fd`` over, and closes it if this raises.
+        """Maps a segment that the arena's owner has announced. Takes ownership of ``fd``, and closes it if this raises.
 
         Raises: InvalidArgument: the segment is announced twice, is one of more than ``MAX_SEGMENTS``, is not sealed, or has
           another size.  Unavailable: the segment cannot be mapped now.
@@ -435,22 +466,23 @@ class ArenaMap:
             self._on_segment(attached)
 
     def refuse(self, segment: int) -> None:
-        """Notes that a segment could not be mapped: ``view`` raises Unavailable for it until ``open`` succeeds."""
+        """Notes that a segment could not be mapped: ``view`` raises Unavailable for that segment until ``open`` succeeds."""
         self.refused.add(segment)
         if len(self.refused) > self.MAX_SEGMENTS:
             raise InvalidArgument(f"more than {self.MAX_SEGMENTS} segments could not be mapped")
 
     def close_segment(self, segment: int) -> None:
-        """Unmaps a segment; an unknown number is ignored."""
+        """Unmaps the segment with this number; does nothing if no such segment is mapped."""
         self.refused.discard(segment)
         gone = self._segments.pop(segment, None)
         if gone is not None:
             gone.close()
 
     def view(self, place: Slice) -> memoryview:
-        """Returns the bytes of a range of a segment as a read-only view.
+        """Returns a range of a segment as a read-only view, without a copy.
 
-        Raises: InvalidArgument: the segment is not open, or the range is not wholly inside it.  Unavailable: it was refused.
+        Raises: InvalidArgument: the segment is not open, or the range is not wholly inside it.  Unavailable: the segment could
+          not be mapped (``refuse``).
         """
         segment = self._segments.get(place.segment)
         if segment is None:

@@ -42,14 +42,15 @@ def datatype_of(dtype: np.dtype[Any]) -> str | None:
 def array(
     content: memoryview | bytes, datatype: str, shape: Sequence[int], what: str = "tensor", whose: str = ""
 ) -> Array:
-    """Makes an array from a tensor's bytes: a view for datatypes of fixed size, an object array of bytes objects for BYTES.
+    """Makes an array of a tensor's bytes: a view of them if the datatype has a fixed size; for BYTES an array of bytes objects.
 
     Args:
-      content: exactly the tensor's bytes. For BYTES it must be a snapshot nobody else can write: lengths are read from it.
+      content: exactly the tensor's bytes. For BYTES nobody else may be able to write to them, because lengths are read from
+        them.
       what: the tensor's name in error messages, e.g. ``input 'x'``.
       whose: words that some of Triton's messages add after the name, e.g. `` for model 'm'``.
-    Raises: InvalidArgument: the size does not match datatype and shape.  IncompleteString: the content ends within its last
-      element.
+    Raises: InvalidArgument: the number of bytes does not match datatype and shape.  IncompleteString: the content ends within
+      its last element.
     """
     if datatype == "BYTES":
         return np.asarray(received_strings(bytes(content), shape, what, whose))
@@ -61,7 +62,7 @@ def array(
 
 
 def byte_content(values: Array) -> bytes:
-    """Encodes an array of bytes or str (as UTF-8) in the protocol's BYTES encoding, in row-major order."""
+    """Encodes an array of bytes or str (as UTF-8) as the content of a BYTES tensor, in row-major order."""
     if isinstance(values, Strings):
         return values.content
     flat = values.ravel()
@@ -71,10 +72,11 @@ def byte_content(values: Array) -> bytes:
 
 
 class Strings:
-    """A BYTES tensor of many elements as its content, which nobody changes; an array is made of it for whoever asks for one.
+    """A BYTES tensor of many elements, held as its encoded content, which nobody may change.
 
-    It has an array's shape, dtype and size. So many strings are decoded by the thread that uses them, and encoded by the one
-    that made them: whoever only passes them on, such as a worker's loop, is not held up by their number.
+    It has an array's shape, dtype and size, and becomes an array when somebody asks for one. So the thread that uses the
+    elements decodes them, and the thread that made them encodes them. A thread that only passes the tensor on, such as a
+    worker's loop, spends no time on each element.
     """
 
     __slots__ = ("content", "shape")
@@ -100,11 +102,14 @@ class Strings:
         return self.shape[0]
 
     def reshape(self, shape: Sequence[int] | int) -> Strings:
-        """Returns the same elements in another shape; -1: in one dimension."""
+        """Returns a tensor with the same elements in another shape; ``shape`` -1: in one dimension."""
         return Strings(self.content, (self.size,) if isinstance(shape, int) else shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """Returns a new object array of bytes objects. They are made in slices, between which other threads run."""
+        """Returns a new object array of bytes objects.
+
+        They are decoded in slices, and other threads may run between the slices.
+        """
         values, at = np.empty(self.size, np.object_), 0
         for start in range(0, self.size, SLICE):
             elements, at = strings.decode(self.content, at, SLICE)
@@ -117,7 +122,7 @@ class Strings:
 
 
 def in_slices(array: Array) -> Array:
-    """Returns an array of strings of any kind as one of objects, which is made in slices, between which other threads run."""
+    """Converts an array of strings of any kind to an object array, in slices, and other threads may run between the slices."""
     if array.dtype == np.object_:
         return array
     flat, made = array.ravel(), np.empty(array.size, np.object_)
@@ -127,14 +132,17 @@ def in_slices(array: Array) -> Array:
 
 
 def encoded_strings(array: Array) -> Array:
-    """Returns a BYTES tensor of many elements as ``Strings``, and any other array as it is. Whose thread made it calls this."""
+    """Returns an array of strings with many elements as an encoded ``Strings``, and any other array unchanged.
+
+    Call it in the thread that made the array, because encoding takes long.
+    """
     if array.dtype.kind not in "SUO" or array.size <= SLICE:
         return array
     return cast(Array, Strings(byte_content(array), array.shape))
 
 
 def encoded(values: list[Any]) -> bytes:
-    """Encodes a list of bytes or str (as UTF-8) in the protocol's BYTES encoding."""
+    """Encodes a list of bytes or str (as UTF-8) as the content of a BYTES tensor."""
     try:
         return strings.encode(values)
     except TypeError:
@@ -142,7 +150,10 @@ def encoded(values: list[Any]) -> bytes:
 
 
 def _check_strings(content: bytes, shape: Sequence[int], what: str = "tensor", whose: str = "") -> None:
-    """Raises InvalidArgument unless the content of a BYTES tensor has as many whole elements as its shape. Args: as ``array``."""
+    """Raises InvalidArgument unless the content of a BYTES tensor has exactly as many whole elements as its shape.
+
+    ``what``: the tensor's name in the message. ``whose``: words that some of Triton's messages add after the name.
+    """
     wanted, end = element_count(shape, what), len(content)
     found, at = strings.count(content, wanted + 1)
     if at < end and found <= wanted:
@@ -167,7 +178,13 @@ def _check_strings(content: bytes, shape: Sequence[int], what: str = "tensor", w
 
 
 def received_strings(content: bytes, shape: Sequence[int], what: str, whose: str) -> Array:
-    """Returns a BYTES tensor as an array of objects, or as ``Strings`` if it is large; see ``array`` for arguments and errors."""
+    """Returns the content of a BYTES tensor as an array of bytes objects or, if it is large, as ``Strings``.
+
+    ``what``: the tensor's name in errors. ``whose``: words that some of Triton's messages add after the name.
+
+    Raises: InvalidArgument: the content has more or fewer elements than the shape.  IncompleteString: the content ends within
+      its last element.
+    """
     _check_strings(content, shape, what, whose)
     made = Strings(content, shape)
     return cast(Array, made) if len(content) > _LARGE else np.asarray(made)

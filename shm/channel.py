@@ -54,7 +54,7 @@ _encode = encoder.encode
 
 
 class ChannelClosed(Exception):
-    """Raised when the peer has closed its end of the channel, or has exited."""
+    """Raised when the process at the other end has closed its end of the channel, or has exited."""
 
 
 class DescriptorsLost(Exception):
@@ -76,9 +76,9 @@ def new_buffer() -> bytearray:
 
 
 class Channel:
-    """One end of a connection between two processes: it sends and receives records, also with file descriptors.
+    """One end of a connection between two processes, which sends and receives records and file descriptors.
 
-    A received datagram that ``incoming``, a decoder of lists of records, cannot decode is refused as malformed.
+    ``incoming``: decodes the lists of records that datagrams are. A datagram that it cannot decode is refused as malformed.
     """
 
     def __init__(
@@ -88,9 +88,10 @@ class Channel:
         max_record: int = MAX_RECORD,
         buffer: bytearray | None = None,
     ) -> None:
-        """Takes the socket over and makes it non-blocking.
+        """Takes ownership of the socket and makes it non-blocking.
 
         Args:
+          incoming: decodes a received datagram, which is a list of records.
           max_record: the most bytes that a received record may have.
           buffer: a buffer from ``new_buffer`` that several channels of one thread share; None: this channel makes its own.
         """
@@ -115,25 +116,25 @@ class Channel:
 
     @property
     def waiting(self) -> int:
-        """Returns how many records are queued and not yet sent; records packed into one datagram count as one."""
+        """Returns how many records are queued and not sent yet; records that are packed into one datagram count as one."""
         return len(self._queue) + (self._unsent is not None)
 
     @property
     def waiting_byte_size(self) -> int:
-        """Returns how many bytes of records are queued and not yet sent."""
+        """Returns how many bytes the queued records have that are not sent yet."""
         queued = sum([len(each[0]) if isinstance(each, tuple) else len(each) for each in self._queue])
         return queued + (0 if self._unsent is None else len(self._unsent[0]))
 
     @property
     def half_byte_size(self) -> int:
-        """Returns how many bytes have come of a record that is not whole yet."""
+        """Returns how many bytes have been received of a large record that is not complete yet."""
         return len(self._parts)
 
     def put(self, record: Record, *fds: int) -> None:
-        """Encodes a record and queues it, with duplicates of the file descriptors ``fds``, which the caller keeps.
+        """Encodes a record and queues it, with duplicates of the file descriptors ``fds``; the caller still has to close ``fds``.
 
-        Raises: InvalidArgument: the record is larger than the peer accepts.  OSError: this process has no descriptor left. The
-          record is not queued then. A record that was queued cannot fail any more.
+        Raises: InvalidArgument: the record is larger than the other end accepts.  OSError: this process has no descriptor left.
+          If this raises, the record is not queued.
         """
         encoded = _encode(record)
         if fds or len(encoded) > _ROOM:
@@ -144,9 +145,9 @@ class Channel:
             self._queue.append(encoded)
 
     def put_apart(self, *records: Record) -> None:
-        """Queues records so that they are sent in one datagram with no other record in it.
+        """Queues records that are to be sent in one datagram, which contains no other record.
 
-        If they do not fit into one datagram, each is queued as by ``put``.
+        If the records do not fit into one datagram, each is queued as by ``put``.
         """
         encoded = [_encode(record) for record in records]
         if sum(map(len, encoded)) > _ROOM:
@@ -157,7 +158,7 @@ class Channel:
         self._alone += 1
 
     def put_encoded(self, records: list[bytes]) -> None:
-        """Queues records, without descriptors, that the caller has already encoded; each must fit into one datagram."""
+        """Queues records that the caller has encoded, without descriptors. Each must fit into one datagram."""
         self._queue.extend(records)
 
     def _put_alone(self, encoded: bytes, fds: tuple[int, ...]) -> None:
@@ -173,11 +174,18 @@ class Channel:
         self._alone += len(datagrams)
 
     def send(self, record: Record) -> bool:
-        """Queues a record without descriptors and sends all queued records. Returns and raises what ``flush`` and ``put`` do."""
+        """Queues a record without descriptors, then sends all queued records. Returns True if all are sent.
+
+        False: call ``flush`` when the socket is writable. Raises InvalidArgument: the record is larger than the other end
+        accepts.
+        """
         return self.send_alone(record) or self.flush()
 
     def send_alone(self, record: Record) -> bool:
-        """Sends a record without descriptors at once if nothing is queued before it. Returns False if it was queued instead."""
+        """Sends a record without descriptors at once if nothing is queued, else queues it.
+
+        Returns False if something is queued then. If the other end is gone, the record is dropped, and True is returned.
+        """
         if not self._queue and self._unsent is None:
             encoded = _encode(record)
             if len(encoded) <= _ROOM:
@@ -197,8 +205,8 @@ class Channel:
     def flush(self) -> bool:
         """Sends as many queued records as the socket accepts.
 
-        Returns True if none is left; False: call again when the socket is writable. When the peer is gone, the records are
-        dropped and True is returned; ``receive`` then raises ChannelClosed.
+        Returns True if none is left. False: call it again when the socket is writable. If the other end is gone, the records
+          are dropped and True is returned; ``receive`` then raises ChannelClosed.
         """
         while True:
             if self._unsent is None:
@@ -221,7 +229,7 @@ class Channel:
                 descriptors.close(fds)
 
     def adopt(self, datagram: bytes) -> None:
-        """Queues a datagram that other code has packed, and could not send because this channel's socket was full.
+        """Queues a datagram that other code has packed but could not send, because this channel's socket was full.
 
         Call it only while nothing else is queued.
         """
@@ -229,11 +237,13 @@ class Channel:
         self._unsent = (datagram, ())
 
     def receive(self) -> tuple[list[Any], list[int]] | None:
-        """Receives the next datagram. Returns its records and its descriptors, which the caller then owns; None: none is waiting.
+        """Receives the next datagram. Returns its records, and its file descriptors, which the caller must close.
 
-        There are no records if the datagram is one part of a large record that is not complete yet.
-        Raises: ChannelClosed: the peer is gone.  InvalidArgument: the datagram is malformed; its descriptors are closed.
-          DescriptorsLost: this process has no descriptor left for those that were sent.
+        Returns None if no datagram is waiting. The list of records is empty if the datagram is one part of a large record that
+          is not complete yet.
+
+        Raises: ChannelClosed: the other end is gone.  InvalidArgument: the datagram is malformed; its descriptors are closed.
+          DescriptorsLost: the datagram came without its descriptors, as this process may open no more.
         """
         try:
             try:
@@ -255,11 +265,16 @@ class Channel:
         return self.read(bytes(received[:size]), descriptors.received(ancillary) if ancillary else [], flags)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> tuple[list[Any], list[int]]:
-        """Decodes a datagram that the caller has received. Returns and raises what ``receive`` does.
+        """Decodes a datagram that the caller has received. Returns its records and its file descriptors.
+
+        The list of records is empty if the datagram is one part of a large record that is not complete yet.
 
         Args:
-          fds: the descriptors that came with it; they are closed if this raises.
+          fds: the descriptors that came with the datagram; they are closed if this raises.
           flags: the flags that ``recvmsg`` returned.
+
+        Raises: ChannelClosed: the other end is gone.  InvalidArgument: the datagram is malformed.  DescriptorsLost: the
+          datagram came without its descriptors, as this process may open no more.
         """
         if not content:
             descriptors.close(fds)
@@ -294,7 +309,10 @@ class Channel:
         return records, fds
 
     def _keep_part(self, content: bytes) -> None:
-        """Appends one part of a large record to those received so far. Raises InvalidArgument: the record is too large."""
+        """Appends one part of a large record to the parts that were received before.
+
+        Raises InvalidArgument: the record is too large.
+        """
         self._parts += memoryview(content)[1:]
         if len(self._parts) > self._max_record:
             raise InvalidArgument(
@@ -345,17 +363,26 @@ class Channel:
 
 
 def _is_shortage(error: OSError) -> bool:
-    """Returns whether a send failed only because the socket or the host has no room now; otherwise the peer is gone."""
+    """Returns whether a send failed only because the socket or the host has no room now.
+
+    False: it failed because the other end is gone.
+    """
     return isinstance(error, BlockingIOError) or error.errno in _SHORTAGES
 
 
 def _array_head(count: int) -> bytes:
-    """Encodes the header of a msgpack array, so that ``count`` records that were encoded one by one become one list."""
+    """Encodes the header of a msgpack array of ``count`` elements.
+
+    With it, records that were encoded one by one become one list.
+    """
     return bytes((0x90 | count,)) if count < 16 else b"\xdc" + count.to_bytes(2, "big")
 
 
 def _duplicated(fds: tuple[int, ...]) -> tuple[int, ...]:
-    """Duplicates file descriptors. Raises OSError: this process has none left; no duplicate stays open then."""
+    """Duplicates file descriptors and returns the duplicates.
+
+    Raises OSError: this process may open no more descriptors; the duplicates that were made before are closed then.
+    """
     made: list[int] = []
     try:
         for fd in fds:

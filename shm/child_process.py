@@ -30,9 +30,10 @@ GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, s
 
 
 def end_if_other_version() -> None:
-    """Exits this process if its version is not that of the daemon that started it. Call it before anything else.
+    """Exits this process if its version of tensord is not that of the daemon that started it. Call it before anything else.
 
-    The exit status is ``OTHER_VERSION``, by which the daemon knows, and standard error says so.
+    The exit status is ``OTHER_VERSION``, by which the daemon recognizes the case. A message on standard error names both
+    versions.
     """
     wanted = os.environ.get(VERSION_VARIABLE, __version__)
     if wanted != __version__:
@@ -42,9 +43,10 @@ def end_if_other_version() -> None:
 
 @contextlib.contextmanager
 def group_signals_held() -> Iterator[None]:
-    """Blocks ``GROUP_SIGNALS``, such as a terminal's SIGINT, in this thread and in child processes started in the ``with`` block.
+    """Blocks ``GROUP_SIGNALS``, such as a terminal's SIGINT, in this thread within the ``with`` block.
 
-    So no child process dies of such a signal while it imports its modules; ``ignore_group_signals`` then unblocks them there.
+    Child processes that are started in the block inherit that. So no child dies of such a signal while it imports its modules.
+    The child then calls ``ignore_group_signals``, which unblocks the signals.
     """
     former = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
     try:
@@ -54,7 +56,7 @@ def group_signals_held() -> Iterator[None]:
 
 
 def ignore_group_signals() -> None:
-    """Ignores and unblocks ``GROUP_SIGNALS`` in this process and those that it starts. Call it from the main thread."""
+    """Ignores and unblocks ``GROUP_SIGNALS`` in this process and in those that it starts. Call it from the main thread."""
     for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
@@ -66,9 +68,9 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def die_with_parent() -> None:
     """Asks the kernel to kill this process when its parent dies. Call it first of all, from the main thread.
 
-    This is one of two safeguards, because each has a gap (measured). The kernel's signal comes within milliseconds, but also when
-    only the parent's thread that started this process ends. End-of-file on the control channel comes with every death, but is
-    noticed only while this process's loop runs.
+    This is one of two safeguards, because each has a gap (measured). The kernel's signal comes within milliseconds, but it also
+    comes when only that thread of the parent ends which started this process. End-of-file on the control channel comes with
+    every death, but is noticed only while this process's loop runs.
 
     Raises: SystemExit: the parent was gone already.  OSError: the kernel refused.
     """
@@ -81,7 +83,7 @@ def die_with_parent() -> None:
 
 
 def print_by_lines() -> None:
-    """Writes each line that is printed when it ends, to whatever output: models' lines are not lost with a process that ends."""
+    """Makes standard output line-buffered, wherever it goes, so that what a model prints is not lost when its process dies."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
 
@@ -94,11 +96,11 @@ _LARGEST_HEAP_BLOCK = 32 << 20
 
 
 def keep_freed_memory(byte_size: int) -> None:
-    """Lets the allocator keep ``byte_size`` free bytes at its heap's end, and not return them to the kernel after a request.
+    """Lets the allocator keep ``byte_size`` free bytes at the end of its heap instead of returning them to the kernel.
 
-    Whether glibc does so by itself depends on what else lies there. Where it does not, every large block is made of fresh pages:
-    1 to 3 ms of a request with a 16 MiB output, 5 ms of one with a MiB of tensors as JSON both ways (measured). With any other C
-    library this does nothing.
+    Whether glibc does so by itself depends on what else lies there. Where it does not, the pages of every large block are
+    allocated anew: this takes 1 to 3 ms of a request with a 16 MiB output, and 5 ms of a request with a MiB of tensors as JSON
+    in both directions (measured). With any other C library this does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -112,15 +114,15 @@ _MAX_STACK_BYTE_SIZE = 32 << 10
 
 
 def create_stack_report() -> int:
-    """Creates nameless memory to which a process can write its threads' stacks; returns its descriptor.
+    """Creates a memfd to which a process can write the stacks of its threads. Returns the memfd's descriptor.
 
-    The log can then show the stacks with the process's name, whatever else the process prints.
+    The log can then show the stacks under the process's name, apart from what else the process prints.
     """
     return os.memfd_create("tensord-stack", os.MFD_CLOEXEC)
 
 
 def enable_stack_report(fd: int) -> None:
-    """Has this process write its threads' stacks to ``fd``, which must stay open, on a fatal signal or STACK_SIGNAL."""
+    """Makes this process write the stacks of its threads to ``fd`` on a fatal signal or STACK_SIGNAL. ``fd`` must stay open."""
     faulthandler.enable(fd, all_threads=True)
     faulthandler.register(STACK_SIGNAL, fd, all_threads=True)
 

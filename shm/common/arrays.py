@@ -53,15 +53,15 @@ def _bfloat16() -> np.dtype:
 
 
 def bfloat16_bits(values: np.ndarray) -> np.ndarray:
-    """Rounds float32 numbers to BF16, and returns their bits as uint16."""
+    """Rounds float32 numbers to BF16. Returns the bits of the results as a uint16 array."""
     bits = values.view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 def datatype_of(dtype: np.dtype, declared: str = "") -> str | None:
-    """Returns the protocol's datatype for arrays of a dtype, in any byte order; None: there is none.
+    """Returns the protocol's datatype, such as "FP32", for arrays of a dtype in any byte order; None: there is none.
 
-    ``declared``: the datatype in the model's metadata; with "BF16" a uint16 array is BF16.
+    ``declared``: the datatype in the model's metadata; if it is "BF16", a uint16 array is BF16.
     """
     found = _DATATYPES.get(dtype)
     if found is not None:
@@ -115,7 +115,10 @@ def decode(content: Any, datatype: str, shape: Sequence[int]) -> np.ndarray:
 
 
 def typestr(dtype: np.dtype) -> tuple[str, bool]:
-    """Returns a dtype's name in numpy's array interface, and whether arrays made by it must be viewed as the dtype (BF16)."""
+    """Returns a dtype's name in numpy's array interface.
+
+    Also returns whether an array that is made by this name must then be viewed as the dtype, as for BF16.
+    """
     if dtype.kind == "V" and dtype.names is None:
         return f"|V{dtype.itemsize}", True
     return dtype.str, False

@@ -40,14 +40,14 @@ class Own(Arguments, total=False):
 def read_arguments(
     own: Mapping[str, Any], parameter_set: str = "", **others: Callable[[str, Any], Any]
 ) -> tuple[Scheduling, dict[str, Any]]:
-    """Checks the keyword arguments of a request. Returns its scheduling, and the others, without those that are None.
+    """Checks the keyword arguments of a request. Returns how the request is scheduled, and the other arguments.
 
-    The values are of Python's types, and no numpy scalars.
+    The returned values are of Python's types and no numpy scalars; arguments that are None are left out.
 
     Args:
-      own: the arguments, as ``Arguments`` has them. A parameter set is named by one of ``parameters``.
-      parameter_set: the parameter set where ``own`` names none; "": ``main``.
-      others: further arguments that a request may have, each with what checks it.
+      own: the arguments, by the names in ``Arguments``. "parameters" may name a parameter set.
+      parameter_set: the parameter set to use if ``own`` names none; "": ``main``.
+      others: further arguments that a request may have, each with the function that checks its value.
 
     Raises: InvalidArgument: a value is of another type or out of range.  TypeError: a request has no such argument.
     """
@@ -70,13 +70,19 @@ def read_arguments(
 
 
 def traced(name: str, value: Any) -> str:
-    """Checks a ``traceparent`` and returns it as W3C Trace Context has it; "": it is malformed, or not sampled."""
+    """Checks a ``traceparent`` and returns it in the form of W3C Trace Context; "": it is malformed, or says "not sampled".
+
+    ``name``: the argument's name in errors.
+    """
     ids = sampled(text(name, value).strip())
     return "" if ids is None else "00-{}-{}-01".format(*ids)
 
 
 def natural(name: str, value: Any) -> int:
-    """Returns an integer of 64 bits without a sign. Raises InvalidArgument, which names it: it is none."""
+    """Returns ``value`` as an unsigned integer of 64 bits.
+
+    Raises InvalidArgument, which names ``name``: it is no such integer.
+    """
     try:
         number = operator.index(value)
     except TypeError:
@@ -87,7 +93,7 @@ def natural(name: str, value: Any) -> int:
 
 
 def text(name: str, value: Any) -> str:
-    """Returns a text. Raises InvalidArgument, which names it: it is none."""
+    """Returns ``value`` if it is a str. Raises InvalidArgument, which names ``name``: it is none."""
     if not isinstance(value, str):
         raise InvalidArgument(f"{name} is {reprlib.repr(value)}, a text is expected")
     return str.__str__(value)
@@ -128,12 +134,18 @@ def _parameter(name: str, value: Any) -> Parameter:
 
 
 def named(name: Any, version: Any) -> tuple[str, int]:
-    """Checks and returns a model's name and version. Raises InvalidArgument: no text, or no whole number from 0 on."""
+    """Checks a model's name and version, and returns them.
+
+    Raises InvalidArgument: the name is no str, or the version is no integer from 0 on.
+    """
     return text("a model's name", name), natural("a model's version", version)
 
 
 def seconds(timeout: Any) -> float | None:
-    """Checks a timeout in seconds and returns it; None if it is None or infinite: no limit. Raises InvalidArgument: no number."""
+    """Checks a timeout in seconds and returns it; returns None if it is None or infinite, so that there is no limit.
+
+    Raises InvalidArgument: the timeout is no number.
+    """
     if timeout is None:
         return None
     try:
@@ -157,7 +169,7 @@ _OTHERS: dict[str, Callable[[str, Any], Any]] = {"parameters": _parameters, "req
 
 
 class Call:
-    """A request: the model, its input arrays and everything else that is sent with them."""
+    """One request: the model, the input arrays and everything else that is sent with them."""
 
     __slots__ = (
         "deadline",
@@ -197,19 +209,20 @@ class Call:
         """Makes a request; nothing is sent.
 
         Args:
-          inputs: C-contiguous arrays by name, of which S, U and O (strings, objects) are BYTES. Arrays of the connection's
-            ``empty`` are used where they lie; any others are copied, or sent with the request.
+          inputs: C-contiguous arrays by name; arrays of numpy kinds S, U and O (strings, objects) are BYTES. Arrays of the
+            connection's ``empty`` are used where they lie; any others are copied, or sent with the request.
           version: the model's version; 0: the newest.
           outputs: names of the outputs to return; empty: all of them.
-          places: output name -> the array that the output is written to.
-          parameters: the request's parameters, for the model.
-          request_id: a text that the server notes with the request; "": none.
-          scheduling: when it is to be run, in which sequence, and with which parameter set.
-          traceparent: the trace and the span in it that the request belongs to, as W3C Trace Context has them; "": to none.
+          places: output name -> the array that the output is written to; None: no output is.
+          parameters: the request's parameters, for the model; None: it has none.
+          request_id: an id that the server logs with the request; "": none.
+          scheduling: when the request is to be run, in which sequence, and with which parameter set.
+          traceparent: the trace that the request belongs to, and the span in it, in the form of W3C Trace Context; "": it
+            belongs to none.
           deadline: seconds of ``time.monotonic()``, after which the caller does not wait any more; None: no deadline.
-          streams: whether any number of responses is expected, in place of exactly one.
-          pure: whether running the request twice does no harm, so that it may be sent again after a failure.
-          detached: whether the caller goes on before the answer has come, and may write to the input arrays meanwhile.
+          streams: True: any number of responses is expected; False: exactly one.
+          pure: True: running the request twice does no harm, so that it may be sent again after a failure.
+          detached: True: the caller goes on before the answer has come, and may write to the input arrays meanwhile.
         """
         self.model = model
         self.inputs = inputs
@@ -231,5 +244,5 @@ class Call:
 
     @property
     def is_bare(self) -> bool:
-        """Returns whether the request has no parameters, no id and no trace, and says nothing of its scheduling."""
+        """Returns whether the request has no parameters, no id, no trace and no scheduling of its own."""
         return not (self.parameters or self.request_id or self.traceparent or self.scheduling != UNSCHEDULED)

@@ -14,15 +14,20 @@ from .results import Answer, Array, Description
 
 
 class Prepared:
-    """A request that is made once and sent many times, each time with what its arrays hold then.
+    """A request that is made once and sent many times, each time with what its arrays hold then. Made by ``Model.prepare``.
 
-    Threads may share it; they take turns. Made by ``Model.prepare``.
+    Several threads may use it; their calls are run one after the other.
     """
 
     def __init__(
         self, exchange: Callable[[Call], Answer | Pending[Answer]], call: Call, timeout: float | None = None
     ) -> None:
-        """``exchange``: that of a ``Connection``. ``timeout``: seconds that a call waits; None: without limit."""
+        """Sends nothing yet.
+
+        Args:
+          exchange: sends a request; the method ``exchange`` of a ``Connection``.
+          timeout: seconds that a call waits for its answer; None: without limit.
+        """
         self._exchange = exchange
         self._call = call
         self.timeout = timeout
@@ -32,17 +37,17 @@ class Prepared:
         forgotten_by_children(self)
 
     def forget(self) -> None:
-        """Begins without a request, also in a process that was forked off, where no other thread uses this object."""
+        """Starts without a request in flight. Called by the constructor, and in a child process after a fork."""
         self._lock = threading.Lock()
         self._call.last = None
 
     def __call__(self, timeout: float | None = None) -> Answer:
-        """Sends what the arrays hold now, waits for the answer and returns it: the outputs by name.
+        """Sends the request with what its arrays hold now, waits for the answer and returns it: the outputs by name.
 
         ``timeout``: seconds to wait; None: as long as the constructor said.
 
-        Raises: ServingError: the answer is an error.  DeadlineExceeded: no answer came in time. The next call then waits for the
-          end of this one first, so that two calls never write to the same places.
+        Raises: ServingError: the answer is an error.  DeadlineExceeded: no answer came in time. The next call then first waits
+          until this request has ended, so that two requests never write to the same arrays.
         """
         call = self._call
         timeout = self.timeout if timeout is None else timeout
@@ -67,39 +72,58 @@ class Connection(Protocol):
     """A connection to a server, over which requests are sent. Thread-safe."""
 
     def open(self, model: str, version: int = 0) -> Description:
-        """Returns the description of a model; version 0: of its newest version. Raises ServingError: the model is not served."""
+        """Returns the description of a model. ``version``: the model's version; 0: the newest.
+
+        Raises ServingError: the model is not served.
+        """
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        """Returns a model's configuration with defaults filled in; empty: the server gives none. Version 0: of the newest."""
+        """Returns a model's configuration with defaults filled in; empty: the server gives none.
+
+        ``version``: the model's version; 0: the newest.
+        """
 
     def ask(self, call: Call) -> Pending[Answer]:
-        """Sends a request. Returns a ``Pending``, by which to wait for the answer. Raises: ServingError: it cannot be sent.
+        """Sends a request. Returns a ``Pending``, an object that waits for the answer.
 
-        With ``call.detached`` the input arrays may be written to at once. Without it, and arrays of ``empty`` in any case, they
-        must stay as they are until the answer has come.
+        With ``call.detached`` the caller may write to the input arrays as soon as this returns. Without it, no input array may
+        be written to until the answer has come. Arrays of ``empty`` may never be written to before the answer has come.
+
+        Raises: ServingError: the request cannot be sent.
         """
 
     def exchange(self, call: Call) -> Answer | Pending[Answer]:
-        """Sends a request whose caller waits in this thread. Returns its answer, or a ``Pending`` if it did not come at once."""
+        """Sends a request whose caller waits in this thread. Returns the answer or, if it did not come at once, a ``Pending``.
+
+        A ``Pending`` is an object that waits for the answer. Raises: ServingError: the request cannot be sent, or failed.
+        """
 
     def prepare(self, call: Call) -> Prepared:
-        """Makes a request to be sent many times, each time with what its arrays hold then; nothing is sent yet."""
+        """Makes a request that can be sent many times, each time with what its input arrays hold then. Does not send it."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Makes an array in memory that the server reads and writes without a copy; without such memory an ordinary array."""
+        """Makes an array, with any content, in memory that the server reads and writes without a copy.
+
+        Where the server shares no memory with this process, it is an ordinary array.
+        """
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Makes an array on a GPU, such as "cuda:0", in memory that workers use without a copy.
+        """Makes an array, with any content, in a GPU's memory that workers use without a copy.
 
-        Raises: Unsupported: this process serves the models itself.  InvalidArgument: there can be no such array on a GPU.
-          Unavailable: there is no CUDA driver, no such GPU, or no memory left on it.
+        ``device``: the GPU, such as "cuda:0".
+
+        Raises: Unsupported: this process serves the models itself.  InvalidArgument: ``device`` is no GPU, or no array of this
+          dtype or size can be on a GPU.  Unavailable: there is no CUDA driver, no such GPU, or no memory left on it.
         """
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Ends a sequence without a further request; over HTTP it does nothing: the server ends an idle sequence by itself."""
+        """Ends a sequence without a further request. Over HTTP it does nothing: the server ends a sequence that is idle."""
 
     def parameters(self, model: str, version: int) -> Any:
-        """Returns the ``ModelParameters`` of a model; version 0: of all. Raises Unsupported: this process serves the model."""
+        """Returns an object (``ModelParameters``) that lists and changes the parameter sets of a model.
+
+        ``version``: the model's version; 0: all versions. Raises Unsupported: this process serves the model itself.
+        """
 
     def close(self) -> None:
         """Closes the connection. Idempotent."""

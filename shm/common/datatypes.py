@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Datatype(NamedTuple):
-    """Describes one datatype."""
+    """Describes one datatype of the protocol."""
 
     #: numpy's name of the dtype. numpy itself has no bfloat16: the package ml_dtypes has it.
     dtype: str

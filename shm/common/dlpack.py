@@ -22,7 +22,7 @@ _CODE_BFLOAT = 4
 
 
 class ManagedTensor(ctypes.Structure):
-    """DLPack's struct of a tensor that whoever gets it gives back by a call of ``deleter``."""
+    """DLPack's struct DLManagedTensor: a tensor whose consumer calls ``deleter`` when it does not need the tensor any more."""
 
     _fields_ = [
         ("data", ctypes.c_void_p),
@@ -56,13 +56,20 @@ _drop.argtypes = [ctypes.c_void_p]
 def _delete(
     managed: int, at: Callable[[int], Any] = ManagedTensor.from_address, drop: Callable[[Any], Any] = _drop
 ) -> None:
-    """Drops a consumer's reference to a ``DeviceView``, whose DLManagedTensor is at the address ``managed``, in any thread."""
+    """Drops a consumer's reference to a ``DeviceView``; DLPack's ``deleter``. May be called in any thread.
+
+    ``managed``: the address of the view's DLManagedTensor. No caller gives ``at`` and ``drop``: they are defaults because those
+    exist even when this module's names are gone, at the end of the process.
+    """
     # The defaults are never replaced: where arrays live as long as Python, this module's names are gone before them.
     drop(at(managed).manager_ctx)
 
 
 def _capsule_gone(capsule: int) -> None:
-    """Drops the ``DeviceView`` of a capsule, at this address, that was never consumed: a consumer would have renamed it."""
+    """Drops the ``DeviceView`` of a DLPack capsule that nobody consumed; a consumer renames the capsule.
+
+    ``capsule``: the capsule's address.
+    """
     if _is_valid(capsule, _CAPSULE):
         _delete(_pointer_of(capsule, _CAPSULE))
 
@@ -73,19 +80,19 @@ _deleter, _destructor = _Callback(_delete), _Callback(_capsule_gone)
 
 
 def code_of(dtype: np.dtype[Any]) -> int | None:
-    """Returns the DLDataTypeCode of a dtype; None: DLPack has no such type."""
+    """Returns DLPack's DLDataTypeCode for a dtype; None: DLPack has no such type."""
     return _CODE_BFLOAT if dtype.name == "bfloat16" else _CODES.get(dtype.kind)
 
 
 def content(capsule: Any) -> ManagedTensor:
-    """Returns what a capsule holds, for as long as the capsule lives."""
+    """Returns the tensor in a DLPack capsule. It may be used only for as long as the capsule lives."""
     return ManagedTensor.from_address(_pointer_of(id(capsule), _CAPSULE) or 0)
 
 
 class DeviceView:
-    """A view of device memory, which other libraries take by DLPack.
+    """A view of device memory that other libraries can take over by DLPack, without a copy.
 
-    It keeps ``owner`` alive as long as anybody uses the memory.
+    It keeps ``owner`` alive for as long as anybody uses the memory.
     """
 
     __slots__ = ("_owner", "_shape", "_tensor")
@@ -93,7 +100,11 @@ class DeviceView:
     def __init__(
         self, pointer: int, dtype: np.dtype[Any], shape: Sequence[int], device: tuple[int, int], owner: object = None
     ) -> None:
-        """``pointer``: address on the device. ``device``: DLDeviceType and device number."""
+        """Makes a view of memory that exists already.
+
+        ``pointer``: the memory's address on the device. ``device``: (DLDeviceType, number of the device). ``owner``: the object
+        that owns the memory; None: nothing needs to be kept alive.
+        """
         self._owner = owner
         self._shape = (ctypes.c_int64 * max(len(shape), 1))(*shape)
         self._tensor = ManagedTensor(
@@ -113,6 +124,9 @@ class DeviceView:
         return self._tensor.device_type, self._tensor.device_id
 
     def __dlpack__(self, **wishes: Any) -> Any:
-        """Returns a DLPack capsule of this view. The memory's bytes are complete already, so no stream has to wait."""
+        """Returns a DLPack capsule of this view. The memory is written completely already, so no stream has to wait for it.
+
+        ``wishes``: DLPack's arguments, which are ignored.
+        """
         _keep(self)
         return _new(ctypes.addressof(self._tensor), _CAPSULE, ctypes.cast(_destructor, ctypes.c_void_p))

@@ -15,9 +15,9 @@ _NO_ID = "[request id: <id_unknown>] "
 
 
 class ServingError(Exception):
-    """Base class of all errors that a client may see. ``message``: a sentence for people, without paths or keys.
+    """Base class of all errors that a client may see.
 
-    ``code``: the kind of error, such as "NOT_FOUND".
+    ``message``: a sentence for people, without paths or keys. ``code``: the kind of error, such as "NOT_FOUND".
     """
 
     code: ClassVar[str] = "INTERNAL"
@@ -40,7 +40,7 @@ class NotFound(ServingError):
 
 
 class AlreadyExists(ServingError):
-    """The request would make something under a name, such as a region, that exists already."""
+    """The request is to make something, such as a region, under a name that is used already."""
 
     code = "ALREADY_EXISTS"
 
@@ -101,7 +101,7 @@ _BY_CODE: dict[str, type[ServingError]] = {kind.code: kind for kind in (*_KINDS,
 
 
 def kind_of(code: str) -> type[ServingError]:
-    """Returns the class of errors with a code, such as "NOT_FOUND"; ``Unknown`` for a code that no class has."""
+    """Returns the error class that has a code, such as "NOT_FOUND"; ``Unknown`` if no class has the code."""
     return _BY_CODE.get(code, Unknown)
 
 
@@ -111,6 +111,6 @@ def from_code(code: str, message: str) -> ServingError:
 
 
 def in_plain_words(message: str) -> str:
-    """Returns a message without what the protocol adds to it: the id of a request that has none, a note."""
+    """Returns an error's message without what the protocol adds to it: a note, or the id of a request that has no id."""
     start = len(_NO_ID) if message.startswith(_NO_ID) else 0
     return message[start:].partition(" NOTE: ")[0].rstrip()

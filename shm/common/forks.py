@@ -8,17 +8,23 @@ from typing import Protocol
 
 
 class Owned(Protocol):
-    """Belongs to one process: connections, and whatever has requests of them in flight."""
+    """An object that belongs to the process that made it: a connection, or an object that has requests in flight on one."""
 
     def forget(self) -> None:
-        """Begins anew in a process that was forked off: nothing of the parent's requests is sent, ended or called back there."""
+        """Resets this object in a child process after a fork, so that the child does not use the parent's requests and sockets.
+
+        The parent's requests are not sent, ended or called back in the child.
+        """
 
 
 _owned: weakref.WeakSet[Owned] = weakref.WeakSet()
 
 
 def forgotten_by_children(owned: Owned) -> None:
-    """Has ``owned.forget`` called in each process that is forked off this one, for as long as anybody refers to ``owned``."""
+    """Arranges that ``owned.forget`` is called in each process that is forked off this one.
+
+    The arrangement does not keep ``owned`` alive; it ends when ``owned`` is garbage-collected.
+    """
     _owned.add(owned)
 
 

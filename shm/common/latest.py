@@ -24,10 +24,10 @@ A = TypeVar("A")
 
 
 class Newest(Generic[A]):
-    """Base class of ``Latest`` and ``AsyncLatest``: sends the inputs of ``put``, stores the newest answer for their ``get``."""
+    """Base class of ``Latest`` and ``AsyncLatest``: sends the inputs of ``put``, and stores the newest answer for ``get``."""
 
     def __init__(self, submit: Callable[[Mapping[str, Any]], Any]) -> None:
-        """``submit``: sends a request with the inputs that it is given, and returns a future of the answer."""
+        """Sends nothing yet. ``submit``: sends a request with the given inputs and returns a future of its answer."""
         self._submit = submit
         self._put = 0
         #: The number of the newest answer, and of the newest one that ``get`` has returned.
@@ -41,7 +41,7 @@ class Newest(Generic[A]):
         forgotten_by_children(self)
 
     def forget(self) -> None:
-        """Begins without inputs and answers, also in a process that was forked off, where the others are the parent's."""
+        """Resets this object: afterwards it has no inputs and no answers. Also called in a child process after a fork."""
         self._changed = threading.Condition()
         #: Futures of the requests in flight, by number.
         self._under_way: dict[int, Any] = {}
@@ -50,9 +50,9 @@ class Newest(Generic[A]):
         self._taken = self._came
 
     def put(self, inputs: Mapping[str, Any]) -> None:
-        """Sends the inputs to the model; if two requests are in flight, keeps a copy, which is sent when one is answered.
+        """Sends the inputs to the model at once or, if two requests are in flight already, keeps a copy of them to be sent next.
 
-        Newer inputs replace inputs that were kept and not sent yet. The arrays may be written to as soon as this returns.
+        The kept copy replaces inputs that were kept before. The arrays may be written to as soon as this returns.
 
         Raises: InvalidArgument: an input cannot be an array.  Cancelled: ``close`` was called.
         """
@@ -72,7 +72,10 @@ class Newest(Generic[A]):
         future.add_done_callback(lambda future: self._over(number, future))
 
     def _over(self, number: int, future: Any) -> None:
-        """Stores what the request of the ``number``-th ``put`` ended with, and sends the inputs that ``put`` kept, if any."""
+        """Stores the answer or error of an ended request, and sends the inputs that ``put`` has kept, if there are any.
+
+        ``number``: the request was made by the ``number``-th call of ``put``. ``future``: the ended future of its answer.
+        """
         asked: Any = None
         with self._changed:
             del self._under_way[number]
@@ -92,7 +95,10 @@ class Newest(Generic[A]):
             self._watch(number, asked)
 
     def _keep(self, number: int, came: Any) -> None:
-        """Stores what came for the ``number``-th ``put`` for ``get``, unless something newer has come."""
+        """Stores an answer or error for ``get``, unless a newer one is stored already.
+
+        ``number``: the call of ``put`` that it belongs to. ``came``: the answer or error.
+        """
         self.missed += number < self._came or self._came != self._taken
         if number > self._came:
             self._came, self._newest = number, came
@@ -102,7 +108,7 @@ class Newest(Generic[A]):
         raise NotImplementedError
 
     def _has_newer(self) -> bool:
-        """Returns whether an answer has come that ``get`` has not returned yet.
+        """Returns whether there is an answer that ``get`` has not returned yet.
 
         Raises: Cancelled: there is none, and none will come, because ``close`` was called.
         """
@@ -111,7 +117,7 @@ class Newest(Generic[A]):
         return self._came != self._taken
 
     def _take(self) -> A:
-        """Returns the newest answer and marks it as returned; if it is an error, raises it (ServingError)."""
+        """Returns the newest answer, and notes that it was returned. Raises ServingError: the newest answer is this error."""
         self._taken = self._came
         newest, self._newest = self._newest, None
         if isinstance(newest, ServingError):
@@ -121,14 +127,17 @@ class Newest(Generic[A]):
 
     @property
     def behind(self) -> int:
-        """Returns how many inputs, without those that newer ones replaced, wait for ``get`` to return an answer."""
+        """Returns how many inputs have been given to ``put`` for which ``get`` may still return an answer.
+
+        Inputs that newer inputs replaced do not count.
+        """
         with self._changed:
             return len([number for number in self._under_way if number > self._taken]) + (
                 (self._waiting is not None) + (self._came > self._taken)
             )
 
     def _end(self) -> None:
-        """Cancels the requests in flight, and drops the newest inputs if they were not sent yet. Idempotent."""
+        """Cancels the requests in flight, and drops the inputs that were kept and not sent yet. Idempotent."""
         with self._changed:
             self._closed = True
             self._waiting = None
@@ -139,7 +148,10 @@ class Newest(Generic[A]):
 
 
 class Latest(Newest[A]):
-    """Sends inputs to a model by ``put``, only the newest while two requests are in flight; ``get`` returns the newest answer."""
+    """Sends inputs to a model by ``put``, which does not wait; ``get`` waits for the newest answer and returns it.
+
+    While two requests are in flight, ``put`` keeps only the newest inputs, which are sent next.
+    """
 
     def _notify(self) -> None:
         self._changed.notify_all()
@@ -163,7 +175,10 @@ class Latest(Newest[A]):
             return self._take()
 
     def close(self) -> None:
-        """Cancels the requests in flight; from now on ``put``, and ``get`` without a new answer, raise Cancelled. Idempotent."""
+        """Cancels the requests in flight. From now on ``put`` raises Cancelled, and so does ``get`` if no new answer is there.
+
+        Idempotent.
+        """
         self._end()
 
     def __enter__(self) -> Latest[A]:
@@ -176,7 +191,7 @@ class Latest(Newest[A]):
 
 
 def _copied(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies all arrays in a (nested) mapping of inputs, because the caller may write to them afterwards."""
+    """Returns a (nested) mapping of inputs with copies of all arrays, because the caller may write to the arrays afterwards."""
     return {
         name: _copied(value) if isinstance(value, Mapping) else np.array(value) if hasattr(value, "dtype") else value
         for name, value in inputs.items()

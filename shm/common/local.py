@@ -22,33 +22,42 @@ from .results import Answer, Array, Description, written
 
 
 class Served(Protocol):
-    """A model that was loaded in this process."""
+    """A model that is loaded in this process, and served by a worker's loop in it."""
 
     description: Description
     #: The configuration with defaults filled in.
     config: Mapping[str, Any]
 
     def begin(self, request: LocalRequest, call: Call) -> int:
-        """Sends a call's request to the worker, whose loop gives ``request`` the responses; the inputs are copied.
+        """Copies a call's inputs and sends the request to the worker, whose loop gives the responses to ``request``.
 
-        Returns the bytes that were copied. Raises ServingError: an input cannot be sent, or the model was closed.
+        Returns the number of bytes that were copied. Raises ServingError: an input cannot be sent, or the model was closed.
         """
 
     def took(self, request: Any) -> None:
-        """Tells the worker that a response was taken, so that it may make more. ``request``: as the worker gave it."""
+        """Tells the worker that the caller has taken a response, so that the model may make more responses.
+
+        ``request``: the worker's object of the request, which came with the response.
+        """
 
     def withdraw(self, request: Any) -> None:
-        """Tells the worker that nobody waits for an answer any more. ``request``: as the worker gave it."""
+        """Tells the worker that nobody waits for an answer any more.
+
+        ``request``: the worker's object of the request.
+        """
 
     def end_sequence(self, sequence_id: int | str) -> None:
-        """Ends a sequence, if there is one, without a further request; the model's state of it is dropped."""
+        """Ends a sequence without a further request, and drops the state that the model keeps for it.
+
+        Does nothing if there is none.
+        """
 
     def close(self) -> None:
         """Waits until all requests are answered, then unloads the model. Idempotent."""
 
 
 class LocalRequest(Pending[Answer]):
-    """A request to a model in this process."""
+    """A request to a model that is served in this process."""
 
     #: The worker's request, once it was validated.
     request: Any = None
@@ -64,12 +73,13 @@ class LocalRequest(Pending[Answer]):
     # ------------------------------------------------------------------------------------------ from the worker's loop
 
     def take(self, request: Any, result: Any, moments: tuple[int, int, int] | None, final: bool) -> None:
-        """Stores a response to ``request``, the worker's.
+        """Stores a response, and wakes whoever waits for it. The worker's loop calls this.
 
         Args:
-          result: the outputs by name, or an error that has a ``code``; None: no response, and none follows.
-          moments: when the run began, had its inputs and had computed, in ns; None: that was not measured.
-          final: whether no response follows.
+          request: the worker's object of this request; None: an error came before there was one.
+          result: the outputs by name, or an error that has a ``code``; None: there is no response, and none follows.
+          moments: when the run began, when its inputs were there and when it had computed, in ns; None: that was not measured.
+          final: True: no further response follows.
         """
         if isinstance(result, Exception):
             self.add(ours(result))
@@ -82,13 +92,17 @@ class LocalRequest(Pending[Answer]):
             self._connection.call_back(self)
 
     def fail(self, error: Any) -> None:
-        """Ends the request with an error."""
+        """Ends the request with ``error``, which has a ``code``."""
         self.take(None, error, None, True)
 
     # ------------------------------------------------------------------------------------------------ from whoever waits
 
     def made(self, arrived: tuple[Any, tuple[int, int, int] | None]) -> Answer | ServingError:
-        """Copies the outputs of a response, so that the caller may change them, and tells the worker that it was taken."""
+        """Converts a response to an answer with copies of the outputs, which the caller may change.
+
+        Returns an error if that fails. Tells the worker that the response was taken. ``arrived``: the outputs by name, and
+          times of the run or None.
+        """
         result, moments = arrived
         call, request = self._call, self.request
         if request is not None and request.ahead:
@@ -113,10 +127,13 @@ class LocalRequest(Pending[Answer]):
 
 
 class LocalConnection:
-    """A ``Connection`` to models in this process, of which each is loaded when it is first used. Thread-safe."""
+    """A ``Connection`` to models that this process serves itself. Each model is loaded when it is first used. Thread-safe."""
 
     def __init__(self, load: Callable[[str, int], Served]) -> None:
-        """Loads nothing yet. ``load``: loads a version of a model, 0: the newest, or raises an error that has a ``code``."""
+        """Loads nothing yet.
+
+        ``load``: loads a version of a model (0: the newest) and returns it, or raises an error that has a ``code``.
+        """
         self._load = load
         self._lock = threading.Lock()
         self._models: dict[tuple[str, int], Served] = {}
@@ -128,7 +145,10 @@ class LocalConnection:
         self._thread: threading.Thread | None = None
 
     def open(self, model: str, version: int = 0) -> Description:
-        """Returns a model's description, after loading it if need be. Raises: ServingError: loading failed."""
+        """Returns a model's description; first loads the model if it is not loaded. ``version`` 0: the newest version.
+
+        Raises: ServingError: loading failed.
+        """
         return self._loaded(model, version).description
 
     def _loaded(self, model: str, version: int) -> Served:
@@ -145,21 +165,21 @@ class LocalConnection:
             return found
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        """Returns a model's configuration with defaults filled in, after loading it if need be."""
+        """Returns a model's configuration with defaults filled in; first loads the model if it is not loaded."""
         return self._loaded(model, version).config
 
     def ask(self, call: Call) -> LocalRequest:
-        """Sends a request to a model in this process. Returns a ``Pending``, by which to wait for the answer."""
+        """Sends a request to a model in this process. Returns a ``Pending``, an object that waits for the answer."""
         return LocalRequest(self, self._loaded(call.model, call.version), call)
 
     exchange = ask
 
     def prepare(self, call: Call) -> Prepared:
-        """Makes a request that can be sent many times, each time with what its arrays hold then."""
+        """Makes a request that can be sent many times, each time with what its input arrays hold then. Does not send it."""
         return Prepared(self.ask, call)
 
     def call_back(self, request: LocalRequest) -> None:
-        """Has a thread call the callbacks of a request that has ended: the worker's loop must not wait for them."""
+        """Lets another thread call the callbacks of an ended request, as the worker's loop must not wait for callbacks."""
         if self._thread is None:
             with self._lock:
                 if self._thread is None:
@@ -193,7 +213,7 @@ class LocalConnection:
         )
 
     def close(self) -> None:
-        """Waits until all requests are answered, and unloads all models; later requests raise Unavailable. Idempotent."""
+        """Waits until all requests are answered, then unloads all models. Later requests raise Unavailable. Idempotent."""
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -216,20 +236,23 @@ class LocalConnection:
 
 
 def _call_back(ended: queue.SimpleQueue[LocalRequest | None]) -> None:
-    """Calls the callbacks of requests that have ended, until there is a None. It holds no connection, which may be dropped."""
+    """Calls the callbacks of ended requests that come in the queue, until None comes; the main function of a thread.
+
+    It does not refer to the connection, so that the connection can be garbage-collected.
+    """
     while (request := ended.get()) is not None:
         request.call_back()
         del request
 
 
 def ours(error: Any) -> ServingError:
-    """Makes the error of this package, in plain words, that has the code of an error of the worker's."""
+    """Converts an error of the worker's to the error of this package that has the same code, with a message in plain words."""
     return kind_of(error.code)(in_plain_words(error.message))
 
 
 @contextlib.contextmanager
 def in_our_words() -> Iterator[None]:
-    """Within the ``with`` block, turns errors of the worker's into this package's, in plain words."""
+    """Converts an error of the worker's that is raised in the ``with`` block to an error of this package, in plain words."""
     try:
         yield
     except Exception as error:

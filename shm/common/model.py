@@ -59,7 +59,7 @@ class Calls:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Returns the model's configuration (ModelConfig as JSON) with defaults filled in; empty if the server keeps it back."""
+        """Returns the model's configuration (ModelConfig as JSON) with defaults filled in; empty if the server gives none."""
         return self._connection.config(self.name, self._asked_version)
 
     def call(
@@ -71,19 +71,20 @@ class Calls:
         streams: bool = False,
         detached: bool = False,
     ) -> Call:
-        """Makes the ``Call`` of one request to this model.
+        """Makes the ``Call`` object of one request to this model. Sends nothing.
 
         Args:
           inputs: input name -> array; nested mappings are flattened.
           outputs: names of the outputs to return; empty: all of them.
-          own: the request's other fields, as ``Own`` lists them.
-          places: output name -> the array that the output is written to.
-          streams: whether the caller accepts any number of responses.
-          detached: whether the caller goes on before the answer has come, and may write to the input arrays meanwhile.
+          own: the request's other fields, by the names in ``Own``.
+          places: output name -> the array that the output is written to; None: no output is.
+          streams: True: the caller accepts any number of responses.
+          detached: True: the caller goes on before the answer has come, and may write to the input arrays meanwhile.
 
-        Raises: InvalidArgument: an input cannot be an array, a place is none, a field of ``own`` has a wrong value, the parameter
-          ``parameter_set`` is no name of a set, or the model gives several responses and ``streams`` is False.
-          TypeError: ``own`` has a key that ``Own`` lacks.  Unavailable: ``close`` was called on this model.
+        Raises: InvalidArgument: an input cannot be an array, a value of ``places`` is no writable array, a field of ``own`` has
+          a wrong value, the parameter ``parameter_set`` is no name of a set, or the model gives several responses and
+          ``streams`` is False.  TypeError: ``own`` has a key that ``Own`` lacks.  Unavailable: ``close`` was called on this
+          model.
         """
         if self._closed:
             raise Unavailable("the model was closed")
@@ -119,7 +120,7 @@ class Calls:
         )
 
     def sequence_id(self) -> int:
-        """Returns a new random sequence id of 63 bits, never 0: no other client will choose the same one."""
+        """Returns a new random sequence id of 63 bits, never 0, so that no other client is likely to choose the same id."""
         return int.from_bytes(os.urandom(8), "little") >> 1 | 1
 
     def __reduce__(self) -> Any:
@@ -136,9 +137,9 @@ class Calls:
 class Model(Calls):
     """A served model: call it with arrays by input name. Thread-safe.
 
-    Attributes are ``name``, ``version`` (that was served when the model was looked up), ``max_batch_size`` (the most rows; 0: no
-    batch dimension), ``timeout`` (seconds; None: without limit), and ``inputs`` and ``outputs``: a ``Tensor`` for each, by
-    position or by name.
+    Attributes are ``name``, ``version`` (that was served when the model was looked up), ``max_batch_size`` (the most rows of a
+    request; 0: the model has no batch dimension) and ``timeout`` (seconds; None: without limit). ``inputs`` and ``outputs``
+    have a ``Tensor`` for each input or output, found by position or by name.
     """
 
     def __call__(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]) -> Answer:
@@ -164,17 +165,19 @@ class Model(Calls):
     ) -> concurrent.futures.Future[Answer]:
         """Sends one request and returns a future of its answer; ``cancel()`` on the future cancels the request.
 
-        ``outputs``: names; empty: all. ``own``: the request's other fields, such as ``priority``. The input arrays may be written
-        to as soon as this returns, except for arrays of ``Client.empty``, which must stay as they are until the answer has come.
-        Errors of the server are raised by the future's ``result()``.
+        The input arrays may be written to as soon as this returns. Arrays of ``Client.empty`` are an exception: they must not
+        be written to until the answer has come. The future's ``result()`` raises the server's errors.
+
+        ``outputs``: names of the outputs to return; empty: all. ``own``: the request's other fields, such as ``priority``.
         """
         return promised(self._connection.ask(self.call(inputs, outputs, own, detached=True)))
 
     def stream(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]) -> Iterator[Answer]:
         """Sends one request and returns an iterator over its responses, in the order in which the model makes them.
 
-        Leaving the iteration early cancels the request. ``outputs``: names; empty: all. ``own``: the request's other fields, such
-        as ``priority``. The iterator raises ServingError: a response is an error, or did not come within the model's ``timeout``.
+        Leaving the iteration early cancels the request. ``outputs``: names of the outputs to return; empty: all. ``own``: the
+        request's other fields, such as ``priority``. The iterator raises ServingError if a response is an error or does not
+        come within the model's ``timeout``.
         """
         call = self.call(inputs, outputs, own, streams=True, detached=True)
         return self._connection.ask(call).responses(self.timeout)
@@ -187,17 +190,18 @@ class Model(Calls):
         outputs: Sequence[str] = (),
         **own: Unpack[Own],
     ) -> Prepared:
-        """Prepares a request that is sent many times: each ``call()`` of what this returns sends what the input arrays hold then.
+        """Prepares a request that is sent many times: each ``call()`` of the result sends what the input arrays hold then.
 
         Args:
           inputs: input name -> array; keep the arrays and write new values into them.
-          out: output name -> the array that each answer's output is written to, of the output's shape and dtype. An array of
-            ``Client.empty`` is written by the server where that is possible; others are copied to.
-          outputs: names of the outputs to return; empty: those of ``out``, or all if ``out`` is empty too.
+          out: output name -> the array that each answer's output is written to, which has the output's shape and dtype. The
+            server writes to an array of ``Client.empty`` itself where that is possible; to other arrays the output is copied.
+            None: no output is written to an array of the caller.
+          outputs: names of the outputs to return; empty: the names in ``out``, or all outputs if ``out`` is empty too.
           own: the request's other fields, such as ``parameters`` or ``priority``.
 
-        Raises: InvalidArgument: an input cannot be an array, the model gives several responses, or an array of ``out`` cannot be
-          used.
+        Raises: InvalidArgument: an input cannot be an array, the model gives several responses, or an array of ``out`` cannot
+          be used.
         """
         call = self.call(inputs, outputs or tuple(out or ()), own, out)
         made = self._connection.prepare(call)
@@ -206,32 +210,40 @@ class Model(Calls):
 
     @property
     def parameters(self) -> Any:
-        """Returns the ``ModelParameters``: an object by which to list parameter sets or drop them, or to push into one.
+        """Returns an object (``ModelParameters``) that lists and drops parameter sets, and pushes new parameters into one.
 
         Raises: Unsupported: this process serves the model itself.
         """
         return self._connection.parameters(self.name, self._asked_version)
 
     def latest(self) -> Latest[Answer]:
-        """Makes a ``Latest``: ``put`` sends inputs, only the newest if many wait; ``get`` returns the newest answer."""
+        """Makes an object whose ``put`` sends inputs without waiting and whose ``get`` returns the newest answer.
+
+        If ``put`` is called faster than the model answers, the object keeps only the newest inputs.
+        """
         return Latest(self.submit)
 
     def sequence(self, sequence_id: SequenceId = 0) -> ModelSequence:
-        """Returns a new sequence, to be called: requests that share state in the model and are sent one after the other.
+        """Returns a new sequence: requests that share state in the model and are sent one after the other.
+
+        No request is sent yet. Each call of the returned object sends one request.
 
         ``sequence_id``: the sequence's id, an integer or a string; 0 or "": a new random one.
         """
         return ModelSequence(self, sequence_id or self.sequence_id())
 
     def end_sequence(self, sequence_id: SequenceId) -> None:
-        """Ends a sequence without a further request, once its requests in flight have run. Idempotent.
+        """Ends a sequence without a further request, once the sequence's requests in flight have run. Idempotent.
 
         Over HTTP this does nothing: the server ends a sequence that was idle for as long as the model's configuration allows.
         """
         self._connection.end_sequence(self.name, sequence_id)
 
     def close(self) -> None:
-        """Ends the use of this object: every later call of it raises Unavailable; the client stays connected. Idempotent."""
+        """Ends the use of this object: every later call of it raises Unavailable. The client itself stays connected.
+
+        Idempotent.
+        """
         self._closed = True
 
     def __enter__(self) -> Model:
@@ -246,7 +258,7 @@ class Model(Calls):
 class ModelSequence:
     """A sequence of requests to a model that keeps state: the first call begins it, the call with ``end=True`` ends it.
 
-    Made by ``Model.sequence``. Leaving its ``with`` block without an ``end`` call calls ``Model.end_sequence``.
+    Made by ``Model.sequence``. If its ``with`` block is left without an ``end`` call, ``Model.end_sequence`` ends the sequence.
     """
 
     def __init__(self, model: Model, sequence_id: SequenceId) -> None:
@@ -258,9 +270,11 @@ class ModelSequence:
         self._over = False
 
     def __call__(self, inputs: Mapping[str, Any], *, end: bool = False, **own: Unpack[Own]) -> Answer:
-        """Sends the sequence's next request and returns its answer. ``end``: this request is the last one.
+        """Sends the sequence's next request, waits for its answer and returns it.
 
-        ``own``: the request's other fields, such as ``priority``. Raises: ServingError: the answer is an error.
+        ``end``: True: this request is the sequence's last one. ``own``: the request's other fields, such as ``priority``.
+
+        Raises: ServingError: the answer is an error.
         """
         if self._over:
             raise InvalidArgument(
@@ -284,7 +298,7 @@ class ModelSequence:
 
 
 def promised(pending: Pending[Answer]) -> concurrent.futures.Future[Answer]:
-    """Returns a future of the answer to a request that was sent; cancelling the future cancels the request."""
+    """Returns a future of the answer to a request that was sent already; cancelling the future cancels the request."""
     import concurrent.futures
 
     future: concurrent.futures.Future[Answer] = concurrent.futures.Future()

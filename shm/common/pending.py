@@ -33,13 +33,14 @@ T = TypeVar("T")
 
 
 class WaitEnded(TimeoutError):
-    """A wait has reached its time limit. (A TimeoutError that a signal's handler raises is not of this class.)"""
+    """Raised when a wait has reached its time limit. (A TimeoutError that a signal's handler raises is not of this class.)"""
 
 
 class Pending(Generic[T]):
-    """A request that was sent. ``await`` on it returns its answer, as ``result`` does.
+    """A request that was sent, and whose answer can be waited for: by ``result``, or by ``await`` on an event loop.
 
-    It ends once: with its last response, with an error, or because its caller gives it up. After a fork it is the parent's.
+    It ends once: with its last response, with an error, or because its caller cancels it. In a child process after a fork it
+    cannot be used.
     """
 
     # What most requests never change is an attribute of the class.
@@ -57,11 +58,12 @@ class Pending(Generic[T]):
     _awaited: tuple[asyncio.Future[None], asyncio.AbstractEventLoop] | None = None
 
     def __init__(self, model: str, deadline: float | None, deadlines: Deadlines) -> None:
-        """Begins without a response.
+        """Starts without a response.
 
         Args:
+          model: the name of the model that is asked.
           deadline: seconds of ``time.monotonic()``, after which its caller does not wait any more; None: no deadline.
-          deadlines: the connection's, which end requests that only callbacks wait for.
+          deadlines: the connection's thread that ends requests at their deadlines if only callbacks wait for them.
         """
         self.model = model
         self.deadline = deadline
@@ -74,10 +76,11 @@ class Pending(Generic[T]):
     # ----------------------------------------------------------------------------------------------- what a transport does
 
     def wait(self, until: float | None) -> None:
-        """Waits in this thread until something has come, or the request has ended; may return before. The default is to sleep.
+        """Waits in this thread until a response has come or the request has ended. It may also return earlier.
 
-        ``until``: seconds of ``time.monotonic()``; None: without limit. Raises: WaitEnded: ``until`` has passed.  ServingError:
-        the request fails with this error.
+        This base class sleeps until ``notify`` is called. ``until``: seconds of ``time.monotonic()``; None: without limit.
+
+        Raises: WaitEnded: ``until`` has passed.  ServingError: the request fails with this error.
         """
         waiter: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.waiter = waiter
@@ -90,42 +93,57 @@ class Pending(Generic[T]):
             self.waiter = None
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Arranges that something comes while a task of the event loop, which runs in this thread, waits for it."""
+        """Arranges that responses are received while a task waits for them on the event loop, which runs in this thread.
+
+        This base class does nothing.
+        """
 
     def watch(self) -> None:
-        """Arranges that something comes, and that callbacks are called, while only callbacks wait for it."""
+        """Arranges that responses are received, and callbacks called, while no thread or task but only callbacks wait for them.
+
+        This base class does nothing.
+        """
 
     def withdraw(self) -> None:
-        """Tells the server that nobody waits for the answer any more. Called once, in any thread."""
+        """Tells the server that nobody waits for the answer any more. Called once, in any thread.
+
+        This base class does nothing.
+        """
 
     def settle(self, until: float | None) -> None:
-        """Waits until nobody uses the arrays of a request that its caller has given up; the default: that is so at once.
+        """Waits until nobody uses the arrays of this request, which its caller has cancelled. This base class returns at once.
 
         ``until``: seconds of ``time.monotonic()``; None: without limit. Raises DeadlineExceeded: ``until`` has passed.
         """
 
     def made(self, arrived: Any) -> T | ServingError:
-        """Makes the caller's answer of a response as ``add`` took it."""
+        """Converts a response that was given to ``add`` to the answer that the caller gets.
+
+        This base class returns it unchanged.
+        """
         answer: T = arrived
         return answer
 
     def late(self) -> ServingError:
-        """Returns the error of a request whose deadline has passed."""
+        """Returns the error that the caller gets if the request's deadline has passed."""
         return DeadlineExceeded()
 
     def explained(self, error: ServingError) -> ServingError:
-        """Returns the error to raise for one that has ended a stream."""
+        """Returns the error that the caller gets if a stream ended with ``error``. This base class returns ``error``."""
         return error
 
     # --------------------------------------------------------------------------------------------------- from a transport
 
     def add(self, response: Any) -> None:
-        """Stores a response, or the error (ServingError) that ends the request, unless its caller has given it up."""
+        """Stores a response, or the error (ServingError) that ends the request.
+
+        Does nothing if the caller has cancelled the request.
+        """
         if not self._given_up:
             self._arrived.append(response)
 
     def end(self) -> bool:
-        """Notes that nothing more comes. Returns False: that was noted before."""
+        """Ends the request: no further response comes. Returns False if it had ended already, else True."""
         with self._lock:
             ended, self._ended = self._ended, True
         return not ended
@@ -138,7 +156,7 @@ class Pending(Generic[T]):
         self.call_back()
 
     def notify(self) -> None:
-        """Wakes the thread, or the event loop, that waits for what has come."""
+        """Wakes the thread or the event loop's task that waits for a response or the end of this request."""
         self.waiting = False
         waiter = self.waiter
         if waiter is not None:
@@ -153,7 +171,7 @@ class Pending(Generic[T]):
                     loop.call_soon_threadsafe(_set, future)
 
     def call_back(self) -> None:
-        """Calls the callbacks that ``add_done_callback`` took, each once, if the request has ended; else does nothing."""
+        """Calls the callbacks that ``add_done_callback`` was given, each once. Does nothing if the request has not ended."""
         with self._lock:
             if not self.done():
                 return
@@ -173,11 +191,14 @@ class Pending(Generic[T]):
         return self._ended or self._given_up
 
     def expire(self) -> None:
-        """Ends the request because its deadline has passed, and tells the server that nobody waits any more."""
+        """Ends the request because its deadline has passed, and tells the server that nobody waits for the answer any more."""
         self._give_up(self.late())
 
     def cancel(self) -> None:
-        """Ends the request with Cancelled, and tells the server that nobody waits any more. Idempotent; from any thread."""
+        """Ends the request with Cancelled, and tells the server that nobody waits any more.
+
+        Idempotent; may be called in any thread.
+        """
         self._give_up(Cancelled("the request was cancelled"))
 
     def _give_up(self, error: ServingError) -> None:
@@ -192,7 +213,7 @@ class Pending(Generic[T]):
         self.call_back()
 
     def forget(self) -> None:
-        """Ends the request in a process that was forked off: nobody is called back, and ``result`` raises Unavailable."""
+        """Ends a child process's copy of the request after a fork: no callback is called, and ``result`` raises Unavailable."""
         self._lock = threading.RLock()
         self._callbacks, self._awaited, self.waiter = (), None, None
         self.waiting = False
@@ -201,9 +222,9 @@ class Pending(Generic[T]):
     # ------------------------------------------------------------------------------------------------- from a thread
 
     def result(self, timeout: float | None = None) -> T:
-        """Waits for the answer and returns it, or raises its error.
+        """Waits for the answer and returns it.
 
-        The request is cancelled if it is late, and if a signal's handler ends the wait.
+        The request is cancelled if no answer comes in time, or if a signal's handler ends the wait by an exception.
 
         ``timeout``: seconds to wait; None: until the request's deadline. Raises: ServingError: the answer is an error.
         DeadlineExceeded: no answer came in time.
@@ -222,10 +243,10 @@ class Pending(Generic[T]):
         return Internal(f"model '{self.model}' has answered with no response") if response is None else response
 
     def responses(self, timeout: float | None = None) -> Iterator[T]:
-        """Iterates over the responses; leaving the iteration early cancels the request.
+        """Returns an iterator over the responses; leaving the iteration early cancels the request.
 
-        ``timeout``: seconds to wait for each; None: until the request's deadline. Raises: ServingError: a response is an error.
-        DeadlineExceeded: none came in time.
+        ``timeout``: seconds to wait for each response; None: until the request's deadline. Raises: ServingError: a response is
+        an error.  DeadlineExceeded: no response came in time.
         """
         responses = self._responses(timeout)
         # So that its ``finally`` runs also if it is dropped before anybody iterates.
@@ -246,7 +267,10 @@ class Pending(Generic[T]):
             self.cancel()
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
-        """Has ``callback`` called with this request when it ends, in any thread; at once if it has ended already."""
+        """Arranges that ``callback`` is called with this request when it ends, in any thread.
+
+        If the request has ended already, calls ``callback`` at once.
+        """
         with self._lock:
             done = self.done()
             if not done:
@@ -267,7 +291,7 @@ class Pending(Generic[T]):
         return until if self.deadline is None else min(until, self.deadline)
 
     def _next(self, until: float | None) -> T | ServingError | None:
-        """Waits for the next response and returns it, or the error that ended the request; None: there are no more.
+        """Waits for the next response and returns it, or returns the error that ended the request; None: no more responses come.
 
         ``until``: seconds of ``time.monotonic()``; None: no deadline.
         """
@@ -295,7 +319,10 @@ class Pending(Generic[T]):
     # -------------------------------------------------------------------------------------------- from an event loop
 
     def __await__(self) -> Generator[Any, None, T]:
-        """Waits for the answer on the running event loop, and returns or raises it. Cancelling the task cancels the request."""
+        """Waits for the answer on the running event loop and returns it. If the waiting task is cancelled, cancels the request.
+
+        Raises: ServingError: the answer is an error.
+        """
         if self._result is None:
             self._result = self._only((yield from self._next_async(None)))
         if isinstance(self._result, ServingError):
@@ -303,7 +330,11 @@ class Pending(Generic[T]):
         return self._result
 
     def async_responses(self, timeout: float | None = None) -> AsyncIterator[T]:
-        """Iterates over the responses on the running event loop. ``timeout`` and Raises: as of ``responses``."""
+        """Returns an asynchronous iterator over the responses, for the running event loop. Ending it early cancels the request.
+
+        ``timeout``: seconds to wait for each response; None: until the request's deadline. Raises: ServingError: a response is
+        an error.  DeadlineExceeded: no response came in time.
+        """
         responses = self._async_responses(timeout)
         with contextlib.suppress(StopIteration):  # as in ``responses``; it awaits nothing before
             responses.asend(None).send(None)
@@ -324,7 +355,10 @@ class Pending(Generic[T]):
 
     @types.coroutine
     def _next_async(self, timeout: float | None) -> Generator[Any, None, T | ServingError | None]:
-        """Awaits and returns the next response, or the error; None: no more come. ``timeout``: seconds; None: to the deadline."""
+        """Awaits the next response and returns it, or returns the error that ended the request; None: no more responses come.
+
+        ``timeout``: seconds to wait; None: until the request's deadline.
+        """
         arrived = self._arrived
         until: float | None = None
         loop: asyncio.AbstractEventLoop | None = None
@@ -358,7 +392,7 @@ class Pending(Generic[T]):
 
 
 class Deadlines:
-    """Ends requests that only callbacks wait for when their deadline passes, wherever the requests are then. Thread-safe."""
+    """A thread that ends requests at their deadlines, if no thread or task but only callbacks wait for them. Thread-safe."""
 
     def __init__(self) -> None:
         #: A heap of deadlines in seconds of ``time.monotonic()``, each with a number and a request, which others hold.
@@ -370,7 +404,10 @@ class Deadlines:
         self._runs = False
 
     def add(self, pending: Pending[Any], deadline: float) -> None:
-        """Ends a request at its deadline, in seconds of ``time.monotonic()``, unless it has ended before."""
+        """Arranges that a request is ended at its deadline, unless it has ended before.
+
+        ``deadline``: seconds of ``time.monotonic()``.
+        """
         with self._changed:
             self._drop_ended()
             due = deadline, next(self._numbers), weakref.ref(pending)
@@ -402,7 +439,7 @@ class Deadlines:
                 del pending
 
     def close(self) -> None:
-        """Ends the thread; requests are not ended at their deadlines any more."""
+        """Ends the thread. Requests are not ended at their deadlines any more."""
         with self._changed:
             self._due.clear()
             self._changed.notify()

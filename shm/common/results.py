@@ -17,11 +17,11 @@ from .tensors import check_place as check_place
 class Answer(dict):  # type: ignore[type-arg]
     """The answer to a request: output name -> array.
 
-    Large outputs are read-only views of the server's memory, which stays reserved until nothing refers to it any more: no array
-    of the answer, no view of one, and no array that another library made of one without a copy. ``with answer:`` and
-    ``release()`` end the answer's own references, so that the memory is given back at once where there are no others.
+    Large outputs are read-only views of the server's memory. That memory stays reserved until nothing refers to it any more:
+    neither an array of the answer, nor a view of an array, nor an array that another library made of one without a copy. ``with
+    answer:`` and ``release()`` drop the answer's own references; if there are no others, the memory is given back at once.
 
-    ``version`` is that of the model that answered, ``parameters`` are those of the model's answer.
+    ``version`` is the version of the model that answered. ``parameters`` are the parameters that the model's answer has.
     """
 
     #: The version of the model that answered.
@@ -35,7 +35,10 @@ class Answer(dict):  # type: ignore[type-arg]
 
     @property
     def timing(self) -> Timing | None:
-        """Returns how long the server queued and executed the request, and the bytes it copied; None: the server did not say."""
+        """Returns how long the server queued and executed the request, and how many bytes it copied.
+
+        Returns None if the server did not say.
+        """
         return None if self.times is None else Timing(*self.times)
 
     @property
@@ -45,9 +48,10 @@ class Answer(dict):  # type: ignore[type-arg]
         return None if timing is None else timing.copied_bytes
 
     def release(self) -> None:
-        """Removes all outputs from this answer if they lie in the server's memory, which is given back. Idempotent.
+        """Removes all outputs from this answer if they lie in the server's memory, and gives that memory back. Idempotent.
 
-        If the program has kept one of the arrays, or made another of it without a copy, that happens when the last has gone.
+        If the program still has one of the arrays, or an array made of one without a copy, the memory is given back once the
+        last of them is garbage-collected.
         """
         if self.lease is not None:
             self.clear()
@@ -63,7 +67,7 @@ class Answer(dict):  # type: ignore[type-arg]
 
 
 class Description:
-    """The server's description of one version of a model: metadata, largest batch, and if it streams or has sequences."""
+    """The server's description of one version of a model: metadata, largest batch, and whether it streams or has sequences."""
 
     def __init__(self, answer: Mapping[str, Any]) -> None:
         self.model: str = answer["model"]
@@ -84,11 +88,11 @@ class Description:
 
 
 def written(outputs: dict[str, Array], places: Mapping[str, Array]) -> dict[str, Array]:
-    """Copies outputs into the arrays that the caller gave for them (``places``).
+    """Copies outputs into the arrays that the caller gave for them (``places``), and returns all outputs by name.
 
-    Returns all outputs by name; where an array was given for an output, the result has that array.
+    Where the caller gave an array for an output, the result has that array.
 
-    Raises: InvalidArgument: an array has not the shape and dtype of its output.
+    Raises: InvalidArgument: an array has another shape or dtype than its output.
     """
     for name, place in places.items():
         made = outputs.get(name)

@@ -24,7 +24,10 @@ _TRACEPARENT = re.compile(r"[ \t]*([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([
 
 
 class Scheduling(NamedTuple):
-    """Holds when a request is to be run, in which sequence, which waiting request it replaces, and with which parameter set."""
+    """How a request is scheduled.
+
+    It says when the request is run, in which sequence, which waiting request it replaces, and with which parameter set.
+    """
 
     #: 1 is the most urgent; 0: the model's default.
     priority: int = 0
@@ -41,12 +44,12 @@ class Scheduling(NamedTuple):
 
     @property
     def goes_on(self) -> bool:
-        """Returns whether the request is in the middle of a sequence: neither its first request nor its last."""
+        """Returns whether the request belongs to a sequence and is neither its first request nor its last."""
         return bool(self.sequence_id) and not self.sequence_start and not self.sequence_end
 
 
 class Arguments(TypedDict, total=False):
-    """The keyword arguments that calls of a model take besides tensors: those of ``Scheduling``, an id, and other parameters."""
+    """The keyword arguments that calls of a model take besides tensors: scheduling, an id, and parameters for the model."""
 
     #: Name -> value, for the model.
     parameters: Mapping[str, Parameter]
@@ -65,7 +68,7 @@ UNSCHEDULED = Scheduling()
 
 
 class Kind(enum.Enum):
-    """Says which values a parameter takes."""
+    """Which values a scheduling parameter of a request may have."""
 
     #: An integer of 64 bits without a sign.
     NUMBER = "number"
@@ -81,7 +84,7 @@ class Kind(enum.Enum):
 
 
 class Row(NamedTuple):
-    """Describes one parameter."""
+    """Describes one scheduling parameter of a request."""
 
     #: A field of ``Scheduling`` and of the record; also the keyword argument in Python, but for the name of a set.
     field: str
@@ -104,9 +107,9 @@ MAX_SEQUENCE_ID = PARAMETERS["sequence_id"].most
 
 
 def set_named(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Returns a request's parameters without the name of a parameter set, and that name; "": it was not given.
+    """Takes the name of a parameter set out of a request's parameters. Returns the other parameters, and the name.
 
-    Raises InvalidArgument: the name is no text, or is empty.
+    The name is "" if the parameters have none. Raises InvalidArgument: the name is no text, or is empty.
     """
     others = dict(parameters)
     name = others.pop(SET_PARAMETER, None)
@@ -118,7 +121,7 @@ def set_named(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def checked_set_name(name: str) -> str:
-    """Returns the name of a parameter set that a request gives. Raises InvalidArgument: it is empty."""
+    """Returns the name of a parameter set that a request gives. Raises InvalidArgument: the name is empty."""
     if not name:
         raise InvalidArgument(f"parameter '{SET_PARAMETER}' is empty, the name of a parameter set is expected")
     return name

@@ -11,7 +11,10 @@ _length = struct.Struct("<I").pack
 
 
 def count(content: bytes | memoryview, most: int, /) -> tuple[int, int]:
-    """Returns how many complete elements lie at the beginning of content, at most ``most``, and where they end."""
+    """Returns how many complete elements there are at the beginning of a BYTES tensor's content, and the offset of their end.
+
+    ``most``: the most elements to count.
+    """
     found = at = 0
     while found < most and at + 4 <= len(content):
         end = at + 4 + int.from_bytes(content[at : at + 4], "little")
@@ -22,7 +25,10 @@ def count(content: bytes | memoryview, most: int, /) -> tuple[int, int]:
 
 
 def decode(content: bytes, at: int, most: int, /) -> tuple[list[bytes], int]:
-    """Returns the complete elements from offset ``at`` on, at most ``most``, and where they end."""
+    """Returns the complete elements of a BYTES tensor's content from offset ``at`` on, and the offset of their end.
+
+    ``most``: the most elements to decode.
+    """
     elements: list[bytes] = []
     while len(elements) < most and at + 4 <= len(content):
         start = at + 4
@@ -35,7 +41,7 @@ def decode(content: bytes, at: int, most: int, /) -> tuple[list[bytes], int]:
 
 
 def encode(elements: list[bytes] | list[str], /) -> bytes:
-    """Returns the content of a tensor with these elements. Raises TypeError: an element is neither bytes nor str."""
+    """Encodes elements (str as UTF-8) as the content of a BYTES tensor. Raises TypeError: an element is neither bytes nor str."""
     pieces: list[bytes] = []
     for element in elements:
         content = element if isinstance(element, bytes) else str.encode(element)

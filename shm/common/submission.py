@@ -38,7 +38,7 @@ _STRIKES = 2
 
 
 class Submission:
-    """A request from its sending to its end, of which a front's and a client's requests are subclasses."""
+    """A submitter's request, from its sending to its end; base class of the requests of fronts and clients."""
 
     # It has no slots, so that a subclass can be a msgspec.Struct.
     __slots__ = ()
@@ -47,28 +47,35 @@ class Submission:
 
         @property
         def cancelled(self) -> bool:
-            """Returns whether nobody waits for its answer any more."""
+            """Returns whether nobody waits for the request's answer any more."""
 
         @property
         def answered(self) -> bool:
-            """Returns whether it has had a response, which was not its last."""
+            """Returns whether the request has had a response that was not its last."""
 
     #: The number of workers that ended and may have begun it.
     strikes: int
 
     def may_be_elsewhere(self, code: str, message: str, is_told: bool = True) -> bool:
-        """Returns whether another worker may run the request, which one has answered with an error. Args: as ``is_refusal``."""
+        """Returns whether to send the request to another worker, after a worker has answered it with an error.
+
+        Args:
+          code: the error's code, such as "NOT_FOUND".
+          message: the error's text.
+          is_told: True: the submitter knows at all times which workers serve the model; False: its knowledge may be old, so
+            that Unavailable, too, may mean that the model has moved.
+        """
         return not (self.cancelled or self.answered) and is_refusal(code, message, is_told)
 
     def after_end(self, how: str, begun: bool, may_repeat: bool) -> ServingError | None:
-        """Decides what becomes of the request, whose worker has ended without its last answer; the caller has not gone.
+        """Decides whether to send the request again, after its worker has ended without sending the last answer.
 
-        Returns None if it is to be sent again, else the error that is its answer.
+        Returns None if the request is to be sent again, else the error that answers it. Call it only if the caller still waits.
 
         Args:
           how: a clause that says what happened, such as "the worker process ended".
-          begun: whether the worker may have begun the request.
-          may_repeat: whether running the request a second time does no harm.
+          begun: True: the worker may have begun to run the request.
+          may_repeat: True: running the request a second time does no harm.
         """
         if self.answered or (begun and not may_repeat):
             return Internal(f"{how} while it had the request, which may not be run twice")
@@ -80,9 +87,10 @@ class Submission:
 
 
 def is_refusal(code: str, message: str, is_told: bool = True) -> bool:
-    """Returns whether a worker's error only says that it does not have the request's model: it has not run the request.
+    """Returns whether a worker's error means that the worker does not have the request's model, and has not run the request.
 
-    ``is_told``: whether the submitter hears of it when a model moves, or has just heard; if not, Unavailable may mean it as well.
+    ``is_told``: True: the submitter knows at all times which workers serve the model; False: its knowledge may be old, so that
+    Unavailable and any NotFound count, too.
     """
     if code == NotFound.code and message.startswith(UNKNOWN_MODEL):
         return True
@@ -90,7 +98,7 @@ def is_refusal(code: str, message: str, is_told: bool = True) -> bool:
 
 
 class Destination(Protocol):
-    """A submitter's end of the lane to a worker."""
+    """A submitter's end of the lane to one worker."""
 
     in_flight: Any
 
@@ -99,17 +107,20 @@ D = TypeVar("D", bound=Destination)
 
 
 def least_busy(workers: Iterable[D]) -> D | None:
-    """Returns the worker with the fewest requests of this submitter in flight, of equals the first; None: there is no worker."""
+    """Returns the worker on which this submitter has the fewest requests in flight; of several such workers, the first.
+
+    Returns None if there is no worker.
+    """
     return min(workers, key=load, default=None)
 
 
 def load(worker: Destination) -> int:
-    """Returns how many requests of this submitter are in flight on a worker."""
+    """Returns how many requests this submitter has in flight on a worker."""
     return len(worker.in_flight)
 
 
 def lost_sequence(model: str, sequence: int | str) -> Unavailable:
-    """Returns the error for a request whose sequence was lost with its worker."""
+    """Makes the error for a request whose sequence was lost because the sequence's worker ended."""
     return Unavailable(
         f"sequence {sequence} of model '{model}' was lost when its worker died; start it again with the START flag"
     )

@@ -32,7 +32,7 @@ class Tensor(NamedTuple):
 
 
 class Tensors(tuple[Tensor, ...]):
-    """The inputs or the outputs of a model, in the model's order; found by position or by name: ``inputs["image"]``."""
+    """The inputs or the outputs of a model, in the model's order. Each is found by position or by name: ``inputs["image"]``."""
 
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, str):
@@ -52,22 +52,27 @@ class Timing(NamedTuple):
 
 
 def tensors(described: Sequence[Mapping[str, Any]]) -> Tensors:
-    """Makes ``Tensors`` of the "inputs" or "outputs" of a model's metadata, as the Open Inference Protocol writes them."""
+    """Converts the "inputs" or "outputs" of a model's metadata, in the form of the Open Inference Protocol, to ``Tensors``."""
     return Tensors(Tensor(each["name"], each["datatype"], tuple(map(int, each["shape"]))) for each in described)
 
 
 def check_place(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], place: Any) -> None:
-    """Raises InvalidArgument unless ``place``, the caller's array for an output, has the output's shape and dtype."""
+    """Raises InvalidArgument unless ``place``, the caller's array for an output, has the output's shape and dtype.
+
+    ``name``: the output's name, for the error.
+    """
     if place.shape != shape or place.dtype != dtype:
         given = f"{place.dtype}{list(place.shape)}"
         raise InvalidArgument(f"output '{name}' is {dtype}{list(shape)}, and its place is {given}")
 
 
 def flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
-    """Flattens nested mappings and sequences: keys are joined by "/", or by "." where only the name with "." is an input's.
+    """Flattens nested mappings and sequences of inputs. Returns input name -> value.
 
-    Args:
-      known: the model's inputs, name -> datatype.
+    The keys on the way to a value are joined by "/", or by "." if the model has an input with that name but not with "/".
+
+    ``known``: the datatype of each input of the model, by name.
+
     Raises: InvalidArgument: two values have the same name, or ``inputs`` is no mapping.
     """
     found: dict[str, Any] = {}
@@ -89,7 +94,12 @@ def flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _given(node: Any, path: tuple[str, ...], known: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields (path, value) of each input. Sequences are walked if ``known`` has inputs below them; others are lists of values."""
+    """Yields (path, value) for each input below ``node``. A path has the keys and indices on the way to the value.
+
+    A sequence is walked if the model has inputs whose names begin with the sequence's; any other sequence is an input's value.
+
+    ``known``: the datatype of each input of the model, by name.
+    """
     for key, value in node:
         inner = (*path, str(key))
         below = ("/".join(inner) + "/", ".".join(inner) + ".")
@@ -105,8 +115,9 @@ def array(name: str, value: Any, datatype: str | None) -> Array:
     """Makes a C-contiguous array of one input's value, without a copy where that is possible.
 
     Args:
+      name: the input's name, for errors.
       value: a numpy array; an object with ``__array__``, or with ``__dlpack__`` on the host; an array of ``empty`` on a GPU,
-        which is returned as it is; anything else becomes an array of the input's datatype, as ``cast`` makes it.
+        which is returned unchanged; anything else becomes an array of the input's datatype, as ``cast`` makes it.
       datatype: the input's datatype in the model's metadata; None: the model has no such input, and numpy chooses a dtype.
     Raises: InvalidArgument: the value cannot be an array, or has a dtype that the protocol lacks.
     """
@@ -130,10 +141,12 @@ def array(name: str, value: Any, datatype: str | None) -> Array:
 
 
 def cast(name: str, value: Any, datatype: str | None) -> Array:
-    """Makes an array of ``datatype`` of an array's or a list's values; fractions are rounded to what a float type can hold.
+    """Converts the values of an array or a list to an array of ``datatype``; for a float type, values may be rounded.
 
-    ``datatype`` None: numpy chooses a dtype. Raises InvalidArgument: a value would become another one, such as a fraction, NaN or
-    a text for INT32, or is out of range.
+    ``name``: the input's name, for errors. ``datatype`` None: numpy chooses a dtype.
+
+    Raises InvalidArgument: a value would be changed by more than rounding to a float type, such as a fraction, NaN or a text
+      for INT32, or a number that is out of range.
     """
     dtype = None if datatype is None else dtype_of(datatype)
     if datatype == "BF16" and dtype == DTYPES["UINT16"]:
@@ -167,14 +180,20 @@ def cast(name: str, value: Any, datatype: str | None) -> Array:
 
 
 def _is_kept(each: Any, became: Any, is_float: bool) -> bool:
-    """Returns whether a value is the same after its cast, or, with ``is_float``, the same but for its rounding."""
+    """Returns whether a value is still the same after its conversion; with ``is_float``, whether it was at most rounded.
+
+    ``each``: the value. ``became``: what it was converted to.
+    """
     if not is_float or isinstance(each, (str, bytes, complex, type(None))):
         return bool(each == became)
     return math.isfinite(became) or not math.isfinite(each)
 
 
 def _foreign(name: str, value: Any) -> Array:
-    """Views another library's array as a numpy array. Raises: InvalidArgument: it is not in host memory, or not exported."""
+    """Views another library's array as a numpy array, without a copy where that is possible. ``name``: the input, for errors.
+
+    Raises: InvalidArgument: the array is not in host memory, or its library does not export it.
+    """
     try:
         if (bits := bfloat16_of_torch(value)) is not None:
             return bits.view(dtype_of("BF16"))
@@ -194,7 +213,7 @@ def _foreign(name: str, value: Any) -> Array:
 
 
 def bfloat16_of_torch(value: Any) -> Array | None:
-    """Returns the bits (uint16) of a bfloat16 tensor of PyTorch, of which numpy gets no array; None: it is none."""
+    """Returns the bits (uint16) of a bfloat16 tensor of PyTorch, which numpy cannot read; None: ``value`` is no such tensor."""
     # Another thread may just import it, which then has made no tensor yet.
     torch = sys.modules.get("torch")
     kind = getattr(torch, "Tensor", None)
@@ -204,9 +223,9 @@ def bfloat16_of_torch(value: Any) -> Array | None:
 
 
 def content(values: Array) -> bytes | memoryview:
-    """Returns the bytes of an array as the protocol sends them: a view of the array's memory, or an encoded copy if it is BYTES.
+    """Returns the bytes of an array as the protocol sends them: for BYTES an encoded copy, else a view of the array's memory.
 
-    Raises: InvalidArgument: the array lies on a GPU, or is BYTES with an element that has no encoding.
+    Raises: InvalidArgument: the array lies on a GPU, or is BYTES and an element cannot be encoded.
     """
     if not isinstance(values, np.ndarray):
         raise InvalidArgument(f"{values!r} is of another connection: bring it to the host")
@@ -216,10 +235,10 @@ def content(values: Array) -> bytes | memoryview:
 
 
 def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (name, leaf) for each leaf of nested mappings, lists and tuples, as JAX names it; None is no leaf.
+    """Yields (name, leaf) for each leaf of nested mappings, lists and tuples, with the names that JAX gives. None is no leaf.
 
-    The name is the keys, fields and indices on the way to the leaf, joined by dots and behind ``name``, such as
-    ``dense.0.kernel``; of a tree that is a single leaf, "array".
+    A name has the keys, fields and indices on the way to the leaf, joined by dots, such as ``dense.0.kernel``. A tree that is a
+    single leaf has the name "array". ``name``: what all names begin with.
     """
     inside: list[tuple[Any, Any]]
     if isinstance(tree, Mapping):
