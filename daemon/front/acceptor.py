@@ -35,10 +35,12 @@ _MAX_ALONE = 15
 
 
 class Acceptor:
-    """Accepts connections on listening sockets, whose descriptors it owns, and leaves some connections to other fronts.
+    """Accepts connections on listening sockets, whose descriptors it owns. While other fronts have fewer, it leaves some to them.
 
-    ``open_``: opens an accepted socket, given its client's name (``Peer.owner``); the protocol counts it in ``counters``.
-    ``opening``: the connections that are being opened, and are not counted yet.
+    Args:
+      counters: counts the open connections of all fronts. A connection's protocol adds itself there.
+      open_: opens an accepted socket; its second argument is the client's name (``Peer.owner``).
+      opening: the connections that are accepted, are still being opened, and are not in ``counters`` yet.
     """
 
     def __init__(
@@ -61,13 +63,13 @@ class Acceptor:
         self._closed = False
 
     def start(self) -> None:
-        """Starts to accept connections, also after a pause."""
+        """Starts to accept connections, for the first time or after a pause."""
         self._counters.serve(True)
         for listener in self._listeners:
             self._loop.add_reader(listener.fileno(), self._readable, listener)
 
     async def close(self, timeout: float) -> None:
-        """Accepts the connections that clients have made already, then no more.
+        """Accepts the connections that clients have already made, and closes the listening sockets.
 
         Returns when every accepted connection has its protocol (and TLS), or after ``timeout`` seconds.
         """
@@ -101,7 +103,10 @@ class Acceptor:
         crowd.took(taken, room)
 
     def _replaces(self, mine: int) -> bool:
-        """Returns whether a new connection only replaces one that this front had and that has ended."""
+        """Returns whether a new connection only replaces a connection of this front that has ended.
+
+        ``mine``: how many connections this front has now.
+        """
         if mine < self._most:
             self._most = min(self._most, mine + _MOST_REPLACED)
             return True
@@ -116,7 +121,10 @@ class Acceptor:
             self._loop.remove_reader(listener.fileno())
 
     def _resume(self) -> None:
-        """Resumes accepting after a pause, and accepts a waiting connection that no other front has accepted meanwhile."""
+        """Resumes accepting after a pause.
+
+        Accepts a waiting connection at once, because no other front has accepted it meanwhile.
+        """
         self._timer = None
         self.start()
         for listener in self._listeners:
@@ -125,7 +133,10 @@ class Acceptor:
         self._most = max(self._most, self._counters.own() + len(self._opening))
 
     def _take(self, listener: ListeningSocket) -> bool:
-        """Accepts a waiting connection and opens it. Returns False if none waited, or if a descriptor or memory was lacking."""
+        """Accepts a waiting connection and opens it.
+
+        Returns False if no connection waits, or if descriptors or memory are lacking; then it also pauses accepting.
+        """
         try:
             connection, address = listener.accept()
         except (BlockingIOError, InterruptedError):
@@ -147,10 +158,10 @@ class Acceptor:
 
 
 class AcceptLimit:
-    """Decides how many connections a front accepts in one iteration of the loop; does no I/O.
+    """Decides how many connections a front accepts in one iteration of the event loop; does no I/O.
 
-    After a single connection the front tries a second ``accept`` ever more seldom, as long as that finds none. While there are
-    many connections, it accepts more of them in each iteration.
+    After a single connection, a second ``accept`` costs a system call that mostly finds none: the more often it found none, the
+    more seldom it is tried. While many connections come, more of them are accepted in each iteration.
 
         single:  1 | 1, 2? | 1 1 1, 2? | 1 x 7, 2? | ...
         many:    2 | 4 | 8 | ... | 64
@@ -165,7 +176,7 @@ class AcceptLimit:
         self._alone = self._skips = 0
 
     def took(self, taken: int, room: int) -> None:
-        """Adapts ``room``, the next iteration's limit, to how many connections were accepted (``taken``) of those allowed."""
+        """Sets ``self.room``, the limit for the next iteration, after one that accepted ``taken`` of at most ``room``."""
         if taken < room:
             self.room = 1
             self._alone = min(2 * self._alone + 1, _MAX_ALONE) if taken <= 1 else 0
@@ -182,10 +193,10 @@ class AcceptLimit:
 
 
 class ListeningSocket:
-    """Owns a listening socket; its ``accept`` does not block and makes sockets at little cost.
+    """Owns a listening socket. Its ``accept`` does not block, and makes a socket object at little cost.
 
-    ``socket.accept`` makes a ``socket.socket``, which looks up family and kind five times in tables of constants: that costs
-    as much as the kernel's part of accepting a connection. Its base, ``socket.SocketType``, has them as numbers.
+    ``socket.accept`` makes a ``socket.socket``, which looks up family and kind five times in tables of constants. That costs as
+    much as the kernel's part of accepting a connection. ``socket.SocketType``, its base class, has them as numbers.
     """
 
     def __init__(self, listener: socket.socket) -> None:
@@ -194,7 +205,10 @@ class ListeningSocket:
         listener.setblocking(False)
 
     def accept(self) -> tuple[socket.SocketType, object]:
-        """Accepts a connection. Returns its socket, which may block, and its client's address. Raises as ``socket.accept``."""
+        """Accepts a connection. Returns its socket, which is in blocking mode, and its client's address.
+
+        Raises BlockingIOError: no connection waits; OSError: as of accept(2).
+        """
         fd, address = self._listener._accept()  # type: ignore[attr-defined]
         return socket.SocketType(self._family, self._kind, self._proto, fd), address
 

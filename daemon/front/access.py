@@ -58,7 +58,7 @@ class Restricted(Unavailable):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Lets a restricted call pass only if the request has a certain header with a certain value, the key."""
+    """Lets a restricted call pass only if the request has the header ``header`` with the value ``value``, the access key."""
 
     #: The header's name in lower case.
     header: bytes
@@ -66,7 +66,10 @@ class Rule:
     message: str
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Raises Restricted if a request's headers, with names in lower case, lack the key; of repeated ones the first counts."""
+        """Raises Restricted if a request's headers lack the access key.
+
+        ``headers``: (name, value), with names in lower case. If the header is repeated, its first value counts.
+        """
         for name, value in headers:
             if name == self.header:
                 # The comparison takes constant time: how much of the key was right must not show.
@@ -77,10 +80,16 @@ class Rule:
 
 
 class Access:
-    """Knows which calls of one protocol need a key in a header: rules by group of calls, such as "inference"."""
+    """Knows which calls of one protocol need an access key in a header. Calls are restricted by groups, such as "inference"."""
 
     def __init__(self, restrictions: Mapping[str, Restriction], sentence: str, prefix: str = "") -> None:
-        """``sentence``: the error text; the quoted name of the header is added. ``prefix``: what that name begins with."""
+        """Makes a rule for each restricted group of calls.
+
+        Args:
+          restrictions: the name and value of the header by group.
+          sentence: the error message, to which the quoted name of the header is added.
+          prefix: put before the name of each header.
+        """
         self._rules = {
             group: Rule(
                 (prefix + restriction.key).encode(),
@@ -91,7 +100,7 @@ class Access:
         }
 
     def rule(self, call: str) -> Rule | None:
-        """Returns the rule of a call; None: everybody may make the call. Raises KeyError: ``CALLS`` does not have the call."""
+        """Returns the rule for a call, or None if everybody may make the call. Raises KeyError: no call has that name."""
         return self._rules.get(CALLS[call])
 
 

@@ -34,10 +34,17 @@ _CLIENTS = frozenset(
 
 
 class Answered:
-    """Counts the answers that one front has sent, by code, writes its access log, and remembers its last errors."""
+    """Counts the answers that one front has sent, by status; writes the front's access log; and remembers its last errors."""
 
     def __init__(self, counters: FrontCounters, refusals: Refusals, protocol: str, access: int = 0) -> None:
-        """``protocol``: "http" or "grpc". ``access``: every ``access``-th good answer is logged, and errors; 0: neither is."""
+        """Begins with no errors; the counts are those in shared memory.
+
+        Args:
+          counters: the front's counters in shared memory.
+          refusals: counts the errors of clients by model.
+          protocol: "http" or "grpc".
+          access: every ``access``-th inference answer that is no error is logged, and errors too; 0: nothing is logged.
+        """
         self._words, self._good = counters.codes
         self._protocol = protocol
         self._places = {code: self._good + number for number, code in enumerate(CODES[protocol])}
@@ -49,11 +56,19 @@ class Answered:
         self.log_every(access)
 
     def log_every(self, access: int) -> None:
-        """Logs every ``access``-th good answer from now on, and errors, at most 10 a second; 0: logs neither."""
+        """Changes what is logged: every ``access``-th inference answer that is no error, and at most 10 errors a second.
+
+        0: nothing is logged.
+        """
         self._log.log_every(access, self._words[self._good])
 
     def good(self, request: InFlight, version: int, answer: Buffer | Sequence[Buffer]) -> None:
-        """Counts a good inference answer, and writes every n-th one to the access log; ``answer``: the bytes to send."""
+        """Counts an inference answer that is no error. Some of these answers are written to the access log.
+
+        Args:
+          version: the model version that has answered; 0: it is not known.
+          answer: the bytes to send, for their number.
+        """
         words, at = self._words, self._good
         words[at] = count = words[at] + 1
         if count >= self._log.next:
@@ -62,14 +77,19 @@ class Answered:
             self._write(CODES[self._protocol][0], request, version, size)
 
     def managed(self, code: str) -> None:
-        """Counts an answer to another request than inference; ``code``: the HTTP status in digits, or the gRPC status's name."""
+        """Counts an answer to a request that is no inference request.
+
+        ``code``: the HTTP status in digits, or the name of the gRPC status.
+        """
         self._words[self._places.get(code, self._other)] += 1
 
     def failed(self, code: str, message: str, request: InFlight | None = None, account: Account | None = None) -> None:
-        """Counts an answer that is an error, and logs it if the access log is on; ``code``: as in ``managed``.
+        """Counts an answer that is an error, remembers it, and logs it if the access log is on.
 
-        ``request``: the inference request; None: it was another request, or none that was understood.
-        ``account``: the account of the client, where ``request`` does not have it.
+        Args:
+          code: the HTTP status in digits, or the name of the gRPC status.
+          request: the inference request; None: it was another request, or could not be decoded.
+          account: the account of the client, if ``request`` does not have it.
         """
         self._words[self._places.get(code, self._other)] += 1
         model, client_id = ("", "") if request is None else request.names

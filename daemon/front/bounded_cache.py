@@ -16,10 +16,10 @@ V = TypeVar("V")
 
 
 class BoundedCache(dict[K, V | None]):
-    """Caches values by key: at least the last ``count`` that were put or found, at most twice as many; nothing if ``count`` is 0.
+    """Caches values by key: at least the last ``count`` that were stored or found, at most twice as many.
 
-    ``cache[key]`` returns the value, or None if the cache does not have it (any more). A young entry is found without running
-    Python code.
+    If ``count`` is 0, it stores nothing. ``cache[key]`` returns the value, or None if the value is not cached or not any more. A
+    recently stored value is found without running Python code.
     """
 
     __slots__ = ("_count", "_old", "forgotten")
@@ -38,7 +38,7 @@ class BoundedCache(dict[K, V | None]):
         return value
 
     def put(self, key: K, value: V) -> None:
-        """Caches a value under a key, which may evict the values that were not looked up for long."""
+        """Caches a value under a key. That may evict values that were not looked up for long."""
         if not self._count:
             return
         if len(self) >= self._count:

@@ -9,7 +9,7 @@ SILENCE_SECONDS = 2.0
 
 
 class DrainRate:
-    """Measures, period by period, how fast a client receives the bytes that wait for it."""
+    """Measures, in one period after another, how fast a client receives the bytes that wait for it."""
 
     __slots__ = ("_left", "_since")
 
@@ -19,13 +19,13 @@ class DrainRate:
         self._left = 0
 
     def is_slow(self, since: float, left: int, now: float, seconds: float, rate: int) -> bool:
-        """Returns whether the client took at most ``rate`` bytes a second on average over the last ``seconds`` or more.
+        """Returns whether the client took at most ``rate`` bytes a second, on average over ``seconds`` or more.
 
-        If it took more, the next period begins now.
+        Called repeatedly. Returns False while less time has passed. If the client took more, the next period begins now.
 
         Args:
           since: when bytes began to wait for the client, in seconds of the clock of ``now``; 0: none wait.
-          left: how many bytes are still to be taken; only differences count.
+          left: how many bytes the client still has to take; only differences between calls count.
         """
         if not since:
             return False

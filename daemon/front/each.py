@@ -9,7 +9,10 @@ _log = logging.getLogger(__name__)
 
 
 def call_each(calls: Iterable[Callable[[], object]], what: str) -> None:
-    """Calls all functions in order; an exception is logged and stops none of them. ``what``: the functions' name in the log."""
+    """Calls all functions in order. If one raises an exception, that is logged and the others are still called.
+
+    ``what``: names the functions in the log.
+    """
     for call in calls:
         try:
             call()

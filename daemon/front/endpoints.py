@@ -51,7 +51,7 @@ MAX_FILES_BYTE_SIZE = 128 << 20
 
 
 class Endpoints:
-    """Carries out all requests of HTTP and gRPC clients other than inference, mostly by calls to the supervisor."""
+    """Carries out all requests of HTTP and gRPC clients other than inference. Most of them it passes on to the supervisor."""
 
     def __init__(self, table: ModelStates, calls: ControlCalls, options: Options) -> None:
         self._table = table
@@ -72,7 +72,7 @@ class Endpoints:
     # ------------------------------------------------------------------------------------------------ health
 
     async def unreadiness(self) -> str:
-        """Returns why the daemon is not ready, naming the models; "" if it is ready (``Readiness.sentence``)."""
+        """Returns why the daemon is not ready, as a sentence that names the models; "" if it is ready."""
         if self.stopping:
             return "the server is stopping"
         readiness = self._table.readiness
@@ -82,7 +82,10 @@ class Endpoints:
         return ""
 
     async def _everywhere(self) -> None:
-        """Waits until every front has acknowledged the state of the models that this front knows now."""
+        """Waits until every front has acknowledged the state of the models that this front has now.
+
+        After that no front refuses what this front has confirmed to its client.
+        """
         edition = self._table.edition
         if self._settled < edition:
             await self.ask(Settle())
@@ -95,9 +98,9 @@ class Endpoints:
         return {"name": self._name, "version": __version__, "extensions": EXTENSIONS}
 
     async def model_is_ready(self, model: str, version: int) -> bool:
-        """Returns whether requests for a model version are answered now; 0 is the newest version.
+        """Returns whether requests for a model version are answered now. ``version`` 0 is the newest version.
 
-        False if the model is unknown, or if its own code says that it is not ready.
+        Returns False if the model is unknown, or if the model's own code says that it is not ready.
         """
         if not self._table.is_ready(model, version):
             return False
@@ -110,7 +113,7 @@ class Endpoints:
         """Returns a model's ``name``, ``versions`` (as text, ascending), ``platform``, ``inputs`` and ``outputs``.
 
         ``versions`` are all versions that are served, or only ``version`` if it is not 0.
-        Raises NotFound: the model or version is unknown; Unavailable: it is being loaded, or cannot be served now.
+        Raises NotFound: the model or version is unknown; Unavailable: the model is being loaded, or cannot be served now.
         """
         metadata = msgspec.json.decode(self._table.find(model, version).metadata)
         await self._everywhere()
@@ -118,11 +121,17 @@ class Endpoints:
         return {"name": metadata.pop("name"), "versions": versions, **metadata}
 
     def is_pure(self, model: str, version: int) -> bool:
-        """Returns whether a request to a model version harms nobody if it is run twice. Raises what ``model_metadata`` raises."""
+        """Returns whether a request to a model version may be run twice without harm.
+
+        Raises NotFound: the model or version is unknown; Unavailable: the model is being loaded, or cannot be served now.
+        """
         return self._table.find(model, version).pure
 
     async def model_config(self, model: str, version: int) -> bytes:
-        """Returns a model's full ModelConfig as JSON. Raises what ``model_metadata`` raises."""
+        """Returns a model's full ModelConfig as JSON.
+
+        Raises NotFound: the model or version is unknown; Unavailable: the model is being loaded, or cannot be served now.
+        """
         config = self._table.find(model, version).config
         await self._everywhere()
         return config
@@ -130,10 +139,13 @@ class Endpoints:
     # -------------------------------------------------------------------------------------------- repository
 
     async def load(self, model: str, parameters: Mapping[str, Any], peer: Peer = ANONYMOUS) -> None:
-        """Loads a model. Raises ServingError: the parameters are wrong, or the model could not be loaded.
+        """Loads a model. Returns once it is loaded.
 
-        ``parameters``: ``config`` (JSON text) and ``file:<version>/<name>`` (bytes). If files are given, the model consists of
-        these alone, and ``config`` is needed.
+        Raises ServingError: the parameters are wrong, or the model could not be loaded.
+        Args:
+          parameters: ``config`` (JSON text) and ``file:<version>/<name>`` (bytes). If files are given, the model consists of
+            these files alone, and ``config`` is needed.
+          peer: the client that asks.
         """
         config, files = "", {}
         for key, value in sorted(parameters.items()):
@@ -156,7 +168,11 @@ class Endpoints:
         await self.ask(LoadModel(model, config, files), peer)
 
     async def unload(self, model: str, parameters: Mapping[str, Any], peer: Peer = ANONYMOUS) -> None:
-        """Unloads a model. Raises ServingError: a parameter is wrong, or the model could not be unloaded."""
+        """Unloads a model. Raises ServingError: a parameter is wrong, or the model could not be unloaded.
+
+        ``parameters``: ``unload_dependents``, whether an ensemble's members that no other model uses are unloaded too. ``peer``:
+        the client that asks.
+        """
         dependents = parameters.get("unload_dependents", False)
         if not isinstance(dependents, bool):
             raise InvalidArgument("unload parameter 'unload_dependents' should be a boolean")
@@ -167,9 +183,15 @@ class Endpoints:
     async def register_system(
         self, name: str, key: str, offset: int, byte_size: int, peer: Peer = ANONYMOUS, end: int = -1
     ) -> None:
-        """Registers a part of a POSIX shared-memory object as a region; ``offset`` and ``byte_size`` are unsigned.
+        """Registers a part of a POSIX shared-memory object as a region.
 
-        ``end``: a file descriptor that becomes readable when the region is to be removed, and that the caller closes; -1: never.
+        Args:
+          name: the region's name.
+          key: the name of the shared-memory object.
+          offset: the first byte of the part, unsigned like ``byte_size``.
+          peer: the client that asks.
+          end: a file descriptor that becomes readable when the region is to be removed, and that the caller closes; -1: the
+            region is not removed by itself.
         Raises ServingError: the region cannot be registered.
         """
         if offset > _INT64 or byte_size > _INT64:
@@ -182,6 +204,6 @@ class Endpoints:
     # ---------------------------------------------------------------------------------------------- settings
 
     async def check_traced(self, model: str) -> None:
-        """Raises InvalidArgument if a model ("": all models) whose trace settings are to be read is unknown."""
+        """Raises InvalidArgument if a model is unknown whose trace settings are to be read. The name "" stands for all models."""
         if model:
             await self.ask(ChangeTrace(model))

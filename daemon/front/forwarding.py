@@ -20,14 +20,14 @@ _REMEMBERED = 1024
 
 
 class Forwarding:
-    """Selects the headers that models get as request parameters, by a pattern that matches anywhere in a header's name."""
+    """Selects the headers that models get as request parameters: those in whose name the pattern is found, anywhere."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = header_pattern.compiled(pattern)
         self._known: dict[bytes, bool] = {}
 
     def wants(self, name: bytes) -> bool:
-        """Returns whether models get a header with this name, in upper or lower case, as a request parameter."""
+        """Returns whether models get the header with this name as a request parameter. The name may be in upper or lower case."""
         known = self._known.get(name)
         if known is None:
             if len(self._known) >= _REMEMBERED:
@@ -36,7 +36,10 @@ class Forwarding:
         return known
 
     def parameters(self, headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-        """Returns the headers to forward, as parameters named as they were sent. Raises InvalidArgument: a name is reserved."""
+        """Returns the headers that models get, as parameters with the names that the client sent.
+
+        Raises InvalidArgument: the name of such a header is reserved.
+        """
         found: dict[str, str] = {}
         for name, value in headers:
             if self.wants(name):

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class Receiver:
-    """Receives a large request body into the request arena, whose lease it owns until ``take_lease`` or ``drop``."""
+    """Receives a large request body into the request arena. It owns the body's lease until ``take_lease`` or ``drop``."""
 
     #: Lends the memory.
     _submitter: Submitter
@@ -34,7 +34,11 @@ class Receiver:
     _dropped = False
 
     def _wait_for_room(self, byte_size: int) -> None:
-        """Queues the body for memory in the arena: later ``_place`` or ``refuse`` is called, and then ``_progressed``."""
+        """Begins to wait for ``byte_size`` bytes of arena memory.
+
+        Later ``_place`` is called with the memory, or ``refuse`` with an error, and then ``_progressed``. After ``drop`` none is
+        called.
+        """
         self.waits_for_room = True
         self._submitter.wait_for_room(byte_size, self._granted, self._model, self._account, True)
 
@@ -55,7 +59,7 @@ class Receiver:
         self._progressed()
 
     def take_lease(self) -> Lease | None:
-        """Returns the body's lease, which the caller owns from now on; None: the body has none."""
+        """Returns the body's lease, which the caller owns from now on; None if the body has no lease."""
         lease, self._lease = self._lease, None
         return lease
 
@@ -70,13 +74,13 @@ class Receiver:
             self._submitter.give_back(lease)
 
     def _place(self, lease: Lease) -> None:
-        """Takes ownership of a lease and writes the body into it, bytes already received first."""
+        """Stores the lease, which this object owns from now on, and copies the bytes received so far into its memory."""
         raise NotImplementedError
 
     def refuse(self, error: ServingError) -> None:
-        """Refuses the body with an error, because it got no memory."""
+        """Refuses the body with ``error``, because there was no memory for it."""
         raise NotImplementedError
 
     def _progressed(self) -> None:
-        """Called when the wait for memory has ended, after ``_place`` or ``refuse``: lets the connection go on with the body."""
+        """Lets the connection go on with the body. Called when the wait for memory has ended, after ``_place`` or ``refuse``."""
         raise NotImplementedError

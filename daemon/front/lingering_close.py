@@ -31,7 +31,10 @@ MOST_DROPPED = 256 << 20
 
 
 class LingeringClose:
-    """Closes connections so that clients get all answers; cuts those that take fewer than ``min_rate`` bytes a second."""
+    """Closes connections only after their clients have received all answers.
+
+    A connection whose client takes fewer than ``min_rate`` bytes a second is closed at once.
+    """
 
     def __init__(self, min_rate: int) -> None:
         self._min_rate = min_rate
@@ -39,10 +42,11 @@ class LingeringClose:
         self._lingering: dict[Lingering, None] = {}
 
     def see_out(self, transport: asyncio.Transport) -> None:
-        """Ends a connection's sending side in the loop's next iteration, and closes it once the client has closed or is too slow.
+        """Ends the sending side of a connection in the loop's next iteration, and closes it once the client has closed.
 
-        Calls ``connection_lost`` of the connection's protocol, which gets no more data. The caller has checked that all bytes
-        that were written are with the kernel, or with the transport (TLS).
+        If the client is too slow, the connection is closed without waiting. The connection's protocol gets no more data, and its
+        ``connection_lost`` is called together with the end of the sending side. Call it only if all bytes that were written are
+        with the kernel, or with the transport (TLS).
         """
         asyncio.get_running_loop().call_soon(self._begin, transport)
 
@@ -62,13 +66,13 @@ class LingeringClose:
         former.connection_lost(None)
 
     def check(self, now: float) -> None:
-        """Closes the connections whose clients receive too slowly; called about once a second. ``now``: monotonic seconds."""
+        """Closes the connections whose clients receive too slowly. Called about once a second. ``now``: monotonic seconds."""
         for lingering in list(self._lingering):
             if lingering.is_late(now, self._min_rate):
                 lingering.cut()
 
     def forget(self, lingering: Lingering) -> None:
-        """Stops waiting for the client of a connection that is closed."""
+        """Stops waiting for the client of a connection, because the connection is closed."""
         self._lingering.pop(lingering, None)
 
     def __len__(self) -> int:
@@ -110,12 +114,15 @@ class Lingering(asyncio.Protocol):
 
 
 def is_quiet(transport: asyncio.Transport) -> bool:
-    """Returns whether the client has received all bytes written to it, and none of its own bytes wait to be read."""
+    """Returns whether the client has received all bytes written to it, and no bytes of the client wait to be read."""
     return not (_waiting(transport, termios.TIOCOUTQ) or _waiting(transport, termios.FIONREAD))
 
 
 def _waiting(transport: asyncio.Transport, request: int) -> int:
-    """Returns how many bytes are in one of the socket's kernel queues; ``request``: the ioctl that asks for them."""
+    """Returns how many bytes wait in one of the two kernel queues of the transport's socket; 0 if the socket is closed.
+
+    ``request``: the ioctl for that queue, TIOCOUTQ (sent bytes) or FIONREAD (received bytes).
+    """
     sock = transport.get_extra_info("socket")
     if transport.is_closing() or sock is None:
         return 0

@@ -28,13 +28,13 @@ _APPLICATION_UTILIZATION, _NAMED_METRICS, _KEY, _VALUE = b"\x49", b"\x42", b"\x0
 
 
 def asked(value: str) -> str:
-    """Returns the format of load report that a header value asks for; "": it asks for none, or for a format not in FORMATS."""
+    """Returns the format of load report that a header value asks for; "" if it asks for none, or for an unknown format."""
     wanted = value.strip().lower()
     return wanted if wanted in FORMATS else ""
 
 
 def header(submitter: Submitter, wanted: str) -> tuple[bytes, bytes]:
-    """Returns name and value of the header that reports the load at this moment. ``wanted``: one of FORMATS."""
+    """Returns name and value of the header that reports the present load. ``wanted``: the format, one of FORMATS."""
     in_flight, utilization = submitter.load
     if wanted == "text":
         value = f"TEXT application_utilization={utilization:.3f}, named_metrics.in_flight={in_flight}".encode()

@@ -22,7 +22,7 @@ _LOG_SECONDS = 60.0
 
 
 class IdleConnection(Protocol):
-    """The interface of client connections that ``LongestIdle`` may close to make room for new ones."""
+    """Interface of client connections that ``LongestIdle`` may close so that new ones can be accepted."""
 
     @property
     def used_at(self) -> float:
@@ -30,14 +30,17 @@ class IdleConnection(Protocol):
 
     @property
     def asks_nothing(self) -> bool:
-        """Returns whether the connection owes its client nothing: no request is unanswered and no response is unsent."""
+        """Returns whether the client waits for nothing: every request is answered and every response is sent."""
 
     def make_room(self) -> None:
-        """Closes the connection, which is idle, to make room for a new one."""
+        """Closes the connection, which is idle, so that a new one can be accepted."""
 
 
 class LongestIdle:
-    """Closes the connection that has been idle longest; ``limit``: the most connections of all fronts together, for the log."""
+    """Closes the connection that has been idle longest, when there are too many.
+
+    ``connections``: the front's open connections. ``limit``: the most connections of all fronts together, for the log.
+    """
 
     def __init__(self, connections: Collection[IdleConnection], limit: int) -> None:
         self._connections = connections
@@ -47,7 +50,10 @@ class LongestIdle:
         self._search_at = self._log_at = 0.0
 
     def make_room(self, now: float) -> bool:
-        """Closes the connection that has been idle longest. Returns False if all are in use. ``now``: monotonic seconds."""
+        """Closes the connection that has been idle longest. Returns False if no connection is idle.
+
+        ``now``: monotonic seconds.
+        """
         for _ in range(2):
             while self._found:
                 used_at, guest = self._found.popleft()
@@ -76,9 +82,10 @@ class LongestIdle:
 
 
 def described(connection: IdleConnection, account: Account | None, now: float) -> dict[str, Any]:
-    """Returns a connection's client, bytes of the arenas that it holds, and seconds since it was used (None: it is in use).
+    """Returns a description of a connection for operators: its client, the arena memory it holds, and how long it is idle.
 
-    The keys are for operators: owner, idle_s, request_bytes, answer_bytes.
+    The keys: owner; idle_s, the seconds since it was used (None: it is in use); request_bytes and answer_bytes, the bytes that it
+    holds of each arena. ``account``: counts that memory; None: there is none.
     """
     return {
         "owner": "" if account is None else account.client.owner,

@@ -25,7 +25,14 @@ class Opening:
         handshake_timeout: float | None = None,
         shutdown_timeout: float | None = None,
     ) -> None:
-        """``make``: makes a connection's protocol for a client, as ``Peer.owner`` names it. Timeouts of TLS are in seconds."""
+        """Stores how connections are opened.
+
+        Args:
+          make: makes a connection's protocol; its argument is the client's name (``Peer.owner``).
+          certificates: has the TLS context; without one, connections are not encrypted.
+          handshake_timeout: the most seconds of a TLS handshake.
+          shutdown_timeout: the most seconds of the end of a TLS connection.
+        """
         self._make = make
         self._certificates = certificates
         self._timeouts = {"ssl_handshake_timeout": handshake_timeout, "ssl_shutdown_timeout": shutdown_timeout}
@@ -34,7 +41,7 @@ class Opening:
         self.pending: set[Coroutine[Any, Any, object]] = set()
 
     def open(self, taken: socket.SocketType, owner: str) -> None:
-        """Begins to open a connection on an accepted socket. ``owner``: its client, as ``Peer.owner`` names it."""
+        """Begins to open a connection on an accepted socket. ``owner``: the name of its client (``Peer.owner``)."""
         make, connection = functools.partial(self._make, owner), socket.socket(fileno=taken.detach())
         context = self._certificates.context
         timeouts = {} if context is None else self._timeouts
@@ -43,9 +50,10 @@ class Opening:
         self._go_on(opening, connection)
 
     def _go_on(self, opening: Coroutine[Any, Any, object], connection: socket.socket, _: object = None) -> None:
-        """Runs the coroutine ``opening`` to the next future that it waits for, after which this is called again, and so on.
+        """Runs the coroutine ``opening`` until it waits for a future. When the future is done, this method is called again.
 
-        Closes ``connection`` if the coroutine raises. (A task for it would be a twentieth of what a connection costs.)
+        If the coroutine raises, ``connection`` is closed. (A task for the coroutine would be a twentieth of what a connection
+        costs.)
         """
         try:
             future: asyncio.Future[object] = opening.send(None)

@@ -25,13 +25,19 @@ _MAX_GROUPS = 1024
 
 @contextlib.contextmanager
 def _opened(fd: int) -> Iterator[socket.socket]:
-    """Yields a plain socket, open in the ``with`` block, for a connection's descriptor: asyncio's sockets lack some options."""
+    """Yields a ``socket.socket`` for a connection's descriptor, because asyncio's socket objects lack some options.
+
+    It has a descriptor of its own, and is open in the ``with`` block only.
+    """
     with socket.socket(fileno=os.dup(fd)) as sock:
         yield sock
 
 
 def peer_of(fd: int) -> Peer:
-    """Returns the identity of the client of a connection; ANONYMOUS if the client is gone already."""
+    """Returns the identity of a connection's client; ANONYMOUS if the client has disconnected.
+
+    ``fd``: the descriptor of the connection's socket.
+    """
     try:
         with _opened(fd) as sock:
             if sock.family != socket.AF_UNIX:
@@ -45,7 +51,7 @@ def peer_of(fd: int) -> Peer:
 
 
 def owner_of(connection: socket.SocketType, address: object) -> str:
-    """Returns the name of a connection's client (``Peer.owner``): its host, from ``address``, or its Unix user."""
+    """Returns the name of a connection's client (``Peer.owner``): its host, taken from ``address``, or its Unix user."""
     return f"tcp {address[0]}" if isinstance(address, tuple) else peer_of(connection.fileno()).owner
 
 
@@ -58,12 +64,14 @@ def _groups(sock: socket.socket) -> tuple[int, ...]:
 
 
 class ConnectionEnd:
-    """Shows the end of one client connection, also to other processes, by a file descriptor that is created when first needed.
+    """Shows the end of one client connection by a file descriptor, which may be passed to other processes.
+
+    The descriptor is created when it is first needed.
 
         the front with the connection    the writing half of a pipe, closed with the connection, or by the kernel with the process
         the supervisor                   the reading half (``tensord.daemon.regions.region_record``)
 
-    The connection's own socket is not passed on: it would stay open as long as another process watches it.
+    The connection's own socket is not passed on, because it would stay open as long as another process watches it.
     """
 
     __slots__ = ("_closed", "_reader", "_writer")
@@ -74,7 +82,10 @@ class ConnectionEnd:
 
     @contextlib.contextmanager
     def descriptor(self) -> Iterator[int]:
-        """Yields a descriptor that becomes readable when the connection ends. Raises Unavailable: no descriptors are left."""
+        """Yields a descriptor that becomes readable when the connection ends. It is open in the ``with`` block only.
+
+        Raises Unavailable: no descriptors are left.
+        """
         try:
             if self._reader < 0:
                 self._reader, self._writer = os.pipe2(os.O_CLOEXEC)
@@ -89,7 +100,7 @@ class ConnectionEnd:
             os.close(reader)
 
     def close(self) -> None:
-        """Signals that the connection has ended. Idempotent."""
+        """Makes all descriptors readable, because the connection has ended. Idempotent."""
         self._closed = True
         self._release()
 
@@ -105,10 +116,15 @@ class ConnectionEnd:
 
 @contextlib.contextmanager
 def end_of(fd: int, connection: ConnectionEnd, reclaim: str) -> Iterator[int]:
-    """Yields a descriptor, open in the ``with`` block, that gets readable when a client's regions are to be removed; -1: never.
+    """Yields a descriptor that becomes readable when a client's regions are to be removed; -1 if they stay.
 
-    ``reclaim``: "never", "owner" (when the client's process ends) or "connection". If the kernel gives no descriptor of the
-    process, the end of the connection is used instead. Raises Unavailable: no descriptors are left.
+    It is open in the ``with`` block only. They stay if the client is not on a Unix socket.
+    Args:
+      fd: the descriptor of the client's connection.
+      connection: shows the end of that connection.
+      reclaim: "never", "owner" (when the client's process ends) or "connection" (when the connection ends). If the kernel gives
+        no descriptor of the process, the end of the connection is used for "owner" too.
+    Raises Unavailable: no descriptors are left.
     """
     if reclaim == "never" or peer_of(fd).kind != "unix":
         yield -1
@@ -120,7 +136,10 @@ def end_of(fd: int, connection: ConnectionEnd, reclaim: str) -> Iterator[int]:
 
 @contextlib.contextmanager
 def process_of(fd: int) -> Iterator[int]:
-    """Yields a pidfd, open in the ``with`` block, of the process that connected; -1: no Unix socket, or not known."""
+    """Yields a pidfd of the process that made the connection; -1 if it is no Unix socket, or the process is not known.
+
+    The pidfd is open in the ``with`` block only.
+    """
     process = _pidfd(fd)
     try:
         yield process
@@ -145,7 +164,10 @@ def _pidfd(fd: int) -> int:
 
 
 def _pidfd_by_number(sock: socket.socket) -> int:
-    """Opens a pidfd by the process id, for older kernels: the client's, if the connection is still open afterwards."""
+    """Opens a pidfd of the client's process by its process id, for kernels that cannot give it by the socket.
+
+    Raises ConnectionResetError: the connection has ended, so that another process may have this id by now.
+    """
     (number, _, _) = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     process = os.pidfd_open(number)
     poll = select.poll()

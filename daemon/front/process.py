@@ -83,7 +83,7 @@ _LAST_CALL_NS = 250_000_000
 
 @dataclass(frozen=True, slots=True)
 class FrontPlace:
-    """Holds a front's listening sockets, the counters that it shares with other fronts, and its index among them (``row``)."""
+    """Holds a front's listening sockets, the counters that it shares with other fronts, and its index (``row``) among them."""
 
     listeners: tuple[socket.socket, ...]
     counters: SharedCounters
@@ -118,7 +118,7 @@ class Front(ABC):
         self.table = ModelStates()
 
     async def run(self) -> None:
-        """Serves clients until the supervisor has asked the front to stop, and answers are sent or have taken too long."""
+        """Serves clients until the supervisor asks the front to stop. Then it returns once answers are sent or take too long."""
         self._connection.start()
         start = await self._started
         # Before it has the published state, it would refuse what another front has just answered for.
@@ -154,7 +154,14 @@ class Front(ABC):
         opening: Opening,
         open_: Callable[[socket.SocketType, str], None],
     ) -> None:
-        """Starts to accept connections, which ``open_`` or ``opening`` opens, and to check their deadlines."""
+        """Starts to accept connections, and to check the deadlines of connections.
+
+        Args:
+          certificates: the TLS certificates, which are read again when their files change.
+          counters: counts the open connections of all fronts.
+          opening: the connections that are being opened.
+          open_: opens an accepted socket; its second argument is the client's name (``Peer.owner``).
+        """
         self._certificates = certificates
         self._acceptor = Acceptor(self.place.listeners, counters, open_, opening.pending)
         self._acceptor.start()
@@ -172,7 +179,7 @@ class Front(ABC):
     async def drain(self, grace_ns: int) -> None:
         """Stops accepting connections, and ends open ones once their clients have received the answers that they wait for.
 
-        Connections that are still open after ``grace_ns`` nanoseconds are cut.
+        Connections that are still open after ``grace_ns`` nanoseconds are closed at once.
         """
         now, connections = time.monotonic_ns(), self.open_connections
         deadline, last_call = now + grace_ns, now + min(_LAST_CALL_NS, grace_ns)
@@ -189,17 +196,21 @@ class Front(ABC):
 
     @abstractmethod
     def end(self, connection: Any, at_once: bool) -> None:
-        """Ends a connection because the front stops, as soon as it is idle; called again and again until it has ended.
+        """Ends a connection as soon as it is idle, because the front stops.
 
-        ``at_once``: whether requests that begin now are refused; else the client is only told that the connection will end.
+        Called again and again until the connection has ended. ``at_once``: True: requests that begin now are refused. False: the
+        client is only told that the connection will end.
         """
 
     @abstractmethod
     def connections(self) -> Iterator[dict[str, Any]]:
-        """Yields each open connection as JSON values for operators (``longest_idle.described``)."""
+        """Yields a description of each open connection for operators, as ``longest_idle.described`` makes it."""
 
     def _record(self, record: Any, fds: list[int]) -> None:
-        """Applies a message from the supervisor: passes it on to the submitter, table, tracer or log that it concerns."""
+        """Applies a message from the supervisor, mostly by passing it on to the submitter, the table of models, or the tracer.
+
+        ``fds``: the descriptors that came with the message.
+        """
         match record:
             case Start():
                 child_process.enable_stack_report(*fds)
@@ -248,7 +259,10 @@ class Front(ABC):
                     self.answered.log_every(settings.access)
 
     async def _answer(self, call: ControlCall) -> None:
-        """Answers a call of the supervisor: with a JSON list, with b"" once idle (AwaitIdle), or with an error (unknown call)."""
+        """Carries out a call of the supervisor and sends the reply.
+
+        The result is a JSON list or, for AwaitIdle, empty and sent once no request is unanswered. An unknown call gets an error.
+        """
         result = b""
         match call.operation:
             case ConnectionRecords():
@@ -267,7 +281,7 @@ class Front(ABC):
         self._connection.send(Reply(call.call_id, result=result))
 
     def _hand_over(self, traces: TracesEnded) -> bool:
-        """Sends traces to the supervisor. Returns False, and drops them, if too many records wait for the supervisor already."""
+        """Sends traces to the supervisor. If too many records wait for the supervisor, drops the traces and returns False."""
         if self._connection.waiting >= _MAX_WAITING:
             self.place.counters.front(self.place.row).drop_traces(len(traces.traces))
             return False
@@ -275,12 +289,17 @@ class Front(ABC):
         return True
 
     def _orphaned(self) -> None:
-        """Exits the process, because the supervisor is gone and nobody else would stop it."""
+        """Exits the process because the supervisor has ended, and nobody else would stop this process."""
         os._exit(1)
 
 
 def main(program: str, description: str, make: Callable[[socket.socket, FrontPlace], Front]) -> None:
-    """Runs the process of a front until it stops. ``make``: creates the front from its control channel and its place."""
+    """Runs the process of a front until it stops.
+
+    Args:
+      program: the name of the program in its usage message, with ``description``.
+      make: creates the front from its socket to the supervisor and its ``FrontPlace``.
+    """
     child_process.end_if_other_version()
     child_process.die_with_parent()
     child_process.keep_freed_memory(_KEPT_BYTE_SIZE)

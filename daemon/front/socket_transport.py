@@ -39,7 +39,7 @@ _MOST = 256
 class SocketTransport(asyncio.Transport):
     """An asyncio transport for one client connection, which costs less than asyncio's own.
 
-    ``watch`` calls ``begin`` once, and ``ready`` whenever epoll reports events of the socket.
+    Its ``SocketWatch`` calls ``begin`` once, and ``ready`` whenever epoll reports events of the socket.
     """
 
     __slots__ = (
@@ -82,7 +82,7 @@ class SocketTransport(asyncio.Transport):
         self._ending = False
 
     def begin(self) -> None:
-        """Starts the protocol, and reads the bytes that have arrived already."""
+        """Calls the protocol's ``connection_made``, and reads the bytes that have arrived already."""
         self._protocol.connection_made(self)
         if self.reading:
             self.read()
@@ -94,7 +94,10 @@ class SocketTransport(asyncio.Transport):
             self._look_for(self._watched | _LEFT)
 
     def ready(self, events: int) -> None:
-        """Handles epoll events: sends, reads, or ends the connection. For input alone, ``read`` may be called instead."""
+        """Handles the epoll events in the mask ``events``: sends, reads, or ends the connection.
+
+        For EPOLLIN alone, ``read`` may be called instead if reading is not paused.
+        """
         if self._unsent and events & ~_IN:
             self._send_rest()
         if self.reading:
@@ -109,10 +112,11 @@ class SocketTransport(asyncio.Transport):
             self._look_for((_OUT if self._unsent else 0) | (_BROKEN if self._ended else _LEFT))
 
     def _left_unread(self, events: int) -> None:
-        """Handles that the client has closed, or ended its side of, the connection while reading is paused.
+        """Handles that the client has closed the connection, or its sending side, while reading is paused.
 
-        A closed connection is ended. If only the client's side has ended, ``heeds_end`` of the watch decides: True ends the
-        connection, False leaves the end to be read later, after the unread bytes. ``events``: the mask that epoll reported.
+        If the whole connection is closed, it is ended here too. If only the client's sending side is, ``heeds_end`` of the watch
+        decides: True: the protocol is told of the end now. False: the end is read later, after the bytes that are still unread.
+        ``events``: the mask that epoll reported.
         """
         if events & _BROKEN:
             self._fail(ConnectionResetError("the client has gone"))
@@ -132,7 +136,7 @@ class SocketTransport(asyncio.Transport):
     # ------------------------------------------------------------------------------------------------------- reading
 
     def read(self) -> None:
-        """Reads the bytes that have arrived, or end of file, and passes them to the protocol."""
+        """Reads the bytes or the end of file that has arrived, and passes it to the protocol."""
         if self.gives_buffers:
             self._read_into_buffers()
             return
@@ -226,7 +230,10 @@ class SocketTransport(asyncio.Transport):
                 self._keep(pieces, sent)
 
     def _keep(self, pieces: Iterable[bytes | bytearray | memoryview], sent: int) -> None:
-        """Stores bytes to send them later, and calls ``pause_writing``. ``sent``: how many the socket has taken already."""
+        """Stores the bytes that the socket has not taken, to send them later, and calls the protocol's ``pause_writing``.
+
+        ``sent``: how many bytes of ``pieces`` the socket has taken.
+        """
         self._unsent = deque(memoryview(piece) for piece in pieces)
         self._drop(sent)
         self._look_for(self._watched | _OUT)
@@ -298,7 +305,10 @@ class SocketTransport(asyncio.Transport):
             self._end_soon(error)
 
     def _end_soon(self, error: OSError | None) -> None:
-        """Ends the connection in the loop's next iteration. ``error``: what the protocol's ``connection_lost`` gets."""
+        """Ends the connection in the next iteration of the event loop.
+
+        ``error``: passed to the protocol's ``connection_lost``.
+        """
         self._ending = True
         self._watch.loop.call_soon(self._end, error)
 
@@ -326,8 +336,10 @@ class SocketWatch:
         loop ─▶ epoll readable ─▶ poll: (socket, events) ... ─▶ each transport reads, or writes what it has kept
 
     The epoll instance is a single descriptor for the event loop. A connection costs one registration, which ends when its socket
-    is closed. A transport that pauses reading is taken off the epoll only if something arrives meanwhile.
-    ``heeds_end``: whether a client that has ended its sending side counts as gone, while bytes that it sent are still unread.
+    is closed. If a transport pauses reading, its registration is changed only when something arrives meanwhile.
+
+    Args:
+      heeds_end: whether the end of a client's sending side is reported to the protocol while bytes before it are still unread.
     """
 
     def __init__(self, heeds_end: bool = True) -> None:
@@ -338,7 +350,7 @@ class SocketWatch:
         self.loop.add_reader(self._epoll.fileno(), self._ready)
 
     def open(self, connection: socket.SocketType, protocol: asyncio.Protocol) -> None:
-        """Opens an accepted connection: starts its protocol, and gives it the bytes that have arrived already."""
+        """Opens an accepted connection: calls its protocol's ``connection_made``, and reads the bytes that have arrived."""
         transport = SocketTransport(self, connection, protocol)
         self._transports[transport.fd] = transport
         try:
@@ -347,7 +359,10 @@ class SocketWatch:
             self._cut(transport)
 
     def change(self, transport: SocketTransport, watched: int, wanted: int) -> None:
-        """Changes the epoll events that a transport is watched for. Raises OSError: the kernel has no memory or room for it."""
+        """Changes the epoll events of a transport from ``watched`` to ``wanted``; 0 means that it is not registered.
+
+        Raises OSError: the kernel has no memory or room for it.
+        """
         if not wanted:
             self._epoll.unregister(transport.fd)
         elif watched:
@@ -356,7 +371,7 @@ class SocketWatch:
             self._epoll.register(transport.fd, wanted)
 
     def forget(self, transport: SocketTransport) -> None:
-        """Stops watching a transport, because it is being closed."""
+        """Removes a transport, because it is being closed. The kernel removes it from the epoll instance with its socket."""
         del self._transports[transport.fd]
 
     def _ready(self) -> None:

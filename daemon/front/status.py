@@ -49,12 +49,12 @@ _TABLE: dict[str, tuple[int, str]] = {
 
 
 class BodyTooLarge(InvalidArgument):
-    """Raised when an HTTP request body exceeds its limit; the response has status 413, not the 400 of InvalidArgument."""
+    """Raised when an HTTP request body exceeds its limit. The response has the status 413, not the 400 of InvalidArgument."""
 
     status = 413
 
     def __init__(self, found: str, limit: int) -> None:
-        """Formats the message. ``found``: what is wrong with the body, such as "has more than 10 bytes"; ``limit``: in bytes."""
+        """Formats the message. ``found``: says how large the body is, such as "has more than 10 bytes". ``limit``: in bytes."""
         super().__init__(f"the request body {found}, at most {limit} are allowed")
 
     @property

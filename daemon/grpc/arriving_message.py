@@ -52,11 +52,15 @@ NOWHERE = memoryview(b"")
 
 
 class ArrivingMessage(Receiver):
-    """Receives one gRPC message in pieces. Its stream, later its call, must end it by ``take`` or ``drop``.
+    """Receives one gRPC message in pieces: into the arena if it has large tensors, else into a buffer.
+
+    The stream that creates it, and later the call that it is passed to, must end it by ``take`` or ``drop``.
 
     Args:
-      flag: the message's first byte; 0: it is not compressed.
+      flag: the message's first byte; 0: the message is not compressed.
+      byte_size: the length of the message.
       submitter: reserves memory in the arena for a large request's tensors; None: the message is buffered.
+      account: the account that the arena memory counts against.
       on_room: called once the message's wait for arena memory has ended, with memory or with a refusal.
       on_placed: called with the message once all of it has arrived in the arena.
     """
@@ -101,7 +105,7 @@ class ArrivingMessage(Receiver):
     # -------------------------------------------------------------------------------------------------------- receive
 
     def feed(self, piece: memoryview) -> None:
-        """Stores the next piece of the message, in the arena or a buffer. It must end within the message."""
+        """Copies the next piece of the message to the arena or to a buffer. The piece must not reach beyond the message's end."""
         if self.is_placed:
             self._fill(piece, 0)
         else:
@@ -117,7 +121,7 @@ class ArrivingMessage(Receiver):
         self.kept_byte_size = kept if self.is_declined else kept + len(self.cutter.head) + len(self.cutter.client_id)
 
     def _read_head(self, piece: memoryview) -> None:
-        """Parses a piece up to the first raw tensor, and asks for arena memory (shared memory) once that tensor begins."""
+        """Parses a piece up to the first raw tensor. If the tensor begins in the piece, it asks for arena memory."""
         cutter = self.cutter
         try:
             at, begins = cutter.cut(piece, 0) if self._taken else cutter.begin(piece)
@@ -153,7 +157,7 @@ class ArrivingMessage(Receiver):
         self.rest = lease.view[: self.cutter.raw_size]
 
     def _fill(self, piece: memoryview, at: int) -> None:
-        """Copies the tensors' bytes in ``piece[at:]`` to the arena; drops them if the message was refused."""
+        """Copies the bytes of tensors in ``piece[at:]`` to the arena. If the message was refused, they are discarded."""
         lease, end = self._lease, len(piece)
         while at < end and lease is not None:
             if size := min(len(self.rest), end - at):
@@ -183,11 +187,17 @@ class ArrivingMessage(Receiver):
             self._on_room()
 
     def refuse(self, error: ServingError) -> None:
-        """Refuses the message: ``take`` will raise ``error`` with the request's id. Bytes that still arrive are dropped."""
+        """Refuses the message: ``take`` will raise ``error`` together with the request's id.
+
+        Bytes that still arrive are discarded.
+        """
         self._end(RefusedRequest(error, self.client_id))
 
     def _end(self, refused: RefusedRequest) -> None:
-        """Refuses the message: ``take`` will raise ``refused``. Frees its shared memory; bytes that still arrive are dropped."""
+        """Refuses the message and frees its arena memory: ``take`` will raise ``refused``.
+
+        Bytes that still arrive are discarded.
+        """
         self.is_placed = True
         self.rest = NOWHERE
         # What it was raised through refers to this message, and would keep its bytes until garbage is collected.
@@ -198,13 +208,13 @@ class ArrivingMessage(Receiver):
 
     @property
     def client_id(self) -> str:
-        """Returns the request id as far as it has arrived, for the error that refuses the message."""
+        """Returns the request id as far as it has arrived. It is named in the error that refuses the message."""
         return self.cutter.client_id.decode("utf-8", "replace")
 
     # ----------------------------------------------------------------------------------------------------------- leave
 
     def take_content(self) -> Buffer:
-        """Returns the bytes of a message that was buffered, not placed in the arena, and gives up the buffer."""
+        """Returns the bytes of a message that was buffered, and gives up the buffer. Not for a message that lies in the arena."""
         content, self._content, self.kept_byte_size = self._content, None, 0
         return b"" if content is None else content
 
@@ -241,7 +251,7 @@ class ArrivingMessage(Receiver):
 
 
 class CallRefused(Exception):
-    """Raised when a message is refused in a way that ends its call; carries the gRPC status and message to end it with."""
+    """Raised when a message is refused and its call must end; carries the gRPC status and message with which to end the call."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -250,7 +260,10 @@ class CallRefused(Exception):
 
 
 def inflated(content: Buffer, encoding: str, limit: int) -> bytes:
-    """Decompresses a message that is encoded as gzip or deflate. Raises CallRefused: it is invalid, or beyond ``limit`` bytes."""
+    """Decompresses a message that is encoded as gzip or deflate, and returns its bytes.
+
+    Raises CallRefused: the compressed bytes are invalid, or the decompressed message exceeds ``limit`` bytes.
+    """
     if encoding not in ("gzip", "deflate"):
         raise CallRefused(
             UNIMPLEMENTED, f"message encoding '{encoding[:32]}' is not supported; identity, deflate and gzip are"

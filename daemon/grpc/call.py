@@ -16,17 +16,21 @@ if TYPE_CHECKING:
 
 
 class Call(ABC):
-    """Base class of gRPC calls: takes messages from a stream, and sends responses there. ``abandoned`` is called last."""
+    """Base class of gRPC calls, which take messages from a stream and send responses there.
+
+    After ``abandoned`` no other method is called.
+    """
 
     __slots__ = ()
 
     def arriving(self, byte_size: int, on_room: Callable[[], None]) -> ArrivingMessage | None:
-        """Returns a receiver for a large message that begins to arrive; None: the stream buffers it and calls ``message``.
+        """Called when a large message begins to arrive. Returns an object that receives the message, or None.
 
-        The call must drop a message that was placed (``drop``), or take over its parts and the lease of its arena memory
-        (``take``). One that is complete and was not placed is passed to ``message``.
+        With None the stream buffers the message and passes it to ``message``; so it is if the receiver did not put the message
+        into the arena. If it did, the call must drop the message (``drop``), or take its parts and the lease of its memory
+        (``take``).
         ``on_room``: the receiver calls it once its wait for arena memory has ended, with memory or with a refusal.
-        Raises CallRefused: the call takes no further message.
+        Raises CallRefused: the call accepts no further message.
         """
         return None
 
@@ -34,7 +38,7 @@ class Call(ABC):
     def message(self, content: Buffer, start: int, end: int) -> None:
         """Handles a complete message of the client, ``content[start:end]``, now, or stores it for later.
 
-        A call that stores the message must store what the function ``kept`` makes of it: an object without the bytes around it.
+        To store it, a call must use the function ``kept``: a view would keep the bytes around the message in memory.
         """
 
     @abstractmethod
@@ -44,29 +48,38 @@ class Call(ABC):
     @property
     @abstractmethod
     def idle(self) -> bool:
-        """Returns whether no request of the call is waiting for its answer."""
+        """Returns whether every request of the call that has arrived is answered."""
 
     @property
     def answers(self) -> bool:
-        """Returns whether only the server's response is missing: the call expects nothing more from the client."""
+        """Returns whether the call needs nothing more from the client, and only the server's response is missing."""
         return not self.idle
 
     @property
     def asked(self) -> InFlight | None:
-        """Returns the call's inference request, once it was decoded; None: the call has none, or may have several."""
+        """Returns the call's inference request.
+
+        None if it is not decoded yet, or if the call has no such request or may have several.
+        """
         return None
 
     @abstractmethod
     def stop(self) -> None:
-        """Ends the call because the server stops: accepted requests are still answered, new ones are not accepted. Idempotent."""
+        """Ends the call because the server stops. Accepted requests are still answered; new requests are not accepted.
+
+        Idempotent.
+        """
 
     @abstractmethod
     def abandoned(self) -> None:
-        """Cancels the call, because the client went away, the deadline passed or the call was refused."""
+        """Cancels the call's requests, because the client went away, the deadline passed or the call was refused."""
 
 
 def kept(content: Buffer, start: int, end: int) -> Buffer:
-    """Returns ``content[start:end]`` as a separate object, because a view would keep all bytes that arrived with it in memory."""
+    """Returns the bytes ``content[start:end]`` as an object that may be stored.
+
+    If they are only a part of ``content`` they are copied, because a view would keep all of ``content`` in memory.
+    """
     return content if end - start == len(content) else bytes(content[start:end])
 
 
@@ -74,7 +87,7 @@ def kept(content: Buffer, start: int, end: int) -> Buffer:
 
 
 class InferCall(Call):
-    """Answers a gRPC call whose messages are inference requests; base class of ModelInfer's and ModelStreamInfer's calls."""
+    """Base class of the calls of ModelInfer and ModelStreamInfer, whose messages are inference requests."""
 
     __slots__ = ()
 
@@ -92,20 +105,22 @@ class InferCall(Call):
         parts: list[Buffer],
         sent: Callable[[], None] | None,
     ) -> None:
-        """Sends the client an answer to ``asked``, one of the call's requests; the answer may be an error.
+        """Sends the client an answer to ``asked``, one of the call's requests. The answer may be an error.
 
         Args:
-          parts: the answer as pieces of a ModelInferResponse; empty: it is an error, the mark that no further response comes, or
-            one of several responses to a call that takes one.
-          sent: must be called once the answer was written to the client; None: nothing is to be done then.
+          prepared: the part of the answer that repeats, such as the outputs' names and shapes.
+          own: the rest of the answer; it has the error's code and text, if the answer is an error.
+          parts: the answer as pieces of a ModelInferResponse. Empty if the answer is an error, if it only says that no further
+            response comes, or if it is one of several responses to a call that accepts one.
+          sent: must be called once the answer was written to the client; None: nothing must be called.
         """
 
     @abstractmethod
     def placed(self) -> None:
-        """Is called when a request of the call no longer waits for arena (shared) memory, because it was sent or answered."""
+        """Called when a request of the call no longer waits for arena memory, because it was sent to a worker or refused."""
 
     def several(self, asked: CallRequest) -> None:
-        """Is called when the first of several responses to ``asked`` has come, of which it was not known that it has several."""
+        """Called at the first response to ``asked`` that shows that its model gives several, which was not known before."""
 
     def holds_up(self, asked: CallRequest) -> bool:
         """Returns whether answers to later requests of the call wait for the answer to ``asked``."""

@@ -44,7 +44,7 @@ _PING = b"tensord\0"
 
 
 class Http2Connection(asyncio.BufferedProtocol):
-    """Moves bytes between one client's socket and the connection's ``Http2``, which parses them; owns the transport."""
+    """Moves bytes between one client's socket and the connection's ``Http2``, which parses them. It owns the transport."""
 
     def __init__(self, serving: GrpcServing, owner: str) -> None:
         self.serving = serving
@@ -108,12 +108,12 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._written()
 
     def eof_received(self) -> bool:
-        """Cuts the connection when the client ends its sending side: such a client could never enlarge a window again."""
+        """Closes the connection at once when the client ends its sending side, because it could never enlarge a window again."""
         self.abort()
         return False
 
     def fileno(self) -> int:
-        """Returns the file descriptor of the client's socket, or -1 if the connection is gone."""
+        """Returns the file descriptor of the client's socket, or -1 if the connection is lost."""
         sock = None if self._transport is None else self._transport.get_extra_info("socket")
         return -1 if sock is None else int(sock.fileno())
 
@@ -123,7 +123,10 @@ class Http2Connection(asyncio.BufferedProtocol):
         return self._room
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Handles bytes that were read: parses them, or only counts them if they were read into a large message's memory."""
+        """Handles ``nbytes`` bytes that were read from the socket.
+
+        Bytes in the read buffer are parsed. Bytes that were read into a large message's memory are only counted.
+        """
         http2, room = self.http2, self._room
         if http2.phase is CLOSED:
             return
@@ -151,14 +154,17 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._choose_room()
 
     def _rest(self) -> None:
-        """Pauses reading until the loop's next iteration, because the client has sent as many frames as one may handle."""
+        """Pauses reading until the next iteration of the event loop.
+
+        The client has sent as many frames as one iteration may handle.
+        """
         assert self._transport is not None
         self._resting = True
         self._transport.pause_reading()
         self.loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:
-        """Parses received bytes that were left over when ``_rest`` paused reading, and resumes reading once none are left."""
+        """Parses the received bytes that were left when ``_rest`` paused reading. Resumes reading once no bytes are left."""
         if self.http2.phase is CLOSED or self._paused_since:
             return
         self._resting = False
@@ -168,7 +174,10 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def _choose_room(self) -> None:
-        """Chooses where bytes are read to: the message's own memory for the rest of a large payload, else the read buffer."""
+        """Chooses where the next bytes are read to.
+
+        The rest of a large payload is read into the message's memory, all other bytes into the read buffer.
+        """
         if self.http2.phase is CLOSED or self._paused_since or self._resting:
             return
         stream = self.http2.data_stream
@@ -182,7 +191,7 @@ class Http2Connection(asyncio.BufferedProtocol):
                 self._room = self._buffer = self.serving.read_buffer
 
     def stop_direct(self, stream: Stream) -> None:
-        """Stops reading a payload of this stream into the memory of its message, because the message is no longer wanted."""
+        """Stops reading this stream's payload into the memory of its message, because the message will be dropped."""
         http2 = self.http2
         if self._room is not self._buffer and http2.data_stream is stream:
             self._room = self._buffer
@@ -192,7 +201,10 @@ class Http2Connection(asyncio.BufferedProtocol):
     # ---------------------------------------------------------------------------------------------------------- writing
 
     def flush(self) -> None:
-        """Sends the bytes that are queued in ``Http2.out``; closes the connection if it is to end and nothing is left to do."""
+        """Writes the bytes that are queued in ``Http2.out`` to the transport.
+
+        Closes the connection if it is ending and no stream is left.
+        """
         http2 = self.http2
         if http2.phase is CLOSED:
             return
@@ -242,21 +254,24 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._see_out()
 
     def when_written(self, on_written: Callable[[], None]) -> None:
-        """Calls ``on_written`` once all bytes written so far have left, or the connection is lost: their memory is free then."""
+        """Calls ``on_written`` once all bytes that were written so far have left, or the connection is lost.
+
+        Then the memory of those bytes may be reused.
+        """
         if self._lost or not (self.http2.out or self._paused_since):
             on_written()
         else:
             self.http2.on_written.append(on_written)
 
     def _written(self) -> None:
-        """Calls the callbacks that ``when_written`` has stored; an exception in one does not stop the others."""
+        """Calls the callbacks that ``when_written`` has stored. An exception in one callback does not stop the others."""
         waiting, self.http2.on_written = self.http2.on_written, []
         call_each(waiting, "what follows an answer")
 
     # ----------------------------------------------------------------------------------------------------------- ending
 
     def _fail(self, violation: Violation) -> None:
-        """Ends the connection and its streams with a GOAWAY that has the violation's code and reason."""
+        """Ends the connection and its streams. The client is sent a GOAWAY with the code and the reason of ``violation``."""
         _log.debug("closing a connection: %s", violation.reason)
         self.http2.goaway(violation)
         self.flush()
@@ -275,13 +290,16 @@ class Http2Connection(asyncio.BufferedProtocol):
         self.serving.lingering.see_out(self._transport)
 
     def abort(self) -> None:
-        """Cuts the connection at once; bytes that are not sent yet are dropped."""
+        """Closes the connection at once. Bytes that are not sent yet are dropped."""
         self.http2.phase = ConnectionPhase.CLOSED
         if self._transport is not None:
             self._transport.abort()
 
     def announce_end(self) -> None:
-        """Tells the client with GOAWAY to open no more streams; cuts the connection if its preface has not arrived yet."""
+        """Tells the client by GOAWAY to open no more streams.
+
+        If its preface has not arrived yet, closes the connection at once.
+        """
         if self.http2.phase is ConnectionPhase.OPENING:
             self.abort()
         elif self.http2.phase is ConnectionPhase.OPEN:
@@ -289,32 +307,41 @@ class Http2Connection(asyncio.BufferedProtocol):
             self.http2.announce_end()
 
     def stop(self) -> None:
-        """Ends the connection because the server stops: no new streams; each open one ends once its requests are answered."""
+        """Ends the connection because the server stops.
+
+        New streams are refused; open streams end once their requests are answered.
+        """
         self.http2.stop(self.loop.time())
 
     def make_room(self) -> None:
-        """Ends this connection, which is idle, so that a new one can be accepted within the limit of connections."""
+        """Ends this connection, which is idle, so that a new one can be accepted although the limit of connections is reached."""
         self._fail(Violation(frames.NO_ERROR, "idle longest of too many connections"))
 
     # -------------------------------------------------------------------------------------------------------- deadlines
 
     @property
     def asks_nothing(self) -> bool:
-        """Returns whether an open connection owes its client nothing: no request is unanswered and no response is unsent."""
+        """Returns whether the connection is open and its client waits for nothing.
+
+        A client waits for nothing if every request is answered and every response is sent.
+        """
         if self.http2.phase is CLOSED or self._paused_since:
             return False
         return all(stream.idle for stream in self.http2.streams.values())
 
     @property
     def used_at(self) -> float:
-        """Returns when the connection last served a call of its client, in seconds of the loop's clock."""
+        """Returns when the connection last served a call of its client, in seconds of the event loop's clock."""
         if self.http2.answered != self._answered_before:
             self._answered_before = self.http2.answered
             self._used_at = max(self._used_at, self.http2.heard_at)
         return self._used_at
 
     def check(self, now: float) -> None:
-        """Checks all deadlines of the connection, about once a second, and ends it if one has passed. ``now``: loop time."""
+        """Checks the deadlines of the connection, and ends it if one has passed. Called about once a second.
+
+        ``now``: seconds of the event loop's clock.
+        """
         options, http2 = self.serving.options, self.http2
         assert self._transport is not None
         left = self._transport.get_write_buffer_size()
@@ -334,7 +361,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         return self._check_age(now)
 
     def _is_alive(self, now: float) -> bool:
-        """Returns whether the client still answers; sends a PING to one from which nothing has come for long."""
+        """Returns whether the client still answers. If nothing has come from the client for long, it is sent a PING."""
         options, heard_at = self.serving.options, self.http2.heard_at
         if self._asked_at:
             if heard_at >= self._asked_at:
@@ -346,7 +373,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         return True
 
     def _check_age(self, now: float) -> None:
-        """Ends the connection if it is too old, or has been idle for too long. ``now``: loop time."""
+        """Ends the connection if it is too old, or has been idle for too long. ``now``: seconds of the event loop's clock."""
         options = self.serving.options
         if not self.asks_nothing:
             self._used_at = now

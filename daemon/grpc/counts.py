@@ -41,7 +41,7 @@ _VARINT, _FIXED64, _DELIMITED, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
 
 @dataclass(slots=True)
 class _Field:
-    """Describes how a message field is counted: its name, its highest allowed count, and the type of message that it holds."""
+    """Describes how one field of a message is counted: its name, its highest allowed count, and its message type, if any."""
 
     name: str
     most: int
@@ -63,8 +63,9 @@ class _Kind:
 
 
 def check(message: Buffer, descriptor: Any) -> None:
-    """Checks that no field of an encoded message occurs too often; ``descriptor``: the message's type. Malformed messages pass.
+    """Checks that no field of an encoded message occurs too often. A malformed message passes this check.
 
+    ``descriptor``: the protobuf descriptor of the message's type.
     Raises InvalidArgument: a field occurs too often, or the message has too many bytes besides its tensors.
     """
     size = len(message)

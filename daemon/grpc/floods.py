@@ -36,10 +36,10 @@ _MAX_RESETS = 10_000
 
 
 class Floods:
-    """Bounds the frames, resets and pings that one client connection may send: its methods raise ``Violation`` beyond a bound.
+    """Limits how many frames, resets and pings one client connection may send. Its methods raise ``Violation`` beyond a limit.
 
-    What its methods get as ``frames``, ``answers`` (messages and ends of calls that the client got) and ``byte_size`` are totals
-    since the connection began.
+    ``frames``, ``answers`` and ``byte_size`` are always totals since the connection began. ``answers`` counts the messages that
+    were sent to the client, and the ends of calls.
     """
 
     __slots__ = ("_answers_at_ping", "_frames_given", "_options", "_pinged_at", "_resets", "_resets_given", "_strikes")
@@ -55,15 +55,15 @@ class Floods:
         self._answers_at_ping = 0
 
     def second(self, seconds: float) -> None:
-        """Allows the client more frames and resets, because the connection has been open for ``seconds`` more."""
+        """Allows the client more frames and resets. Called after ``seconds`` more for which the connection has been open."""
         self._frames_given += int(_FRAMES_A_SECOND * seconds)
         self._resets_given += int(_RESETS_A_SECOND * seconds)
 
     def look(self, frames: int, answers: int, byte_size: int) -> None:
-        """Checks how many frames came; called about once a second, and when the client used up its share of an iteration.
+        """Checks how many frames came. Called about once a second, and when the client has sent as many as one iteration handles.
 
-        ``byte_size``: bytes of DATA that came, and of large responses that were sent.
-        Raises Violation: more frames came than time, answers and bytes allow; the caller ends the connection.
+        ``byte_size``: the number of bytes of DATA that came, plus those of large responses that were sent.
+        Raises Violation: more frames came than time, answers and bytes allow. The caller then ends the connection.
         """
         left = self._frames_given + answers * _FRAMES_AN_ANSWER + byte_size // _BYTES_A_FRAME - frames
         if left < 0:
@@ -72,7 +72,10 @@ class Floods:
         self._frames_given -= max(0, left - _MAX_FRAMES)
 
     def reset(self, answers: int) -> None:
-        """Counts a call that the client reset. Raises Violation: the client resets too many calls for the answers that it got."""
+        """Counts a call that the client has reset.
+
+        Raises Violation: the client has reset too many calls for the number of answers that it got.
+        """
         self._resets += 1
         left = self._resets_given + answers - self._resets
         if left < 0:
@@ -80,9 +83,11 @@ class Floods:
         self._resets_given -= max(0, left - _MAX_RESETS)
 
     def ping(self, now: float, busy: bool, answers: int) -> None:
-        """Counts a ping of the client. Raises Violation: too many pings in a row came too soon after another.
+        """Counts a ping of the client. Raises Violation: too many pings in a row came too soon after the ping before.
 
-        No ping is too soon while a call is open (``busy``) or after an answer was sent: clients measure the connection then.
+        No ping is too soon while a call is open (``busy``) or after an answer was sent, because clients measure the connection
+        then.
+        ``now``: seconds of the event loop's clock.
         """
         options = self._options
         answered, self._answers_at_ping = answers != self._answers_at_ping, answers

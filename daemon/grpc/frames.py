@@ -50,7 +50,7 @@ DEFAULT_FRAME_SIZE = 16384
 
 
 class Violation(Exception):
-    """Raised when the client broke the HTTP/2 protocol, which ends its connection with GOAWAY and the error ``code``."""
+    """Raised when the client breaks the HTTP/2 protocol. Its connection ends with a GOAWAY that has the error ``code``."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -59,38 +59,41 @@ class Violation(Exception):
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """Builds a complete HTTP/2 frame of type ``kind``."""
+    """Returns a complete HTTP/2 frame of type ``kind``."""
     size = len(payload)
     return write_head(size >> 16, size & 0xFFFF, kind, flags, stream) + payload
 
 
 def head(kind: int, flags: int, stream: int, size: int) -> bytes:
-    """Builds the nine-byte header of a frame whose payload has ``size`` bytes."""
+    """Returns the nine-byte header of a frame whose payload has ``size`` bytes."""
     return write_head(size >> 16, size & 0xFFFF, kind, flags, stream)
 
 
 def window_update(stream: int, increment: int) -> bytes:
-    """Builds a WINDOW_UPDATE, which lets the peer send ``increment`` more bytes; stream 0 is the connection."""
+    """Returns a WINDOW_UPDATE frame, which lets the receiver send ``increment`` more bytes. Stream 0 is the connection."""
     return frame(WINDOW_UPDATE, 0, stream, number(increment))
 
 
 def rst_stream(stream: int, code: int) -> bytes:
-    """Builds an RST_STREAM, which ends a stream at once."""
+    """Returns an RST_STREAM frame, which ends a stream at once."""
     return frame(RST_STREAM, 0, stream, number(code))
 
 
 def goaway(last_stream: int, code: int, reason: str = "") -> bytes:
-    """Builds a GOAWAY, which says that no stream with an identifier above ``last_stream`` was or will be processed."""
+    """Returns a GOAWAY frame. It says that no stream with an identifier above ``last_stream`` was or will be processed."""
     return frame(GOAWAY, 0, 0, number(last_stream) + number(code) + reason.encode())
 
 
 def settings(values: Iterable[tuple[int, int]]) -> bytes:
-    """Builds a SETTINGS frame, which tells the peer what it has to observe, from (key, value) pairs."""
+    """Returns a SETTINGS frame with these (key, value) pairs, which its receiver has to observe."""
     return frame(SETTINGS, 0, 0, b"".join(_setting.pack(key, value) for key, value in values))
 
 
 def read_settings(payload: bytes) -> dict[int, int]:
-    """Decodes a SETTINGS payload; of repeated keys the last value holds. Raises Violation: it is cut short or wrong."""
+    """Decodes the payload of a SETTINGS frame. If a key is repeated, its last value counts.
+
+    Raises Violation: the payload is cut short, or a value is not allowed.
+    """
     if len(payload) % _setting.size:
         raise Violation(FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes")
     values = {}
@@ -112,7 +115,10 @@ def check_dependency(stream: int, payload: bytes) -> None:
 
 
 def unpadded(payload: bytes) -> bytes:
-    """Returns a PADDED frame's payload without its padding. Raises Violation: the padding has no length, or is too long."""
+    """Returns the payload of a PADDED frame without its padding.
+
+    Raises Violation: the length of the padding is missing, or the padding is longer than the payload.
+    """
     if not payload:
         raise Violation(FRAME_SIZE_ERROR, "a padded frame without the size of its padding")
     if payload[0] >= len(payload):

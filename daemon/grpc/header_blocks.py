@@ -34,7 +34,7 @@ _IGNORED = frozenset({b"connection", b"proxy-connection", b"keep-alive", b"trans
 
 
 class Malformed(Exception):
-    """Raised when the headers of a request break HTTP/2; its stream is reset with PROTOCOL_ERROR, other streams go on."""
+    """Raised when the headers of a request break HTTP/2. Its stream is reset with PROTOCOL_ERROR; other streams go on."""
 
 
 class CallHead(NamedTuple):
@@ -63,7 +63,10 @@ class HeaderBlocks:
         self._decode = decoder(max_byte_size).decode
 
     def decode(self, block: bytes) -> CallHead:
-        """Decodes the header block that begins a request. Raises: Violation: it is unreadable.  Malformed: it breaks HTTP/2."""
+        """Decodes the header block that begins a request.
+
+        Raises: Violation: the block cannot be decoded.  Malformed: the headers break HTTP/2.
+        """
         try:
             common, own = self._decode(block)
         except (ValueError, OverflowError) as error:
@@ -72,7 +75,7 @@ class HeaderBlocks:
         return _with_own(head, own) if own else head
 
     def trailers(self, block: bytes) -> None:
-        """Checks the trailers that end a request. Raises: Violation: they are unreadable.  Malformed: they break HTTP/2."""
+        """Checks the trailers that end a request. Raises: Violation: they cannot be decoded.  Malformed: they break HTTP/2."""
         try:
             common, own = self._decode(block)
         except (ValueError, OverflowError) as error:
@@ -81,14 +84,14 @@ class HeaderBlocks:
 
 
 def _violation(error: ValueError | OverflowError) -> Violation:
-    """Returns the error that ends the connection because its HPACK decoder raised ``error``; the caller raises it."""
+    """Returns the error that ends the connection because its HPACK decoder raised ``error``. The caller must raise it."""
     if isinstance(error, OverflowError):
         return Violation(ENHANCE_YOUR_CALM, "the headers are larger than allowed")
     return Violation(COMPRESSION_ERROR, "the header block cannot be decoded")
 
 
 def _understood(common: bytes) -> CallHead:
-    """Decodes header fields that many calls share, as ``LibraryDecoder.decode`` packed them, to the head of a call."""
+    """Converts header fields that many calls share to the head of a call. ``common``: the fields, packed by the HPACK decoder."""
     raw = fields(common)
     check_common(raw)
     said = dict(metadata(raw))
@@ -109,7 +112,7 @@ _known = functools.lru_cache(256)(_understood)
 
 
 def _with_own(head: CallHead, own: Fields) -> CallHead:
-    """Returns ``head`` with the fields of a single call added: deadline, metadata, content-length."""
+    """Returns a copy of ``head`` with the fields of a single call added: timeout, metadata, content-length."""
     length = check_own(own)
     if head.http_status != 200:
         return head
@@ -134,7 +137,10 @@ def _with_own(head: CallHead, own: Fields) -> CallHead:
 
 
 def _timeout_ns(text: str) -> int:
-    """Parses grpc-timeout (at most eight digits and a unit) to nanoseconds. Returns 0, no timeout, for any other text."""
+    """Returns the value of a grpc-timeout header (at most eight digits and a unit) in nanoseconds.
+
+    Any other text gives 0, which means no timeout.
+    """
     unit = _UNITS_NS.get(text[-1:])
     digits = text[:-1]
     if unit is None or not (digits.isascii() and digits.isdigit()) or len(digits) > 8:
@@ -164,7 +170,10 @@ def check_common(fields: Iterable[Field]) -> None:
 
 
 def check_own(fields: Iterable[Field]) -> int | None:
-    """Checks the fields of a single call. Returns the content-length, or None. Raises Malformed: a field is invalid."""
+    """Checks the header fields that belong to a single call. Raises Malformed: a field is invalid.
+
+    Returns the content-length; None if the call has none.
+    """
     length: bytes | None = None
     for name, value in fields:
         _check_name(name)
@@ -186,9 +195,9 @@ def check_trailers(fields: Iterable[Field]) -> None:
 
 
 def metadata(fields: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
-    """Returns checked header fields as text, without blanks around values.
+    """Returns header fields as text, without blanks around the values. The fields must have been checked before.
 
-    Left out are ``host`` and the fields of HTTP/1.1 connections (``keep-alive``, ...), which mean nothing in gRPC.
+    ``host`` and the fields of HTTP/1.1 connections (``keep-alive``, ...) are left out, because they mean nothing in gRPC.
     """
     return [
         (name.decode("latin-1"), value.strip(b" \t").decode("latin-1"))
@@ -254,7 +263,10 @@ TRAILERS_OK = _literal(b"grpc-status", b"0")
 
 
 def trailers(status: int, message: str) -> bytes:
-    """Encodes the trailers of a response. The status message is percent-encoded and cut to the size that clients accept."""
+    """Returns the encoded trailers of a response.
+
+    The status message is percent-encoded and cut to the size that clients accept.
+    """
     text = urllib.parse.quote(message[:_MAX_MESSAGE], safe=" !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~").encode()[:_MAX_MESSAGE]
     cut = text.rfind(b"%", max(0, len(text) - 2))
     if cut >= 0 and len(text) == _MAX_MESSAGE:
@@ -269,10 +281,10 @@ def with_field(block: bytes, name: bytes, value: bytes) -> bytes:
 
 
 def trailers_only(status: int, message: str) -> bytes:
-    """Encodes a response without any message: headers and trailers in one block."""
+    """Returns the encoded header block of a response without any message: headers and trailers in one block."""
     return RESPONSE + _ACCEPT + trailers(status, message)
 
 
 def http_error(status: int) -> bytes:
-    """Encodes the response to a request that is not a gRPC call: an HTTP status alone."""
+    """Returns the encoded header block of the response to a request that is not a gRPC call. It has an HTTP status alone."""
     return _literal(b":status", str(status).encode())

@@ -31,7 +31,10 @@ _SIZES = struct.Struct("=II")
 
 
 def parted(decoded: Iterable[Field]) -> tuple[bytes, Fields]:
-    """Separates decoded fields: those that many calls share (``COMMON``), packed (``fields`` unpacks them), and the others."""
+    """Separates the decoded header fields that many calls share (``COMMON``) from all others, and returns both.
+
+    The former are packed as one bytes object, which ``fields`` unpacks.
+    """
     common: list[bytes] = []
     own: Fields = []
     for name, value in decoded:
@@ -43,7 +46,7 @@ def parted(decoded: Iterable[Field]) -> tuple[bytes, Fields]:
 
 
 def fields(common: bytes) -> Fields:
-    """Unpacks the fields that many calls share, as ``LibraryDecoder.decode`` packed them."""
+    """Unpacks the header fields that many calls share, which ``LibraryDecoder.decode`` has packed."""
     found, at = [], 0
     while at < len(common):
         name_size, value_size = _SIZES.unpack_from(common, at)
@@ -67,8 +70,8 @@ class LibraryDecoder:
         """Decodes the connection's next header block.
 
         Returns the fields that many calls share (``COMMON``: path, content-type, ...), packed as one bytes object that the
-        function ``fields`` unpacks, and a list of the others. A pseudo-header (``:path``, ...) behind one of the others is put
-        into that list, so that the checks see and refuse it.
+        function ``fields`` unpacks, and a list of the other fields. If a pseudo-header (``:path``, ...) comes after one of the
+        other fields, it is put into the list, so that the checks find it there and refuse it.
         Raises: ValueError: the bytes are no header block.  OverflowError: the fields are larger than allowed.
         """
         try:

@@ -88,7 +88,8 @@ OPENING, ENDING, CLOSED = ConnectionPhase.OPENING, ConnectionPhase.ENDING, Conne
 class Http2:
     """Owns the streams of one HTTP/2 connection and the bytes that are queued for its client.
 
-    Bytes are queued in ``out``; the first of them schedules ``connection.flush``, unless ``is_flushing``: a flush is due then.
+    Bytes are queued in ``out``. The first of them schedules ``connection.flush`` for the end of the loop's iteration. While
+    ``is_flushing`` is true, a flush is already due and none is scheduled.
     """
 
     def __init__(self, serving: GrpcServing, connection: Http2Connection) -> None:
@@ -152,9 +153,10 @@ class Http2:
         ) + frames.window_update(0, CONNECTION_WINDOW - frames.DEFAULT_WINDOW)
 
     def receive(self, data: bytes, now: float) -> bool:
-        """Parses received bytes, but no more frames than one iteration of the loop may handle. ``now``: loop time.
+        """Parses received bytes, but no more frames than one iteration of the event loop may handle.
 
-        Returns whether that limit was reached: if so, the caller must call again in the next iteration, even without new bytes.
+        Returns True if that limit was reached: then the caller must call again in the next iteration, even without new bytes.
+        ``now``: seconds of the event loop's clock.
         """
         self.heard_at = now
         if self._buffer:
@@ -224,7 +226,10 @@ class Http2:
         return False
 
     def _preface(self, data: bytes) -> int:
-        """Checks the client's connection preface. Returns the offset of the frame after it; 0: more bytes must arrive first."""
+        """Checks the client's connection preface. Returns the offset of the frame after it; 0 if more bytes must arrive first.
+
+        Raises Violation: the bytes are no such preface, or SETTINGS does not follow it.
+        """
         size = min(len(data), len(frames.PREFACE))
         if data[:size] != frames.PREFACE[:size]:
             raise Violation(frames.PROTOCOL_ERROR, "no HTTP/2 connection preface")
@@ -236,7 +241,10 @@ class Http2:
         return size
 
     def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> int:
-        """Handles a complete frame. Returns what this cost beyond the frame's arrival, in units of one frame's arrival."""
+        """Handles a complete frame. Returns what handling it cost, beyond its arrival, in units of the arrival of one frame.
+
+        Such costs limit how many frames are handled in one iteration of the event loop.
+        """
         if kind == HEADERS:
             return self._headers(number, flags, payload)
         if kind == frames.CONTINUATION:
@@ -265,7 +273,7 @@ class Http2:
     # --------------------------------------------------------------------------------------------------- 6.1: DATA
 
     def _data(self, number: int, flags: int, data: bytes, start: int, end: int) -> None:
-        """Passes ``data[start:end]``, the payload of a complete DATA frame without padding, to stream ``number``."""
+        """Passes ``data[start:end]``, the payload of a complete DATA frame without padding, to the stream ``number``."""
         stream = self.streams.get(number)
         if stream is not None and not stream.half_closed:
             ungranted = stream.ungranted + end - start
@@ -280,7 +288,10 @@ class Http2:
         self._any_data(number, flags, data[start:end])
 
     def _any_data(self, number: int, flags: int, payload: bytes) -> None:
-        """Passes the payload of a complete DATA frame, padded or not, to stream ``number``; drops it if the stream has ended."""
+        """Passes the payload of a complete DATA frame, padded or not, to the stream ``number``.
+
+        If the stream has ended, the payload is counted and discarded.
+        """
         stream = self._data_target(number, len(payload))
         if stream is None:
             return
@@ -291,7 +302,7 @@ class Http2:
         stream.frame_arrived(flags)
 
     def _data_arrives(self, data: bytes, at: int) -> int:
-        """Passes the part of a DATA payload that lies at ``data[at:]`` to its stream. Returns where the part ends in ``data``."""
+        """Passes the part of a DATA payload that begins at ``data[at]`` to its stream. Returns the offset behind the part."""
         end = min(len(data), at + self.data_left)
         self.data_left -= end - at
         stream = self.data_stream
@@ -304,7 +315,7 @@ class Http2:
         return end
 
     def data_was_read(self) -> None:
-        """Reports to a stream that ``data_read`` bytes of its DATA payload were read into its message's memory."""
+        """Tells the stream whose message is arriving that ``data_read`` bytes were read into the message's memory."""
         byte_size, self.data_read = self.data_read, 0
         self.data_left -= byte_size
         stream = self.data_stream
@@ -316,7 +327,11 @@ class Http2:
                 stream.frame_arrived(self._data_flags)
 
     def _data_target(self, number: int, size: int) -> Stream | None:
-        """Counts a DATA frame against both windows. Returns its stream; None: it has ended, so the data must be dropped."""
+        """Counts the ``size`` bytes of a DATA frame against the windows of the connection and the stream. Returns the stream.
+
+        Returns None if the stream has ended, so that the data must be dropped. Raises Violation: the client may not send that
+        frame.
+        """
         stream = self.streams.get(number)
         # Granted again so early, and frames so much smaller than the window, that no client can exceed it.
         self._ungranted += size
@@ -346,7 +361,7 @@ class Http2:
     # -------------------------------------------------------------------------- 6.2: HEADERS, 6.10: CONTINUATION, 8.1
 
     def _headers(self, number: int, flags: int, payload: bytes) -> int:
-        """Handles a HEADERS frame. Returns what decoding it cost, in units of one frame's arrival."""
+        """Handles a HEADERS frame. Returns what decoding it cost, in units of the arrival of one frame."""
         if not number:
             raise Violation(frames.PROTOCOL_ERROR, "HEADERS for stream 0")
         if flags & frames.PADDED:
@@ -375,9 +390,11 @@ class Http2:
         return self._header_block(number, first_flags, b"".join(pieces))
 
     def _header_block(self, number: int, flags: int, block: bytes) -> int:
-        """Opens a new stream, or ends the request of an earlier one. Returns what that cost, in units of one frame's arrival.
+        """Handles a complete header block, which opens a new stream or ends the request of an open stream.
 
-        Raises Violation: the block cannot be decoded; the state of the compression table is unknown afterwards (4.3).
+        Returns what that cost, in units of the arrival of one frame.
+        Raises Violation: the block cannot be decoded, after which the state of the compression table is unknown (4.3), or the
+        client may not use that stream identifier.
         """
         numbers, cost = self.numbers, len(block) // HEADER_BYTES_A_FRAME
         if number < numbers.next:
@@ -407,7 +424,7 @@ class Http2:
         return cost
 
     def _trailers(self, number: int, flags: int, block: bytes) -> None:
-        """Ends the request of a stream by its trailers; resets the stream if they are malformed."""
+        """Ends the request of the stream ``number`` by its trailers. Resets the stream if they are malformed."""
         stream = self.streams.get(number)
         if stream is None:
             past = self.numbers.past(number)
@@ -526,7 +543,7 @@ class Http2:
             self.reset(self.streams[number], code)
 
     def pump(self) -> None:
-        """Lets streams with unsent bytes send, in turn, as much as the connection's window and the socket allow."""
+        """Lets the streams with unsent bytes send, in turn, as much as the connection's window and the socket allow."""
         for stream in list(self.blocked.values()):
             if self.send_window <= 0 or self.room <= 0:
                 return
@@ -538,7 +555,7 @@ class Http2:
     # ---------------------------------------------------------------------------------------------------------- sending
 
     def write(self, piece: Buffer) -> None:
-        """Queues bytes for the client; all that is queued in one iteration of the loop is sent together."""
+        """Queues bytes for the client. All bytes that are queued in one iteration of the event loop are sent together."""
         self.out.append(piece)
         self.room -= len(piece)
         if not self.is_flushing:
@@ -546,7 +563,7 @@ class Http2:
             self.connection.loop.call_soon(self.connection.flush)
 
     def write_pieces(self, *pieces: Buffer) -> None:
-        """Queues pieces of bytes as they are: large ones are not copied to be joined."""
+        """Queues pieces of bytes for the client without copying them into one. They must not change until they are sent."""
         self.out += pieces
         self.room -= sum(map(len, pieces))
         if not self.is_flushing:
@@ -554,7 +571,7 @@ class Http2:
             self.connection.loop.call_soon(self.connection.flush)
 
     def rst_stream(self, number: int, code: int) -> None:
-        """Sends RST_STREAM; frames of that stream that the client still sends are ignored."""
+        """Sends RST_STREAM for the stream ``number``. Frames that the client still sends on that stream are ignored."""
         self.numbers.remember(number, Past.CUT)
         self.write(frames.rst_stream(number, code))
 
@@ -571,19 +588,25 @@ class Http2:
         self.write(frames.goaway(last, violation.code, violation.reason))
 
     def announce_end(self) -> None:
-        """Sends the first GOAWAY of a graceful end, and a PING whose acknowledgement shows that the client has read both."""
+        """Sends the first GOAWAY of a graceful end, and a PING.
+
+        The client's acknowledgement of it shows that it has read both.
+        """
         self.phase = ConnectionPhase.ANNOUNCED
         self.write(frames.goaway(STREAM_ID, frames.NO_ERROR) + frames.frame(frames.PING, 0, 0, _LAST_CALL))
 
     def end(self) -> None:
-        """Sends the last GOAWAY of a graceful end, if the first was sent; the connection ends with its last stream."""
+        """Sends the last GOAWAY of a graceful end, if the first was sent. The connection then ends with its last stream."""
         if self.phase is ConnectionPhase.ANNOUNCED:
             self.phase = ConnectionPhase.ENDING
             self._last_told = self.numbers.last
             self.write(frames.goaway(self._last_told, frames.NO_ERROR))
 
     def stop(self, now: float) -> None:
-        """Ends the connection because the server stops: each stream ends once its accepted requests are answered."""
+        """Ends the connection because the server stops. Each stream ends once its accepted requests are answered.
+
+        ``now``: seconds of the event loop's clock.
+        """
         self.end()
         for stream in list(self.streams.values()):
             stream.stop(now, self._read_of(stream))
@@ -607,13 +630,17 @@ class Http2:
         self._floods.look(self._frames, self.answered, self._granted + self._ungranted + self.sent)
 
     def _read_of(self, stream: Stream) -> int:
-        """Returns how many payload bytes were read into a stream's memory and not yet reported to the stream."""
+        """Returns how many payload bytes were read into the memory of a stream's message and not yet reported to the stream."""
         return self.data_read if stream is self.data_stream else 0
 
     def check(self, now: float, seconds: float, unread: bool) -> None:
-        """Checks how much, how often and how slowly the client sends, ``seconds`` after the last check; about once a second.
+        """Checks how much, how often and how slowly the client sends. Called about once a second.
 
-        ``unread``: whether reading is paused, so that bytes that do not arrive are not the client's fault.
+        Args:
+          now: seconds of the event loop's clock.
+          seconds: the time since the last check.
+          unread: whether reading from the socket is paused, so that the client is not blamed for bytes that do not arrive.
+        Raises Violation: the client sends too many frames, or a frame or header block takes too long to arrive.
         """
         for stream in list(self.streams.values()):
             stream.check(now, self._read_of(stream))

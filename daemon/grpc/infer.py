@@ -71,13 +71,14 @@ class Infer:
         waited_ns: int = 0,
         read_ns: int = 0,
     ) -> CallRequest:
-        """Sends the inference request in a message to a worker, and returns it; its answers go to ``call.completed``.
+        """Sends the inference request in a message to a worker, and returns it. Its answers go to ``call.completed``.
 
-        Without free memory in the arena the request is returned as well, and is sent once there is some. Tensors that arrived
-        in the arena stay there: the request takes over their lease. If this raises, no arena memory stays reserved.
+        If the arena has no free memory, the request is returned as well, and is sent once there is memory. Tensors that have
+        arrived in the arena stay there, and the request takes over their lease. If an error is raised, no arena memory stays
+        reserved.
 
         Args:
-          message: the request is ``message[start:end]``, or the whole of a message that was placed as it arrived.
+          message: the request is ``message[start:end]``; or the whole message, if it is an ``ArrivingMessage`` in the arena.
           waited_ns: when the call began to wait for the message, CLOCK_MONOTONIC; 0: the request is not traced.
           read_ns: when the message was complete, CLOCK_MONOTONIC; 0: now.
         Raises: RefusedRequest: the message is no valid request, or cannot be sent.  Unavailable: too many requests are in flight.
@@ -112,10 +113,14 @@ class Infer:
     def _ask_known(
         self, call: InferCall, walked: Walked, known: PreparedMessage, trace: Trace | None, lease: Lease | None
     ) -> CallRequest | None:
-        """Sends the request of a message of which only id, scheduling and tensors need to be read.
+        """Sends the request of a message whose other fields are cached: only id, scheduling and tensors are decoded.
 
-        Returns None, without sending it, if the message must be decoded in full after all. ``lease``: the memory in which its
-        tensors have arrived; None: they have not.
+        Args:
+          walked: the parts into which the message was cut.
+          known: the cache's entry for the other fields.
+          trace: the request's trace; None: the request is not traced.
+          lease: the memory in which the message's tensors have arrived; None: they are in ordinary memory.
+        Returns None, without sending the request, if the message must be decoded in full after all.
         """
         _, client_id, parameters, raws, room = walked
         if not self._prepared.is_usable(known, len(raws)) or (known.decoupled and not call.streams):
@@ -154,7 +159,16 @@ class Infer:
         trace: Trace | None,
         state: ModelState | None = None,
     ) -> CallRequest:
-        """Sends a worker a request whose tensors are in place; the submitter owns its leases then, also if this raises."""
+        """Sends a worker a request whose tensors are in their places, and returns it.
+
+        From the call on, the submitter owns ``leases``, even if this raises.
+        Args:
+          known: the cached part of the request's message.
+          client_id: the request's id as it came, empty if it has none; ``text`` is the same id, decoded.
+          contents: the bytes of each input, or their place in the arena.
+          trace: the request's trace; None: the request is not traced.
+          state: the state of the request's model, if it was looked up.
+        """
         submitter, numbered, deadline_ns = self.submitter, known.numbered, call.stream.deadline_ns
         if not client_id and self._makes_ids:
             text = str(uuid.uuid4())
@@ -200,9 +214,14 @@ class Infer:
         sampled: Trace | None = None,
         lease: Lease | None = None,
     ) -> CallRequest:
-        """Sends a request that was decoded in full. Raises RefusedRequest: it was not sent, and ``lease`` is given back.
+        """Sends a request that was decoded in full to a worker, and returns it.
 
-        ``sampled``: the request's trace; None: one is begun here if the request is to be traced.
+        Args:
+          waited_ns: when the call began to wait for the message, CLOCK_MONOTONIC; 0: no trace is begun here.
+          read_ns: when the message was complete, CLOCK_MONOTONIC; 0: now.
+          sampled: the request's trace, if it was begun before.
+          lease: the arena memory with the request's tensors; None: they are not in the arena.
+        Raises: RefusedRequest: the request was not sent, and ``lease`` is given back.
         """
         head, client_id, scheduling, contents, state, learned = understood
         trace, stream = sampled, call.stream
@@ -254,7 +273,10 @@ class Infer:
     def _trace_refused(
         self, refused: RefusedRequest, call: InferCall, waited_ns: int, read_ns: int, sampled: Trace | None
     ) -> None:
-        """Adds a trace to a request that was refused while it was decoded, if the request is sampled and names a model."""
+        """Adds a trace to ``refused``, a request that was refused while it was decoded, if it is sampled and names a model.
+
+        ``sampled``: the request's trace, if it was begun before; else None.
+        """
         if sampled is None and waited_ns and refused.model:
             sampled = self._sample(refused.model, call.stream.head, waited_ns, read_ns)
         if sampled is not None:
@@ -262,7 +284,11 @@ class Infer:
             refused.trace = sampled
 
     def _sample(self, model: str, head: CallHead, waited_ns: int, read_ns: int) -> Trace | None:
-        """Decides whether a request is traced. Returns its new trace; None: it is not traced."""
+        """Decides whether a request is traced. Returns its new trace, or None if it is not traced.
+
+        ``waited_ns`` and ``read_ns``: when the call began to wait for the message and when the message was complete,
+        CLOCK_MONOTONIC.
+        """
         metadata = head.metadata
         parent = dict(metadata).get("traceparent", "") if metadata and self.tracer.joins else ""
         trace = self.tracer.sample(model, parent, waited_ns)
@@ -296,7 +322,10 @@ class CallRequest(InFlight):
 
     @classmethod
     def refused(cls, call: InferCall, refused: RefusedRequest) -> CallRequest | None:
-        """Makes a request that only names a refused one in logs, and is never sent. None: the refused one's model is unknown."""
+        """Makes an object that stands for a refused request in logs, and is never sent to a worker.
+
+        Returns None if the model of the refused request is unknown.
+        """
         if not refused.model:
             return None
         context = None if refused.trace is None else refused.trace.context
@@ -351,12 +380,15 @@ class CallRequest(InFlight):
         self.call.completed(self, prepared, own, parts, sent)
 
     def _several(self) -> None:
-        """Notes that the model gives several responses, which was not known when the request was sent."""
+        """Notes that the model gives several responses. Called if that was not known when the request was sent."""
         self.decoupled = True
         self.call.several(self)
 
     def _written(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> list[Buffer]:
-        """Encodes a good answer as pieces of a ModelInferResponse, without copying tensors; []: it only marks the end."""
+        """Encodes an answer that is no error as pieces of a ModelInferResponse, without copying its tensors.
+
+        Returns an empty list if the answer has no outputs and only says that no further response comes.
+        """
         streamed = self.call.streams
         if self.decoupled and is_mark(prepared, own):
             return []
@@ -368,7 +400,7 @@ class CallRequest(InFlight):
 
 
 class Sent:
-    """The callback for when a traced answer was written to the client: releases the answer's memory and ends its trace."""
+    """Callback for when a traced answer was written to the client: releases the answer's memory and ends its trace."""
 
     __slots__ = ("_release", "_trace")
 

@@ -59,7 +59,7 @@ class Management:
         self._endpoints = endpoints
 
     def methods(self) -> Iterator[tuple[str, Callable[[Stream], Call]]]:
-        """Yields the path of each RPC, and the function that makes the ``Call`` for a stream with this path."""
+        """Yields the path of each RPC, with the function that makes the ``Call`` for a stream with this path."""
         for method in grpc_service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
             answer = getattr(self, method.name, None)
             if answer is not None:
@@ -189,7 +189,7 @@ def _maker(request: type[Message], answer: Any, for_peer: bool) -> Callable[[Str
 
 
 def _filled(message: Message, fields: dict[str, Any]) -> Any:
-    """Fills a protobuf message from JSON values and returns it; values that it has no field for are left out."""
+    """Fills a protobuf message from JSON values and returns it. Values for which the message has no field are left out."""
     return json_format.ParseDict(fields, message, ignore_unknown_fields=True)
 
 

@@ -21,7 +21,7 @@ _MAX_VARINT = 10
 
 
 def of_contents(contents: Any, dtype: np.dtype[Any]) -> Numbers:
-    """Returns the numbers of an InferTensorContents, in which one field of numbers is filled, as an array of ``dtype``."""
+    """Returns the numbers in the one field of an InferTensorContents that is filled, as an array of ``dtype``."""
     contents.DiscardUnknownFields()
     written: bytes = contents.SerializeToString()
     at = 1
@@ -34,7 +34,7 @@ def of_contents(contents: Any, dtype: np.dtype[Any]) -> Numbers:
 
 
 def varints(packed: npt.NDArray[np.uint8]) -> Numbers:
-    """Decodes complete varints into an array of unsigned 64-bit numbers, or of bytes where all are below 128."""
+    """Decodes complete varints into an array of unsigned 64-bit numbers; if all are below 128, into an array of bytes."""
     if not len(packed) or packed.max() < 128:
         return packed
     pieces: list[Numbers] = []
@@ -50,7 +50,10 @@ def varints(packed: npt.NDArray[np.uint8]) -> Numbers:
 
 
 def _joined(packed: npt.NDArray[np.uint8], starts: Numbers, ends: Numbers) -> Numbers:
-    """Decodes the varints whose first bytes lie at the offsets ``starts`` of ``packed`` and whose last bytes at ``ends``."""
+    """Decodes varints into an array of unsigned 64-bit numbers.
+
+    ``starts`` and ``ends``: the offsets in ``packed`` of the first byte and of the last byte of each varint.
+    """
     values = (packed[starts] & 127).astype(np.uint64)
     longer = np.flatnonzero(ends > starts)
     for place in range(1, _MAX_VARINT):

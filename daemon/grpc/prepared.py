@@ -50,7 +50,10 @@ class Understood(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PreparedMessage:
-    """The decoded part of request messages that differ only in id, scheduling and raw tensors; cached by ``PreparedMessages``."""
+    """Holds the decoded part that request messages have in common if they differ only in id, scheduling and raw tensors.
+
+    ``PreparedMessages`` caches it.
+    """
 
     #: Kinds of answers remembered: of each worker another one, and where outputs have no fixed shape more.
     MAX_ANSWERS: ClassVar[int] = 8
@@ -67,7 +70,10 @@ class PreparedMessage:
     unary: dict[int, AnswerLayout] = field(default_factory=dict)
 
     def answer_layout(self, prepared: PreparedAnswer, streamed: bool) -> AnswerLayout:
-        """Returns the encoder of answers with the constant part ``prepared``, for ModelStreamInfer if ``streamed``."""
+        """Returns the encoder of answers whose part that repeats is ``prepared``.
+
+        ``streamed``: True: the encoder is for ModelStreamInfer; False: for ModelInfer.
+        """
         known = self.streamed if streamed else self.unary
         # Who is kept here keeps what was prepared, so nothing else has its address meanwhile.
         layout = known.get(id(prepared))
@@ -83,12 +89,15 @@ class PreparedMessage:
 
 
 class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
-    """Caches what a front's request messages decode to, by their bytes without id, scheduling and raw tensors (their rest)."""
+    """Caches the decoded form of a front's request messages.
+
+    The key is the bytes of a message without its id, scheduling parameters and raw tensors, called the rest of the message.
+    """
 
     __slots__ = ("_schedulings", "_submitter", "_table")
 
     def __init__(self, table: ModelStates, submitter: Submitter, count: int = MAX_NUMBERS) -> None:
-        """Makes an empty cache. ``count``: how many messages are cached at least; 0: none."""
+        """Makes an empty cache. ``count``: how many messages are cached, at least; 0: no message is cached."""
         super().__init__(count)
         self._table = table
         self._submitter = submitter
@@ -96,11 +105,17 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         self._schedulings: BoundedCache[bytes, Scheduling] = BoundedCache(count)
 
     def is_usable(self, known: PreparedMessage, raws: int) -> bool:
-        """Returns whether ``known`` may be used for a message with ``raws`` raw tensors: it has as many, and its model serves."""
+        """Returns whether the entry ``known`` may be used for a message with ``raws`` raw tensors.
+
+        The entry must be of messages with as many raw tensors, and its model must serve.
+        """
         return known.decoded.raw_count == raws and (known.edition == self._table.edition or self._serves(known))
 
     def scheduling(self, parameters: bytes) -> Scheduling | None:
-        """Decodes a message's encoded scheduling parameters. Returns None if they are unusual: decode the message in full."""
+        """Decodes the encoded parameters of a message that schedule it.
+
+        Returns None if they are not written as usual: then the message must be decoded in full.
+        """
         if not parameters:
             return UNSCHEDULED
         found = self._schedulings[parameters]
@@ -111,7 +126,10 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         return found
 
     def _serves(self, known: PreparedMessage) -> bool:
-        """Returns whether a cached message's model still serves, after looking it up because the table of models has changed."""
+        """Returns whether the model of a cached message still serves.
+
+        Called if the table of models has changed since the last look.
+        """
         decoded = known.decoded
         try:
             known.decoupled = self._table.find(decoded.model, decoded.version).streams
@@ -130,8 +148,9 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         """Decodes the complete message ``content[start:end]`` in full.
 
         Args:
-          walked: the parts into which ``walk`` has cut the message; None: the message is unusual.
-          known: the cache's entry for its rest; None: there is none.
+          walked: the parts into which ``walk`` has cut the message; None: it could not be cut, because it is not written as
+            usual.
+          known: the cache's entry for the rest of the message; None: there is none.
         Raises: RefusedRequest: the message is no valid request, or its model does not serve.
         """
         if walked is None or walked[2]:
@@ -152,7 +171,15 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         walked: Walked | None,
         known: PreparedMessage | None,
     ) -> Understood:
-        """Decodes a message that was cut into head, id and raw tensors, as ``read`` does. Caches what others may share."""
+        """Decodes a message that was cut into head, id and raw tensors. Caches the part that other messages may share.
+
+        Args:
+          head: the message without its id and its raw tensors.
+          raws: the raw tensors.
+          walked: the parts into which ``walk`` has cut the message; None: it could not be cut.
+          known: the cache's entry for the message; None: there is none.
+        Raises: RefusedRequest: the message is no valid request, or its model does not serve.
+        """
         try:
             text = client_id.decode()
         except UnicodeDecodeError:
@@ -185,7 +212,10 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         return Understood(decoded, text, scheduling, raws, state, learned)
 
     def _decode_rest(self, rest: bytes, has_raw: bool) -> DecodedHead | None:
-        """Decodes a message without its scheduling parameters, id and raw tensors; returns None if it is invalid without them."""
+        """Decodes a message without its scheduling parameters, id and raw tensors.
+
+        Returns None if the message is invalid without them. ``has_raw``: whether the message has raw tensors.
+        """
         try:
             return decode_head(rest, has_raw, self._table)[0]
         except ServingError:

@@ -45,7 +45,7 @@ _CONTENTS = {each.contents: name for name, each in DATATYPES.items() if each.con
 
 @dataclass(slots=True)
 class DecodedHead:
-    """Holds a decoded ModelInferRequest without its id and its raw tensors; never changed, because requests share it."""
+    """Holds a decoded ModelInferRequest without its id and raw tensors. It never changes, because requests share it."""
 
     model: str
     version: int
@@ -65,12 +65,15 @@ class DecodedHead:
     is_raw: bool = True
 
     def with_raws(self, raws: Sequence[InputContent]) -> list[InputContent]:
-        """Returns the content of each input. ``raws``: the raw tensors (raw_input_contents), of which there are ``raw_count``."""
+        """Returns the content of each input, in order.
+
+        ``raws``: the ``raw_count`` raw tensors (raw_input_contents) of the message.
+        """
         rest = iter(raws)
         return [next(rest) if content is None else content for content in self.contents]
 
     def miscounted(self, count: int) -> InvalidArgument:
-        """Returns the error of a message with ``count`` raw tensors, which are more or fewer than its inputs take."""
+        """Returns the error for a message with ``count`` raw tensors, which are more or fewer than its inputs need."""
         if count > self.raw_count:
             return InvalidArgument(
                 f"{count} raw_input_contents are given for model '{self.model}', its inputs take {self.raw_count}"
@@ -84,9 +87,9 @@ class DecodedHead:
 
 
 def decode_head(head: bytes, has_raw: bool, table: ModelStates) -> tuple[DecodedHead, ModelState]:
-    """Decodes all fields of a ModelInferRequest but its id and its raw tensors. Returns these and the state of its model.
+    """Decodes all fields of a ModelInferRequest but its id and its raw tensors. Returns them, and the state of its model.
 
-    ``has_raw``: whether the request has raw tensors, so that no input may have ``contents``.
+    ``has_raw``: whether the request has raw tensors. If so, no input may have ``contents``.
     Raises: NotFound: the model or version does not exist.  InvalidArgument: the head breaks the protocol.
     """
     if len(head) > counts.UNCOUNTED:
@@ -129,7 +132,10 @@ def decode_head(head: bytes, has_raw: bool, table: ModelStates) -> tuple[Decoded
 
 
 def model_of(head: bytes) -> str:
-    """Returns the model that an encoded ModelInferRequest names, cut for logs, even if other fields are wrong; "": none."""
+    """Returns the model that an encoded ModelInferRequest names, cut to a length for logs; "" if it names none.
+
+    Other fields may be malformed.
+    """
     name = b""
     for tag, _, begin, size in fields(head, len(head)):
         if tag == _MODEL_NAME:
@@ -138,7 +144,10 @@ def model_of(head: bytes) -> str:
 
 
 def read_version(model: str, text: str) -> int:
-    """Parses a model version; "" is 0, the newest. Raises InvalidArgument: it is no positive number; NotFound: it is "0"."""
+    """Parses a model version. An empty text gives 0, which stands for the newest version.
+
+    Raises InvalidArgument: it is no positive number; NotFound: it is "0".
+    """
     if not text:
         return 0
     digits = text[1:] if text[0] == "-" else text
@@ -158,7 +167,13 @@ def read_version(model: str, text: str) -> int:
 
 
 def _content(entry: Any, datatype: str, has_raw: bool, model: str) -> InputContent | None:
-    """Returns the content of an input that has typed values or is in a region; None: it is one of the raw tensors."""
+    """Returns the content of an input: its typed values as bytes, or its slice of a region.
+
+    Returns None if the input's content is one of the raw tensors.
+    Args:
+      has_raw: whether the request has raw tensors.
+      model: the model's name, for error messages.
+    """
     name = entry.name
     if "shared_memory_region" in entry.parameters:
         if entry.HasField("contents"):
@@ -187,7 +202,10 @@ def _content(entry: Any, datatype: str, has_raw: bool, model: str) -> InputConte
 
 
 def _typed_bytes(name: str, datatype: str, kind: str, contents: Any) -> bytes:
-    """Converts typed ``contents``, whose only filled field has numbers of datatype ``kind``, to the bytes of a raw tensor."""
+    """Converts the typed values in ``contents`` to the bytes of a raw tensor.
+
+    ``kind``: the datatype of the numbers in the only field of ``contents`` that is filled.
+    """
     if datatype == "BYTES":
         return encoded(list(contents.bytes_contents))
     numbers, dtype = packed_numbers.of_contents(contents, DTYPES[kind]), DTYPES[datatype]
@@ -200,7 +218,7 @@ def _typed_bytes(name: str, datatype: str, kind: str, contents: Any) -> bytes:
 
 
 def _region(name: str, parameters: Any) -> RegionSlice:
-    """Decodes the parameters that place the input or output ``name`` in a shared-memory region."""
+    """Decodes the parameters that say in which shared-memory region the input or output ``name`` lies, and where."""
 
     def read(key: str, choice: str) -> Any:
         return _value(f"'{key}' parameter for tensor '{name}'", parameters[key], choice) if key in parameters else 0
@@ -220,7 +238,7 @@ def _region(name: str, parameters: Any) -> RegionSlice:
 
 
 def _requested(entry: Any) -> RequestedOutput:
-    """Decodes a requested output that has parameters (classification, region). Raises InvalidArgument: they are wrong."""
+    """Decodes a requested output that has parameters (classification, region). Raises InvalidArgument: a parameter is wrong."""
     parameters = entry.parameters
     classification = 0
     if "classification" in parameters:
@@ -241,7 +259,10 @@ def _requested(entry: Any) -> RequestedOutput:
 
 
 def decode_scheduling(parameters: bytes) -> Scheduling | None:
-    """Decodes the encoded parameters that schedule a request; None: they are unusual, and ``decode_head`` must read them."""
+    """Decodes the encoded parameters that schedule a request.
+
+    Returns None if they are not written as usual: then ``decode_head`` must decode them.
+    """
     try:
         given = grpc_service_pb2.ModelInferRequest.FromString(parameters).parameters
         if PARAMETERS.keys() >= given.keys():
@@ -275,7 +296,7 @@ def _read_parameter(key: str, value: Any, decoded: DecodedHead) -> None:
 
 
 def _value(what: str, value: Any, *choices: str) -> Any:
-    """Returns the value in an InferParameter. Raises InvalidArgument, with the name ``what``: its type is none of ``choices``."""
+    """Returns the value in an InferParameter. Raises InvalidArgument, which names ``what``: its type is none of ``choices``."""
     choice = value.WhichOneof("parameter_choice")
     if choice not in choices:
         *others, last = choices

@@ -37,7 +37,10 @@ class RefusedRequest(Exception):
 
 
 class MessageCutter:
-    """Cuts an encoded ModelInferRequest into head, id and raw tensors, whole or in the pieces in which it arrives."""
+    """Cuts an encoded ModelInferRequest into head, id and raw tensors. The message may come whole or in pieces.
+
+    The head is the message without its id and raw tensors.
+    """
 
     #: The raw tensors that have begun, and the size of the last one.
     raw_count = raw_size = 0
@@ -55,7 +58,11 @@ class MessageCutter:
         self.unread = byte_size
 
     def begin(self, piece: memoryview) -> tuple[int, bool]:
-        """Parses the message's first piece: as ``cut`` does, and faster where the fields are the usual ones."""
+        """Parses the message's first piece up to the first raw tensor. It is faster than ``cut`` for messages of the usual form.
+
+        Returns the offset where it stopped, and whether a raw tensor begins there.
+        Raises RefusedRequest: the message is malformed, or has too many fields.
+        """
         begun = walk_beginning(piece, 0, len(piece))
         if begun is None:
             return self.cut(piece, 0)
@@ -67,8 +74,9 @@ class MessageCutter:
         return at, True
 
     def cut(self, piece: memoryview, at: int) -> tuple[int, bool]:
-        """Parses ``piece[at:]`` up to the next raw tensor. Returns where it stopped, and whether a raw tensor begins there.
+        """Parses ``piece[at:]`` up to the next raw tensor.
 
+        Returns the offset where it stopped, and whether a raw tensor begins there.
         Raises RefusedRequest: the message is malformed, or has too many fields.
         """
         end = len(piece)
@@ -119,7 +127,7 @@ class MessageCutter:
 def split(message: Buffer) -> tuple[bytes, bytes, list[tuple[int, int]]]:
     """Cuts a complete ModelInferRequest. Returns its head, its id, and (begin, end) of each raw tensor in ``message``.
 
-    Raises RefusedRequest: the message is malformed, or has too many fields.
+    The head is the message without its id and raw tensors. Raises RefusedRequest: it is malformed, or has too many fields.
     """
     cutter, view = MessageCutter(len(message)), memoryview(message)
     at = 0
@@ -138,7 +146,7 @@ def client_id_of(message: Buffer) -> str:
 
 
 def cut_short() -> RefusedRequest:
-    """Returns the refusal of a message that ends within a field, or is malformed."""
+    """Returns the error that refuses a message which ends within a field, or is malformed."""
     return _refused("failed to parse the request message: it is cut short")
 
 
@@ -147,9 +155,8 @@ def _refused(text: str) -> RefusedRequest:
 
 
 def _field_start(start: bytes) -> tuple[int, int, int]:
-    """Parses the start of a field.
+    """Parses the start of a field. Returns its tag (0: an unknown field), the offset of its content, and the content's size.
 
-    Returns its tag (0: an unknown field), the bytes before its content, and the size of the content.
     Raises: IndexError: more bytes are needed, or the field is malformed.  RefusedRequest: no more bytes can make it valid.
     """
     tag = start[0]
@@ -174,7 +181,10 @@ def _field_start(start: bytes) -> tuple[int, int, int]:
 
 
 def varint(message: Buffer | bytearray, at: int) -> tuple[int, int]:
-    """Returns the varint at ``at``, and where it ends. Raises IndexError: it is cut short, or longer than any."""
+    """Decodes the varint at the offset ``at``. Returns its value and the offset behind it.
+
+    Raises IndexError: the varint is cut short, or has more bytes than any valid one.
+    """
     value = shift = 0
     while True:
         byte = message[at]

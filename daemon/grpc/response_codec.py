@@ -23,12 +23,15 @@ _INT64 = 1 << 63
 
 
 class AnswerLayout:
-    """Encodes answers that differ only in id and tensors: holds their common part encoded, and adds the id and tensors."""
+    """Encodes answers that differ only in id and tensors. It holds their common part encoded, and adds the id and the tensors."""
 
     __slots__ = ("_begin", "_owns", "_prepared", "_rest", "_whole")
 
     def __init__(self, prepared: PreparedAnswer, model: str, final: bool | None = None) -> None:
-        """``final``: the value of the parameter ``triton_final_response``; None: the parameter is absent, as in unary answers."""
+        """Encodes the common part of the answers.
+
+        ``final``: the value of the parameter ``triton_final_response``; None: the answers lack that parameter, as for ModelInfer.
+        """
         self._prepared = prepared
         name, version = model.encode(), str(prepared.version).encode()
         self._begin = field_start(_MODEL_NAME, len(name)) + name + field_start(_MODEL_VERSION, len(version)) + version
@@ -49,9 +52,12 @@ class AnswerLayout:
     def pieces(
         self, client_id: bytes, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]
     ) -> list[Buffer]:
-        """Encodes one answer as pieces of a ModelInferResponse; tensors in the response arena become views of it.
+        """Encodes one answer as pieces of a ModelInferResponse.
 
-        ``contents``: the outputs, without those that went to a shared-memory region. ``view``: returns the bytes of a slice.
+        Tensors in the response arena are not copied: they become views of it.
+        Args:
+          contents: the outputs, without those that were written to a shared-memory region.
+          view: returns the bytes of a slice of the response arena.
         """
         pieces: list[Buffer] = [self._whole]
         if client_id:
@@ -73,7 +79,7 @@ def _output(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
 
 
 def _parameters(given: Mapping[str, Parameter]) -> dict[str, InferParameter]:
-    """Converts parameters to protobuf messages. Integers that do not fit 64 bits with a sign keep only their lower 64 bits."""
+    """Converts parameters to protobuf messages. An integer that does not fit a signed 64-bit one keeps only its lower 64 bits."""
     found: dict[str, InferParameter] = {}
     for key, value in given.items():
         if isinstance(value, bool):
@@ -94,19 +100,22 @@ _IS_FINAL = [ModelInferResponse(parameters=_parameters({_FINAL: final})).Seriali
 
 
 def streamed(parts: list[Buffer]) -> list[Buffer]:
-    """Wraps the pieces of a ModelInferResponse in a ModelStreamInferResponse."""
+    """Puts the pieces of a ModelInferResponse into a ModelStreamInferResponse, and returns the pieces of that."""
     return [field_start(_INFER_RESPONSE, sum(map(len, parts))), *parts]
 
 
 def streamed_error(message: str, client_id: str, model: str = "", final: bool | None = None) -> bytes:
-    """Encodes a ModelStreamInferResponse that carries an error; ``final``: the value of ``triton_final_response``, if any."""
+    """Encodes a ModelStreamInferResponse that carries an error.
+
+    ``final``: the value of the parameter ``triton_final_response``; None: the response lacks that parameter.
+    """
     parameters = {} if final is None else _parameters({_FINAL: final})
     inner = ModelInferResponse(model_name=model, id=client_id, parameters=parameters)
     return ModelStreamInferResponse(error_message=message, infer_response=inner).SerializeToString()
 
 
 def empty_final(model: str, client_id: str) -> bytes:
-    """Encodes the empty final response of a decoupled model, for clients that ask for one."""
+    """Encodes the empty last response of a model that gives several responses, for clients that ask for it."""
     inner = ModelInferResponse(model_name=model, id=client_id, parameters=_parameters({_FINAL: True}))
     return ModelStreamInferResponse(infer_response=inner).SerializeToString()
 

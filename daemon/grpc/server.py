@@ -28,7 +28,7 @@ from tensord.daemon.grpc.unary_infer import UnaryInfer
 
 
 class GrpcFront(Front):
-    """Serves gRPC clients in a front process: accepts their connections, checks deadlines, and closes them when it stops."""
+    """The front process that serves gRPC clients: accepts connections, checks their deadlines, and closes them at the end."""
 
     protocol = "grpc"
     parts: ClassVar[Mapping[str, str]] = {

@@ -38,7 +38,7 @@ class StandardServices:
         self._endpoints = endpoints
 
     def methods(self) -> Iterator[tuple[str, Callable[[Stream], Call]]]:
-        """Yields the path of each RPC, and the function that makes the ``Call`` for a stream with this path."""
+        """Yields the path of each RPC, with the function that makes the ``Call`` for a stream with this path."""
         yield f"/{_HEALTH}/Check", lambda stream: Unary(stream, health_pb2.HealthCheckRequest, self._check)
         yield f"/{_HEALTH}/Watch", lambda stream: _Conversation(stream, health_pb2.HealthCheckRequest, self._watch)
         for service, messages in _REFLECTIONS.items():
@@ -46,7 +46,7 @@ class StandardServices:
             yield f"/{service}/ServerReflectionInfo", functools.partial(_reflecting, reflection, messages)
 
     async def _check(self, request: Any) -> Any:
-        """Answers a health check with the server's readiness, whatever service it names, as Triton does."""
+        """Answers a health check with the server's readiness. As in Triton, the service that the check names does not matter."""
         return await self._status()
 
     async def _status(self) -> Any:
@@ -127,10 +127,12 @@ class _Conversation(Call):
 
 
 class Reflection:
-    """Answers the requests of one version (v1, v1alpha) of server reflection from the descriptors of our messages. Sans-I/O.
+    """Answers the requests of one version (v1, v1alpha) of server reflection from the descriptors of the server's messages.
 
-    None of these has an extension, so a request for an extension by its number never finds any.
-    ``messages``: the module of that version's messages. ``services``: names of the services that the server has.
+    Sans-I/O. No message of the server has an extension, so a request for an extension by its number never finds one.
+    Args:
+      messages: the module of the messages of that version of reflection.
+      services: the names of the services that the server has.
     Source: grpc/reflection/v1/reflection.proto.
     """
 
@@ -139,7 +141,10 @@ class Reflection:
         self._services = sorted(services)
 
     def answer(self, question: Any) -> Any:
-        """Returns the ServerReflectionResponse to a ServerReflectionRequest; an unknown file or symbol makes it an error."""
+        """Returns the ServerReflectionResponse to a ServerReflectionRequest.
+
+        For an unknown file or symbol it is an error response.
+        """
         answer = self._messages.ServerReflectionResponse(valid_host=question.host, original_request=question)
         kind = question.WhichOneof("message_request")
         error = answer.error_response
@@ -156,7 +161,10 @@ class Reflection:
         return answer
 
     def _fill(self, answer: Any, kind: str, asked: Any) -> None:
-        """Fills in the answer to a request whose field ``kind`` is ``asked``. Raises KeyError: the symbol does not exist."""
+        """Fills in the answer to a request whose field ``kind`` has the value ``asked``.
+
+        Raises KeyError: the symbol does not exist.
+        """
         if kind == "file_by_filename":
             _describe(answer, POOL.FindFileByName(asked))
         elif kind == "file_containing_symbol":
@@ -180,7 +188,7 @@ def _file_of(symbol: str) -> FileDescriptor:
 
 
 def _describe(answer: Any, file: FileDescriptor) -> None:
-    """Adds the descriptor of a file to an answer, followed by those of all files that it imports."""
+    """Adds the descriptor of a file to an answer, followed by the descriptors of all files that it imports."""
     found = [file]
     for each in found:
         found += [imported for imported in each.dependencies if imported not in found]

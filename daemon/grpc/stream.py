@@ -128,7 +128,10 @@ class Stream:
             self._timer = self.connection.loop.call_later(head.timeout_ns / 1e9, self._expired)
 
     def begin(self) -> None:
-        """Starts the call that the head asks for, or ends it with an error: no such method, no gRPC call, or no key for it."""
+        """Starts the call that the stream's headers ask for.
+
+        The call ends with an error if there is no such method, the request is no gRPC call, or the client lacks the access key.
+        """
         head, serving = self.head, self.http2.serving
         if head.http_status != 200:
             self.answer_http(head.http_status)
@@ -148,7 +151,7 @@ class Stream:
     # ----------------------------------------------------------------------------------------------- receiving
 
     def receive(self, data: bytes, start: int, end: int) -> None:
-        """Parses ``data[start:end]``, the next bytes that arrived on this stream, and hands complete messages to the call."""
+        """Parses ``data[start:end]``, the next bytes that arrived on this stream, and passes complete messages to the call."""
         if self._promised is not None and not self._counts(end - start):
             return
         if self._finished:
@@ -169,7 +172,10 @@ class Stream:
             self._defect()
 
     def _take(self, piece: memoryview) -> None:
-        """Splits received bytes into messages: a message may arrive in several pieces, and a piece may hold several messages."""
+        """Cuts received bytes into messages, and passes complete messages to the call.
+
+        A message may arrive in several pieces, and a piece may hold several messages.
+        """
         at, end = 0, len(piece)
         while at < end and not self._finished:
             arriving = self.arriving
@@ -203,7 +209,10 @@ class Stream:
                 self._arrived(arriving)
 
     def advance(self, byte_size: int) -> None:
-        """Counts bytes that the connection has read into the arriving message's memory; hands a complete message to the call."""
+        """Counts ``byte_size`` bytes that the connection has read into the memory of the arriving message.
+
+        If that completes the message, it is passed to the call.
+        """
         if self._promised is not None and not self._counts(byte_size):
             return
         arriving = self.arriving
@@ -218,20 +227,23 @@ class Stream:
 
     @property
     def waits_for_room(self) -> bool:
-        """Returns whether the message that is arriving still waits for memory in the arena."""
+        """Returns whether the arriving message still waits for memory in the arena."""
         return self.arriving is not None and self.arriving.waits_for_room
 
     def _room_came(self) -> None:
-        """Continues with a message whose wait for arena (shared) memory has ended; the client's time to send it starts anew."""
+        """Called when the arriving message's wait for arena memory has ended.
+
+        The client's time to send the message starts anew.
+        """
         self.partial_since = 0.0
         self._note()
         self.grant()
 
     def frame_arrived(self, flags: int) -> None:
-        """Is called when all of a frame has arrived. If it ends the client's side of the stream (``flags``), tells the call.
+        """Called when a DATA or HEADERS frame has arrived completely. ``flags``: the flags of the frame.
 
-        The call is refused if a message is incomplete then. Any other frame may have used up much of the stream's window: then
-        the client is granted more bytes to send.
+        If the frame ends the client's side of the stream, the call is told so; but if a message is incomplete, the call is
+        refused. Otherwise, if much of the stream's window is used up, the client is granted more.
         """
         if not flags & frames.END_STREAM:
             if self.ungranted > MUCH_OF_STREAM:
@@ -253,15 +265,18 @@ class Stream:
             self._defect()
 
     def grant(self) -> None:
-        """Grants the client as much window (bytes to send) as it has used up, unless the stream can take no more data now."""
+        """Grants the client as many bytes of window as it has used up.
+
+        It does nothing while the stream can accept no more data.
+        """
         if self.ungranted > 0 and not (self.held or self.half_closed or self.ended or self.waits_for_room):
             self.http2.write(frames.window_update(self.id, self.ungranted))
             self.ungranted = 0
 
     def _note(self) -> None:
-        """Counts the message bytes that the stream buffers, and refuses the call if all streams together buffer too many.
+        """Counts the message bytes that the stream buffers. If all streams together buffer too many, it refuses the call.
 
-        Grants the client window for the rest of a message that goes into the arena.
+        If the arriving message goes into the arena, it also grants the client the window for the rest of the message.
         """
         if self._finished:
             return
@@ -297,7 +312,7 @@ class Stream:
         self.partial_since = 0.0
 
     def _arrived(self, arriving: ArrivingMessage) -> None:
-        """Hands the message that is now complete to the call."""
+        """Passes the message that is now complete to the call."""
         self.arriving = None
         self.partial_since = 0.0
         self.http2.serving.collected -= self._kept
@@ -315,7 +330,10 @@ class Stream:
                 raise
 
     def _deliver(self, flag: int, content: Buffer, start: int, end: int) -> None:
-        """Hands a complete message to the call, after inflating it if it is compressed (``flag`` is 1)."""
+        """Passes the complete message ``content[start:end]`` to the call.
+
+        If it is compressed (``flag`` is 1), it is inflated before.
+        """
         assert self.call is not None
         if flag:
             content = inflated(
@@ -325,7 +343,7 @@ class Stream:
         self.call.message(content, start, end)
 
     def _counts(self, byte_size: int) -> bool:
-        """Counts received bytes against the content-length. Returns whether they stay within it; if not, resets the stream."""
+        """Counts received bytes against the request's content-length. If they exceed it, resets the stream and returns False."""
         assert self._promised is not None
         self._promised -= byte_size
         if self._promised < 0 and not self.ended:
@@ -335,7 +353,10 @@ class Stream:
     # -------------------------------------------------------------------------------------------------- sending
 
     def answer(self, parts: list[Buffer], on_sent: Callable[[], None] | None = None) -> None:
-        """Sends the only response message of a unary call, and its trailers. ``on_sent``: called once ``parts`` may be reused."""
+        """Sends the only response message of a unary call, and the trailers.
+
+        ``on_sent``: called once the memory of ``parts`` may be reused; None: nothing is called.
+        """
         if self._finished:
             if on_sent is not None:
                 on_sent()
@@ -380,7 +401,10 @@ class Stream:
             self._end(b"".join(begin), *parts, b"".join(end))
 
     def send(self, parts: list[Buffer], on_sent: Callable[[], None] | None = None) -> None:
-        """Sends a response as far as the windows allow, and queues the rest. ``on_sent``: called once ``parts`` may be reused."""
+        """Sends a response message as far as the windows allow, and queues the rest.
+
+        ``on_sent``: called once the memory of ``parts`` may be reused; None: nothing is called.
+        """
         if self._finished:
             if on_sent is not None:
                 on_sent()
@@ -437,7 +461,7 @@ class Stream:
         self.pump()
 
     def send_later(self, on_sent: Callable[[], None]) -> None:
-        """Registers ``on_sent`` to be called once all unsent bytes of this stream have left, or the stream has ended."""
+        """Stores ``on_sent``, which is called once all unsent bytes of this stream have left, or the stream has ended."""
         if self._on_sent is None:
             self._on_sent = []
         self._on_sent.append(on_sent)
@@ -471,7 +495,7 @@ class Stream:
         self.pump()
 
     def pump(self) -> None:
-        """Sends as many queued bytes as the windows and the socket's buffer allow, and the trailers once no bytes are left."""
+        """Sends as many queued bytes as the windows and the socket's buffer allow. Once no bytes are left, sends the trailers."""
         http2, unsent = self.http2, self._unsent
         while unsent:
             room = min(self.send_window, http2.send_window, http2.max_frame_size, http2.room)
@@ -516,7 +540,7 @@ class Stream:
             self._end(frames.frame(frames.HEADERS, flags, self.id, self._trailers))
 
     def _sent(self) -> None:
-        """Passes the waiting ``on_sent`` callbacks to the connection, which calls them once it has written all queued bytes."""
+        """Passes the stored ``on_sent`` callbacks to the connection, which calls them once it has written all queued bytes."""
         waiting, self._on_sent = self._on_sent or (), None
         when_written = self.connection.when_written
         call_each((partial(when_written, on_sent) for on_sent in waiting), "what follows an answer")
@@ -528,15 +552,17 @@ class Stream:
         self.http2.write(frames.frame(frames.HEADERS, frames.END_HEADERS, self.id, block))
 
     def _compresses(self, size: int) -> bool:
-        """Returns whether a response of ``size`` bytes is worth compressing and the client accepts gzip."""
+        """Returns whether a response of ``size`` bytes is to be compressed: it is large enough, and the client accepts gzip."""
         return size >= _MIN_COMPRESSED and "gzip" in self.head.accepts
 
     # -------------------------------------------------------------------------------------------------- bounds
 
     def check(self, now: float, direct: int) -> None:
-        """Ends the call if its client sends a message or takes a response too slowly; called about once a second.
+        """Ends the call if its client sends a message or takes a response too slowly. Called about once a second.
 
-        ``direct``: bytes of the arriving message that were read into its memory and not yet reported by ``advance``.
+        Args:
+          now: seconds of the event loop's clock.
+          direct: how many bytes were read into the arriving message's memory and not yet reported by ``advance``.
         """
         options = self.http2.serving.options
         if self._is_stalled(now):
@@ -551,7 +577,7 @@ class Stream:
                 self.refuse(UNAVAILABLE, f"a message came at fewer than {options.min_rate} bytes a second")
 
     def _is_stalled(self, now: float) -> bool:
-        """Returns whether the client takes response bytes too slowly, held up by a window or by the socket."""
+        """Returns whether the client takes response bytes too slowly, so that a window or the socket stops the stream."""
         if not self.blocked:
             return False
         if self._pace is None:
@@ -561,13 +587,16 @@ class Stream:
 
     @property
     def idle(self) -> bool:
-        """Returns whether the call is open, and neither receives a request message nor has a request without its answer."""
+        """Returns whether the call is open, no request message is arriving, and every request has its answer."""
         return not self._finished and not self.partial_since and self.call is not None and self.call.idle
 
     def stop(self, now: float, direct: int) -> None:
-        """Ends the call once its accepted requests are answered, because the server stops; called again until it has ended.
+        """Ends the call once its accepted requests are answered, because the server stops. Called again until the call has ended.
 
-        A client that has begun a message and stopped sending it is not waited for. ``direct``: as in ``check``.
+        If a client has begun a message and stopped sending, its call is ended without waiting for the rest.
+        Args:
+          now: seconds of the event loop's clock.
+          direct: how many bytes were read into the arriving message's memory and not yet reported by ``advance``.
         """
         call = self.call
         if self._finished or call is None:
@@ -582,7 +611,7 @@ class Stream:
         call.stop()
 
     def _received_byte_size(self) -> int:
-        """Returns how many bytes of the incomplete message have arrived."""
+        """Returns how many bytes of the arriving message have come; 0 if no message is arriving."""
         arriving = self.arriving
         return len(self._begun) + (0 if arriving is None else arriving.byte_size - arriving.left)
 
@@ -598,7 +627,7 @@ class Stream:
     # -------------------------------------------------------------------------------------------------- ending
 
     def refuse(self, code: int, message: str) -> None:
-        """Ends the call with an error status, and cancels the requests that it has in flight."""
+        """Ends the call with an error status, and cancels the call's requests that are not answered."""
         if not self._finished:
             call = self.call
             try:
@@ -623,7 +652,10 @@ class Stream:
             call.abandoned()
 
     def _end(self, *last: Buffer) -> None:
-        """Ends the stream. ``last``: the end of its response; with it, a client that may still send is told to stop."""
+        """Ends the stream, after sending ``last``, the end of its response. ``last`` is empty if there is no response.
+
+        After a response, a client that may still send is told by RST_STREAM to stop.
+        """
         http2 = self.http2
         if last:
             http2.write_pieces(*last)

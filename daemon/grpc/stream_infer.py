@@ -148,7 +148,13 @@ class StreamInfer(InferCall):
     def _not_sent(
         self, error: Exception, client_id: str, trace: Trace | None = None, asked: CallRequest | None = None
     ) -> None:
-        """Sends the client an error, in its turn, for a request that could not be sent to a worker; the stream's others go on."""
+        """Sends the client an error for a request that could not be sent to a worker. The other requests of the stream go on.
+
+        If the answers to earlier requests must come first, the error is sent after them.
+        Args:
+          trace: the request's trace; None: the request is not traced.
+          asked: stands for the request in logs; None: its model is unknown.
+        """
         code, message, sent = INTERNAL, DEFECT, None
         if isinstance(error, ServingError):
             code, message = grpc_number(error), error.message
@@ -171,7 +177,7 @@ class StreamInfer(InferCall):
         self._go_on()
 
     def _go_on(self) -> None:
-        """Sends waiting requests to workers while the stream's limits allow, then grants the client window to send more."""
+        """Sends waiting requests to workers as far as the stream's limits allow. If none waits, grants the client more window."""
         while self._waiting and self._has_room():
             message = self._waiting.popleft()
             self._ask(message, 0, 0 if isinstance(message, ArrivingMessage) else len(message))
@@ -213,7 +219,14 @@ class StreamInfer(InferCall):
         return self._order.holds_up(asked)
 
     def _keep(self, asked: object, size: int, send: Callable[[], None], sent: Callable[[], None] | None) -> None:
-        """Sends an answer in its turn: now, with those that waited for it, or after the answers to earlier requests."""
+        """Sends the answer to ``asked`` once the answers to all earlier requests are sent, which may be now.
+
+        Answers that waited for this one are sent after it.
+        Args:
+          size: the number of bytes of the answer.
+          send: sends the answer.
+          sent: called if the answer is dropped, because the call has ended; None: nothing is called.
+        """
         self._kept_size += size
         if self._kept_size >= _MAX_UNSENT:
             self.stream.held = True

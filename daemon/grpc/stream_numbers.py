@@ -18,7 +18,7 @@ _MAX_REMEMBERED = 256
 
 
 class Past(enum.Enum):
-    """The reasons why a stream is not open: never used, a higher one was used first, ended, reset by the client, cut by us."""
+    """The reasons why a stream is not open: never used, a higher one used first, ended, reset by the client or the server."""
 
     #: Nobody has used it yet.
     IDLE = "idle"
@@ -33,7 +33,7 @@ class Past(enum.Enum):
 
 
 class StreamNumbers:
-    """Remembers which stream identifiers of one connection were used, and how streams that are not open any more have ended."""
+    """Remembers which stream identifiers of one connection were used, and how streams that are no longer open have ended."""
 
     __slots__ = ("_ended", "_forgotten", "_gaps", "next")
 
@@ -48,17 +48,23 @@ class StreamNumbers:
 
     @property
     def last(self) -> int:
-        """Returns the highest stream identifier that was used; 0: none was."""
+        """Returns the highest stream identifier that was used; 0 if none was used."""
         return max(0, self.next - 2)
 
     def use(self, number: int) -> None:
-        """Marks the identifier of a new stream, odd and above all used ones, as used, and unused lower ones as passed over."""
+        """Notes that a new stream uses the identifier ``number``, which is odd and above all used ones.
+
+        Lower identifiers that were not used cannot be used any more.
+        """
         if number > self.next:
             self._gaps.append((self.next, number - 2))
         self.next = number + 2
 
     def past(self, number: int) -> Past:
-        """Returns why a stream is not open; CUT, the most lenient reason, also if it ended too long ago to be remembered."""
+        """Returns why a stream is not open.
+
+        If the stream ended too long ago to be remembered, returns CUT, the most lenient reason.
+        """
         if not number & 1 or number >= self.next:
             return Past.IDLE
         ended = self._ended.get(number)
@@ -69,7 +75,10 @@ class StreamNumbers:
         return Past.CUT if number <= self._forgotten else Past.CLOSED
 
     def remember(self, number: int, past: Past) -> None:
-        """Remembers that a stream ended otherwise than by both sides: ``past`` returns RESET or CUT for it."""
+        """Remembers that a stream ended early: the client has reset it (RESET), or the server has ended it (CUT).
+
+        ``past`` will return that reason.
+        """
         self._ended[number] = past
         if len(self._ended) > _MAX_REMEMBERED:
             oldest = next(iter(self._ended))

@@ -41,7 +41,10 @@ _ONE_MESSAGE = "a unary call has one request message"
 
 
 class UnaryInfer(InferCall):
-    """Answers one ModelInfer call: sends its request to a worker, after earlier ones of its sequence, and the answer back."""
+    """Answers one ModelInfer call: sends its request to a worker, and the answer to the client.
+
+    A request of a sequence is sent after the earlier requests of the sequence.
+    """
 
     streams = False
     __slots__ = ("_asked", "_message", "_sequence", "_waits_since", "infer", "stream")
@@ -93,7 +96,10 @@ class UnaryInfer(InferCall):
 
     @property
     def sequence(self) -> Sequence | None:
-        """Returns the request's sequence (model and sequence id); None: it belongs to no sequence, or that is not known yet."""
+        """Returns the request's sequence (model and sequence id).
+
+        None if it belongs to no sequence, or if that is not known yet.
+        """
         message = self._message
         said = message.cutter.head if isinstance(message, ArrivingMessage) else message
         size, found = self._sequence
@@ -103,7 +109,7 @@ class UnaryInfer(InferCall):
         return found
 
     def resume(self) -> None:
-        """Sends the request to a worker, now that the earlier requests of its sequence were sent."""
+        """Sends the request to a worker. Called when the earlier requests of its sequence were sent."""
         try:
             self._begin()
         except Exception:
@@ -121,7 +127,10 @@ class UnaryInfer(InferCall):
         self.stream.connection.steps.leave(self, self._asked is not None)
 
     def _begin(self) -> None:
-        """Sends the request to a worker, or refuses it. Later steps of its sequence may go on, unless it waits for memory."""
+        """Sends the request to a worker, or refuses it.
+
+        Then later requests of its sequence may be sent. If this request still waits for memory, they wait too.
+        """
         message = self._message
         assert message is not None
         infer, waited_ns = self.infer, self._waits_since
@@ -195,7 +204,7 @@ class UnaryInfer(InferCall):
         self.stream.answer(parts, sent)
 
     def _refuse(self, error: ServingError, trace: Trace | None = None) -> None:
-        """Ends the call with an error; ``trace``: the request's trace, which then ends as well."""
+        """Ends the call with an error, and ends ``trace``, the request's trace; None: the request is not traced."""
         sent = None
         if trace is not None:
             trace.failed(NAMES[grpc_number(error)], error.message)
@@ -203,7 +212,7 @@ class UnaryInfer(InferCall):
         self._end(grpc_number(error), error.message, sent)
 
     def _end(self, code: int, message: str, sent: Callable[[], None] | None) -> None:
-        """Ends the call with an error status; ``sent`` is called once that was written."""
+        """Ends the call with an error status. ``sent`` is called once the status was written; None: nothing is called."""
         if sent is not None:
             self.stream.send_later(sent)
         try:
@@ -213,7 +222,7 @@ class UnaryInfer(InferCall):
 
 
 class StepOrder:
-    """Sends the steps (requests) of each sequence in order: holds unary calls of one connection until a worker has them."""
+    """Sends the requests of each sequence in order: holds unary calls of one connection until their requests can be sent."""
 
     __slots__ = ("_broken", "_due", "_loop", "unsent")
 
@@ -226,7 +235,10 @@ class StepOrder:
         self._due = False
 
     def waits(self, step: UnaryInfer) -> bool:
-        """Returns whether a complete request waits for an earlier one of its sequence, until ``resume`` or ``miss`` is called."""
+        """Returns whether a complete request must wait for an earlier request of its sequence.
+
+        If so, the request's ``resume`` or ``miss`` will be called.
+        """
         if next(iter(self.unsent)) is step or (sequence := step.sequence) is None:
             return False
         for other in self.unsent:
@@ -238,7 +250,11 @@ class StepOrder:
         return False
 
     def leave(self, step: UnaryInfer, sent: bool) -> None:
-        """Removes a call, if it is held here: steps that waited for it are sent if its request was ``sent``, else refused."""
+        """Removes a call that no longer waits; it does nothing if the call is not held here.
+
+        ``sent``: True: the call's request was sent to a worker, so the requests that waited for it are sent. False: it will never
+        be sent, so the requests of its sequence that waited for it are refused.
+        """
         if self.unsent.pop(step, None) is None or not self.unsent:
             return
         if not sent and step.sequence is not None:
@@ -269,7 +285,10 @@ class StepOrder:
 
 
 def sequence_of(message: Buffer | bytearray) -> Sequence | None:
-    """Returns the sequence (model and id) of a possibly incomplete message; None: it has none, or its id has not arrived."""
+    """Returns the sequence (model and sequence id) that a message names, of which perhaps only the beginning has arrived.
+
+    Returns None if the message names no sequence, or if the sequence id has not arrived.
+    """
     said = b""
     for tag, start, begin, size in fields(message, min(len(message), _MAX_BEGINNING)):
         if tag in (_MODEL, _PARAMETER):

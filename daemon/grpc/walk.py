@@ -47,9 +47,9 @@ else:
 
 
 def fields(content: Buffer | bytearray, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yields tag, offset, content offset and content size of each field of an encoded message before ``end``.
+    """Yields tag, offset, offset of the content and size of the content for each field of an encoded message before ``end``.
 
-    Stops at the first field that is cut short, or that a ModelInferRequest does not have.
+    It stops at the first field that is cut short, or that a ModelInferRequest does not have.
     """
     at = 0
     while at < end and content[at] in _TAGS:

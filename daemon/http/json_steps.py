@@ -303,9 +303,8 @@ class JsonBase64:
     def fill(self, place: memoryview) -> Generator[None, None, int]:
         """Writes the tensor's bytes into ``place``, and yields after each piece. Returns how many bytes were written.
 
-        Raises: InvalidArgument: the text is no base64, or its bytes are not as many as the tensor needs. (The elements of a BYTES
-          tensor
-        are checked by a worker.)
+        Raises: InvalidArgument: the text is no base64, or its bytes are not as many as the tensor needs. (A worker checks the
+          elements of a BYTES tensor.)
         """
         written, end = 0, len(self.text) - 1
         for start in range(1, end, _BASE64_BYTE_SIZE):

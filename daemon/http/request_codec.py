@@ -93,8 +93,7 @@ def decode_exactly(
       apart: that large data; None: nothing is cut out.
       tail_size: the number of bytes of all binary tensors that follow the JSON.
     Raises: InvalidArgument: the text is no JSON, not in the protocol's format, contradicts itself, or is too long for this
-      parser;
-      Unsupported: a sequence id that is a string is too long.
+      parser; Unsupported: a sequence id that is a string is too long.
     """
     if len(text) > _MAX_EXACT:
         raise InvalidArgument(f"failed to parse the request JSON: {reason}") from reason

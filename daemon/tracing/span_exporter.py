@@ -52,7 +52,7 @@ NOT_INSTALLED = "trace.otlp is set, and what sends spans is not installed: pip i
 
 
 def installed() -> bool:
-    """Returns whether the libraries that export spans are installed (the extra ``otel``)."""
+    """Returns whether the libraries that are needed to export spans are installed (the extra ``otel``)."""
     try:
         return all(map(find_spec, ("opentelemetry.proto", "opentelemetry.sdk", "requests")))
     except ModuleNotFoundError:
@@ -60,7 +60,10 @@ def installed() -> bool:
 
 
 class SpanCounts:
-    """Counts spans: queued and dropped ones, written by the supervisor's loop; sent and failed ones, by the sending thread."""
+    """Counts spans that were queued, dropped, sent, or failed to be sent.
+
+    The supervisor's event loop writes ``queued`` and ``dropped``; the thread that sends writes ``sent`` and ``failed``.
+    """
 
     def __init__(self) -> None:
         #: Spans that were queued, and those that were dropped because too many waited.
@@ -74,19 +77,22 @@ class SpanCounts:
         return self.queued - self.sent - self.failed
 
     def sending_ended(self, spans: int, taken: bool) -> None:
-        """Counts the spans of a message that was sent. ``taken``: whether the collector has taken it."""
+        """Counts the spans of a message that was sent. ``taken``: whether the collector has accepted the message."""
         if taken:
             self.sent += spans
         else:
             self.failed += spans
 
     def outcomes(self) -> dict[str, int]:
-        """Returns how many spans were sent, failed to be sent, or were dropped: the keys "sent", "failed" and "dropped"."""
+        """Returns how many spans were sent, failed to be sent, and were dropped: the keys "sent", "failed" and "dropped"."""
         return {"sent": self.sent, "failed": self.failed, "dropped": self.dropped}
 
 
 class SpanExporter:
-    """Sends the spans of ended traces to a collector at ``url``, as those of ``service``. Used by the supervisor, in its loop."""
+    """Sends the spans of ended traces to an OpenTelemetry collector. Used by the supervisor, in its event loop.
+
+    ``url``: the collector's address. ``service``: the service name that the spans carry.
+    """
 
     def __init__(self, url: str, service: str, counts: SpanCounts) -> None:
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -125,7 +131,7 @@ class SpanExporter:
         self._spans = self._message.resource_spans[0].scope_spans[0].spans
 
     def export(self, traces: Iterable[EndedTrace]) -> None:
-        """Queues the spans of ended traces for the collector, or drops them if too many wait."""
+        """Queues the spans of ended traces for the collector. If too many spans wait already, further ones are dropped."""
         offset = time.time_ns() - time.monotonic_ns()
         for ended in traces:
             if not ended.moments:
@@ -146,9 +152,13 @@ class SpanExporter:
     def _parts(
         self, trace_id: bytes, own: bytes, moments: Sequence[tuple[str, int]], timeline: Timeline | None, offset: int
     ) -> None:
-        """Queues the spans of a request's parts, such as "compute", and of the requests that its model made of other models.
+        """Queues the spans of a request's parts, such as "compute", and of the requests that its model made to other models.
 
-        ``own``: the id of the request's span. ``offset``: ns to add to CLOCK_MONOTONIC to get the time since 1970.
+        Args:
+          own: the id of the request's own span.
+          moments: the names and times of the request's moments.
+          timeline: the spans of the model's code and its requests to other models; None: there are none.
+          offset: ns to add to CLOCK_MONOTONIC to get the time since 1970.
         """
         at = dict(moments)
         run = own
@@ -187,7 +197,10 @@ class SpanExporter:
         kind: int = 0,
         flags: int = 0,
     ) -> None:
-        """Adds a span to the message that is being made, or drops it if too many wait."""
+        """Adds a span to the message that is being made. If too many spans wait for the collector, drops it instead.
+
+        ``began_ns`` and ``ended_ns``: ns since 1970. ``kind`` and ``flags`` 0: an internal span, whose parent is in this process.
+        """
         counts = self._counts
         if counts.waiting >= self._most:
             counts.dropped += 1
@@ -210,7 +223,7 @@ class SpanExporter:
             span.status.code, span.status.message = self._error, error
 
     def _send(self) -> None:
-        """Hands the spans collected so far to the thread that sends them, as one message, and begins another message."""
+        """Passes the spans collected so far to the sending thread, as one message, and begins another message."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -219,13 +232,13 @@ class SpanExporter:
             self._begin_message()
 
     async def close(self) -> None:
-        """Sends the spans that wait, for ``_CLOSE_SECONDS`` at most, so that the daemon can end without the collector."""
+        """Sends the spans that wait, for at most ``_CLOSE_SECONDS``, so that the daemon can end even without a collector."""
         self._send()
         await asyncio.to_thread(self._sender.close, _CLOSE_SECONDS)
 
 
 def _variable(name: str, default: int) -> int:
-    """Returns an environment variable as a number of at least 1; ``default`` if it is not set or no whole number."""
+    """Returns an environment variable as an integer of at least 1; ``default`` if it is not set or is no integer."""
     try:
         return max(1, int(os.environ[name]))
     except (KeyError, ValueError):
@@ -246,7 +259,10 @@ def _encoded(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _value(value: Any) -> dict[str, Any]:
-    """Returns the field of an ``AnyValue`` for an attribute; integers beyond 64 bits with a sign are text."""
+    """Returns the field of an ``AnyValue`` for an attribute's value.
+
+    An integer that does not fit into signed 64 bits becomes text.
+    """
     match value:
         case bool():
             return {"bool_value": value}

@@ -30,9 +30,9 @@ _COMPRESSIONS: Mapping[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, 
 
 
 class SpanSender:
-    """Sends messages of spans to a collector in a thread, in the order in which ``send`` was called.
+    """Sends messages of spans to a collector in a thread of its own, in the order in which ``send`` was called.
 
-    ``done``: called in the thread, after each message: how many spans it had, and whether the collector has taken it.
+    ``done``: called in that thread after each message, with the number of its spans and whether the collector has accepted it.
     """
 
     def __init__(self, url: str, done: Callable[[int, bool], None]) -> None:
@@ -61,7 +61,7 @@ class SpanSender:
         self._thread.start()
 
     def send(self, encode: Callable[[], bytes], spans: int) -> None:
-        """Queues a message with ``spans`` spans, whose bytes ``encode`` returns; ``encode`` is called in the sending thread."""
+        """Queues a message with ``spans`` spans. ``encode`` returns the bytes of the message; the sending thread calls it."""
         self._waiting.put((encode, spans))
 
     def _run(self) -> None:
@@ -75,20 +75,20 @@ class SpanSender:
                 _log.warning("the collector did not take %d spans: %s", spans, refused)
 
     def _post(self, message: bytes) -> str:
-        """Sends a message. Returns why the collector refused it; "": the collector accepted it."""
+        """Sends a message. Returns "" if the collector has accepted it, else the HTTP status and reason."""
         request = self._request.copy()
         request.prepare_body(message if self._compress is None else self._compress(message), None)
         answer = self._session.send(request, timeout=self._timeout, **self._settings)
         return "" if answer.ok else f"{answer.status_code} {answer.reason}"
 
     def close(self, seconds: float) -> None:
-        """Waits until all queued messages are sent, for ``seconds`` at most; messages left then may not be sent."""
+        """Waits until all queued messages are sent, for at most ``seconds``. Later messages may be lost."""
         self._waiting.put(None)
         self._thread.join(seconds)
 
 
 def _variable(name: str) -> str:
-    """Returns the environment variable OTEL_EXPORTER_OTLP_TRACES_name, or else OTEL_EXPORTER_OTLP_name; "": neither is set."""
+    """Returns the environment variable OTEL_EXPORTER_OTLP_TRACES_name, or else OTEL_EXPORTER_OTLP_name; "" if neither is set."""
     return os.environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or os.environ.get(f"OTEL_EXPORTER_OTLP_{name}") or ""
 
 

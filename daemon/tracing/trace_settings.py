@@ -38,8 +38,8 @@ _INTEGER = re.compile(r"\s*[+-]?[0-9]{1,40}")
 def parse(model: str, settings: Mapping[str, Sequence[str]]) -> ChangeTrace:
     """Parses the trace settings that a client sent, such as ``trace_rate``, each with a list of values.
 
-    An empty list of values clears a setting; unknown settings and levels are ignored.
-    Raises: Unsupported: the client names a file.  InvalidArgument: a value is invalid.
+    An empty list of values clears a setting: then the inherited value holds. Unknown settings and levels are ignored.
+    Raises: Unsupported: the client sets the trace file.  InvalidArgument: a value is invalid.
     """
     if "trace_file" in settings:
         raise Unsupported(FILE_REFUSED)
@@ -79,7 +79,10 @@ def _number(setting: str, text: str, least: int, largest: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Values of all trace settings of one model, or of all models; ``level`` is a sum of ``LEVELS``: 1 timestamps, 2 tensors."""
+    """Holds the values of all trace settings of one model, or of all models.
+
+    ``level`` is a sum of ``LEVELS``: 1 timestamps, 2 tensors.
+    """
 
     level: int
     rate: int
@@ -87,7 +90,7 @@ class Values:
     log_frequency: int
 
     def check(self, target: str) -> None:
-        """Raises InvalidArgument if no request could be sampled, or traces have no ``target``, a file or collector."""
+        """Raises InvalidArgument if tracing is on but the rate is 0, or if there is no ``target`` (a file or a collector)."""
         if not self.level:
             return
         if not self.rate:
@@ -97,7 +100,7 @@ class Values:
 
 
 class _Scope:
-    """Holds the settings in force for a model, or for all models without settings of their own, and their shared counters."""
+    """Holds the settings of one model, or those of all models without settings of their own, and their shared counters."""
 
     def __init__(self, values: Values, own: frozenset[str]) -> None:
         self._values = values
@@ -110,14 +113,14 @@ class _Scope:
 
     @property
     def values(self) -> Values:
-        """Returns the values now in force; ``count`` in them is how many traces may still be taken."""
+        """Returns the values that apply now. Their ``count`` is how many traces may still be made."""
         if self.budget is None:
             return self._values
         return dataclasses.replace(self._values, count=self.budget.remaining())
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """Returns the descriptors of the shared counters, which are sent to fronts with ``TraceChanged``."""
+        """Returns the descriptors of the shared counters, which are sent to fronts with a ``TraceChanged`` record."""
         if self.turn is None:
             return ()
         return (self.turn.fd,) if self.budget is None else (self.turn.fd, self.budget.fd)
@@ -129,9 +132,9 @@ class _Scope:
 
 
 class TraceSettings:
-    """Holds the trace settings: those of all models (""), and those of single models.
+    """Holds the trace settings of all models, under the name "", and of single models.
 
-    ``known``: returns whether a model is served. ``publish``: sends all fronts a record and its counters' descriptors.
+    ``known``: returns whether a model is served. ``publish``: sends all fronts a record and the descriptors of its counters.
     """
 
     def __init__(self, options: TraceOptions, known: Callable[[str], bool], publish: Callable[..., None]) -> None:
@@ -145,11 +148,14 @@ class TraceSettings:
 
     @property
     def on(self) -> bool:
-        """Returns whether anything can be traced: there is a file or a collector for traces."""
+        """Returns whether there is a file or a collector for traces. Without one, nothing can be traced."""
         return bool(self._target)
 
     def change(self, wanted: ChangeTrace) -> bytes:
-        """Changes the trace settings of a model, or of all models (""), and returns them as JSON. An error changes nothing."""
+        """Changes the trace settings of a model, or of all models (""). Returns the settings that then apply to it, as JSON.
+
+        Raises InvalidArgument: the model is unknown, or the settings do not fit together. Then nothing is changed.
+        """
         if wanted.model and not self._known(wanted.model):
             raise InvalidArgument(f"Request for unknown model : {wanted.model}")
         given = {name: value for name in Values.__slots__ if (value := getattr(wanted, name)) is not None}
@@ -194,11 +200,14 @@ class TraceSettings:
         return TraceChanged(name, values.level, values.rate, values.log_frequency, self._file), *scope.fds
 
     def records(self) -> list[tuple[Any, ...]]:
-        """Returns the records that tell a new front all settings, each followed by its descriptors, as ``publish`` takes them."""
+        """Returns the records that tell a new front all settings.
+
+        Each is followed by its descriptors, as ``publish`` takes them.
+        """
         return [self._record(name) for name in self._scopes]
 
     def _described(self, values: Values) -> dict[str, Any]:
-        """Returns setting values under the protocol's names, in its order and with its types, for a JSON answer."""
+        """Returns setting values under the protocol's names, in the protocol's order and types, for a JSON answer."""
         return {
             "trace_level": [name for name, bit in LEVELS.items() if values.level & bit] or ["OFF"],
             "trace_rate": str(values.rate),
