@@ -42,7 +42,7 @@ _MAX_NEW_LANES = 253
 
 @dataclass(slots=True, eq=False)
 class ClientConnection:
-    """A client's connection to the clients' socket, and its lanes, which end with the connection."""
+    """A client's connection to the clients' socket, with the lanes that were opened for it and end with it."""
 
     peer: Peer
     #: Incarnation of a worker -> the number of the lane to it.
@@ -51,7 +51,7 @@ class ClientConnection:
 
 @dataclass(slots=True)
 class _OpenLane:
-    """A lane: a direct socket from a client to a worker. It exists until the worker reports it completely closed."""
+    """A lane of a client to a worker. It counts until the worker has reported that it is closed."""
 
     worker: WorkerProcess
     owner: str
@@ -60,7 +60,7 @@ class _OpenLane:
 
 
 class ClientLanes:
-    """Admits clients, opens their lanes and ends them. Used on the supervisor's event loop only."""
+    """Counts and limits the clients' connections, and opens and ends their lanes. Used on the supervisor's event loop only."""
 
     def __init__(self, options: Options, supervisor: Supervisor) -> None:
         clients = options.clients
@@ -92,7 +92,10 @@ class ClientLanes:
     # -------------------------------------------------------------------------------------------------------- clients
 
     def admit(self, peer: Peer) -> ClientConnection:
-        """Registers a client's new connection. Raises Unavailable: there are too many, of all users or of this user."""
+        """Adds a client's new connection.
+
+        Raises Unavailable: there are too many connections, of all users together or of this user.
+        """
         options = self._options
         if len(self._connections) >= options.max_count:
             raise Unavailable(
@@ -109,7 +112,7 @@ class ClientLanes:
         return connection
 
     def leave(self, connection: ClientConnection) -> None:
-        """Forgets a client whose connection has ended, and ends its lanes."""
+        """Removes a client's connection that has ended, and ends its lanes."""
         self._connections.discard(connection)
         for number in list(connection.lanes.values()):
             self._end(number)
@@ -118,17 +121,20 @@ class ClientLanes:
 
     @property
     def offered(self) -> bool:
-        """Returns whether clients may have lanes: the options allow them, and inference needs no key in a header."""
+        """Returns whether clients may have lanes: the options allow lanes, and inference needs no key in a header."""
         return self._options.lanes and not self._restricted
 
     async def find(self, connection: ClientConnection, wanted: OpenLanes) -> ModelState:
-        """Waits until a worker serves the model version that the client wants, and returns the version's state.
+        """Waits until a worker serves the model's version that a client wants, and returns the version's state.
 
-        First waits until lanes that the client reports as ended are closed here too: if their worker has died, the client may
-        know first, and would be given another lane to that worker.
+        Before that it waits until the lanes which the client reports as ended are closed. A client may know earlier than the
+        supervisor that a worker has died, and would otherwise be given another lane to that worker.
 
-        Raises Unsupported: clients get no lanes here; NotFound: no such version serves; Unavailable: the server is draining, no
-        worker comes within ``wanted.wait`` seconds, or one is too busy to close an ended lane.
+        Raises:
+          Unsupported: clients get no lanes from this server.
+          NotFound: no such version serves.
+          Unavailable: the server is draining, no worker serves the version within ``wanted.wait`` seconds, or a worker is too
+            busy to close an ended lane.
         """
         if not self._options.lanes:
             raise Unsupported("clients get no lanes on this server (clients.lanes = false): ask over HTTP")
@@ -160,7 +166,7 @@ class ClientLanes:
         return state
 
     async def _change(self, seconds: float) -> None:
-        """Waits until a model's state changes, a worker leaves, or a lane ends; at most ``seconds``."""
+        """Waits until a model's state changes, a worker leaves or a lane ends, but for at most ``seconds``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
@@ -168,9 +174,10 @@ class ClientLanes:
     def open(
         self, connection: ClientConnection, wanted: OpenLanes, state: ModelState
     ) -> tuple[OpenAnswer, list[socket.socket]]:
-        """Opens a lane to each worker that serves a version (``state``) and to which the client has none yet.
+        """Opens a lane to each worker that serves a version, unless the client has a lane to that worker already.
 
-        Returns the answer, and the client's ends of the new lanes, which the caller must close.
+        ``state``: the state of the version. Returns the answer for the client, and the client's ends of the new lanes, which
+        the caller must close.
 
         Raises Unavailable: the user has too many lanes, or no file descriptor is free; Unsupported: the model's description is
         too large. After an error no lane was opened.
@@ -189,7 +196,10 @@ class ClientLanes:
         return self._answer(state, wanted.version, entries), sockets
 
     def _opened(self, connection: ClientConnection, workers: list[WorkerProcess], model: str) -> list[socket.socket]:
-        """Opens a lane to each of these workers, and returns the client's ends; after an error none is open."""
+        """Opens a lane to each of ``workers``, and returns the client's ends. After an error no lane is open.
+
+        ``model``: the model's name, for messages. Raises Unavailable: the user has too many lanes, or no descriptor is free.
+        """
         owner, options = connection.peer.owner, self._options
         if workers and self._owned[owner] + len(workers) > options.max_owner_lanes:
             raise Unavailable(
@@ -222,7 +232,7 @@ class ClientLanes:
         return made
 
     def withdraw(self, connection: ClientConnection, answer: OpenAnswer) -> None:
-        """Ends the lanes that were opened for an answer, because it could not be sent to the client."""
+        """Ends the lanes that were opened for ``answer``. Call it if the answer could not be sent to the client."""
         for entry in answer.lanes:
             if entry.new and entry.lane in connection.lanes.values():
                 self._end(entry.lane)
@@ -246,20 +256,23 @@ class ClientLanes:
         )
 
     def _homes(self, state: ModelState) -> list[WorkerProcess]:
-        """Returns the workers that serve a version and are not stopping, at most as many as a message can carry descriptors."""
+        """Returns the workers that serve a version and are not stopping.
+
+        They are at most 253, because a message can carry only so many descriptors.
+        """
         found = (self._supervisor.workers.by_incarnation.get(incarnation) for incarnation in state.workers)
         return [worker for worker in found if worker is not None and worker.alive and not worker.stopping][
             :_MAX_NEW_LANES
         ]
 
     def _expected(self, state: ModelState) -> int:
-        """Returns how many workers are to serve a version, whether they run now or not."""
+        """Returns how many workers should serve a version, whether they run now or not."""
         workers = self._supervisor.workers
         wanted = {*(state.devices or workers.devices)} & {*workers.usable}
         return sum(device in wanted for device in workers.slots.values())
 
     def _end(self, number: int) -> None:
-        """Removes a lane from its client's connection, and asks its worker to close it."""
+        """Takes a lane from its client, and asks its worker to close it. ``number``: the lane's number."""
         lane = self._lanes[number]
         self._take(lane)
         lane.worker.send(LaneClosed(number))
@@ -273,14 +286,17 @@ class ClientLanes:
     # --------------------------------------------------------------------------------------------------------- changes
 
     def lane_ended(self, worker: WorkerProcess, number: int) -> None:
-        """Stops counting a lane that its worker reports as closed, and wakes clients that wait for that."""
+        """Removes a lane that its worker reports as closed, and wakes the clients that wait for this.
+
+        ``number``: the lane's number.
+        """
         lane = self._lanes.get(number)
         if lane is not None and lane.worker is worker:
             self._forget(number)
             self._wake()
 
     def worker_left(self, worker: WorkerProcess) -> None:
-        """Stops counting the lanes to a worker that has died, and wakes clients that wait for a worker."""
+        """Removes the lanes to a worker that has died, and wakes the clients that wait for a change."""
         for number in [number for number, lane in self._lanes.items() if lane.worker is worker]:
             self._forget(number)
         self._wake()
@@ -293,7 +309,10 @@ class ClientLanes:
             del self._owned[lane.owner]
 
     def model_changed(self, record: ModelState | ModelGone | Readiness) -> None:
-        """Stores or removes a model's state, and wakes clients that wait for a model; does nothing for a ``Readiness``."""
+        """Stores or removes the state of a model's version, and wakes the clients that wait for a model.
+
+        A ``Readiness`` record is ignored.
+        """
         if isinstance(record, Readiness):
             return
         if isinstance(record, ModelState):
@@ -313,7 +332,7 @@ class ClientLanes:
         return Counter(lane.worker.name for lane in self._lanes.values() if lane.connection is not None)
 
     def statistics(self) -> dict[str, Any]:
-        """Returns counts of client connections and lanes, in total and by user, and of refused lanes."""
+        """Returns the number of client connections and of lanes, in total and by user, and of lanes that were refused."""
         connections = Counter(connection.peer.owner for connection in self._connections)
         lanes = Counter(lane.owner for lane in self._lanes.values() if lane.connection is not None)
         owners: Iterable[str] = sorted(connections | lanes)
@@ -325,7 +344,7 @@ class ClientLanes:
         }
 
     def records(self) -> list[dict[str, Any]]:
-        """Returns user, process id and number of lanes of each connected client, as JSON values for operators."""
+        """Returns the user, process id and number of lanes of each connected client, as values for JSON."""
         return [
             {
                 "front": "clients",

@@ -37,7 +37,10 @@ class Hello(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OpenLanes(msgspec.Struct, forbid_unknown_fields=True):
-    """Asks for a model's description, and for a lane to each worker that serves it, where the client has none yet."""
+    """Asks for a model's description, and for a lane to each worker that serves the model.
+
+    A lane that the client has already is not opened again.
+    """
 
     model: str
     #: 0: the newest that serves.
@@ -49,7 +52,10 @@ class OpenLanes(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Register(msgspec.Struct, forbid_unknown_fields=True):
-    """Asks to register the memfd sent along as a region; offset (a multiple of the page size) and size are in bytes."""
+    """Asks to register as a region the memfd that was sent with this message.
+
+    ``offset`` (a multiple of the page size) and ``byte_size`` are in bytes.
+    """
 
     name: str
     byte_size: int
@@ -57,13 +63,13 @@ class Register(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Unregister(msgspec.Struct, forbid_unknown_fields=True):
-    """Asks to unregister a shared-memory region of the client's user; name "": all regions of that user."""
+    """Asks to unregister a region that the client's user registered. ``name`` "": all regions of that user."""
 
     name: str
 
 
 class Push(PushFields, forbid_unknown_fields=True, kw_only=True):
-    """Asks to push new parameters into the parameter set ``set`` of a model version; version 0: the newest that is served."""
+    """Asks to push new values into the parameter set ``set`` of a model's version. ``version`` 0: the newest that serves."""
 
     model: str
     version: Number = 0
@@ -71,7 +77,7 @@ class Push(PushFields, forbid_unknown_fields=True, kw_only=True):
 
 
 class ParameterSetName(msgspec.Struct, forbid_unknown_fields=True):
-    """Names the parameter set that a client asks to drop or revert; version 0: the newest that is served."""
+    """Names the parameter set that a client asks to drop or to revert. ``version`` 0: the newest that serves."""
 
     model: str
     version: Number = 0
@@ -79,13 +85,13 @@ class ParameterSetName(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ParameterSetNames(ParameterSetName, forbid_unknown_fields=True):
-    """Names the parameter sets of a model that a client asks to list; version 0: all versions, set "": all sets."""
+    """Names the parameter sets that a client asks to list. ``version`` 0: all versions of the model. ``set`` "": all sets."""
 
     set: str = ""
 
 
 class ClientQuestion(msgspec.Struct, forbid_unknown_fields=True):
-    """A client's message on the clients' socket: one question, in the one field that is not None."""
+    """A client's message on the clients' socket. Exactly one field is not None: the question."""
 
     hello: Hello | None = None
     open: OpenLanes | None = None
@@ -111,7 +117,7 @@ class HelloAnswer(msgspec.Struct):
 
 
 class LaneEntry(msgspec.Struct):
-    """An entry of OpenAnswer: one lane for requests to the model that the client asked for."""
+    """One of the lanes that OpenAnswer lists: a lane to a worker that serves the model."""
 
     lane: int
     #: The worker's device, "cpu:0", "cuda:1".
@@ -121,7 +127,7 @@ class LaneEntry(msgspec.Struct):
 
 
 class OpenAnswer(msgspec.Struct):
-    """Answers OpenLanes: describes a model version, and lists the client's lanes to workers that serve the version."""
+    """Answers OpenLanes: describes a model's version, and lists the client's lanes to the workers that serve it."""
 
     model: str
     version: int
@@ -142,12 +148,12 @@ class OpenAnswer(msgspec.Struct):
 
 
 class ClientError(msgspec.Struct):
-    """Answers any question that failed, with the error's sentence and its ``ServingError.code``."""
+    """Answers any question that failed, with the error's message and its code (``ServingError.code``)."""
 
     error: str
     code: str
 
     @classmethod
     def of(cls, error: ServingError) -> ClientError:
-        """Returns the answer to a question that failed with this error."""
+        """Returns the message that tells a client of this error."""
         return cls(error.message, error.code)

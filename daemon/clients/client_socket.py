@@ -79,7 +79,10 @@ _BESIDE_LIST = 1 << 10
 
 
 class ClientSocket:
-    """Serves the Unix socket on which local clients ask for lanes and hand over memory, with a task for each connection."""
+    """Serves the Unix socket on which local clients ask for lanes and send the descriptors of their memory.
+
+    Each connection has a task, which answers one question after the other.
+    """
 
     def __init__(
         self,
@@ -108,9 +111,9 @@ class ClientSocket:
     # ------------------------------------------------------------------------------------------------------- the socket
 
     def listen(self) -> None:
-        """Binds the clients' socket and listens on it; clients that connect wait until ``serve`` is called.
+        """Binds the clients' socket and listens on it. Clients that connect wait until ``serve`` is called.
 
-        Without a configured path it is bound in the control socket's folder; if that fails, a warning is logged.
+        If no path is configured, the socket is bound in the folder of the control socket; a failure is then only logged.
 
         Raises InvalidArgument: the configured path cannot be used.
         """
@@ -138,24 +141,27 @@ class ClientSocket:
         self._listener = listener
 
     def _default_folder(self) -> Path:
-        """Returns the folder of the control socket. Raises OSError: that folder cannot be used."""
+        """Returns the folder in which the control socket lies. Raises OSError: the folder cannot be used."""
         configured = self._options.supervisor.control_socket
         return Path(configured).parent if configured else runtime_directory.own(self._environment)
 
     @property
     def http_path(self) -> Path | None:
-        """Returns the path of the HTTP fronts' Unix socket, which lies next to the clients' socket; None: there is none."""
+        """Returns the path for a Unix socket of the HTTP fronts, beside the clients' socket.
+
+        None is returned if there is no clients' socket, or the option ``clients.http`` is off.
+        """
         if self._listener is None or self.path is None or not self._options.clients.http:
             return None
         return self.path.with_name(HTTP_NAME).absolute()
 
     def serve(self) -> None:
-        """Begins to accept clients, on the running event loop; does nothing if ``listen`` bound no socket."""
+        """Begins to accept clients, on the running event loop. Does nothing if ``listen`` has bound no socket."""
         if self._listener is not None:
             asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
 
     def stop_accepting(self) -> None:
-        """Closes the listening socket and removes its path; connected clients stay. A second call does nothing."""
+        """Closes the listening socket and removes its path. Connections that exist stay open. A second call does nothing."""
         if self._listener is not None and self.path is not None:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
             self._listener.close()
@@ -164,13 +170,13 @@ class ClientSocket:
                 self.path.unlink()
 
     def close(self) -> None:
-        """Closes the listening socket and ends the clients' connections; their regions stay. Idempotent."""
+        """Closes the listening socket and ends the clients' connections. Regions stay registered. A second call does nothing."""
         self.stop_accepting()
         for task in self._clients:
             task.cancel()
 
     def describe(self) -> dict[str, Any]:
-        """Returns the path of the clients' socket and counts of clients and lanes, as JSON values for ``tensorctl status``."""
+        """Returns the socket's path and the numbers of clients and lanes, as values for JSON, for ``tensorctl status``."""
         return {"socket": str(self.path) if self._listener is not None else None} | self._lanes.statistics()
 
     def _accept(self) -> None:
@@ -201,7 +207,7 @@ class ClientSocket:
     # -------------------------------------------------------------------------------------------------------- a client
 
     async def _serve(self, client: socket.socket, connection: ClientConnection) -> None:
-        """Answers a client's questions one after the other, until the client closes its connection."""
+        """Answers a client's questions one after the other, until the client closes the connection."""
         try:
             with client, contextlib.closing(ConnectionEnd()) as end, contextlib.suppress(OSError):  # it went away
                 while (message := await _receive(client)) is not None:
@@ -217,9 +223,10 @@ class ClientSocket:
     async def _reply(
         self, client: socket.socket, connection: ClientConnection, answer: Any, sockets: list[socket.socket]
     ) -> None:
-        """Sends a client an answer with sockets, which are closed here. Raises OSError: the client is gone.
+        """Sends a client an answer with the descriptors of ``sockets``, and closes the sockets here.
 
-        If descriptors or memory are lacking for the sockets, ends the lanes that were opened, and sends an error.
+        If the host lacks descriptors or memory for that, the lanes that were opened for the answer are ended, and an error is
+        sent instead. Raises OSError: the client is gone.
         """
         with contextlib.ExitStack() as closing:
             for sock in sockets:
@@ -239,9 +246,17 @@ class ClientSocket:
     async def _answer(
         self, content: bytes, fds: list[int], connection: ClientConnection, client: socket.socket, end: ConnectionEnd
     ) -> tuple[Any, list[socket.socket]]:
-        """Carries out a client's question. Returns the answer (ClientError: it failed), and the sockets to send with the answer.
+        """Carries out a client's question. Returns the answer, and the sockets whose descriptors must be sent with it.
 
-        The caller must close ``fds``, which came with it. ``end`` tells other processes when the client's connection ends.
+        If the question fails, the answer is a ClientError.
+
+        Args:
+          content: the question, as JSON.
+          fds: the descriptors that came with the question, which the caller must close.
+          connection: the client's connection.
+          client: the connection's socket.
+          end: tells other processes when the client's connection ends.
+
         Raises OSError: the client is gone.
         """
         try:
@@ -313,7 +328,7 @@ class ClientSocket:
         await self._fronts.settled()
 
     def _say(self, peer: Peer, what: str, error: ServingError) -> None:
-        """Logs that ``what``, such as a connection, was refused to a user, and why: at most once in 10 s for each user."""
+        """Logs that ``what``, such as a connection, was refused to a client. For each user at most one line in 10 s is logged."""
         now = asyncio.get_running_loop().time()
         if now - self._said.get(peer.owner, -_QUIET) >= _QUIET:
             if len(self._said) >= _MAX_QUIET:
@@ -323,7 +338,10 @@ class ClientSocket:
 
 
 def _operation(question: ClientQuestion, fds: list[int]) -> Operation:
-    """Returns the operation that a question about regions or parameters asks for. Raises InvalidArgument: it is wrong."""
+    """Returns the operation that a question about regions or parameters asks for. Raises InvalidArgument: it is malformed.
+
+    ``fds``: the descriptors that came with the question.
+    """
     if question.unregister is not None:
         return UnregisterRegion("system", question.unregister.name)
     if (listed := question.parameters) is not None:
@@ -340,7 +358,7 @@ def _operation(question: ClientQuestion, fds: list[int]) -> Operation:
 
 
 def _refuse(client: socket.socket, error: ServingError) -> None:
-    """Sends a client the error for which its connection is refused, and closes the connection."""
+    """Sends a client the error because of which its connection is refused, and closes the connection."""
     with client, contextlib.suppress(OSError):
         client.send(msgspec.json.encode(ClientError.of(error)))
         # What the client has sent is taken: else it would read of a reset connection first.
@@ -350,9 +368,9 @@ def _refuse(client: socket.socket, error: ServingError) -> None:
 
 
 async def _receive(client: socket.socket) -> tuple[bytes, list[int]] | None:
-    """Receives a message with its file descriptors, which the caller must close; None: the connection has ended.
+    """Receives a message and its file descriptors, which the caller must close; None: the connection has ended.
 
-    Raises ConnectionError: it is too long, or has too many descriptors.
+    Raises ConnectionError: the message is too long or has too many descriptors.
     """
     loop = asyncio.get_running_loop()
     await _ready(loop.add_reader, loop.remove_reader, client.fileno())
@@ -369,7 +387,10 @@ async def _receive(client: socket.socket) -> tuple[bytes, list[int]] | None:
 
 
 async def _send(client: socket.socket, content: bytes, fds: list[int]) -> None:
-    """Sends an answer as soon as the client's socket has room. Raises OSError: the client is gone, or the host lacks memory."""
+    """Sends an answer with file descriptors. Waits while the client's socket has no room.
+
+    Raises OSError: the client is gone, or the host lacks memory or descriptors.
+    """
     loop = asyncio.get_running_loop()
     while True:
         try:
@@ -383,7 +404,10 @@ async def _send(client: socket.socket, content: bytes, fds: list[int]) -> None:
 
 
 async def _ready(add: Callable[..., None], remove: Callable[[int], bool], fd: int) -> None:
-    """Waits until a descriptor can be read or written: ``add`` and ``remove`` are the loop's functions for one of these."""
+    """Waits until a descriptor can be read or written.
+
+    ``add`` and ``remove``: the event loop's ``add_reader`` and ``remove_reader``, or ``add_writer`` and ``remove_writer``.
+    """
     ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def now() -> None:
@@ -398,7 +422,10 @@ async def _ready(add: Callable[..., None], remove: Callable[[int], bool], fd: in
 
 
 async def _unless_gone(client: socket.socket, finding: Coroutine[Any, Any, ModelState]) -> ModelState:
-    """Awaits ``finding`` for a client; cancels it and raises ConnectionError if the client closes its connection first."""
+    """Awaits ``finding``, which a client waits for. If the client closes its connection first, ``finding`` is cancelled.
+
+    Raises ConnectionError: the client has closed its connection.
+    """
     loop = asyncio.get_running_loop()
     task = loop.create_task(finding)
     gone = False

@@ -15,13 +15,16 @@ _log = logging.getLogger(__name__)
 
 
 class TlsError(Exception):
-    """A PEM file for TLS cannot be used; the message tells the operator which option names it."""
+    """A PEM file for TLS cannot be used. The message names the option that names the file."""
 
 
 def tls_context(options: Http | Grpc) -> ssl.SSLContext | None:
-    """Creates a TLS context from PEM files; returns None if TLS is off. With ``mutual_tls`` clients must have a certificate, too.
+    """Creates a TLS context from the operator's PEM files; None: TLS is off.
 
-    The context offers one protocol by ALPN: HTTP/1.1 for HTTP, HTTP/2 for gRPC. Raises TlsError: a file cannot be used.
+    If ``mutual_tls`` is on, clients must have a certificate, too. The context offers one protocol by ALPN: HTTP/1.1 for HTTP,
+    HTTP/2 for gRPC.
+
+    Raises TlsError: a file cannot be used.
     """
     if not options.use_tls and not options.mutual_tls:
         return None
@@ -53,7 +56,10 @@ class Certificates:
         self.context = tls_context(options)
 
     def look(self) -> None:
-        """Reads the PEM files again if one has changed. If they cannot be used, that is logged and the former context stays."""
+        """Reads the PEM files again if one of them has changed. If the changed files cannot be used, the former context stays.
+
+        The failure is logged.
+        """
         if self.context is None or (stamps := self._stamps()) == self._seen:
             return
         self._seen = stamps
@@ -73,7 +79,10 @@ class Certificates:
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
-    """Returns numbers that change when a file is replaced or written (of a link: its target); None: there is no such file."""
+    """Returns numbers that change when a file is replaced or written; None: the file does not exist.
+
+    For a link they are the numbers of the link's target.
+    """
     try:
         found = os.stat(path)
     except OSError:

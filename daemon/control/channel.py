@@ -25,15 +25,19 @@ _LIMIT = 1024
 
 
 class ControlChannel:
-    """Sends and receives records on the control channel between the supervisor and a child process, on the running loop.
+    """Sends and receives records on the control channel between the supervisor and a child process, on an event loop.
 
-    ``on_close`` is called once, when the peer is gone or sent invalid data; not after ``close``.
+    ``on_close`` is called once, when the other process has closed the channel or sent invalid data. It is not called after
+    ``close``.
     """
 
     def __init__(
         self, channel: Channel, on_record: Callable[[Any, list[int]], None], on_close: Callable[[], None]
     ) -> None:
-        """Stores the callbacks. ``on_record(record, fds)`` must close the file descriptors that came with the record."""
+        """Stores the callbacks.
+
+        ``on_record(record, fds)`` must close the file descriptors ``fds``, which came with the record.
+        """
         self._channel = channel
         self._on_record = on_record
         self._on_close = on_close
@@ -43,12 +47,12 @@ class ControlChannel:
         self._closed = False
 
     def start(self) -> None:
-        """Begins to receive records, on the running loop."""
+        """Begins to receive records, on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._channel.fileno(), self._readable)
 
     def send(self, record: Record, *fds: int) -> None:
-        """Queues a record for the peer, with duplicates of the file descriptors; does nothing once the channel is closed."""
+        """Queues a record for the other process, with duplicates of the file descriptors. Does nothing on a closed channel."""
         if self._closed:
             return
         self._channel.put(record, *fds)
@@ -57,7 +61,7 @@ class ControlChannel:
             self._loop.call_soon(self._flush)
 
     def close(self) -> None:
-        """Closes the channel; records that were not sent yet are dropped. A second call does nothing."""
+        """Closes the channel. Records that are still queued are dropped. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -69,11 +73,14 @@ class ControlChannel:
 
     @property
     def waiting(self) -> int:
-        """Returns how many records the socket did not accept yet; records that were packed into one datagram count as one."""
+        """Returns how many datagrams of records are queued because the socket has no room."""
         return 0 if self._closed else self._channel.waiting
 
     def finish(self) -> None:
-        """Receives the records that a dead peer has left in the socket, calls ``on_record`` with each, and closes the channel."""
+        """Receives the records that a dead process has left in the socket, and closes the channel.
+
+        ``on_record`` is called with each of these records.
+        """
         if not self._closed:
             self._readable()
         self.close()
@@ -109,9 +116,10 @@ class ControlChannel:
             self._lost()
 
     def _received(self) -> tuple[list[Any], list[int]] | None:
-        """Receives the records of one datagram and their file descriptors; None: none is waiting.
+        """Receives the records of one datagram and their file descriptors; None: no datagram is there.
 
-        Replies whose descriptors were lost, as too many files are open, come without them; for other records that is an error.
+        Descriptors are lost if this process has too many open files. Replies are then returned without them; for other records
+        InvalidArgument is raised.
         """
         try:
             return self._channel.receive()
@@ -129,18 +137,20 @@ class ControlChannel:
 
 
 class ControlCalls:
-    """Calls operations of the process at the other end of a control channel, and matches the replies to them by number."""
+    """Calls operations of the process at the other end of a control channel, and gives each call its reply, by a number."""
 
     def __init__(self, send: Callable[..., None]) -> None:
-        """Begins without calls. ``send``: sends a record and file descriptors on the channel, as ``ControlChannel.send`` does."""
+        """Begins without calls. ``send(record, *fds)`` sends a record with file descriptors on the channel."""
         self._send = send
         self._waiting: dict[int, asyncio.Future[tuple[Reply, list[int]]]] = {}
         self._last = 0
 
     async def call(self, operation: Operation, *fds: int, peer: Peer = ANONYMOUS) -> tuple[bytes, list[int]]:
-        """Calls an operation and returns its result with the file descriptors that come with it, which the caller must close.
+        """Calls an operation. Returns its result, and the file descriptors that came with it, which the caller must close.
 
-        ``peer``: the client on whose behalf a front calls. Raises the ServingError with which the other process replied.
+        ``fds``: descriptors that are sent with the call. ``peer``: the client for whom a front calls.
+
+        Raises ServingError: the error with which the other process replied.
         """
         self._last += 1
         number = self._last
@@ -156,12 +166,14 @@ class ControlCalls:
         return reply.result, received
 
     async def ask(self, operation: Operation, peer: Peer = ANONYMOUS, end: int = -1) -> bytes:
-        """Calls an operation of the supervisor for a client, and returns its result, which is JSON or empty.
+        """Calls an operation of the supervisor for a client. Returns the result, which is JSON or empty.
 
-        ``end``: a file descriptor that is sent along, and that the caller must close: it becomes readable when a region is to be
-        unregistered, or it is the memory of pushed parameters; -1: none.
+        Args:
+          peer: the client.
+          end: a file descriptor that is sent with the call, which the caller must close. When it becomes readable, a region is
+            unregistered; or it is the memory of pushed parameters. -1: none is sent.
 
-        Raises Unavailable: too many calls are waiting for replies; or the ServingError with which the supervisor replied.
+        Raises Unavailable: too many calls wait for replies; ServingError: the error with which the supervisor replied.
         """
         if len(self._waiting) >= _LIMIT:
             raise Unavailable(f"{len(self._waiting)} control requests are waiting, at most {_LIMIT} are allowed")
@@ -169,7 +181,10 @@ class ControlCalls:
         return result
 
     def answered(self, reply: Reply, fds: list[int]) -> None:
-        """Passes a reply and its file descriptors to the call that waits for it; closes them if that call was cancelled."""
+        """Gives a reply and its file descriptors to the call that waits for it.
+
+        If the call was cancelled, closes the descriptors.
+        """
         waiter = self._waiting.get(reply.call_id)
         if waiter is None or waiter.done():
             descriptors.close(fds)
@@ -177,7 +192,7 @@ class ControlCalls:
             waiter.set_result((reply, fds))
 
     def fail(self, error: ServingError) -> None:
-        """Has every call that waits for a reply raise ``error``, because the other process is gone."""
+        """Makes every call that waits for a reply raise ``error``. Call it when the other process is gone."""
         for waiter in self._waiting.values():
             if not waiter.done():
                 waiter.set_exception(error)

@@ -22,20 +22,23 @@ FILE_REFUSED = "log file location can not be updated through network protocol"
 
 
 class LogSettings:
-    """Holds the log settings in force. ``publish`` is called with the new settings whenever they change."""
+    """Holds the log settings that hold now. ``publish`` is called with the new settings whenever they change."""
 
     def __init__(self, options: Log, publish: Callable[[Log], None]) -> None:
         self._current = options
         self._publish = publish
 
     def change(self, wanted: ChangeLog) -> bytes:
-        """Applies a client's changes, which the front has checked. Returns all settings then in force, as JSON."""
+        """Applies a client's changes, which the front has checked. Returns all settings that hold after that, as JSON."""
         given = {name: value for name, value in msgspec.structs.asdict(wanted).items() if value is not None}
         self.replace(msgspec.structs.replace(self._current, **given))
         return msgspec.json.encode(described(self._current))
 
     def replace(self, options: Log) -> None:
-        """Replaces all log settings, as a reload of the configuration does, and publishes them if they differ."""
+        """Replaces all log settings, as when the configuration is reloaded.
+
+        Publishes them if they differ from the former ones.
+        """
         if options != self._current:
             self._current = options
             self._publish(options)

@@ -32,7 +32,7 @@ _MAX_LEAVES = 10_000
 
 
 class LeafFields(msgspec.Struct, forbid_unknown_fields=True):
-    """The place of one array (leaf) of the parameters in a shared-memory region, with its datatype and shape."""
+    """The place of one array of a model's parameters in a region, with the array's datatype and shape."""
 
     region: str
     byte_size: Number
@@ -42,7 +42,10 @@ class LeafFields(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields of a push: where the parameters are (in a file, a region, or array by array in regions), and how to apply them."""
+    """The fields of a push, as clients write them in JSON.
+
+    They say where the parameters lie (in a file, in a region, or array by array in regions), and how they are applied.
+    """
 
     #: 0: one more than the last.
     number: Number = 0
@@ -57,9 +60,11 @@ class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     move_sequences: bool = False
 
     def source(self, memory_byte_size: int) -> ParameterSource:
-        """Returns where the pushed parameters are. ``memory_byte_size``: of memory that came with the push; below 0: none.
+        """Returns where the parameters of the push lie.
 
-        Raises InvalidArgument: the push names no place, several places, or too many arrays.
+        ``memory_byte_size``: the size of the memory that the client sent with the push; below 0: it sent none.
+
+        Raises InvalidArgument: the push names no place, several places or too many arrays.
         """
         named = [name for name in ("file", "region", "leaves") if getattr(self, name)]
         if len(named) + (memory_byte_size >= 0) != 1:
@@ -85,9 +90,12 @@ class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         )
 
     def operation(self, model: str, version: int, name: str, memory_byte_size: int = -1) -> PushParameters:
-        """Builds the operation that pushes parameters into the set ``name`` ("": main) of a model's version (0: the newest).
+        """Builds the operation that pushes parameters into the set ``name`` of a model's version.
 
-        ``memory_byte_size`` and errors are those of ``source``.
+        ``version`` 0: the newest. ``name`` "": the set ``main``. ``memory_byte_size``: the size of the memory that the client
+        sent with the push; below 0: it sent none.
+
+        Raises InvalidArgument: the push names no place of parameters, several places or too many arrays.
         """
         return PushParameters(
             model,
@@ -103,7 +111,7 @@ class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def read(text: bytes) -> PushFields:
-    """Parses the JSON of a push of parameters; "" gives the defaults. Raises InvalidArgument: the JSON is malformed."""
+    """Parses the JSON of a push. An empty ``text`` gives the defaults. Raises InvalidArgument: the JSON is malformed."""
     try:
         return msgspec.json.decode(text, type=PushFields) if text else PushFields()
     except msgspec.MsgspecError as error:

@@ -27,11 +27,14 @@ _NEVER_NS = 1 << 63
 
 
 def uncounted(refusal: Refusal) -> None:
-    """Does nothing: counts refusals for a front that has no shared counters."""
+    """Does nothing. It stands in for the function that counts refusals where a front has no shared counters."""
 
 
 class Refusals:
-    """Counts the requests that one front refuses, and logs them as sums, once a minute at most. Belongs to the front's loop."""
+    """Counts the requests that one front refuses, and logs their numbers, at most once a minute.
+
+    Used on the front's event loop.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, count: OnRefusal = uncounted) -> None:
         self._loop = loop
@@ -44,18 +47,27 @@ class Refusals:
         self._timer_ns = 0
 
     def note(self, model: str, refusal: Refusal) -> None:
-        """Counts a refused request, in the metrics and for the next line in the log. ``model``: "" where it is not known yet."""
+        """Counts a refused request, in the metrics and for the next line in the log.
+
+        ``model``: the name of the request's model; "": it is not known yet.
+        """
         self._count(refusal)
         self._log.note(model, refusal.value, time.monotonic_ns())
         self._settle_later()
 
     def mistaken(self, model: str, code: str, message: str) -> None:
-        """Counts a request whose client caused the error (``code``, ``message``) for the next line in the log alone."""
+        """Counts a request that failed by its client's mistake. It counts for the next line in the log, not in the metrics.
+
+        ``code`` and ``message``: the error that answered the request.
+        """
         self._mistakes.note(model, code, time.monotonic_ns(), message)
         self._settle_later()
 
     def of_room(self, model: str, on_room: Callable[[T | ServingError], None]) -> Callable[[T | ServingError], None]:
-        """Wraps ``on_room``, which is called with request memory or an error, so that the error is counted as a refusal."""
+        """Returns a function that counts a refusal if it is called with an error, and then calls ``on_room``.
+
+        ``on_room`` is called with memory for a request or with an error. ``model``: the name of the request's model.
+        """
 
         def given_room(given: T | ServingError) -> None:
             if isinstance(given, ServingError):
@@ -65,7 +77,7 @@ class Refusals:
         return given_room
 
     def close(self) -> None:
-        """Logs the refusals that were counted since the last line in the log, and stops the timer for later lines."""
+        """Logs the refusals that were counted since the last line in the log. Later ones are not logged."""
         if self._timer is not None:
             self._timer.cancel()
         for log in (self._log, self._mistakes):

@@ -37,7 +37,10 @@ def _first(environment: Mapping[str, str], variable: str) -> Path | None:
 
 
 def own(environment: Mapping[str, str]) -> Path:
-    """Returns the user's folder for sockets, and creates it if needed. Raises OSError: it cannot be used safely."""
+    """Returns the user's folder for sockets, which is created if needed.
+
+    It is $XDG_RUNTIME_DIR/tensord or, if that cannot be used, /tmp/tensord-UID. Raises OSError: neither can be used safely.
+    """
     *first, last = _owns(environment)
     for path in first:
         with contextlib.suppress(OSError):
@@ -52,24 +55,37 @@ def _made(path: Path) -> Path:
 
 
 def searched(environment: Mapping[str, str]) -> list[Path]:
-    """Returns the folders in which tensorctl looks for a daemon's socket: $RUNTIME_DIRECTORY, the user's, the service's."""
+    """Returns the folders in which tensorctl looks for a daemon's socket, in order.
+
+    They are $RUNTIME_DIRECTORY, the folders of the user that are safe, and the folder of the service.
+    """
     service = of_service(environment)
     return [*([service] if service else ()), *(path for path in _owns(environment) if not _bad(path)), SERVICE]
 
 
 def further(name: str, pid: int) -> str:
-    """Returns the name of the socket of a user's later daemon, by its process id, such as ``control-4711.sock``."""
+    """Returns the name for the socket of a second daemon of one user, such as ``control-4711.sock``.
+
+    ``name``: the name of the first daemon's socket. ``pid``: the second daemon's process id.
+    """
     stem, dot, suffix = name.rpartition(".")
     return f"{stem}-{pid}{dot}{suffix}"
 
 
 def sockets(folder: Path, name: str) -> list[Path]:
-    """Returns the paths of daemons' sockets in a folder: the first daemon's, called ``name``, then those of later daemons."""
+    """Returns the possible paths of daemons' sockets in a folder.
+
+    The first one is that of the socket ``name``, whether it exists or not. After it come the sockets of the user's other
+    daemons.
+    """
     return [folder / name, *sorted(folder.glob(further(name, 0).replace("0", "[0-9]*")))]
 
 
 def _owns(environment: Mapping[str, str]) -> list[Path]:
-    """Returns the user's possible folders for sockets: a shell may lack the XDG_RUNTIME_DIR that the daemon was started with."""
+    """Returns the folders in which the user's sockets may lie.
+
+    There may be two, because a shell may lack the XDG_RUNTIME_DIR with which the daemon was started.
+    """
     temporary = TEMPORARY / f"tensord-{os.geteuid()}"
     runtime = environment.get("XDG_RUNTIME_DIR", "")
     return [Path(runtime, "tensord"), temporary] if runtime else [temporary]

@@ -46,10 +46,13 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedCounters:
-    """Counters in one page of shared memory, with a row for each front of one protocol. Owns the page's file descriptor."""
+    """Counters of the fronts of one protocol in shared memory: a row for each front. Owns the memory's file descriptor."""
 
     def __init__(self, fd: int) -> None:
-        """Maps a page that ``create`` made, and owns its descriptor. Raises OSError or ValueError: it is no such page."""
+        """Maps the memory that ``create`` made. The descriptor ``fd`` is owned by this object from now on.
+
+        Raises OSError or ValueError: the descriptor is not one of such memory.
+        """
         self.fd = fd
         self._mapping = mmap.mmap(fd, _BYTE_SIZE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         self._words = memoryview(self._mapping).cast("Q")
@@ -58,7 +61,7 @@ class SharedCounters:
 
     @classmethod
     def create(cls) -> SharedCounters:
-        """Creates a page with all counters at 0. Raises OSError: no memory or no file descriptor is free."""
+        """Creates the shared memory with all counters 0. Raises OSError: no memory or no file descriptor is free."""
         fd = os.memfd_create("tensord-counters", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(fd, 0, _BYTE_SIZE)
@@ -69,39 +72,45 @@ class SharedCounters:
             raise
 
     def front(self, row: int) -> FrontCounters:
-        """Returns the counters of the front in this row, for that front to write."""
+        """Returns the counters of the front in row ``row``, which only that front may change."""
         return FrontCounters(self._words, self._serves, self._connections, row)
 
     def connections(self, row: int) -> int:
-        """Returns how many connections the front in this row has."""
+        """Returns how many client connections the front in row ``row`` has."""
         return self._words[row * _WORDS + 1]
 
     def prepared_requests(self, row: int) -> tuple[int, int, int]:
-        """Returns three counts of a row's prepared requests: those with a number now, ever given one, and ever evicted."""
+        """Returns three counts of prepared requests of the front in row ``row``.
+
+        They are the number of requests that have a number now, that were ever given one, and that ever lost theirs to others.
+        """
         at = row * _WORDS + _PREPARED
         return self._words[at], self._words[at + 1], self._words[at + 2]
 
     def refused(self, row: int) -> dict[Refusal, int]:
-        """Returns how many requests the fronts in this row have ever refused, by reason."""
+        """Returns, by reason, how many requests the fronts that had row ``row`` have ever refused."""
         at = row * _WORDS + _REFUSED
         return {refusal: self._words[at + i] for i, refusal in enumerate(OF_FRONTS)}
 
     def answers(self, row: int, protocol: str) -> dict[str, int]:
-        """Returns how many answers the fronts in this row have ever given, by status code. ``protocol``: "http" or "grpc"."""
+        """Returns, by status code, how many answers the fronts that had row ``row`` have ever given.
+
+        ``protocol``: "http" or "grpc".
+        """
         at = row * _WORDS + _CODES
         return {code: self._words[at + i] for i, code in enumerate(CODES[protocol])}
 
     def dropped_traces(self, row: int) -> int:
-        """Returns how many traces the fronts in this row have ever dropped."""
+        """Returns how many traces the fronts that had row ``row`` have ever dropped."""
         return self._words[row * _WORDS + _TRACES]
 
     def clear(self, row: int) -> None:
-        """Sets a dead front's present counts to 0 (connections, numbered prepared requests); counts that only grow stay."""
+        """Sets the present counts of a dead front to 0: its connections and prepared requests. Counts that only grow stay."""
         at = row * _WORDS
         self._words[at] = self._words[at + 1] = self._words[at + _PREPARED] = 0
 
     def close(self) -> None:
-        """Unmaps the page and closes its file descriptor; call it once, and use no row afterwards."""
+        """Unmaps the memory and closes its file descriptor. Call it once; no row may be used afterwards."""
         for view in (self._serves, self._connections, self._words):
             view.release()
         self._mapping.close()
@@ -109,7 +118,7 @@ class SharedCounters:
 
 
 class FrontCounters:
-    """Counters of one front, for the front itself: it writes its own row and reads the connections of other fronts."""
+    """Counters of one front. The front changes the counters in its own row, and reads the connections of other fronts."""
 
     def __init__(self, words: memoryview, serves: memoryview, connections: memoryview, row: int) -> None:
         self._words = words
@@ -119,15 +128,18 @@ class FrontCounters:
         self._at = row * _WORDS
 
     def serve(self, serving: bool) -> None:
-        """Sets whether this front accepts connections. Only then do other fronts leave some connections to it."""
+        """Sets whether this front accepts connections. While it does, other fronts leave some connections to it."""
         self._serves[self._row] = serving
 
     def count(self, connections: int) -> None:
-        """Sets the number of this front's client connections."""
+        """Sets how many client connections this front has."""
         self._connections[self._row] = connections
 
     def note_number(self, numbered: int, evicted: int) -> None:
-        """Counts a prepared request that was given a number. ``numbered`` have one now; ``evicted`` lost theirs for it."""
+        """Counts a prepared request that was given a number.
+
+        ``numbered``: how many requests have a number now. ``evicted``: how many requests have lost theirs to this request.
+        """
         at = self._at + _PREPARED
         self._words[at] = numbered
         self._words[at + 1] += 1
@@ -143,19 +155,25 @@ class FrontCounters:
 
     @property
     def codes(self) -> tuple[memoryview, int]:
-        """Returns the words of all rows, and the index of this front's first count of answers (in the order of ``CODES``)."""
+        """Returns the words of all rows, and the index of the first word in which this front counts its answers.
+
+        The counts are in the order of ``CODES``.
+        """
         return self._words, self._at + _CODES
 
     def own(self) -> int:
-        """Returns the number of this front's client connections."""
+        """Returns how many client connections this front has."""
         return self._connections[self._row]
 
     def total(self) -> int:
-        """Returns the number of client connections of all fronts of the protocol."""
+        """Returns how many client connections all fronts of the protocol have together."""
         return sum(self._connections.tolist())
 
     def least(self) -> int | None:
-        """Returns the fewest connections that any other front which accepts connections has; None: there is no such front."""
+        """Returns the smallest number of connections of another front that accepts connections.
+
+        None is returned if no other front accepts connections.
+        """
         serves = self._serves.tolist()
         serves[self._row] = 0
         return min(compress(self._connections.tolist(), serves)) if any(serves) else None

@@ -12,7 +12,10 @@ from tensord.daemon.control import runtime_directory
 
 
 def path(configured: str, name: str, environment: Mapping[str, str]) -> Path | None:
-    """Returns the configured path of a socket, else ``name`` in systemd's runtime directory; None: there is neither."""
+    """Returns the path of a socket: ``configured`` or, if that is "", ``name`` in the folder that systemd made for sockets.
+
+    None is returned if ``configured`` is "" and there is no such folder.
+    """
     if configured:
         return Path(configured)
     folder = runtime_directory.of_service(environment)
@@ -20,9 +23,9 @@ def path(configured: str, name: str, environment: Mapping[str, str]) -> Path | N
 
 
 def bind(path: Path, kind: int, mode: int) -> socket.socket:
-    """Binds a Unix socket, which does not listen yet, to a path whose file has this mode from the start.
+    """Binds a Unix socket to a path, with the file mode ``mode`` from the start. The socket does not listen yet.
 
-    Raises OSError: the path cannot be bound.
+    ``kind``: the socket's type, such as SOCK_STREAM. Raises OSError: the path cannot be bound.
     """
     sock = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC)
     try:
@@ -39,9 +42,10 @@ def bind(path: Path, kind: int, mode: int) -> socket.socket:
 
 
 def remove_stale(path: Path, kind: int) -> None:
-    """Removes the path of a socket on which no process listens, as a killed daemon leaves it; no other file.
+    """Removes the path of a Unix socket on which no process listens, as a killed daemon leaves it.
 
-    It never waits: a process that listens and accepts nothing has a full backlog, in which a connection would wait for ever.
+    Other files stay. It never waits: a process that listens but accepts nothing has a full backlog, in which a connection
+    would wait for ever. ``kind``: the socket's type, such as SOCK_STREAM.
     """
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):

@@ -27,9 +27,14 @@ _SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F
 
 
 def check(wanted: PushParameters, memory: int, most: int) -> None:
-    """Raises InvalidArgument: a push's set name, number, source or checksum is malformed, or its memory is.
+    """Checks the fields of a push, and the memory that came with it, before anything is done for it.
 
-    ``memory``: the file descriptor that was sent along; -1: none. ``most``: how many bytes a push may have.
+    Args:
+      wanted: the push; its set name, number, source and checksum are checked.
+      memory: the file descriptor that the client sent with the push; -1: it sent none.
+      most: the most bytes that a push may have.
+
+    Raises InvalidArgument: a field is malformed, or the memory cannot be used.
     """
     if not _NAME.fullmatch(wanted.set):
         raise InvalidArgument(
@@ -57,7 +62,10 @@ def check(wanted: PushParameters, memory: int, most: int) -> None:
 
 
 def check_memory(memory: int, most: int) -> None:
-    """Raises InvalidArgument: memory that came with a push is not a memfd of ordinary pages, or its size is not allowed."""
+    """Raises InvalidArgument unless a client's memory is a memfd of ordinary pages with an allowed size.
+
+    ``memory``: its file descriptor. ``most``: the most bytes that a push may have.
+    """
     try:
         fcntl.fcntl(memory, fcntl.F_GET_SEALS)
         pages = os.fstatvfs(memory).f_bsize
@@ -71,7 +79,7 @@ def check_memory(memory: int, most: int) -> None:
 
 
 def check_size(byte_size: int, most: int) -> None:
-    """Raises InvalidArgument: pushed parameters have more than ``most`` bytes, or too few for a safetensors file."""
+    """Raises InvalidArgument: a push has more than ``most`` bytes, or too few for a file in safetensors' layout."""
     if byte_size > most:
         raise InvalidArgument(
             f"{byte_size} bytes of parameters are pushed, at most {most} are allowed (workers.max_parameter_byte_size)"
@@ -83,12 +91,16 @@ def check_size(byte_size: int, most: int) -> None:
 
 
 def is_sealed(memory: int) -> bool:
-    """Returns whether a memfd is sealed so that no process can change it any more."""
+    """Returns whether a memfd is sealed, so that no process can change its content or size any more."""
     return fcntl.fcntl(memory, fcntl.F_GET_SEALS) & _SEALED == _SEALED
 
 
 def check_owner(owners: Sequence[str], peer: Peer) -> None:
-    """Raises Unsupported: a client on a Unix socket is none of ``owners`` (empty: all may), root or the daemon's user."""
+    """Raises Unsupported unless a client may change parameters.
+
+    A client on a Unix socket may if its user is one of ``owners``, root, or the daemon's own user. If ``owners`` is empty,
+    every client may. Clients on other connections are not checked here.
+    """
     if peer.kind != "unix" or not owners or peer.uid in (0, os.geteuid()):
         return
     if peer.uid not in {accounts.user_id(owner) for owner in owners}:
@@ -96,9 +108,10 @@ def check_owner(owners: Sequence[str], peer: Peer) -> None:
 
 
 def fingerprint(folders: Sequence[Path], name: str) -> str:
-    """Returns a digest of the sizes and times of a file, or of all files in a folder, in the first of ``folders`` with ``name``.
+    """Returns a digest of the sizes and times of a file or, if ``name`` is a folder, of all files in it.
 
-    "": none has it. Raises Unavailable: the folder ``name`` has too many files.
+    The first of ``folders`` that has ``name`` counts; "" is returned if none has it. Raises Unavailable: the folder has too
+    many files.
     """
     for folder in folders:
         path = folder / name

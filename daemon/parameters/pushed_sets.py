@@ -25,7 +25,10 @@ VersionKey = tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class Content:
-    """The parameters that one push brought into a set, with the push's number; number 0: the repository's parameters."""
+    """The values that one push brought into a parameter set, with the push's number.
+
+    The number 0 stands for the values from the repository.
+    """
 
     number: int
     #: Bytes in safetensors' layout; 0 for what the repository holds.
@@ -42,7 +45,10 @@ class Content:
     deaths: int = 0
 
     def close(self) -> None:
-        """Closes the memory of these parameters, in a thread if it is large: freeing its pages takes a while. Idempotent."""
+        """Closes the memory of these values. A second call does nothing.
+
+        Large memory is closed in a thread, because freeing its pages takes a while.
+        """
         memory, self.memory = self.memory, -1
         if memory >= 0 and self.byte_size >= _LARGE:
             asyncio.get_running_loop().run_in_executor(None, os.close, memory)
@@ -50,7 +56,10 @@ class Content:
             os.close(memory)
 
     def describe(self) -> dict[str, Any]:
-        """Returns number, size, time and client of the push, and where its parameters are now, as clients see them."""
+        """Returns the push as clients see it: its number, size, time and client, and whether its values are kept.
+
+        "kept" is "memory", "file", "repository" or "none".
+        """
         if self.pushed_by is None:
             return {"number": self.number, "kept": "repository"}
         return {
@@ -63,7 +72,7 @@ class Content:
 
 
 def words_of(peer: Peer) -> str:
-    """Returns text that says which client pushed: its user and process if it came over a Unix socket, else its address."""
+    """Returns text that names a client: its user and process if it came over a Unix socket, else its address."""
     if peer.kind == "unix":
         return f"uid {peer.uid}, process {peer.pid}" if peer.pid else f"uid {peer.uid}"
     return peer.address or peer.kind
@@ -71,7 +80,7 @@ def words_of(peer: Peer) -> str:
 
 @dataclass(slots=True, eq=False)
 class PushedSet:
-    """One parameter set of a model version: the parameters in force, those before them, and the highest number of a push."""
+    """One parameter set of a model's version: the values in force, the values before them, and the highest number of a push."""
 
     newest: Content
     #: What it held before; None: nothing that could be put into use again.
@@ -82,34 +91,41 @@ class PushedSet:
 
 @dataclass(slots=True)
 class PushedSets:
-    """The parameter sets of all models. ``limit``: bytes of memory that all of them may take together."""
+    """The parameter sets of all models into which clients have pushed values.
+
+    ``limit``: the most bytes of memory that the values of all sets may take together.
+    """
 
     limit: int
     byte_size: int = 0
     _sets: dict[VersionKey, dict[str, PushedSet]] = field(default_factory=dict)
 
     def of(self, key: VersionKey) -> Mapping[str, PushedSet]:
-        """Returns the parameter sets that were pushed into a model version, by name."""
+        """Returns the parameter sets of a model's version into which clients have pushed, by the set's name."""
         return self._sets.get(key, {})
 
     def find(self, key: VersionKey, name: str) -> PushedSet | None:
-        """Returns a parameter set of a model version; None: nothing was pushed into it."""
+        """Returns a parameter set of a model's version; None: no client has pushed into it."""
         return self.of(key).get(name)
 
     def __iter__(self) -> Iterator[tuple[VersionKey, str, PushedSet]]:
         return ((key, name, found) for key, sets in self._sets.items() for name, found in sets.items())
 
     def by_version(self) -> dict[VersionKey, tuple[int, int]]:
-        """Returns, for each model version, how many sets were pushed, and the number of ``main``'s push in force (0: none)."""
+        """Returns for each version of a model how many sets clients have pushed into, and the push number of set ``main``.
+
+        The number is 0 if no client has pushed into ``main``.
+        """
         return {
             key: (len(sets), sets[MAIN_SET].newest.number if MAIN_SET in sets else 0)
             for key, sets in self._sets.items()
         }
 
     def put(self, key: VersionKey, name: str, content: Content) -> None:
-        """Stores a set's parameters as those in force, whose memory it owns, and those before as its former ones.
+        """Stores new values of a set as the values in force. The values before them become the former values.
 
-        If all sets take more than ``limit``, former ones lose their memory, the oldest first, and if need be the new ones, too.
+        The memory of ``content`` is owned here from now on. If all sets take more than ``limit`` bytes, former values lose
+        their memory, the oldest first. If that is not enough, the new values lose theirs, too.
         """
         sets = self._sets.setdefault(key, {})
         there = sets.get(name)
@@ -124,7 +140,7 @@ class PushedSets:
         self._take(content)
 
     def revert(self, key: VersionKey, name: str) -> None:
-        """Stores the former parameters of a set, which must have some, as those in force again, and drops the newest ones."""
+        """Makes the former values of a set those in force again, and drops the newest values. The set must have former values."""
         there = self._sets[key][name]
         assert there.former is not None
         self._drop(there.newest)
@@ -143,13 +159,13 @@ class PushedSets:
             self._drop(content)
 
     def _drop(self, content: Content) -> None:
-        """Closes the memory of a set's parameters; their push, and the file that they came from, stay known."""
+        """Closes the memory of a set's values. The push, and the file from which the values came, stay known."""
         if content.memory >= 0:
             self.byte_size -= content.byte_size
             content.close()
 
     def drop(self, key: VersionKey, name: str) -> bool:
-        """Removes a parameter set. Returns whether there was one."""
+        """Removes a parameter set of a model's version. Returns False if there was none."""
         sets = self._sets.get(key, {})
         found = sets.pop(name, None)
         if found is None:
@@ -162,7 +178,7 @@ class PushedSets:
         return True
 
     def forget(self, key: VersionKey) -> list[str]:
-        """Removes all parameter sets of a model version. Returns their names."""
+        """Removes all parameter sets of a model's version, and returns the names of these sets."""
         names = list(self.of(key))
         for name in names:
             self.drop(key, name)

@@ -69,11 +69,11 @@ _NAMED = 3
 
 
 class _NoWorker(Exception):
-    """No worker is left that serves the model version whose parameters are to change."""
+    """Raised if no worker is left that serves the model's version whose parameters are to change."""
 
 
 class Parameters:
-    """Carries out operations on parameter sets: push, revert, drop and list. Belongs to the supervisor's loop."""
+    """Carries out clients' operations on parameter sets: push, revert, drop and list. Used on the supervisor's event loop."""
 
     def __init__(self, options: Options, supervisor: Supervisor, models: Models) -> None:
         self._supervisor = supervisor
@@ -106,12 +106,15 @@ class Parameters:
     # ------------------------------------------------------------------------------------------------ clients' operations
 
     async def push(self, wanted: PushParameters, peer: Peer, memory: int) -> bytes:
-        """Carries out a push: sends new parameters of a set to every worker of a version, or to none. Returns JSON (``_answer``).
+        """Sends new values of a parameter set to every worker that serves a version. They come into force on all of them or none.
 
-        ``memory``: the descriptor of a MemorySource's memory, which the caller must close; -1: none.
+        ``peer``: the client. ``memory``: the descriptor of the memory that the client sent, which the caller must close; -1:
+        it sent none.
 
-        Raises Replaced: the number is not higher than another push's; another ServingError: the push was refused. Nothing has
-        changed then.
+        Returns JSON: model, version, set, number of the push and size in bytes.
+
+        Raises Replaced: another push with the same number or a higher one is there; another ServingError: the push was
+        refused. After an error nothing has changed.
         """
         push_checks.check_owner(self._owners, peer)
         push_checks.check(wanted, memory, self._options.max_parameter_byte_size)
@@ -140,9 +143,12 @@ class Parameters:
         return _answer(key, wanted.set, content)
 
     async def revert(self, wanted: RevertParameters, peer: Peer) -> bytes:
-        """Puts the former parameters of a set into force again, on every worker. Returns JSON (``_answer``).
+        """Brings the former values of a parameter set into force again, on every worker that serves the version.
 
-        Raises NotFound: the set has no former parameters; another ServingError: the change was refused. Nothing has changed then.
+        ``peer``: the client. Returns JSON: model, version, set, number of the push and size in bytes.
+
+        Raises NotFound: the set has no former values; another ServingError: the change was refused. After an error nothing has
+        changed.
         """
         push_checks.check_owner(self._owners, peer)
         key, name = (wanted.model, self._resolved(wanted.model, wanted.version)), wanted.set
@@ -168,9 +174,12 @@ class Parameters:
         return _answer(key, name, content)
 
     async def drop(self, wanted: DropParameters, peer: Peer) -> bytes:
-        """Removes a named parameter set of a version, also on its workers; no later request finds the set.
+        """Removes a parameter set of a version, also on the workers. Later requests that name the set fail.
 
-        Raises NotFound: there is no such version or set; InvalidArgument: the set is main; Unsupported: the client may not do it.
+        ``peer``: the client. Returns b"".
+
+        Raises NotFound: the version or the set does not exist; InvalidArgument: the set is ``main``; Unsupported: the client
+        may not change parameters.
         """
         push_checks.check_owner(self._owners, peer)
         if wanted.set == MAIN_SET:
@@ -185,9 +194,10 @@ class Parameters:
         return b""
 
     def listed(self, wanted: ListParameters) -> bytes:
-        """Returns a JSON array of the parameter sets that ``wanted`` names; model or set "" in it, or version 0, stands for all.
+        """Returns a JSON array of parameter sets. In ``wanted`` the model "", the version 0 or the set "" stands for all.
 
-        Raises NotFound: the model, version or set that is named does not exist.
+        Raises NotFound: a model, version or set that is named does not exist; Unavailable: the model's version is being
+        loaded.
         """
         found = [
             {"model": name, "version": number, "set": each, **_described(self.sets.find((name, number), each))}
@@ -207,9 +217,12 @@ class Parameters:
     # ------------------------------------------------------------------------------------------------------------- a push
 
     def _resolved(self, model: str, number: int, lacking: bool = False) -> int:
-        """Returns the number of a version that serves or, if none does, is being loaded; with ``number`` 0 the newest.
+        """Returns the number of a model's version that serves or, if none serves, is being loaded.
 
-        ``lacking``: also one that does not serve only because a new worker cannot have its pushed parameters.
+        ``number``: the version that the client named; 0: the newest. ``lacking``: if True, a version also counts that does not
+        serve because pushed values for a new worker were lost.
+
+        Raises NotFound: there is no such version; Unavailable: it cannot be served now.
         """
         models = self._models.lifecycle.models
         asked = {n: v for n, v in models[model].versions.items() if number in (0, n)} if model in models else {}
@@ -224,7 +237,7 @@ class Parameters:
         raise NotFound(f"{UNKNOWN_MODEL}{of} is not ready")
 
     def _serving(self, key: VersionKey) -> list[WorkerProcess]:
-        """Returns the workers that serve a version and are not stopping."""
+        """Returns the workers that serve a version, without those that are stopping."""
         version = self._models.lifecycle.version(*key)
         by_incarnation = self._supervisor.workers.by_incarnation
         found = (by_incarnation.get(incarnation) for incarnation in (() if version is None else version.ready))
@@ -236,14 +249,17 @@ class Parameters:
         return version is not None and not version.loading.keys().isdisjoint(version.ready)
 
     def _is_loading(self, key: VersionKey) -> bool:
-        """Returns whether a version is being loaded and serves nowhere."""
+        """Returns whether a version is being loaded and no worker serves it."""
         version = self._models.lifecycle.version(*key)
         return version is not None and version.state is IndexState.LOADING
 
     def _claim(self, key: VersionKey, wanted: PushParameters) -> int:
-        """Reserves the number of a push, so that no later push can have it, and returns it.
+        """Reserves the number of a push, so that no later push into the set gets the same number, and returns the number.
 
-        Raises Replaced: another push's number is as high; another ServingError: no number is left, or there are too many sets.
+        If the client gave no number, it is the highest number of the set plus one.
+
+        Raises Replaced: another push has the same number or a higher one; InvalidArgument: no number is left; Unavailable: the
+        version has too many sets.
         """
         found = self.sets.find(key, wanted.set)
         highest = max(0 if found is None else found.highest, self._claimed.get((key, wanted.set), 0))
@@ -263,7 +279,12 @@ class Parameters:
         return number
 
     async def _pushed(self, key: VersionKey, wanted: PushParameters, number: int, peer: Peer, memory: int) -> Content:
-        """Gives every worker of a version pushed parameters, and puts them into force. Raises ServingError: nothing changed."""
+        """Gives the values of a push to every worker that serves a version, and brings them into force.
+
+        ``number``: the push's number. ``memory``: a descriptor of the memory that the client sent; -1: it sent none.
+
+        Raises ServingError: the push was refused, and nothing has changed.
+        """
         content = Content(number, pushed_at=time.time(), pushed_by=peer)
         if isinstance(wanted.source, FileSource) and not wanted.partial:
             # Before it is read: a file that changes meanwhile is another one.
@@ -296,7 +317,14 @@ class Parameters:
             raise
 
     async def _brought_back(self, key: VersionKey, wanted: PushParameters, content: Content, memory: int) -> Content:
-        """Puts whole pushed parameters into force for a version that is not served because it lacks them, and loads it again."""
+        """Carries out a push into a version that does not serve, because earlier values of its sets were lost. Loads it again.
+
+        Returns once the version serves. ``content``: the push's record; its memory is set here. ``memory``: a descriptor of
+        the memory that the client sent.
+
+        Raises Unavailable: the push does not bring all values as sealed memory, or has a checksum; InvalidArgument: the load
+        failed.
+        """
         of = f"model '{key[0]}' version {key[1]}"
         if memory < 0 or wanted.partial or wanted.checksum or not push_checks.is_sealed(memory):
             raise Unavailable(
@@ -320,9 +348,10 @@ class Parameters:
             await self._news.wait()
 
     async def _made(self, key: VersionKey, wanted: PushParameters, memory: int) -> int:
-        """Returns sealed memory with all parameters of a push, which the caller must close.
+        """Returns a descriptor of sealed memory with all values of a push. The caller must close it.
 
-        It is a duplicate of ``memory`` if this is sealed, complete and needs no check; else a worker makes it.
+        If ``memory`` is sealed, complete and needs no check, the descriptor is a duplicate of it. Otherwise a worker creates
+        the memory. ``memory``: a descriptor of the memory that the client sent; -1: it sent none.
         """
         if memory >= 0 and not wanted.partial and not wanted.checksum and push_checks.is_sealed(memory):
             with descriptors.needed(f"parameters of model '{key[0]}'"):
@@ -331,9 +360,11 @@ class Parameters:
         return await self._make(next(iter(self._serving(key)), None), operation, memory)
 
     async def _make(self, worker: WorkerProcess | None, operation: MakeParameters, memory: int = -1) -> int:
-        """Has a worker make sealed memory with parameters. Returns its descriptor, which the caller must close.
+        """Has a worker create sealed memory with the values of a set. Returns a descriptor of it, which the caller must close.
 
-        Raises _NoWorker: there is no worker, or it died; ServingError: the worker refused.
+        ``memory``: a descriptor that the operation needs; -1: it needs none.
+
+        Raises _NoWorker: ``worker`` is None, or it died; ServingError: the worker refused.
         """
         if worker is None:
             raise _NoWorker
@@ -354,9 +385,12 @@ class Parameters:
             descriptors.close(fds)
 
     async def _copied(self, key: VersionKey, name: str, content: Content, worker: WorkerProcess | None = None) -> int:
-        """Returns a descriptor of the memory of a set's parameters, which the caller must close; -1: nothing is left of them.
+        """Returns a descriptor of memory with a set's values, which the caller must close; -1: the values were not kept.
 
-        From an unchanged file a worker makes it again: ``worker``, or any that serves the version. Raises what ``_make`` raises.
+        If the values came from a file that has not changed, a worker reads the file again. ``worker``: the worker that does
+        so; None: any that serves the version.
+
+        Raises _NoWorker: there is no worker, or it died; ServingError: the worker refused.
         """
         if content.memory >= 0:
             return os.dup(content.memory)
@@ -381,12 +415,20 @@ class Parameters:
         put: Callable[[], None],
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Stages parameters on every worker, puts them into force (``put``), and has every worker commit them.
+        """Stages new values on every worker that serves a version, and then has every worker commit them.
 
-        ``memory``: a descriptor of theirs; -1: the workers use the former parameters, which they still have. ``move_sequences``:
-        sequences that have begun go on with the new ones. ``check`` raises if these are not wanted any more.
+        Between the two steps ``put`` is called, which brings the values into force in this process: a worker that dies after
+        that is replaced by one that gets the new values.
 
-        Raises _NoWorker: all workers died before; ServingError: a worker refused the parameters. Nothing has changed then.
+        Args:
+          stage: the operation that gives the values to a worker without using them.
+          memory: a descriptor of memory with the values; -1: the workers use the set's former values, which they still have.
+          move_sequences: if True, sequences that have begun go on with the new values; otherwise with the old ones.
+          put: stores the new values as those in force.
+          check: raises an exception if the values are not wanted any more.
+
+        Raises _NoWorker: all workers died before the commit; ServingError: a worker refused the values. After an error nothing
+        has changed.
         """
         staged: set[int] = set()
         try:
@@ -423,7 +465,10 @@ class Parameters:
         descriptors.close(fds)
 
     async def _obeyed(self, worker: WorkerProcess, operation: Operation) -> bool:
-        """Has a worker carry out a decided step, such as a commit; kills it if it fails. Returns whether it did."""
+        """Has a worker carry out a step that is already decided, such as a commit. A worker that fails to do so is killed.
+
+        Returns whether the worker did it.
+        """
         try:
             await self._call(worker, operation)
         except ServingError as error:
@@ -436,7 +481,7 @@ class Parameters:
 
     @contextlib.asynccontextmanager
     async def _turn(self, model: str) -> AsyncIterator[None]:
-        """Lets only one change of a model's parameters run at a time: waits, and then runs the ``async with`` block."""
+        """Runs the ``async with`` block once no other change of the model's parameters runs."""
         self._waiting[model] += 1
         try:
             async with self._turns.setdefault(model, asyncio.Lock()):
@@ -447,10 +492,11 @@ class Parameters:
                 del self._waiting[model], self._turns[model]
 
     async def _in_turn(self, key: VersionKey, change: Callable[[], Awaitable[Content]]) -> Content:
-        """Runs ``change`` while no other change of the model runs, once a worker serves the version.
+        """Runs ``change`` once a worker serves the version and no other change of the model's parameters runs.
 
-        Repeats it if all workers died. Raises Unavailable: too many changes are waiting, or no worker serves the version for
-        longer than a request would wait.
+        If all workers die during ``change``, it is run again later. Returns what ``change`` returns.
+
+        Raises Unavailable: too many changes wait, or no worker serves the version within the option ``requests.worker_wait``.
         """
         if self._waiting.total() >= _MAX_WAITING:
             raise Unavailable(
@@ -480,10 +526,10 @@ class Parameters:
     # ------------------------------------------------------------------------------------------------- loads and workers
 
     def sent(self, worker: int, load: Load) -> Load:
-        """Returns a Load record as it is to be sent to ``worker`` (an incarnation).
+        """Returns the Load record that should be sent to a worker. ``worker``: the number of the worker process.
 
-        If parameters were pushed into the version, it is marked ``held``: the worker gets them, and then the call ServeLoaded,
-        before it lets requests find the version.
+        If clients have pushed values into the version, the record is a copy that is marked ``held``. The worker then lets
+        requests find the version only after it was given these values and the call ServeLoaded.
         """
         key = load.name, load.version
         if not (self.sets.of(key) or key in self._changing):
@@ -492,7 +538,7 @@ class Parameters:
         return msgspec.structs.replace(load, held=True)
 
     def forget(self, name: str, version: int) -> None:
-        """Drops all parameters that were pushed into a version, because it is loaded from its files again or unloaded."""
+        """Drops all values that clients have pushed into a version, because it is loaded from its files again or unloaded."""
         self._changing.discard((name, version))
         self._lacking.pop((name, version), None)
         if names := self.sets.forget((name, version)):
@@ -506,11 +552,17 @@ class Parameters:
         self.tell()
 
     def worker_left(self, worker: int) -> None:
-        """Forgets the versions for which a dead worker still waited for pushed parameters. ``worker``: its incarnation."""
+        """Forgets which versions a dead worker had loaded that still lacked pushed values.
+
+        ``worker``: the number of the process.
+        """
         self._held = {(held, key) for held, key in self._held if held != worker}
 
     def loaded(self, worker: WorkerProcess, answer: Loaded) -> None:
-        """Reports a worker's answer to a Load record to ``Models``: at once, or after giving the worker pushed parameters."""
+        """Passes a worker's answer to a Load record on to ``Models``.
+
+        If clients have pushed values into the version, the worker is given these values first.
+        """
         key = answer.name, answer.version
         if (waiting := self._restoring.get((worker.incarnation, key))) is not None:
             waiting.append(answer)
@@ -523,7 +575,10 @@ class Parameters:
             self._pass_on(worker, answer)
 
     async def _restore(self, worker: WorkerProcess, key: VersionKey) -> None:
-        """Gives a worker that has loaded a version what was pushed into it, and reports the load, as failed if it cannot."""
+        """Gives a worker that has loaded a version the values that clients have pushed into it, and passes its answer on.
+
+        If the worker cannot be given the values, the load counts as failed.
+        """
         waiting = self._restoring[worker.incarnation, key]
         try:
             while waiting:
@@ -541,9 +596,9 @@ class Parameters:
             del self._restoring[worker.incarnation, key]
 
     async def _restored(self, worker: WorkerProcess, key: VersionKey) -> str:
-        """Sends a worker all pushed sets of a version, and has it serve the version. Returns why it cannot have them, or "".
+        """Gives a worker the values of all sets that clients have pushed into a version, and lets it serve the version.
 
-        Raises _NoWorker: the worker is dying.
+        Returns why the worker cannot have the values; "": it has them. Raises _NoWorker: the worker is dying.
         """
         push = self._next()
         free = asyncio.Semaphore(_AT_ONCE)
@@ -588,21 +643,24 @@ class Parameters:
         return ""
 
     def _pass_on(self, worker: WorkerProcess, answer: Loaded) -> None:
-        """Reports a worker's answer to a Load record to ``Models``; the worker serves a version that it loaded."""
+        """Passes a worker's answer to a Load record on to ``Models``. Call it when the worker has all pushed values."""
         self._held.discard((worker.incarnation, (answer.name, answer.version)))
         if worker.alive:
             self._models.loaded(worker.incarnation, answer)
         self.tell()
 
     def tell(self) -> None:
-        """Has changes that wait for a version look again: the state of a version has changed, or a load was answered."""
+        """Wakes the changes of parameters that wait for a version to serve.
+
+        Call it when the state of a version has changed, or a load was answered.
+        """
         self._news.set()
         self._news = asyncio.Event()
 
     # ------------------------------------------------------------------------------------------------------------- others
 
     def describe(self) -> dict[str, Any]:
-        """Returns the bytes of all pushed sets, their limit, and each version's number of sets, for ``tensorctl status``."""
+        """Returns, for ``tensorctl status``, the bytes of all pushed sets, their limit, and each version's number of sets."""
         versions = [
             {"model": name, "version": version, "sets": count, "number": number}
             for (name, version), (count, number) in sorted(self.sets.by_version().items())
@@ -610,7 +668,7 @@ class Parameters:
         return {"byte_size": self.sets.byte_size, "max_byte_size": self.sets.limit, "versions": versions}
 
     def close(self) -> None:
-        """Closes the memory of all pushed parameter sets. A second call does nothing."""
+        """Drops all values that clients have pushed. A second call does nothing."""
         if count := sum(1 for _ in self.sets):
             _log.warning(
                 "pushed parameter sets end with this daemon (%d): the next one serves the repositories'", count
@@ -622,7 +680,10 @@ class Parameters:
 
 
 def _check_death(worker: WorkerProcess, what: str) -> None:
-    """Raises Internal if a worker died of parameters (``what``) that it was given, so that no other worker is given them."""
+    """Raises Internal if a worker has died, and what it did may be the cause. No other worker is then given the parameters.
+
+    ``what``: names the parameters in the error's message.
+    """
     if worker.ended_by_work:
         raise Internal(f"{what}: the worker process that was given them {worker.describe_exit()}")
 

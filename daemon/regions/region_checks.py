@@ -17,7 +17,7 @@ _HANDLE_SIZE = 64
 
 
 def check_enabled(options: RegionsOptions) -> None:
-    """Raises Unsupported: the options allow no shared-memory regions."""
+    """Raises Unsupported if the options allow no regions."""
     if not options.enabled:
         raise Unsupported(
             "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
@@ -25,7 +25,7 @@ def check_enabled(options: RegionsOptions) -> None:
 
 
 def check_form(options: RegionsOptions, request: Registration) -> None:
-    """Raises Unsupported: regions are not allowed; InvalidArgument: the request's name or CUDA handle is malformed."""
+    """Raises Unsupported: regions are not allowed; InvalidArgument: the region's name or its CUDA handle is malformed."""
     check_enabled(options)
     if isinstance(request, RegisterCudaRegion) and len(request.raw_handle) != _HANDLE_SIZE:
         raise InvalidArgument(
@@ -37,7 +37,7 @@ def check_form(options: RegionsOptions, request: Registration) -> None:
 
 
 def check_fields(options: RegionsOptions, request: Registration) -> None:
-    """Checks a registration's size, offset and key. Raises InvalidArgument: one is invalid or not allowed."""
+    """Raises InvalidArgument: the size, offset or key of a region that a client registers is invalid or not allowed."""
     name = request.name
     offset = request.offset if isinstance(request, RegisterSystemRegion) else 0
     if request.byte_size < 1 or offset < 0:
@@ -60,10 +60,12 @@ def check_fields(options: RegionsOptions, request: Registration) -> None:
 
 
 def repeats(region: RegisteredRegion, request: Registration, peer: Peer, sealed: int) -> bool:
-    """Returns whether a registration repeats the existing ``region``: the same owner and the same memory.
+    """Returns whether a client registers the existing ``region`` again: the owner and the memory are the same.
 
-    A client that was restarted repeats its registration: its memory has the same key, but may be another object by now.
-    ``sealed``: the memfd that came with it, which must be that of ``region``; -1: none.
+    A client that was restarted does so. Memory with the same key counts as the same, although it may be another object by now.
+
+    ``peer``: the client. ``sealed``: the memfd that came with the request, which must be the memory of ``region``; -1: none
+    came.
     """
     there = region.request
     if peer.owner != region.peer.owner or request.byte_size != there.byte_size:
@@ -83,11 +85,13 @@ def repeats(region: RegisteredRegion, request: Registration, peer: Peer, sealed:
 def check_bounds(
     options: RegionsOptions, name: str, byte_size: int, peer: Peer, registered: Iterable[tuple[Peer, int]]
 ) -> None:
-    """Checks that one more region of this size is within every limit, for all regions together and for those of its owner.
+    """Checks that one more region of ``byte_size`` bytes is within the limits for all regions and for the client's own.
 
-    The owner is the user or host of ``peer``. ``registered``: the client and the size in bytes of each existing region.
+    Regions of the same user, or of the same host if they came over TCP, count as the client's own.
 
-    Raises InvalidArgument: the region itself is too large; Unavailable: it is too much together with existing ones.
+    ``peer``: the client. ``registered``: the client and the size in bytes of each existing region.
+
+    Raises InvalidArgument: the region alone is too large; Unavailable: it is too much together with existing regions.
     """
     if byte_size > options.max_byte_size:
         raise InvalidArgument(

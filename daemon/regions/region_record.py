@@ -21,7 +21,7 @@ Registration = RegisterSystemRegion | RegisterCudaRegion
 
 
 class RegionState(enum.Enum):
-    """States of a region: being registered on the workers, registered, being renewed, or being unregistered."""
+    """The states of a region."""
 
     #: Workers are registering it. It is not listed yet.
     REGISTERING = "registering"
@@ -35,7 +35,7 @@ class RegionState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class RegisteredRegion:
-    """A region of shared memory that a client has registered: its owner, state, descriptor, and the workers that have it."""
+    """A region that a client has registered: its owner, its state, its descriptor, and the workers that have it."""
 
     kind: str
     request: Registration
@@ -56,7 +56,7 @@ class RegisteredRegion:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def is_near(self, worker: WorkerProcess) -> bool:
-        """Returns whether the region is on the worker's own GPU, or on no worker's GPU."""
+        """Returns whether the region lies on the worker's own GPU, or on the GPU of no worker."""
         return self.device in ("", gpu_of(worker.device))
 
     def close(self) -> None:
@@ -69,7 +69,10 @@ class RegisteredRegion:
             self.fd = -1
 
     def record(self, workers: list[str], leases: int) -> dict[str, Any]:
-        """Returns all that is known of the region, for operators. ``leases``: how many tensors of requests are in it now."""
+        """Returns all that is known of the region, for operators, as values for JSON.
+
+        ``workers``: the names of the workers that have it. ``leases``: how many tensors of requests use it now.
+        """
         request, peer = self.request, self.peer
         system = request if isinstance(request, RegisterSystemRegion) else None
         registered = datetime.datetime.fromtimestamp(self.registered_at, datetime.UTC)
@@ -91,15 +94,16 @@ class RegisteredRegion:
 
 
 def is_owner(peer: Peer, owner: Peer) -> bool:
-    """Returns whether a client (``peer``) may unregister a region that ``owner`` registered.
+    """Returns whether the client ``peer`` may unregister a region that the client ``owner`` registered.
 
-    On Unix sockets that is the same user; on TCP any client may unregister a region of TCP; the operator may unregister all.
+    On Unix sockets the user must be the same. On TCP any client may unregister a region that came over TCP. The operator may
+    unregister every region.
     """
     return peer.kind == "operator" or (peer.kind == owner.kind and (peer.kind == "tcp" or peer.uid == owner.uid))
 
 
 class EndWatch:
-    """Calls ``ended`` once, as soon as a file descriptor is readable. Keeps a duplicate of the descriptor."""
+    """Calls ``ended`` once, when a file descriptor becomes readable. Keeps a duplicate of the descriptor ``end``."""
 
     def __init__(self, end: int, ended: Callable[[], None]) -> None:
         self._fd = os.dup(end)
@@ -112,12 +116,15 @@ class EndWatch:
         self._ended()
 
     def pause(self) -> None:
-        """Suspends the callback until ``resume``. If the descriptor becomes readable by then, ``ended`` is called after that."""
+        """Suspends the callback until ``resume`` is called.
+
+        Nothing is lost: a descriptor that is readable by then counts after that.
+        """
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
 
     def resume(self) -> None:
-        """Ends a ``pause``: if the descriptor is or becomes readable, the loop calls ``ended``."""
+        """Ends a ``pause``. If the descriptor is readable by now, the event loop calls ``ended``."""
         if self._fd >= 0:
             self._loop.add_reader(self._fd, self._readable)
 

@@ -53,16 +53,19 @@ _KINDS = {"system": "system", "cuda": "CUDA"}
 
 
 class Chosen(msgspec.Struct):
-    """The answer of the first worker that has opened a region's memory object: how workers may access the object."""
+    """The answer of the first worker that has opened the memory of a region: how workers may access the memory."""
 
     access: str
 
 
 class RegionRegistry:
-    """Registers, renews and unregisters regions on every worker that can use them, and tells the fronts on which GPU each is."""
+    """Registers, renews and unregisters regions on every worker that can use them.
+
+    If there are several workers, the fronts are told on which GPU a region lies.
+    """
 
     def __init__(self, options: RegionsOptions, workers: WorkerPool, fronts: Fronts, gpus_each: int = 1) -> None:
-        """Creates a registry without regions. ``gpus_each``: how many GPUs each worker has."""
+        """Begins without regions. ``gpus_each``: how many GPUs each worker has."""
         self._options = options
         self._workers = workers
         self._fronts = fronts
@@ -76,13 +79,20 @@ class RegionRegistry:
     # ------------------------------------------------------------------------------------------------------- register
 
     async def register(self, request: Registration, peer: Peer, end: int = -1, sealed: int = -1) -> None:
-        """Registers a region on every worker that can use it; the same region of the same owner is renewed.
+        """Registers a region on every worker that can use it. If its owner has registered it already, it is renewed.
 
-        ``end``: a descriptor that becomes readable when the region is to be unregistered; -1: none. ``sealed``: a memfd, whose
-        seals were checked, to be used instead of the object of the request's key; -1: none. The caller must close both.
+        Args:
+          peer: the client.
+          end: a descriptor that becomes readable when the region should be unregistered; -1: there is none.
+          sealed: a memfd, whose seals were checked, that is used instead of the object with the request's key; -1: there is
+            none.
+        The caller must close both descriptors.
 
-        Raises AlreadyExists: the name has another region; InvalidArgument, Unsupported or Unavailable: the request is wrong, not
-        allowed or beyond a limit; or the ServingError of a worker. After an error the registered regions are as before.
+        Raises:
+          AlreadyExists: the name belongs to another region.
+          InvalidArgument, Unsupported, Unavailable: the request is wrong, not allowed or beyond a limit.
+          ServingError: the error of a worker.
+        After an error the regions are as before.
         """
         region_checks.check_form(self._options, request)
         while (there := self._regions.get(request.name)) is not None:
@@ -114,7 +124,10 @@ class RegionRegistry:
         self._watch(region, end)
 
     def _region(self, request: Registration, peer: Peer, sealed: int) -> RegisteredRegion:
-        """Makes the record of a region that no worker has yet. Raises InvalidArgument: no worker has its GPU."""
+        """Makes the record of a new region, which no worker has yet. Raises InvalidArgument: no worker has the region's GPU.
+
+        ``sealed``: a memfd with the region's memory, of which a duplicate is kept; -1: there is none.
+        """
         if isinstance(request, RegisterCudaRegion):
             return RegisteredRegion("cuda", request, peer, time.time(), self._device_of(request))
         request = msgspec.structs.replace(request, peer=peer, access="sealed" if sealed >= 0 else "")
@@ -122,9 +135,13 @@ class RegionRegistry:
             return RegisteredRegion("system", request, peer, time.time(), fd=os.dup(sealed) if sealed >= 0 else -1)
 
     async def _renew(self, region: RegisteredRegion, renewal: RegisteredRegion, end: int) -> None:
-        """Replaces a region on every worker with the memory that its key or handle names now (``renewal``).
+        """Replaces a region on every worker by the memory that its key or handle names now.
 
-        The former region stays after a ServingError: a worker refused the memory, or none that can use it runs.
+        Args:
+          renewal: the record of the new region, which no worker has yet.
+          end: a descriptor that becomes readable when the region should be unregistered; -1: there is none.
+
+        Raises ServingError: a worker refused the memory, or no worker that can use it runs. The former region then stays.
         """
         name = region.request.name
         region.state = RegionState.RENEWING
@@ -161,7 +178,7 @@ class RegionRegistry:
             region.watch = EndWatch(end, lambda: self._reclaim(region))
 
     def _reclaim(self, region: RegisteredRegion) -> None:
-        """Unregisters a region because its owner's process or connection has ended (option ``regions.reclaim``)."""
+        """Unregisters a region because the process or the connection that registered it has ended."""
         if region.state is RegionState.REGISTERED:
             what = "process" if self._options.reclaim == "owner" else "connection of process"
             _log.info("region '%s' goes: the %s %d has ended", region.request.name, what, region.peer.pid)
@@ -173,9 +190,9 @@ class RegionRegistry:
         task.add_done_callback(self._tasks.discard)
 
     def _device_of(self, request: RegisterCudaRegion) -> str:
-        """Returns the device name of the workers on the request's GPU; "": no worker has a GPU at all.
+        """Returns the device name of the workers on the GPU that a request names; "": no worker has a GPU.
 
-        Raises InvalidArgument: workers have GPUs, but not this one.
+        Raises InvalidArgument: workers have GPUs, but none has this one.
         """
         gpus = {gpu for device in self._workers.devices if (gpu := gpu_of(device))}
         if not gpus:
@@ -190,13 +207,15 @@ class RegionRegistry:
         return gpu
 
     def _placed(self, region: RegisteredRegion) -> bool:
-        """Returns whether fronts must send requests that name the region to the workers on its GPU; False: any worker will do."""
+        """Returns whether fronts must send requests that use the region to the workers on its GPU; False: any worker will do."""
         return bool(region.device) and len(self._workers.devices) > 1
 
     async def _spread(self, region: RegisteredRegion, renews: bool = False) -> None:
-        """Registers a region on every worker that can use it, also on those that join meanwhile; ``renews``: in place of one.
+        """Registers a region on every worker that can use it, including workers that start meanwhile.
 
-        Raises ServingError: a worker refused, or none that can use it runs.
+        ``renews``: True if it replaces a region of the same name on the workers.
+
+        Raises ServingError: a worker refused the region, or no worker that can use it runs.
         """
         while missing := [worker for worker in self._workers.ready() if worker.incarnation not in region.holders]:
             # All others get the descriptor of the first: one object, whatever becomes of the name.
@@ -238,11 +257,11 @@ class RegionRegistry:
 
     @staticmethod
     def _check_reserve(region: RegisteredRegion) -> None:
-        """Checks that enough file descriptors stay free for connections and new processes. Raises Unavailable: too few would."""
+        """Raises Unavailable if too few file descriptors would stay free for connections and new processes."""
         descriptors.check_reserve(region.fd, f"failed to register shared memory region '{region.request.name}'")
 
     async def restore(self, worker: WorkerProcess) -> None:
-        """Registers every region on a new worker, before the worker gets requests. A region that the worker refuses is logged."""
+        """Registers all regions on a new worker, before the worker gets requests. A region that the worker refuses is logged."""
         regions = [region for region in self._regions.values() if region.state is RegionState.REGISTERED]
         await asyncio.gather(*(self._restore_one(region, worker) for region in regions))
 
@@ -260,20 +279,22 @@ class RegionRegistry:
             await _tell(worker, UnregisterRegion(region.kind, name))
 
     def worker_left(self, incarnation: int) -> None:
-        """Removes a dead worker from the list of workers that each region is registered on."""
+        """Notes that a dead worker has no regions any more. ``incarnation``: the number of the worker process."""
         for region in self._regions.values():
             region.holders.discard(incarnation)
 
     # ----------------------------------------------------------------------------------------------------- unregister
 
     async def unregister(self, request: UnregisterRegion, peer: Peer) -> None:
-        """Unregisters a region; returns once no later request finds it. A name that is not registered is no error.
+        """Unregisters a region, or all regions of a client. Returns when no later request can use them.
 
-        Requests that use the region end well, and the region is listed until the last of them has ended. The kind "" means any
-        kind. The name "" means all regions that the client may unregister: a user's own, for the operator all, on TCP all that
-        came over TCP.
+        Requests that use a region already can finish. The region is listed until the last of them has ended. A name that is
+        not registered is no error.
 
-        Raises Unsupported: regions are not allowed; InvalidArgument: the named region belongs to another user.
+        In ``request`` the kind "" means any kind. The name "" means all regions that the client may unregister: those of its
+        user on a Unix socket, all that came over TCP on TCP, and all regions for the operator. ``peer``: the client.
+
+        Raises Unsupported: regions are not allowed; InvalidArgument: the region belongs to another user.
         """
         region_checks.check_enabled(self._options)
         if request.name:
@@ -298,7 +319,7 @@ class RegionRegistry:
         await self._unregister_one(kind, name)
 
     async def _forget(self, region: RegisteredRegion) -> None:
-        """Unregisters a region on every worker that has it; its name is free for another region when all have answered."""
+        """Unregisters a region on every worker that has it. When all have answered, the name is free for another region."""
         name = region.request.name
         region.state = RegionState.UNREGISTERING
         region.close()
@@ -323,13 +344,15 @@ class RegionRegistry:
 
     @property
     def _all(self) -> list[RegisteredRegion]:
-        """Every region, and after these the ones that were unregistered while requests used them."""
+        """Returns every region; those that were unregistered while requests used them come last."""
         return [*self._regions.values(), *self._leaving]
 
     def status(self, request: RegionStatus) -> bytes:
-        """Returns a JSON array of the regions of the request's kind, or of only the named region.
+        """Returns a JSON array of the regions of the kind that ``request`` names.
 
-        Raises NotFound: no region has this name, or it is of the other kind.
+        If it also names a region, only that one is in it.
+
+        Raises NotFound: no region has this name, or the region is of another kind.
         """
         # Of an old and a new region of one name the new one is listed.
         every = reversed(self._all)
@@ -347,7 +370,7 @@ class RegionRegistry:
         return msgspec.json.encode([_described(r.request) for _, r in sorted(found.items()) if r.kind == request.kind])
 
     def places(self) -> list[RegionPlace]:
-        """Returns the records that tell a new front process which regions are on which GPU."""
+        """Returns the records that tell a new front process on which GPUs regions lie."""
         return [
             RegionPlace(name, region.device)
             for name, region in self._regions.items()
@@ -355,7 +378,7 @@ class RegionRegistry:
         ]
 
     async def records(self, name: str) -> bytes:
-        """Returns a JSON array with all that is known of the named region; name "": of all regions.
+        """Returns a JSON array with all that is known of the regions of this name; ``name`` "": of all regions.
 
         Raises NotFound: no region has the name.
         """
@@ -380,7 +403,7 @@ class RegionRegistry:
         )
 
     def statistics(self) -> dict[str, dict[str, int]]:
-        """Returns, for each owner (a user or host), the number ("count") and the bytes ("byte_size") of its regions."""
+        """Returns for each owner, a user or host, the number of its regions ("count") and of their bytes ("byte_size")."""
         found: dict[str, dict[str, int]] = {}
         for region in self._all:
             entry = found.setdefault(region.peer.owner, {"count": 0, "byte_size": 0})
@@ -389,14 +412,14 @@ class RegionRegistry:
         return found
 
     def by_kind(self) -> dict[str, tuple[int, int]]:
-        """Returns the number and the bytes of all regions of each kind, "system" or "cuda"."""
+        """Returns for each kind, "system" or "cuda", the number of regions and the number of their bytes together."""
         sizes: dict[str, list[int]] = {kind: [] for kind in _KINDS}
         for region in self._all:
             sizes[region.kind].append(region.request.byte_size)
         return {kind: (len(found), sum(found)) for kind, found in sizes.items()}
 
     def close(self) -> None:
-        """Closes the file descriptors of all regions and ends the registry's tasks."""
+        """Closes the file descriptors of all regions, and cancels the tasks that unregister regions."""
         for task in self._tasks:
             task.cancel()
         for region in self._regions.values():
@@ -413,7 +436,10 @@ class RegionRegistry:
 
 
 async def _tell(worker: WorkerProcess, request: UnregisterRegion | AwaitRegion) -> int:
-    """Asks a worker to unregister a region, or to say when no request uses it. Returns how many tensors still are in it."""
+    """Asks a worker to unregister a region, or to answer when no request uses the unregistered region any more.
+
+    Returns how many tensors of requests are still in the region; 0 if the call failed.
+    """
     try:
         answer, fds = await worker.call(request)
         descriptors.close(fds)
@@ -425,7 +451,11 @@ async def _tell(worker: WorkerProcess, request: UnregisterRegion | AwaitRegion) 
 
 
 async def _ask_use(worker: WorkerProcess, name: str) -> dict[str, tuple[int, int]]:
-    """Asks a worker how many tensors of requests are in region ``name`` ("": each), and in unregistered ones of that name."""
+    """Asks a worker how many tensors of requests are in regions of this name; ``name`` "": in every region.
+
+    Returns by name the number of tensors in the region, and in unregistered regions of the same name. It is empty if the call
+    failed.
+    """
     try:
         answer, fds = await worker.call(RegionRecords(name))
     except ServingError:
@@ -435,7 +465,10 @@ async def _ask_use(worker: WorkerProcess, name: str) -> dict[str, tuple[int, int
 
 
 def _described(request: Registration) -> dict[str, str | int]:
-    """Returns a region's fields as clients see them. A CUDA handle is left out: it would let any client open the memory."""
+    """Returns a region's fields as clients see them.
+
+    A CUDA handle is left out, because with it any client could open the memory.
+    """
     if isinstance(request, RegisterCudaRegion):
         return {"name": request.name, "device_id": request.device_id, "byte_size": request.byte_size}
     return {"name": request.name, "key": request.key, "offset": request.offset, "byte_size": request.byte_size}
