@@ -49,14 +49,15 @@ def export(
 
     Args:
       folder: the model's folder; its name is the model's name. Version 1 is written, which must not exist yet.
-      function: ``function(parameters, inputs)`` returns a dict of named arrays, or a tree of them. With ``max_batch_size`` above
-        0 the first dimension of every array is the batch.
+      function: ``function(parameters, inputs)`` returns a dict of named arrays, or a tree of them. If ``max_batch_size`` is above
+        0, the first dimension of every array is the batch.
       parameters: a pytree. Its arrays are written to a file of parameters; everything else in it becomes part of the program.
-      inputs: name -> datatype and dims without the batch, such as ``{"x": "FP32[4]", "ids": "INT64[sequence]"}``; or a tree of
-        such texts, as the function takes it: an array's name is then the keys on the way to it, joined by dots.
+      inputs: the datatype and dims of each input by its name, without the batch, such as
+        ``{"x": "FP32[4]", "ids": "INT64[sequence]"}``. It may also be a tree of such texts, as the function takes it: then an
+        array's name is the keys on the way to it, joined by dots.
       max_batch_size: the most rows of one batch; 0: the arrays have no batch dimension.
-      buckets: named axis -> sizes that are compiled when the model is loaded; requests are padded to them with zeros.
-      platforms: the platforms that the program may run on, such as ``("cpu", "cuda")``. None: only the one that runs this.
+      buckets: for a named axis, the sizes that are compiled when the model is loaded; requests are padded to them with zeros.
+      platforms: the platforms that the program may run on, such as ``("cpu", "cuda")``. None: only the platform of this process.
 
     Returns: the folder.
 
@@ -69,28 +70,33 @@ def export(
 
 
 def call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> dict[str, Array]:
-    """Calls another model of the server and waits for its outputs; for a model's code that runs in Python, not compiled.
+    """Calls another model of the server and waits for its outputs. Only for a model's code that runs in Python, not compiled.
 
     Args:
-      inputs: name -> array, in the shapes that clients send: with the batch dimension.
-      outputs: the names of the outputs to return; none: all.
+      inputs: the arrays by input name, in the shapes that clients send: with the batch dimension.
+      outputs: the names of the outputs to return; empty: all outputs.
       own: further fields of the request: ``version``, ``parameters``, ``request_id``, ``priority``, ``timeout_us``,
         ``sequence_id``, ``sequence_start``, ``sequence_end``, ``replace_key``.
 
-    Returns: name -> numpy array, which is read-only.
+    Returns: the outputs by name, as read-only numpy arrays.
 
     Raises: ServingError: the error that the other model answered, or why it could not be called. If the calling model does not
-      catch it, its own client gets it.
+      catch it, the client of the calling model gets it.
     """
     return begin(model, inputs, outputs, **own).result()
 
 
 def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> BegunCall:
-    """Begins a call of another model and returns at once; ``result()`` of the returned object waits for the outputs.
+    """Begins a call of another model and returns at once. ``result()`` of the returned object waits for the outputs.
 
-    Calls that are under way together may share a batch of the called model. ``outputs``: names; none: all. ``own``: further
-    fields of the request, such as ``version`` or ``priority``. Raises InvalidArgument: an input is no array, or this code is not
-    run by a model that works on a request; the called model's error is raised by ``result()``.
+    Calls that are begun before an earlier one ends may share a batch of the called model.
+
+    Args:
+      inputs: the arrays by input name, in the shapes that clients send: with the batch dimension.
+      outputs: the names of the outputs to return; empty: all outputs.
+      own: further fields of the request, such as ``version`` or ``priority``.
+    Raises: InvalidArgument: an input is no array, or this code is not run by a model that works on a request. An error of the
+      called model is raised by ``result()``.
     """
     from tensord.workers.calls.asking import begin as begun
 
@@ -102,9 +108,14 @@ def stream(
 ) -> Iterator[dict[str, Array]]:
     """Calls a model that answers with any number of responses, and yields each response when it comes.
 
-    Closing the iterator cancels the call. ``outputs``: names; none: all. ``own``: further fields of the request, such as
-    ``version`` or ``priority``. Raises InvalidArgument: an input is no array, or this code is not run by a model that works on a
-    request; the iterator raises ServingError where a response is an error, and ends.
+    Closing the iterator cancels the call.
+
+    Args:
+      inputs: the arrays by input name, in the shapes that clients send: with the batch dimension.
+      outputs: the names of the outputs to return; empty: all outputs.
+      own: further fields of the request, such as ``version`` or ``priority``.
+    Raises: InvalidArgument: an input is no array, or this code is not run by a model that works on a request. If a response is an
+      error, the iterator raises it as a ServingError, and ends.
     """
     from tensord.workers.calls.asking import stream as streamed
 
@@ -115,8 +126,9 @@ def load_model(name: str, config: str = "", files: Mapping[str, bytes] | None = 
     """Has the server load another model, or load it again, and waits until that is done. Also allowed in a model's ``create``.
 
     Args:
-      config: a configuration in JSON that replaces the model's config.pbtxt; "": none.
-      files: ``file:<version>/<name>`` -> content; the model then consists of these files only. None: its own files.
+      config: a configuration in JSON that replaces the model's config.pbtxt; "": the model's own configuration.
+      files: the content of files by name, ``file:<version>/<name>``; the model then consists of these files only. None: its own
+        files.
 
     Raises: ServingError: the model could not be loaded, and why; or this code is not run by a model on a server.
     """
@@ -126,8 +138,9 @@ def load_model(name: str, config: str = "", files: Mapping[str, bytes] | None = 
 
 
 def unload_model(name: str, dependents: bool = False) -> None:
-    """Has the server begin to unload another model. ``dependents``: if it is an ensemble, also its members that no other uses.
+    """Has the server begin to unload another model, and does not wait until it is unloaded.
 
+    ``dependents``: True: if the model is an ensemble, its members that no other ensemble uses are unloaded too. False: they stay.
     Raises ServingError: the server refused, and why; or this code is not run by a model on a server.
     """
     from tensord.workers.calls.asking import unload
@@ -136,7 +149,7 @@ def unload_model(name: str, dependents: bool = False) -> None:
 
 
 def is_ready(name: str, version: int = 0) -> bool:
-    """Returns whether the server answers requests for this version of a model; version 0: for any version.
+    """Returns whether the server answers requests for this version of a model. ``version`` 0: for any version.
 
     Raises ServingError: the server could not say; or this code is not run by a model on a server.
     """
@@ -151,9 +164,9 @@ def span(name: str, **attributes: bool | int | float | str) -> AbstractContextMa
         with tensord.models.span("tokenize", words=len(words)):
             ...
 
-    Spans inside the block become its children, and an exception that leaves the block is recorded as its error. Nothing is
-    recorded for a request that is not traced, nor in threads that the model has started itself. A request has at most 128 spans,
-    with at most 16 attributes each; of a text the first 256 characters are kept.
+    Spans inside the block become children of this span. If an exception leaves the block, it is recorded as the span's error.
+    Nothing is recorded for a request that is not traced, nor in threads that the model has started itself. A request has at most
+    128 spans, with at most 16 attributes each. Of a text, the first 256 characters are stored.
     """
     from tensord.workers.calls.own_spans import span
 
@@ -161,9 +174,9 @@ def span(name: str, **attributes: bool | int | float | str) -> AbstractContextMa
 
 
 def counter(name: str, description: str = "", labels: Mapping[str, str] | None = None) -> Counter:
-    """Makes a metric of this model that only grows, with ``increment(by=1)`` and ``value``.
+    """Makes a metric of this model that only grows. The returned object has ``increment(by=1)`` and ``value``.
 
-    The server shows it at /metrics for as long as the model keeps the returned object. ``labels``: name -> value.
+    The server shows the metric at /metrics for as long as the model keeps the returned object. ``labels``: values by name.
 
     Raises: InvalidArgument: the name or a label is not valid, a metric of another kind has this name, or no model runs this code.
     """
@@ -173,10 +186,12 @@ def counter(name: str, description: str = "", labels: Mapping[str, str] | None =
 
 
 def gauge(name: str, description: str = "", labels: Mapping[str, str] | None = None) -> Gauge:
-    """Makes a metric of this model that goes up and down, with ``set(to)``, ``increment(by=1)`` (also negative) and ``value``.
+    """Makes a metric of this model that goes up and down.
 
-    The server shows it at /metrics for as long as the model keeps the returned object. Raises InvalidArgument: the name or a
-    label is not valid, a metric of another kind has this name, or no model runs this code.
+    The returned object has ``set(to)``, ``increment(by=1)``, where ``by`` may be negative, and ``value``. The server shows the
+    metric at /metrics for as long as the model keeps the returned object.
+
+    Raises: InvalidArgument: the name or a label is not valid, a metric of another kind has this name, or no model runs this code.
     """
     from tensord.workers.calls.own_metrics import Gauge
 
@@ -186,10 +201,12 @@ def gauge(name: str, description: str = "", labels: Mapping[str, str] | None = N
 def histogram(
     name: str, buckets: Sequence[float], description: str = "", labels: Mapping[str, str] | None = None
 ) -> Histogram:
-    """Makes a metric of this model that counts values by size, with ``observe(value)``.
+    """Makes a metric of this model that counts values by size. The returned object has ``observe(value)``.
 
-    The server shows it at /metrics for as long as the model keeps the returned object. ``buckets``: upper bounds, ascending.
-    Raises InvalidArgument: name, labels or buckets are not valid, another metric has this name, or no model runs this code.
+    The server shows the metric at /metrics for as long as the model keeps the returned object. ``buckets``: upper bounds,
+    ascending.
+
+    Raises: InvalidArgument: name, labels or buckets are not valid, another metric has this name, or no model runs this code.
     """
     from tensord.workers.calls.own_metrics import Histogram
 

@@ -29,13 +29,14 @@ _MAX_RANK = 32
 
 
 def load(path: str | Path, sharding: Any = None, nested: bool = False) -> Any:
-    """Reads a file or folder of parameters.
+    """Reads the parameters in a file or folder.
 
     Args:
       path: ends with .safetensors, .npz or .msgpack, or is the folder of an Orbax checkpoint.
-      sharding: where the arrays go: a ``jax.sharding.Sharding`` for all of them, or a function of name and shape that returns
-        one. Each device then gets its part, and of safetensors only that part is read. None: numpy arrays.
-      nested: for safetensors and npz files, whose dicts are flat: whether to return nested dicts, split at the dots of the names
+      sharding: where the arrays go. A ``jax.sharding.Sharding`` holds for all arrays; a function of name and shape returns one
+        for each array. Each device then gets its part of an array, and of a safetensors file only that part is read. None: numpy
+        arrays.
+      nested: whether the flat dict of a safetensors or npz file is returned as nested dicts, split at the dots of the names
         (or at slashes, if names have them), as Flax Linen's ``apply`` takes them: ``params.Dense_0.kernel`` becomes
         ``["params"]["Dense_0"]["kernel"]``.
 
@@ -79,9 +80,10 @@ def _check_folder(path: Path) -> None:
 
 
 def flat(tree: Any) -> dict[str, Any]:
-    """Returns the leaves of nested mappings and sequences, each under its keys joined by dots, such as ``layers.0.w``.
+    """Returns the leaves of nested mappings and sequences as a flat dict.
 
-    Leaves that are None are left out. Raises ValueError: two leaves have the same name.
+    A name is the leaf's keys, joined by dots: ``layers.0.w``. Leaves that are None are left out. Raises ValueError: two leaves
+    have the same name.
     """
     found: dict[str, Any] = {}
     for name, leaf in leaves(tree):
@@ -92,9 +94,9 @@ def flat(tree: Any) -> dict[str, Any]:
 
 
 def _nested(tree: Any) -> Any:
-    """Turns a dict whose names have dots (or slashes) into nested dicts; a tree that is no dict stays as it is.
+    """Turns a dict whose names have dots (or slashes) into nested dicts. A tree that is no dict is returned as it is.
 
-    Raises ValueError: one name is the beginning of another, so it would be an array and a dict at once.
+    Raises ValueError: one name is the beginning of another, so that it would stand for an array and for a dict.
     """
     if not isinstance(tree, Mapping):
         return tree
@@ -187,7 +189,7 @@ def _dtype(name: str) -> Any:
 
 
 def _joined(node: Any) -> Any:
-    """Returns a decoded tree in which the large arrays, which Flax writes as dicts of chunks, are arrays again."""
+    """Returns a decoded tree in which large arrays are arrays again. Flax writes a large array as a dict of chunks."""
     if not isinstance(node, dict):
         return node
     if _CHUNKED in node:

@@ -84,8 +84,9 @@ def load(
     Args:
       folder: the model's folder. The members of an ensemble are looked for in the folder that contains it.
       version: the version to load; 0: the newest that the model's version policy chooses.
-      config: a configuration file, as ``tensord serve`` takes; variables such as TENSORD_WORKERS_THREADS count as they do there.
-      device: the device to run on; None: JAX's first one.
+      config: a configuration file, as ``tensord serve`` takes; variables such as TENSORD_WORKERS_THREADS apply as they do there.
+        None: no file.
+      device: the device to run on; None: JAX's first device.
 
     Raises: ServingError: the model cannot be loaded; the message is the one that the daemon would give.
     """
@@ -96,8 +97,9 @@ def load(
 
 
 def served(repository: Path, model: str, version: int) -> _Served:
-    """Loads a model of a repository, for clients of the models in a folder; version 0: the newest.
+    """Loads a model of the folder ``repository`` in this process, for a client that calls it without a server.
 
+    ``version`` 0: the newest version.
     Raises: NotFound: there is no such model.  ServingError: it cannot be loaded.
     """
     if not (repository / model).is_dir():
@@ -130,8 +132,9 @@ def _load(
 
 
 def _found(path: Path, version: int) -> list[tuple[FoundModel, int]]:
-    """Returns the models to load with their version numbers, in the order of loading: an ensemble after all that its steps need.
+    """Returns the models to load with their version numbers, in the order of loading.
 
+    An ensemble comes after all models that its steps need.
     Raises NotFound: a model or version does not exist or cannot be read; InvalidArgument: ensembles contain each other.
     """
     found: dict[tuple[str, int], FoundModel] = {}
@@ -157,9 +160,10 @@ def _found(path: Path, version: int) -> list[tuple[FoundModel, int]]:
 
 
 def _whole(model: FoundModel, loaded: Mapping[str, Mapping[int, ModelVersion]]) -> FoundModel:
-    """Returns an ensemble with its configuration checked and completed from its members'; any other model as it is.
+    """Returns an ensemble with its configuration checked, and completed from its members' configurations.
 
-    ``loaded``: model name -> version number -> loaded version. Raises InvalidArgument: the ensemble does not fit its members.
+    Any other model is returned as it is. ``loaded``: the loaded versions by model name and version number.
+    Raises InvalidArgument: the ensemble does not fit its members.
     """
     if not model.members:
         return model
@@ -176,7 +180,7 @@ def _whole(model: FoundModel, loaded: Mapping[str, Mapping[int, ModelVersion]]) 
 
 
 class _Served:
-    """A model that this process serves, for ``LocalConnection``."""
+    """A model that this process serves, for clients in the same process."""
 
     def __init__(self, worker: LocalWorker, version: ModelVersion) -> None:
         self._worker = worker
@@ -200,7 +204,10 @@ class _Served:
         self.withdraw = lambda request: worker.post(functools.partial(worker.withdraw, request))
 
     def begin(self, request: LocalRequest, call: Call) -> int:
-        """Sends a call's request to the worker. Args, Returns and Raises: as of ``shm.common.local.Served``."""
+        """Copies a call's inputs and sends the request to the worker, whose loop gives the responses to ``request``.
+
+        Returns the number of bytes that were copied. Raises ServingError: an input cannot be sent, or the model was closed.
+        """
         arrays = {name: _array(array) for name, array in call.inputs.items()}
         prepared = PreparedRequest(call.model, self.description.version, parameters=dict(call.parameters))
         number = next(self._worker.numbers)
@@ -209,14 +216,14 @@ class _Served:
         return sum(array.nbytes for array in arrays.values())
 
     def end_sequence(self, sequence_id: int | str) -> None:
-        """Ends a sequence, if there is one, without a further request."""
+        """Ends a sequence without a further request. It does nothing if there is no such sequence."""
         sequences = self._version.sequences
         if sequences is not None and self.close.alive:
             self._worker.call(lambda: sequences.close(sequence_id))
 
 
 class _Loaded(Model):
-    """A model that ``load`` has loaded, which ``close`` unloads."""
+    """A model that ``load`` has loaded. ``close`` unloads it."""
 
     def close(self) -> None:
         """Waits until all requests are answered, then unloads the model. Idempotent."""
@@ -225,7 +232,10 @@ class _Loaded(Model):
 
 
 def _array(value: Array) -> Array:
-    """Returns a read-only copy of an input, of a dtype that requests have. Raises InvalidArgument: a string is no Unicode."""
+    """Returns a read-only copy of an input, as an array of a dtype that requests can have.
+
+    Raises InvalidArgument: an element of a BYTES tensor is None or is no valid Unicode.
+    """
     made = np.array(value)
     if datatype_of(made.dtype) == "BYTES":
         from tensord.shm.arrays import as_strings

@@ -34,10 +34,10 @@ WINDOW_NS = 5 * 10**9
 
 
 class BusyPart:
-    """Measures the part of the last seconds in which workers were running models, from the total time of their runs so far.
+    """Measures the part of the last seconds in which workers were running models.
 
-    A run is counted when it ends; so the caller also says how many workers have a run that lasts longer than the window.
-    Times are CLOCK_MONOTONIC ns.
+    It is computed from the total time of all runs so far. A run is counted when it ends; so the caller also says how many workers
+    have a run that lasts longer than the window. Times are CLOCK_MONOTONIC ns.
     """
 
     def __init__(self) -> None:
@@ -46,9 +46,13 @@ class BusyPart:
         self._workers = self._running = 0
 
     def look(self, now_ns: int, busy_ns: int, workers: int, running: int = 0) -> None:
-        """Stores the total time of all workers' runs that have ended by ``now_ns``.
+        """Stores the time of all runs that have ended so far.
 
-        ``running``: how many workers have a run that has lasted longer than ``WINDOW_NS``.
+        Args:
+          now_ns: CLOCK_MONOTONIC.
+          busy_ns: the total time of these runs, of all workers.
+          workers: how many workers there are.
+          running: how many workers have a run that has lasted longer than ``WINDOW_NS``.
         """
         while len(self._looks) > 1 and now_ns - self._looks[1][0] >= WINDOW_NS:
             self._looks.popleft()
@@ -57,7 +61,7 @@ class BusyPart:
 
     @property
     def value(self) -> float:
-        """Returns the part of the last seconds in which the workers were busy, from 0 to 1; 1 if there is no worker."""
+        """Returns the part of the last seconds in which the workers were busy, from 0 to 1. Returns 1 if there is no worker."""
         if not self._workers:
             return 1.0
         (began_ns, before_ns), (now_ns, busy_ns) = self._looks[0], self._looks[-1]
@@ -72,8 +76,11 @@ class BusyPart:
 def line(draining: bool, unreadiness: str, busy: float) -> bytes:
     """Returns the state of the daemon as one line for HAProxy's agent-check.
 
-    ``unreadiness``: why it is not ready; "": it is. ``busy``: the part of the time in which the workers run something, 0 to 1;
-    the weight is at least 1, as 0 would mean to drain.
+    Args:
+      draining: whether the daemon is being drained.
+      unreadiness: why the daemon is not ready; "": it is ready.
+      busy: the part of the time in which the workers run models, 0 to 1. The weight in the line falls with it, to 1 and not to 0,
+        which would mean to drain.
     """
     if draining:
         return b"drain\n"
@@ -84,11 +91,11 @@ def line(draining: bool, unreadiness: str, busy: float) -> bytes:
 
 
 class Agent:
-    """Answers HAProxy's agent-checks on a listening socket: each connection gets one line about the daemon's state and load.
+    """Answers HAProxy's agent-checks on a listening socket. Each connection gets one line about the daemon's state and load.
 
     Args:
       state: returns whether the daemon is being drained, and why it is not ready ("": it is ready).
-      look: adds the workers' busy times to the BusyPart that is passed to it.
+      look: stores the workers' busy times in the ``BusyPart`` that it is given.
     """
 
     def __init__(
@@ -103,13 +110,13 @@ class Agent:
         self._looking: asyncio.Task[None] | None = None
 
     def listen(self) -> None:
-        """Binds the port, if one is set. Raises ListenError: it cannot be bound."""
+        """Binds the port, if the configuration sets one. Raises ListenError: the port cannot be bound."""
         if self._options.agent_port:
             with listening.named("metrics", "agent_port"):
                 self._listener = listening.listen(self._options.address, self._options.agent_port, "http")
 
     async def open(self) -> None:
-        """Begins to answer agent-checks on the running loop, if the port is bound."""
+        """Begins to answer agent-checks on the running event loop, if the port is bound."""
         if self._listener is None:
             return
         loop = asyncio.get_running_loop()
@@ -136,7 +143,7 @@ class Agent:
 
 
 class _AgentAnswer(asyncio.Protocol):
-    """Sends a client the line that answers HAProxy's agent-check, and closes the connection when the client does or after 2 s."""
+    """Sends a client the line that answers HAProxy's agent-check. Closes the connection when the client does, or after 2 s."""
 
     def __init__(self, line: Callable[[], bytes]) -> None:
         self._line = line

@@ -45,7 +45,10 @@ _PATIENCE = 2.0
 
 
 class _OfSlot:
-    """Adds up the counters of the processes that one worker slot (place of a worker process) has had; each counts from zero."""
+    """Adds up the counters of a worker process and of the processes before it, which it has replaced.
+
+    Each process counts from zero.
+    """
 
     def __init__(self) -> None:
         #: The worker that reported last.
@@ -59,7 +62,10 @@ class _OfSlot:
         self._answers: Counter[str] = Counter()
 
     def update(self, incarnation: int, figures: Figures) -> None:
-        """Stores the counters that the process ``incarnation`` reports; those of the processes before it stay in the sums."""
+        """Stores the counters that a worker process reports. The counters of the processes before it stay in the sums.
+
+        ``incarnation``: the process' id for the daemon's life, which no other process gets.
+        """
         if incarnation != self.incarnation:
             self._before = self._sum
             self._answers_before += self._answers
@@ -92,7 +98,7 @@ _Exemplar = tuple[tuple[str, int, str, int, int], tuple[str, float, float]]
 
 @dataclass(slots=True)
 class Collection:
-    """Gathers what the metrics show from all parts of the daemon, and stores the counters of worker processes that have ended."""
+    """Gathers what the metrics show from all parts of the daemon. It keeps the counters of worker processes that have ended."""
 
     _workers: WorkerPool
     _fronts: Fronts
@@ -115,9 +121,10 @@ class Collection:
     _of_slots: dict[str, _OfSlot] = field(default_factory=dict, init=False)
 
     async def snapshot(self, exemplars: bool = False) -> MetricsSnapshot:
-        """Returns a snapshot of the daemon now. A worker or front that does not answer makes it less complete, but is no error.
+        """Returns what the metrics show now. A worker that does not answer is shown with its last counters, which is no error.
 
-        ``exemplars``: also ask the fronts for traced requests as examples of buckets; not done where nothing is traced.
+        ``exemplars``: whether the fronts are also asked for traced requests, as examples of the values in histogram buckets. They
+        are not asked if nothing is traced.
         """
         asked = self._workers.ready()
         fronts = list(self._fronts) if exemplars and self._traces.on else []
@@ -165,7 +172,7 @@ class Collection:
         )
 
     async def look(self, busy: BusyPart) -> None:
-        """Asks the workers how long their runs took so far, and passes the sum to ``busy``."""
+        """Asks the workers for the time of their runs so far, and stores the sum in ``busy``."""
         workers = self._workers.ready()
         await asyncio.gather(*(self._ask(worker) for worker in workers))
         served = self._served()
@@ -184,7 +191,10 @@ class Collection:
         return {key: loaded.footprint for key, loaded in described.items() if loaded is not None}
 
     async def _ask(self, worker: WorkerProcess) -> bool:
-        """Asks a worker for its counters, and stores them. Returns False: it did not answer in time, or in another format."""
+        """Asks a worker for its counters, and stores them.
+
+        Returns False if it did not answer in time, or in an unknown format.
+        """
         try:
             figures = msgspec.json.decode(await worker.result_of(WorkerFigures(), _PATIENCE), type=Figures)
         except ServingError:
@@ -200,7 +210,7 @@ class Collection:
         return True
 
     async def _exemplars(self, front: FrontProcess) -> list[_Exemplar]:
-        """Asks a front for the exemplar of each histogram bucket; empty: it did not answer in time."""
+        """Asks a front for the exemplar of each histogram bucket. Returns an empty list if the front did not answer in time."""
         try:
             answer = await front.result_of(TraceExemplars(), _PATIENCE)
             told = msgspec.json.decode(answer, type=list[tuple[str, int, list[tuple[int, int, str, float, float]]]])

@@ -50,9 +50,10 @@ _INDEX_STATES = [state.value for state in IndexState]
 
 
 def _table(text: str) -> list[tuple[str, str, Callable[[Any], Any]]]:
-    """Parses lines of metrics: name, attribute, help. Returns name, help, and a function that reads the attribute of a thing.
+    """Parses lines that define metrics: name, attribute, help. Returns for each: name, help, and a function.
 
-    An attribute in ns is shown in seconds, or in microseconds if the name is Triton's (``nv_``).
+    The function takes an object and returns the value of the attribute in it. An attribute in ns is converted to seconds, or to
+    microseconds if the name of the metric is one of Triton's (``nv_``).
     """
     found = []
     for line in text.strip().splitlines():
@@ -163,7 +164,7 @@ _REFUSALS: tuple[tuple[Refusal, Callable[[Counts], int]], ...] = (
 
 
 def render(snapshot: MetricsSnapshot, accept: str) -> tuple[bytes, str]:
-    """Returns the metrics as text, and its content type. The text is OpenMetrics if the Accept header names that."""
+    """Returns the metrics as text, and the content type. The text is OpenMetrics if the Accept header names that format."""
     is_openmetrics = wants_openmetrics(accept)
     text = families(snapshot, is_openmetrics) + _durations(snapshot, is_openmetrics)
     if is_openmetrics:
@@ -214,7 +215,11 @@ def _durations(snapshot: MetricsSnapshot, exemplars: bool) -> bytes:
 
 @functools.lru_cache(_MAX_HISTOGRAMS)
 def _histogram(name: str, model: str, version: int, protocol: str, bounds: tuple[str, ...]) -> str:
-    """Returns a histogram's lines as a ``%`` pattern, to be filled with the count up to each bucket, the total and the sum."""
+    """Returns a histogram's lines as a ``%`` pattern.
+
+    It is filled with the count of values up to each bucket's bound, the number of all values, and their sum.
+    ``bounds``: the upper bounds of the buckets as text, the last one "+Inf".
+    """
     labels = f'model="{escaped(model)}",protocol="{protocol}",version="{version}"'.replace("%", "%%")
     lines = [f'{name}_bucket{{{labels},le="{bound}"}} %d' for bound in bounds]
     return "\n".join([*lines, f"{name}_count{{{labels}}} %d", f"{name}_sum{{{labels}}} %s", ""])
@@ -286,9 +291,13 @@ def _of_each(
     labels: Sequence[str],
     things: Collection[tuple[Sequence[str], Any]],
 ) -> Iterator[Family]:
-    """Yields a family for each metric, with a sample for each thing, which is given with the values of its labels.
+    """Yields a family for each of several metrics of the same objects, such as workers.
 
-    ``kind``: makes the families of metrics whose names do not end in ``_total``.
+    Args:
+      kind: makes a family; but a metric whose name ends in ``_total`` is always a counter.
+      metrics: name, help, and a function that returns the metric's value for an object (None: no sample).
+      labels: the names of the labels.
+      things: the objects, each after the values of its labels.
     """
     for name, text, of in metrics:
         family = (Counters if name.endswith("_total") else kind)(name, text, labels=labels)
@@ -418,7 +427,7 @@ def _memory(processes: Mapping[str, int]) -> Family:
 
 
 def _own(own: OwnFamily) -> Family:
-    """Returns the samples of a metric that models define (not tensord), with the names that the model chose."""
+    """Returns the family of a metric that a model's own code defines, with the names that the model has chosen."""
     histogram = Histograms(own.name, own.description) if own.kind == "histogram" else None
     family = histogram or (Unknowns if own.kind == "counter" else Gauges)(own.name, own.description)
     for labels, metric in own.metrics.items():
@@ -435,16 +444,17 @@ def _own(own: OwnFamily) -> Family:
 
 
 class Family:
-    """Holds the samples of a metric: ``lines`` has one line of text for each."""
+    """Holds the samples of one metric. ``lines`` has one line of text for each sample."""
 
     __slots__ = ("_help", "_labels", "kind", "lines", "name")
 
     def __init__(self, kind: str, name: str, text: str, value: float | None = None, labels: Sequence[str] = ()) -> None:
-        """Creates a family, with one sample without labels if ``value`` is given.
+        """Creates a family. If ``value`` is given, it has one sample with this value and without labels.
 
         Args:
-          kind: the type that OpenMetrics names for it.
-          name: the name of its samples; a counter's must end in ``_total``.
+          kind: the metric's type in OpenMetrics.
+          name: the name of the samples; a counter's must end in ``_total``.
+          text: the help text.
           labels: the names of the labels of each sample.
         """
         self.kind, self.name = kind, name
@@ -455,7 +465,7 @@ class Family:
             self.fill([((), value)])
 
     def fill(self, rows: Iterable[tuple[Sequence[str], float]]) -> Self:
-        """Adds samples, each given as the values of its labels and its own value. Returns the family."""
+        """Adds samples, each given as the values of its labels and its own value. Returns this family."""
         name, names, lines = self.name, self._labels, self.lines
         for values, value in rows:
             number = f"{value}.0" if type(value) is int and 0 <= value < _EXPONENTS else floatToGoString(value)
@@ -463,11 +473,11 @@ class Family:
         return self
 
     def add(self, names: Sequence[str], values: Sequence[str], value: float, suffix: str = "") -> None:
-        """Adds a sample whose label names are not the family's but ``names``. ``suffix``: appended to the family's name."""
+        """Adds a sample with its own label names, instead of the family's. ``suffix``: appended to the family's name."""
         self.lines.append(f"{self.name}{suffix}{_labelled(tuple(names), tuple(values))} {floatToGoString(value)}\n")
 
     def text(self, is_openmetrics: bool) -> str:
-        """Returns the family as text; "" if it has no samples, because a name without samples would promise some."""
+        """Returns the family as text; "" if it has no samples, because a metric that is described is expected to have some."""
         if not self.lines:
             return ""
         name, kind, said = self.name, self.kind, self._help
@@ -483,9 +493,10 @@ class Family:
     def observe(
         self, names: Sequence[str], values: Sequence[str], buckets: Iterable[tuple[str, int]], total: float
     ) -> None:
-        """Adds a histogram with these labels, whose values sum up to ``total``.
+        """Adds a histogram with these labels. ``total``: the sum of all its values.
 
-        ``buckets``: upper bounds in rising order, the last one "+Inf", each with the number of values that are at most that.
+        ``buckets``: upper bounds in rising order, the last one "+Inf", each with the number of values that are at most that
+        bound.
         """
         within = 0
         for bound, within in buckets:
@@ -512,7 +523,7 @@ def escaped(label: str) -> str:
 
 @functools.lru_cache(_MAX_LABELS)
 def _labelled(names: tuple[str, ...], values: tuple[str, ...]) -> str:
-    """Returns labels as they follow a sample's name, such as ``{model="m",version="1"}``, sorted by name; "" without labels."""
+    """Returns labels as they follow a sample's name, such as ``{model="m",version="1"}``, sorted by name; "" for no labels."""
     if not names:
         return ""
     listed = ",".join([f'{name}="{escaped(value)}"' for name, value in sorted(zip(names, values, strict=True))])

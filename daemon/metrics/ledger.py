@@ -48,7 +48,11 @@ class Total:
 
 
 class Ledger:
-    """Adds up each model version's counters over all workers, which are known by their incarnation, for the daemon's life."""
+    """Adds up each model version's counters over all workers, for the daemon's life.
+
+    A worker process is known by its incarnation, an id that no other process gets. So counters of processes that were replaced
+    stay.
+    """
 
     def __init__(self) -> None:
         #: Incarnation -> its last report.
@@ -58,7 +62,8 @@ class Ledger:
     def update(self, incarnation: int, figures: Figures) -> None:
         """Replaces a worker's counters by those that it reports now.
 
-        The last counters of versions that it has unloaded, or loaded again since, go to the sum of what has ended.
+        If the worker has unloaded a version, or loaded it again since, the version's last counters are kept in a sum of their
+        own.
         """
         before = self._workers.get(incarnation, {})
         now = {(version.name, version.version): version for version in figures.versions}
@@ -66,7 +71,10 @@ class Ledger:
         self._end(last for key, last in before.items() if key not in now or now[key].began_ns != last.began_ns)
 
     def keep(self, incarnations: Set[int], served: Set[Key]) -> None:
-        """Keeps the counters of workers that have ended (all but ``incarnations``), as long as the version is ``served``."""
+        """Moves the last counters of ended workers to the sums that are kept. Drops the sums of versions that are not ``served``.
+
+        ``incarnations``: the ids of the workers that have not ended.
+        """
         for incarnation in self._workers.keys() - incarnations:
             self._end(self._workers.pop(incarnation).values())
         self._ended = {key: counts for key, counts in self._ended.items() if key in served}
@@ -78,7 +86,7 @@ class Ledger:
             self._ended[key] = counts + version.counts, total(durations, version.durations), _moved(moves, version)
 
     def totals(self, served: Iterable[Key]) -> list[Total]:
-        """Returns the counters over all workers for each served version."""
+        """Returns the counters of each version in ``served``, summed over all workers, with those that have ended."""
         found = []
         for key in served:
             counts, durations, moves = self._ended.get(key, _NOTHING)
@@ -102,14 +110,14 @@ class Ledger:
 
 
 def _moved(before: tuple[int, int], version: VersionFigures) -> tuple[int, int]:
-    """Adds a worker's counts of evicted and missed parameter sets of a version to ``before``."""
+    """Adds to ``before`` a worker's counts of evicted and missed parameter sets of a version. Returns the two sums."""
     found = version.parameters
     return before if found is None else (before[0] + found.evictions, before[1] + found.misses)
 
 
 @dataclass(frozen=True, slots=True)
 class OwnFamily:
-    """A metric that models define (not tensord), summed over all workers."""
+    """A metric that a model's own code defines, summed over all workers."""
 
     name: str
     description: str
@@ -119,9 +127,10 @@ class OwnFamily:
 
 
 class OwnMetricsLedger:
-    """Adds up, over all workers and for the life of the daemon, the metrics that models define.
+    """Adds up the metrics that models' own code defines, over all workers and for the life of the daemon.
 
-    Gauges of two workers are not added: each gets the worker's name as a label. A worker is known by its incarnation.
+    Gauges of two workers are not added: each gets the worker's name as a label. A worker process is known by its incarnation, an
+    id that no other process gets.
     """
 
     def __init__(self) -> None:
@@ -131,11 +140,17 @@ class OwnMetricsLedger:
         self._ended: dict[str, OwnMetrics] = {}
 
     def update(self, incarnation: int, worker: str, families: Sequence[OwnMetrics]) -> None:
-        """Replaces the metrics of a worker's models by those that it reports now. ``worker``: the name of its slot."""
+        """Replaces the metrics of a worker's models by those that it reports now.
+
+        ``worker``: the worker's name, which the process that replaces it will have too.
+        """
         self._workers[incarnation] = worker, families
 
     def keep(self, incarnations: Set[int], served: Set[tuple[str, int]]) -> None:
-        """Keeps the counters of workers that have ended (all but ``incarnations``), as long as their model is ``served``."""
+        """Moves the last counters of ended workers to the sums that are kept. Drops the sums of models that are not ``served``.
+
+        ``incarnations``: the ids of the workers that have not ended.
+        """
         for incarnation in self._workers.keys() - incarnations:
             for family in self._workers.pop(incarnation)[1]:
                 if family.kind != "gauge":
@@ -147,7 +162,11 @@ class OwnMetricsLedger:
         self._ended = {name: family for name, family in self._ended.items() if served & {*family.owners}}
 
     def families(self, apart: bool) -> list[OwnFamily]:
-        """Returns all metrics that models define. ``apart``: gauges get their worker's name as a label, as there are several."""
+        """Returns all metrics that models' own code defines.
+
+        ``apart``: True: gauges get their worker's name as a label, because there are several workers. False: they get no such
+        label.
+        """
         found: dict[str, tuple[OwnMetrics, list[MetricFigures]]] = {}
         for worker, families in [*self._workers.values(), ("", tuple(self._ended.values()))]:
             for family in families:

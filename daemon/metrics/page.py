@@ -124,8 +124,8 @@ HEADERS = (
 def render(status: Mapping[str, Any]) -> bytes:
     """Returns the status page of the daemon as HTML.
 
-    ``status``: what ``tensorctl status`` shows, with ``standings``, each model and why it is not served, and ``errors``, those
-    that clients got last, the newest first.
+    ``status``: what ``tensorctl status`` shows; besides, ``standings`` has each model and why it is not served, and ``errors``
+    has the errors that clients got last, the newest first.
     """
     name, ready = str(status["server_name"]), bool(status["ready"])
     models, urls = status["models"], [*status["http"], *status["grpc"]]
@@ -169,7 +169,7 @@ def _standing(model: Mapping[str, Any]) -> Sequence[Any]:
 
 
 def _short(error: Mapping[str, Any], key: str) -> Any:
-    """Returns a value of an error; its time without zone and fractions of a second, as ``2026-11-28 22:49:29``."""
+    """Returns the value under ``key`` of an error. Its time is cut to ``2026-11-28 22:49:29``, without zone and fractions."""
     value = error.get(key) or ""
     return value[:19].replace("T", " ") if key == "time" else value
 
@@ -182,7 +182,7 @@ def _owners(found: Mapping[str, Mapping[str, Any]]) -> list[Sequence[Any]]:
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Returns an HTML table under its title; "" if it has no rows."""
+    """Returns an HTML table with its title above it; "" if there are no rows."""
     found = list(rows)
     if not found:
         return ""
@@ -199,7 +199,7 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) ->
 
 
 def _shown(value: Any) -> str:
-    """Returns a value as the text of a table's cell."""
+    """Returns a value as the text of a table's cell, not escaped."""
     if value is None or type(value) is bool:
         return "yes" if value else ""
     if isinstance(value, Mapping):

@@ -43,14 +43,14 @@ class _ScrapeAnswer(NamedTuple):
     headers: tuple[tuple[str, str], ...]
 
     def encoded(self, without_body: bool) -> bytes:
-        """Returns the answer as it is sent: with a header that ends the connection, and without its body for a HEAD request."""
+        """Returns the answer as bytes, with the header ``Connection: close``. ``without_body``: True for a HEAD request."""
         headers = (*self.headers, ("Content-Length", str(len(self.body))), ("Connection", "close"))
         lines = [f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}", *map(": ".join, headers), "", ""]
         return "\r\n".join(lines).encode("latin-1") + (b"" if without_body else self.body)
 
 
 class _Request:
-    """The head of an HTTP request, as httptools parses it."""
+    """Reads and holds the head of an HTTP request, as httptools parses it."""
 
     def __init__(self) -> None:
         self._parser = httptools.HttpRequestParser(self)
@@ -61,7 +61,10 @@ class _Request:
         self.method = self.path = b""
 
     async def read(self, reader: asyncio.StreamReader) -> bool:
-        """Reads the head, and what comes with it. Returns False if the client closed the connection before it sent anything."""
+        """Reads the head of the request. What comes after it in the same read is dropped.
+
+        Returns False if the client closed the connection before it sent anything.
+        """
         left = _MAX_HEAD
         while self.refusal is None and left and (data := await reader.read(left)):
             left -= len(data)
@@ -117,6 +120,7 @@ async def serve(
     Returns when the client has closed its side or sent too much, or if it sent no request. The caller closes the connection.
 
     Args:
+      snapshot: gathers what the metrics show; its argument is whether traced requests are wanted as examples.
       thread: the executor in which the text is written.
       describe: returns what the status page shows; None: there is no such page, and / is answered with 404.
     Raises OSError: the client closed the connection before it was answered.
@@ -163,6 +167,6 @@ def _refused(status: int, reason: str, *headers: tuple[str, str]) -> _ScrapeAnsw
 
 
 def _rendered(taken: MetricsSnapshot, accept: str, compressed: bool) -> tuple[bytes, str]:
-    """Returns the metrics as text, in gzip if ``compressed``, and the content type. Runs in the executor's thread."""
+    """Returns the metrics as text, gzip-compressed if ``compressed``, and the content type. Runs in the executor's thread."""
     text, content_type = exposition.render(taken, accept)
     return gzip.compress(text, _LEVEL, mtime=0) if compressed else text, content_type

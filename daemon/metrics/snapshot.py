@@ -17,7 +17,10 @@ from tensord.shm.refusals import Refusal
 
 @dataclass(frozen=True, slots=True)
 class WorkerSlot:
-    """Holds what the metrics show of one worker slot: the place of one worker process, whether one runs there now or not."""
+    """Holds what the metrics show of one worker and of the processes before it, which it has replaced.
+
+    It is there also while no process runs, because the worker has ended and is not replaced yet.
+    """
 
     name: str
     device: str
@@ -37,7 +40,10 @@ class WorkerSlot:
 
 @dataclass(frozen=True, slots=True)
 class FrontSlot:
-    """Holds what the metrics show of one front slot: the place of one front process, whether one runs there now or not."""
+    """Holds what the metrics show of one front and of the processes before it, which it has replaced.
+
+    It is there also while no process runs, because the front has ended and is not replaced yet.
+    """
 
     name: str
     protocol: str
@@ -57,7 +63,10 @@ class FrontSlot:
 
 @dataclass(frozen=True, slots=True)
 class RegionTotals:
-    """Number, bytes and tensors in use of the registered shared-memory regions of one kind, "system" or "cuda"."""
+    """Holds the number of registered regions of one kind, their bytes, and how many tensors of requests lie in them now.
+
+    The kinds are "system" and "cuda".
+    """
 
     kind: str
     count: int
@@ -67,7 +76,7 @@ class RegionTotals:
 
 @dataclass(frozen=True, slots=True)
 class ParameterTotals:
-    """Counts what clients have pushed into models: parameter sets, their bytes, and the outcomes of pushes and other changes."""
+    """Counts the parameter sets that clients have pushed, their bytes, and the outcomes of pushes and other changes."""
 
     #: Model and version -> its pushed sets, and the number of its set ``main``.
     versions: Mapping[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
@@ -82,7 +91,7 @@ Exemplars = Mapping[tuple[str, int, str, int, int], tuple[str, float, float]]
 
 @dataclass(frozen=True, slots=True)
 class MetricsSnapshot:
-    """Everything that one answer of /metrics shows, gathered at one moment."""
+    """Holds everything that one answer of /metrics shows, gathered at one moment."""
 
     ready: bool
     #: Models that should be served -> whether a version of each is.

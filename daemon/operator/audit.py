@@ -47,9 +47,12 @@ class Audit:
     def note(
         self, operation: Operation, peer: Peer | None, error: ServingError | None = None, result: bytes = b""
     ) -> None:
-        """Logs an operation that was carried out, or refused with ``error``, if it can change anything.
+        """Logs an operation that was carried out, or refused with ``error``. It logs nothing if the operation only reads.
 
-        ``peer``: None: a model asked. ``result``: what was replied, JSON or empty.
+        Args:
+          peer: the client that asked; None: a model asked.
+          error: why the operation was refused; None: it was carried out.
+          result: the result of the operation, JSON or empty.
         """
         what = _described(operation)
         if not what:
@@ -64,7 +67,7 @@ class Audit:
 
 
 def _described(operation: Operation) -> str:
-    """Returns a phrase that says what an operation changes; "": it changes nothing."""
+    """Returns a phrase that says what an operation changes; "" if it changes nothing."""
     match operation:
         case LoadModel(name, config, files):
             given = ", with a configuration" if config else ""
@@ -105,7 +108,7 @@ def _parameters(operation: PushParameters | RevertParameters | DropParameters) -
 
 
 def _in_force(operation: Operation, result: bytes) -> str:
-    """Returns which parameters are in force after a push or a roll-back; "": the operation is another one."""
+    """Returns a phrase that says which parameters apply after a push or a roll-back; "" for any other operation."""
     if not isinstance(operation, PushParameters | RevertParameters):
         return ""
     put = msgspec.json.decode(result)

@@ -23,7 +23,10 @@ _RELOADABLE = ("repository.paths", "repository.load", "repository.required", "lo
 
 
 class Configuration:
-    """Holds the options in force. ``reread``: reads all sources again; raises ConfigurationError if they cannot be used."""
+    """Holds the options that apply now.
+
+    ``reread``: reads all sources of the configuration again; raises ConfigurationError if they cannot be used.
+    """
 
     def __init__(self, configured: Configured, reread: Callable[[], Configured]) -> None:
         self.options = configured.options
@@ -37,15 +40,18 @@ class Configuration:
         self.reloaded_at = time.time()
 
     async def read(self) -> Configured:
-        """Reads files, environment and flags again, and checks them. Raises ConfigurationError: they cannot be used."""
+        """Reads files, environment and flags again, checks them and returns them. Nothing is applied yet.
+
+        Raises ConfigurationError: they cannot be used.
+        """
         new = await asyncio.to_thread(self._reread)
         start_checks.check(new.options)
         return new
 
     def take(self, new: Configured) -> int:
-        """Applies those keys of a new configuration that need no restart: ``repository.paths``, ``load`` and ``required``.
+        """Applies the keys of a new configuration that need no restart: paths, load and required of ``repository``.
 
-        Logs the changed keys that need a restart. Returns how many keys differ from those that were in force.
+        Logs the changed keys that need a restart. Returns how many keys have changed, of both kinds.
         """
         changed = layers.changed_keys(self.options, new.options)
         fixed = [key for key in changed if not _is_reloadable(key)]
@@ -66,18 +72,19 @@ class Configuration:
         return len(changed)
 
     def refused(self) -> None:
-        """Stores that the last reload of the configuration was refused, for ``tensorctl status`` and metrics."""
+        """Notes that the last reload of the configuration was refused, which ``tensorctl status`` and the metrics show."""
         self.reloaded = False
 
     def take_log(self, new: Log) -> None:
-        """Replaces the log options in ``options``. The caller must apply them to the processes."""
+        """Replaces the log options in ``options``. The caller must send them to the processes."""
         self.options = msgspec.structs.replace(self.options, log=new)
 
     async def described(self) -> dict[str, Any]:
-        """Describes every key: its value in force (without secrets), its source, and what the files say now if that differs.
+        """Describes every key: its present value (without secrets), that value's source, and what the files say now.
 
-        Returns ``keys``, a list of {key, value, source, next?, waits?}, where ``waits`` is "reload" or "restart", and ``error``,
-        a sentence about files that a reload would refuse ("": none).
+        Returns ``keys``, a list of {key, value, source, next?, waits?}. If the files differ, ``next`` is the value in them, and
+        ``waits`` is "reload" or "restart", after which it applies. Also returns ``error``, a sentence if a reload would refuse
+        the files, else "".
         """
         error, new = "", self._accepted
         try:

@@ -33,7 +33,7 @@ _MAX_LINE = 1 << 20
 class ControlSocket:
     """Listens on the control socket and answers tensorctl.
 
-    Without a configured path the socket is where tensorctl looks by default.
+    If the configuration has no path for it, the socket is where tensorctl looks by default.
     """
 
     def __init__(self, options: SupervisorOptions, environment: Mapping[str, str], commands: OperatorCommands) -> None:
@@ -57,9 +57,10 @@ class ControlSocket:
             raise InvalidArgument(f"supervisor.control_socket: '{self.path}': {error.strerror or error}") from None
 
     def _bound_by_default(self) -> socket.socket | None:
-        """Binds the control socket at its default path; returns None if that fails, as the daemon can serve without this socket.
+        """Binds the control socket at its default path and returns it.
 
-        If another daemon of the user has the default path, this process's id becomes part of the name.
+        Returns None if that fails: the daemon can serve without it. If another daemon of the user has the default path, this
+        process's id becomes part of the name.
         """
         try:
             folder = runtime_directory.own(self._environment)

@@ -27,7 +27,7 @@ _LANES_POLL_SECONDS = 0.05
 
 
 class DrainPhase(enum.Enum):
-    """Phases of a drain: there is none; requests are still accepted; new ones are refused; none is in flight any more."""
+    """The phases of a drain: not begun; requests still accepted; new requests refused; no request unanswered any more."""
 
     #: Nothing is drained.
     NONE = "none"
@@ -40,7 +40,7 @@ class DrainPhase(enum.Enum):
 
 
 class Drain:
-    """Takes the daemon out of service without stopping it, and puts it back. Belongs to the supervisor's loop."""
+    """Takes the daemon out of service without stopping it, and puts it back. Used in the supervisor's event loop only."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
@@ -55,9 +55,9 @@ class Drain:
         return self.phase in (DrainPhase.REFUSING, DrainPhase.DRAINED)
 
     def begin(self, seconds: float | None = None) -> None:
-        """Begins a drain: the daemon is not ready at once, and refuses requests ``seconds`` (None: ``drain_time``) later.
+        """Begins a drain. The daemon reports at once that it is not ready, and refuses new requests after ``seconds``.
 
-        A second call does nothing.
+        ``seconds`` None: the option ``supervisor.drain_time``. If a drain has begun already, it does nothing.
         """
         if self.phase is not DrainPhase.NONE:
             return
@@ -70,21 +70,24 @@ class Drain:
 
     @property
     def time_left(self) -> float:
-        """Returns the seconds for which a stop that begins now goes on taking requests; without a drain: ``drain_time``."""
+        """Returns for how many seconds a stop of the daemon that begins now must still accept requests.
+
+        If a drain has begun, that is the rest of its time; else the option ``supervisor.drain_time``.
+        """
         if self.phase is DrainPhase.NONE:
             return self._supervisor.options.supervisor.drain_time
         return 0.0 if self.refuses else max(0.0, self._refuses_at - asyncio.get_running_loop().time())
 
     def announce(self) -> None:
-        """Tells clients and load balancers that the daemon is not ready; requests are still accepted."""
+        """Reports to clients and load balancers that the daemon is not ready. Requests are still accepted."""
         self.phase = DrainPhase.ANNOUNCED
         self._supervisor.models.drain(True)
 
     async def finished(self) -> None:
-        """Waits until no request is in flight.
+        """Waits until the drain has ended with no request unanswered.
 
-        Raises Unavailable: requests are still in flight ``supervisor.exit_timeout`` after new ones were refused, the drain was
-        ended, or no drain has begun.
+        Raises Unavailable: requests are still unanswered ``supervisor.exit_timeout`` after new ones were refused, the drain was
+        ended by an operator, or no drain has begun.
         """
         draining = self._draining
         if draining is None:
@@ -94,7 +97,7 @@ class Drain:
             raise Unavailable(sentence)
 
     def end(self) -> None:
-        """Ends the drain: requests are accepted again, and the daemon is ready if its models are."""
+        """Ends the drain. Requests are accepted again, and the daemon is ready if its models are."""
         if self.phase is DrainPhase.NONE:
             return
         _log.info("draining: ended, requests are taken")
@@ -106,9 +109,10 @@ class Drain:
         self._supervisor.models.drain(False)
 
     async def _drain(self, seconds: float) -> str:
-        """Runs a drain: waits ``seconds``, has new requests refused, and waits until no request is in flight.
+        """Runs a drain: waits ``seconds``, has new requests refused, and waits until every request is answered.
 
-        Returns a sentence about the processes that still had requests in flight after ``supervisor.exit_timeout``; "": none had.
+        Returns a sentence that names the processes with unanswered requests after ``supervisor.exit_timeout``; "" if there are
+        none.
         """
         await self._supervisor.fronts.settled()
         await asyncio.sleep(seconds)
@@ -134,7 +138,7 @@ class Drain:
         return ""
 
     async def _waits(self, child: Child) -> None:
-        """Waits until no request is in flight in this child process, or until it has ended."""
+        """Waits until this child process has no unanswered request, or has ended."""
         try:
             if isinstance(child, FrontProcess):
                 await child.result_of(AwaitIdle())

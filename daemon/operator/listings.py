@@ -22,7 +22,7 @@ _MAX_NAMED = 8
 
 
 class ServedModels:
-    """Describes for the log which models are served: after the start, one short line for each change."""
+    """Describes for the log which models are served: one short line for each change."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
@@ -31,7 +31,7 @@ class ServedModels:
         self._logged: dict[str, bool] = {}
 
     def change(self) -> str:
-        """Returns a line about what has changed since the last call; "" if nothing has.
+        """Returns a line about what has changed since the last call; "" if nothing has changed.
 
         A model that is being loaded for the first time is mentioned only once it is served or has failed.
         """
@@ -57,7 +57,10 @@ class ServedModels:
 
 
 def summary(models: Models, devices: Iterable[str]) -> str:
-    """Describes the models in one line, which begins with "ready" or "not ready", as ``/v2/health/ready`` tells it."""
+    """Describes the models in one line, which begins with "ready" or "not ready", as ``/v2/health/ready`` reports it.
+
+    ``devices``: the names of the workers' devices.
+    """
     # A version whose worker has died is READY as well, until another worker has it.
     books = models.lifecycle.models
     found = {
@@ -78,7 +81,10 @@ def _listed(names: list[str]) -> str:
 
 
 def of_models(models: Models) -> dict[str, Any]:
-    """Returns whether the daemon is ready, how many models are served, and each model not fully served, with the reason."""
+    """Returns a description of the models: whether the daemon is ready, and how many models are served.
+
+    It also lists each model that is not, or not completely, served, with the reason.
+    """
     readiness = models.readiness
     return {
         "ready": readiness.ready,
@@ -102,8 +108,10 @@ def of_model(
     """Returns one model's versions as JSON, each with its entry in ``index``, its workers, folder, metadata and configuration.
 
     Args:
-      workers: the name of each worker by its incarnation.
-      slow: by the name of a worker, and by version: why it does not answer requests in C, with how many it did not.
+      index: the repository index, which has an entry for each version of each model.
+      workers: the name of each worker by its incarnation, the id of the process.
+      slow: by worker name and by version: the reasons why the worker did not answer requests in C, each with the number of
+        requests.
     Raises InvalidArgument: there is no such model.
     """
     entries = [entry for entry in index if entry["name"] == name]
@@ -144,8 +152,9 @@ def of_workers(
     """Returns a description of each worker process, with its device, its state and what it runs now.
 
     Args:
-      models: name -> versions of each model that workers may serve.
-      lanes: name of a worker -> how many lanes clients have to it.
+      slots: knows how often each worker has died.
+      models: the versions of each model that workers may serve, by the model's name.
+      lanes: how many lanes clients have to a worker, by the worker's name.
       now_ns: CLOCK_MONOTONIC.
     """
     names = {model_key(name, version): (name, version) for name, versions in models.items() for version in versions}
@@ -166,14 +175,17 @@ def of_workers(
 
 
 def _state(worker: WorkerProcess) -> str:
-    """Describes what a worker's loop and loader are doing: ``idle``, ``compiling digits 3/16``, ``executing, loading digits``."""
+    """Describes what a worker is doing: ``idle``, ``compiling digits 3/16``, or ``executing, loading digits``."""
     state = worker.page.state[0].name.lower() if worker.page else "starting"
     loading = worker.describe_load()
     return loading if loading and state == "idle" else f"{state}, {loading}" if loading else state
 
 
 def _own(worker: WorkerProcess) -> dict[str, Any]:
-    """Returns the isolated model that a worker serves and the part of its GPU's memory; empty if models share the worker."""
+    """Returns the model that has this worker to itself, and the part of the GPU's memory that the worker may use.
+
+    Returns an empty dict if models share the worker.
+    """
     part = {"memory_fraction": worker.memory_fraction} if worker.memory_fraction else {}
     return {"isolated": worker.model, **part} if worker.model else {}
 
@@ -191,7 +203,10 @@ def _since(model: str, version: int, since_ns: int, now_ns: int) -> dict[str, An
 
 
 def _cores(pid: int) -> dict[str, Any]:
-    """Reads from the kernel which cores a process may use, its threads, and its memory in MiB; empty: the process has ended."""
+    """Returns which cores a process may use, how many threads it has, and its resident memory in MiB, as the kernel reports them.
+
+    Returns an empty dict if the process has ended.
+    """
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         values = dict(line.split(":", 1) for line in lines if ":" in line)

@@ -60,7 +60,7 @@ _NOT_READY = "the model's is_ready() does not say that it is"
 
 @dataclass(slots=True)
 class Operations:
-    """Carries out control operations (``tensord.shm.operations``): calls the part of the daemon that each concerns."""
+    """Carries out control operations (``tensord.shm.operations``), each by a call of the part of the daemon that it concerns."""
 
     _models: Models
     _parameters: Parameters
@@ -72,7 +72,13 @@ class Operations:
     _audit: Audit
 
     async def reply(self, call: ControlCall, end: int = -1, by_model: bool = False) -> Reply:
-        """Carries out a call as ``answer`` does; every failure becomes an error code and a sentence in the reply."""
+        """Carries out the operation in ``call`` and returns the reply.
+
+        A failure is not raised: its code and message are in the reply.
+        Args:
+          end: a file descriptor that came with the operation and that the caller closes; -1: none. See ``answer``.
+          by_model: True: a model asks, so that ``call.peer`` has no meaning. False: a client or an operator asks.
+        """
         call_id, operation = call.call_id, call.operation
         _log.debug("operation %s %s", type(operation).__name__, getattr(operation, "name", ""))
         try:
@@ -84,7 +90,10 @@ class Operations:
             return Reply(call_id, Internal.code, FAILED)
 
     async def reply_to_model(self, call: ControlCall) -> Reply:
-        """Carries out a model's call. One for anything but loading, unloading or readiness is answered with Unsupported."""
+        """Carries out an operation that a model asks for, and returns the reply.
+
+        A model may ask for loading, unloading and readiness. Any other operation is answered with Unsupported.
+        """
         if isinstance(call.operation, LoadModel | UnloadModel | ModelReady):
             return await self.reply(call, by_model=True)
         return Reply(call.call_id, Unsupported.code, f"a model may not ask for {type(call.operation).__name__}")
@@ -95,9 +104,9 @@ class Operations:
         All fronts are waited for, because the client's next request may come to any of them.
 
         Args:
-          end: a file descriptor that came with the operation and that the caller closes: with a registration it becomes readable
-            when the region is to be unregistered, with a push it is the memory of the parameters; -1: none.
-          by_model: a model asks, so that ``peer`` has no meaning.
+          end: a file descriptor that came with the operation and that the caller closes; -1: none. With a registration it becomes
+            readable when the region is to be unregistered; with a push it is the memory of the parameters.
+          by_model: True: a model asks, so that ``peer`` has no meaning. False: a client or an operator asks.
         Raises ServingError: the operation was refused or failed.
         """
         try:
@@ -163,7 +172,10 @@ class Operations:
         return listings.of_model(self._models, name, index, workers, slow)
 
     async def _slow(self, worker: WorkerProcess, name: str) -> dict[int, dict[str, int]]:
-        """Returns, by version of a model, why a worker does not answer requests in C; {}: the worker does not say so in time."""
+        """Returns why a worker answered requests for a model in Python instead of C: by version, counts of requests by reason.
+
+        Returns an empty dict if the worker does not answer in time.
+        """
         try:
             figures = msgspec.json.decode(await worker.result_of(WorkerFigures(), _READY_SECONDS), type=Figures)
         except ServingError:
@@ -197,7 +209,10 @@ class Operations:
     # Every worker that serves a Triton Python model is asked for its ``is_ready()``, and all must say that it is.
 
     async def _is_ready(self, name: str, number: int = 0) -> bool:
-        """Returns whether a version (0: the newest) serves and is ready: its ``is_ready()``, if any, is true in all workers."""
+        """Returns whether a model version serves and is ready. ``number`` 0: the newest version.
+
+        If the model's code has ``is_ready()``, that must be true in all workers that serve the version.
+        """
         versions = self._models.lifecycle.models[name].versions if self._models.lifecycle.is_ready(name, number) else {}
         ready = [n for n, version in versions.items() if version.state is IndexState.READY]
         if not ready:
@@ -211,7 +226,10 @@ class Operations:
         return bool(answers) and all(answers)
 
     async def _listed(self, index: list[dict[str, str | int]], ready: bool) -> list[dict[str, str | int]]:
-        """Marks versions in the index as UNAVAILABLE if their ``is_ready()`` is not true, or leaves them out (``ready``)."""
+        """Returns the repository index, in which versions whose ``is_ready()`` is not true are marked as UNAVAILABLE.
+
+        ``ready``: True: only versions that are READY are returned. False: all are.
+        """
         served = [entry for entry in index if entry.get("state") == IndexState.READY.value]
         answers = await asyncio.gather(*(self._is_ready(str(e["name"]), int(e["version"])) for e in served))
         for entry, answer in zip(served, answers, strict=True):
@@ -227,8 +245,9 @@ class Operations:
 
 
 def merge_statistics(answers: Iterable[bytes]) -> bytes:
-    """Merges workers' statistics, each {"model_stats": [...]} in JSON, into one answer, sorted by model name and version.
+    """Adds up the statistics of several workers. Returns them as JSON, sorted by model name and version.
 
+    ``answers``: the statistics of each worker, {"model_stats": [...]} in JSON.
     Source: Triton docs/protocol/extension_statistics.md.
     """
     models: dict[tuple[str, int], dict[str, Any]] = {}

@@ -70,7 +70,7 @@ class OperatorQuestion(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _LogSettings(msgspec.Struct, forbid_unknown_fields=True):
-    """Log settings that tensorctl changes; None: the setting stays."""
+    """Log settings that tensorctl changes. A field that is None leaves its setting as it is."""
 
     info: bool | None = None
     warning: bool | None = None
@@ -80,14 +80,17 @@ class _LogSettings(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OperatorCommands:
-    """Carries out tensorctl's commands. Belongs to the supervisor's loop."""
+    """Carries out tensorctl's commands. Used in the supervisor's event loop only."""
 
     def __init__(self, supervisor: Supervisor, operations: Operations) -> None:
         self._supervisor = supervisor
         self._operations = operations
 
     async def answer(self, question: OperatorQuestion) -> bytes:
-        """Carries out a command of tensorctl and returns its result as JSON. Raises ServingError: it was refused or failed."""
+        """Carries out a command of tensorctl and returns its result as JSON.
+
+        Raises ServingError: the command was refused or failed.
+        """
         match question.command:
             case "status":
                 return msgspec.json.encode(self._supervisor.describe())
@@ -126,7 +129,11 @@ class OperatorCommands:
         return await self._operations.answer(_operation(question), _OPERATOR) or b"null"
 
     async def _load_or_unload(self, question: OperatorQuestion) -> bytes:
-        """Loads or unloads a model by name. In another mode than "explicit" the error says so, and what loads models there."""
+        """Loads or unloads a model by name, and returns the result as JSON.
+
+        Raises InvalidArgument: ``repository.control_mode`` is not "explicit"; the message says how models are loaded then. Raises
+        any other ServingError: the operation failed.
+        """
         try:
             return await self._operations.answer(_operation(question), _OPERATOR) or b"null"
         except ServingError:
@@ -139,8 +146,10 @@ class OperatorCommands:
             ) from None
 
     async def _profile(self, name: str, seconds: float, folder: str) -> bytes:
-        """Has a worker record a profile. Returns its folder as JSON: ``folder``, or a new one below $STATE_DIRECTORY or /tmp.
+        """Has a worker record a profile for ``seconds``. Returns the folder of the profile as JSON.
 
+        ``folder``: where it is written; "": a new folder below $STATE_DIRECTORY or, if that is not set, the folder for temporary
+        files.
         Raises InvalidArgument: there is no such worker.
         """
         worker = next((each for each in self._supervisor.workers.ready() if each.name == name), None)
@@ -152,23 +161,24 @@ class OperatorCommands:
         return msgspec.json.encode({"folder": folder})
 
     async def _connections(self) -> bytes:
-        """Returns all clients' connections as JSON: those of each front, and those on the clients' unix socket."""
+        """Returns all connections of clients as JSON: those to each front, and those to the Unix socket for clients' lanes."""
         rows: list[dict[str, Any]] = []
         for front in list(self._supervisor.fronts):
             rows += [{"front": front.name, **row} for row in await records(front, ConnectionRecords())]
         return msgspec.json.encode([*rows, *self._supervisor.lanes.records()])
 
     async def _sequences(self) -> bytes:
-        """Returns the live sequences of all workers as JSON, each with the name of its worker."""
+        """Returns the sequences that are open in all workers as JSON, each with the name of its worker."""
         rows: list[dict[str, Any]] = []
         for worker in self._supervisor.workers.ready():
             rows += [{"worker": worker.name, **row} for row in await records(worker, SequenceRecords())]
         return msgspec.json.encode(rows)
 
     async def _reload(self, wait: bool) -> bytes:
-        """Reloads the configuration; with ``wait`` returns only when the loads of models that it began have ended.
+        """Reloads the configuration, and begins the loads of models that follow from it.
 
-        Raises InvalidArgument: the configuration is refused; Unavailable: a load has failed (only with ``wait``).
+        ``wait``: True: returns only when all these loads have ended. False: does not wait for them.
+        Raises InvalidArgument: the configuration is refused; Unavailable: a load has failed (only if ``wait`` is true).
         """
         outcomes = await self._supervisor.reload()
         if wait:
@@ -214,7 +224,7 @@ def _operation(question: OperatorQuestion) -> Operation:
 
 
 async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
-    """Asks a child process for a list, such as its connections; empty: no answer came in time, as from a busy worker."""
+    """Asks a child process for a list, such as its connections. Returns an empty list if it does not answer in time."""
     try:
         return msgspec.json.decode(await child.result_of(operation, _LIST_SECONDS), type=list[dict[str, Any]])
     except ServingError:
@@ -222,7 +232,10 @@ async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
 
 
 async def recent_errors(fronts: Iterable[Child], workers: Iterable[Child]) -> list[dict[str, Any]]:
-    """Returns the latest errors that clients got, the newest first, each with the name of the front or worker as ``front``."""
+    """Returns the latest errors that clients got, the newest first.
+
+    The key ``front`` of each has the name of the front or worker that has sent it.
+    """
     asked = [*fronts, *workers]
     told = await asyncio.gather(*(records(child, RecentErrors()) for child in asked))
     rows = [{**row, "front": child.name} for child, found in zip(asked, told, strict=True) for row in found]

@@ -23,7 +23,7 @@ _MADE_AT_START = ("/run/", "/var/run/", "/var/log/", "/var/lib/", "/var/cache/")
 
 
 def check(options: Options) -> None:
-    """Checks the log file, which is created if missing, and the TLS files of enabled servers.
+    """Checks that the log file and the TLS files of enabled servers can be used. A missing log file is created.
 
     Raises ConfigurationError: the log file cannot be written, or a TLS file of an enabled server cannot be used.
     """
@@ -36,10 +36,11 @@ def check(options: Options) -> None:
 
 
 def foreseen(options: Options, as_service: bool) -> list[str]:
-    """Returns a sentence for each problem on this host that would end the daemon's start; empty: none is known.
+    """Returns a sentence for each problem on this host that would make the daemon's start fail; empty if none is known.
 
-    Ports are not tried: the daemon that this configuration is for may have them now.
-    ``as_service``: this process runs in the service's sandbox, where the service manager has made the service's folders.
+    It does not try to bind ports, because a running daemon with this configuration may have bound them.
+    ``as_service``: True: this process runs in the service's sandbox, where the service manager has already made the service's
+    folders. False: folders that the service manager makes at the start may be missing.
     """
     made_at_start = () if as_service else _MADE_AT_START
     found = [*_unusable_certificates(options), *_unresolved_names(options)]
@@ -56,7 +57,10 @@ def foreseen(options: Options, as_service: bool) -> list[str]:
 
 
 def without_cache(options: Options) -> str:
-    """Returns a sentence if nothing compiled can be kept where the configuration says, which no start fails of; "": it can."""
+    """Returns a sentence if compiled programs cannot be stored in the folder that the configuration names; "" if they can.
+
+    The daemon starts nevertheless, but compiles all models at each start.
+    """
     path = Path(options.executables.cache_directory).absolute()
     there = next(each for each in (path, *path.parents) if each.exists())
     if not options.executables.cache_directory or not (reason := _unwritable_folder(there, ())):
@@ -74,7 +78,7 @@ def _unusable_certificates(options: Options) -> Iterator[str]:
 
 
 def _unresolved_names(options: Options) -> Iterator[str]:
-    """Yields a sentence for each host name among the addresses of enabled servers that has no address."""
+    """Yields a sentence for each host name in the addresses of enabled servers that cannot be resolved."""
     for section, served in (("http", options.http), ("grpc", options.grpc), ("metrics", options.metrics)):
         addresses = (served.address,) if isinstance(served.address, str) else served.address
         for address in addresses if served.enabled else ():
@@ -87,7 +91,7 @@ def _unresolved_names(options: Options) -> Iterator[str]:
 
 
 def _sockets(options: Options) -> Iterator[tuple[str, str]]:
-    """Yields the key and the path of each Unix socket that is to be made at a path of the configuration."""
+    """Yields, for each Unix socket whose path is in the configuration, the configuration's key and the path."""
     for section, served in (("http", options.http), ("grpc", options.grpc)):
         for address in served.address if served.enabled else ():
             if address.startswith("unix:"):
@@ -99,7 +103,10 @@ def _sockets(options: Options) -> Iterator[tuple[str, str]]:
 
 
 def _unwritable(path: Path, made_at_start: tuple[str, ...]) -> str:
-    """Returns why this user cannot write a file, or create it; "": it can. ``made_at_start``: as of ``_unwritable_folder``."""
+    """Returns why this user cannot write or create a file; "" if it can.
+
+    ``made_at_start``: the folders below which the service manager may still create missing ones.
+    """
     if path.is_dir():
         return "Is a directory"
     if not path.exists():
@@ -108,9 +115,10 @@ def _unwritable(path: Path, made_at_start: tuple[str, ...]) -> str:
 
 
 def _unwritable_folder(folder: Path, made_at_start: tuple[str, ...]) -> str:
-    """Returns why this user cannot create a file in a folder; "": it can, or the service manager may still create the folder.
+    """Returns why this user cannot create a file in a folder; "" if it can.
 
-    ``made_at_start``: where the service manager may do that.
+    Returns "" also for a missing folder that the service manager may still create.
+    ``made_at_start``: the folders below which the service manager may create missing ones.
     """
     if not folder.exists() and f"{folder}/".startswith(made_at_start):
         return ""
@@ -120,5 +128,5 @@ def _unwritable_folder(folder: Path, made_at_start: tuple[str, ...]) -> str:
 
 
 def _denial(path: Path) -> str:
-    """Returns why a path that is there cannot be written: its file system is read-only, as in a sandbox, or it is closed."""
+    """Returns why an existing path cannot be written: its file system is read-only, as in a sandbox, or permission is denied."""
     return os.strerror(errno.EROFS if os.statvfs(path).f_flag & os.ST_RDONLY else errno.EACCES)
