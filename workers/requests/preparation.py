@@ -26,10 +26,10 @@ if available:
 
 
 class PlannedOutput(NamedTuple):
-    """Describes where one output is in the results of a run, and where an answer's part of it goes.
+    """Describes where one output lies in the results of a run, and where a request's rows of the output go in its answer.
 
-    Row n of the batch begins at ``start + n * step`` in the results. An output in a lease of the response arena begins at
-    ``start`` of the lease; its program writes all its rows there.
+    Row n of the batch begins at byte ``start + n * step`` of the results. If the output goes into a lease of the response arena,
+    it begins at byte ``start`` of the lease instead, and the program writes all its rows there.
     """
 
     #: Which of the run's contents.
@@ -58,7 +58,7 @@ class AnswerPlan(NamedTuple):
     told: Mapping[str, Parameter]
 
     def number(self, numbered: Numbered[PreparedAnswer]) -> AnswerPlan:
-        """Returns a copy of the plan whose answers name their prepared answer by its number."""
+        """Returns a copy of the plan whose answers refer to their prepared answer by its number."""
         return self._replace(said=numbered.number, numbered=numbered)
 
 
@@ -66,10 +66,10 @@ def answers(number: int, request_ids: list[int], sizes: tuple[int, ...], content
     """Encodes an answer to each of many requests that share one prepared answer.
 
     Args:
-      number: of the prepared answer.
+      number: the number of the prepared answer.
       sizes: how many bytes each output has.
-      contents: each request's outputs one after the other, without gaps.
-    Raises ValueError: the contents have more or fewer bytes.
+      contents: the outputs of each request one after the other, without gaps.
+    Raises ValueError: the contents have more or fewer bytes than the sizes say.
     """
     if available:
         return _native.answers(number, request_ids, sizes, contents)
@@ -109,7 +109,7 @@ class Checked(NamedTuple):
 
 
 class CheckedInputs(dict[Inputs, Checked]):
-    """A bounded cache of inputs that were checked for one load of a model version. Its identity stands for the load."""
+    """A bounded cache of inputs that were checked for one load of a model version. Each load has a cache object of its own."""
 
     __slots__ = ()
 
@@ -123,13 +123,13 @@ class CheckedInputs(dict[Inputs, Checked]):
 class Preparation:
     """A prepared request of one submitter, with the results of validating it and the plans of its answers.
 
-    Results and plans hold for one load of a model version: after another load they are made anew.
+    Results and plans are valid for one load of a model version; after another load they are computed again.
     """
 
     __slots__ = ("checked", "large", "load", "number", "outputs", "own", "plans", "prepared")
 
     def __init__(self, prepared: PreparedRequest, number: int = INLINE) -> None:
-        """``number``: by which the lane names the prepared request; ``INLINE``: it came inside the only request that uses it."""
+        """``number``: the lane's number for the prepared request; ``INLINE``: it came inside the only request that uses it."""
         self.number = number
         self.prepared = prepared
         #: Whether all of its tensors are each request's own, and none lies in a region.
@@ -146,10 +146,10 @@ class Preparation:
         self.large: Numbered[PreparedAnswer] | None = None
 
     def learn(self, load: CheckedInputs, checked: Checked | None, outputs: Mapping[str, RequestedOutput]) -> None:
-        """Stores the results of validating a request that uses this preparation, for later ones, and drops the answer plans.
+        """Stores the results of validating a request, for later requests that use this preparation, and drops the answer plans.
 
         Args:
-          load: that the results hold for.
+          load: the cache that stands for the load of the model version for which the results are valid.
           checked: the result of checking the inputs; None: shapes differ from request to request.
           outputs: the requested outputs by name.
         """
@@ -159,7 +159,7 @@ class Preparation:
         self.large = None
 
     def plan(self, layout: OutputLayout, plan: AnswerPlan) -> None:
-        """Stores the plan of answers from outputs of this layout. Clears the stored plans first if there are too many."""
+        """Stores the plan of answers for outputs of this layout. If too many plans are stored, clears them first."""
         if len(self.plans) >= _MAX_PLANS:
             self.plans.clear()
         self.plans[layout] = plan

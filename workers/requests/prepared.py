@@ -71,14 +71,14 @@ def validate(
     regions: RegionTable | LaneSegments,
     now_ns: int,
 ) -> Request:
-    """Validates a received request, and returns it.
+    """Validates a received request, leases the regions that it names, and returns it.
 
     Args:
       own: the request's record.
-      preparation: of the prepared request that the record names by number or carries inside.
-      regions: those that the request may name.
+      preparation: the preparation of the prepared request that the record names by number or carries inside.
+      regions: the regions that the request may name.
       now_ns: when the record was received.
-    Raises: ServingError: the request is invalid; the message is for the client, and nothing stays leased.
+    Raises ServingError: the request is invalid. The message is for the client, and no region stays leased.
     """
     prepared, signature = preparation.prepared, version.signature
     if submitter.segments is not None and preparation.load is None:
@@ -150,7 +150,7 @@ def validate(
 
 
 def _chosen(own: RequestRecord, version: ModelVersion) -> str | None:
-    """Returns the parameter set that a request names; None: main, or the model has no parameter sets.
+    """Returns the name of the parameter set that a request names; None: it names ``main`` or none, or the model has no sets.
 
     Raises: NotFound: the set does not exist.  InvalidArgument: its name is too long.
     """
@@ -163,9 +163,9 @@ def _chosen(own: RequestRecord, version: ModelVersion) -> str | None:
 
 
 def _tells(prepared: PreparedRequest, own: RequestRecord, version: ModelVersion) -> bool:
-    """Returns whether a request asks that answers name their parameter set; False if the model has no parameter sets.
+    """Returns whether a request wants its answers to report their parameter set; False if the model has no parameter sets.
 
-    Raises InvalidArgument: the parameter that asks for this is no boolean, or a set is named by a parameter.
+    Raises InvalidArgument: the parameter that asks for the report is not a boolean, or the request names its set by a parameter.
     """
     sets, tells = version.sets, prepared.parameters.get(TELLING_PARAMETER)
     if sets is None:
@@ -182,7 +182,7 @@ def _tells(prepared: PreparedRequest, own: RequestRecord, version: ModelVersion)
 
 
 def _key_of(version: ModelVersion, key: Hashable, name: str) -> Hashable:
-    """Returns the batching key of a request whose shapes have the key ``key`` and that names the parameter set ``name``."""
+    """Returns the batching key of a request: ``key``, which stands for its shapes, and ``name``, the parameter set it names."""
     assert version.sets is not None
     # The planner of sequences knows their sets, and a stack has room for all of a batch.
     mixes = version.sequences is not None or version.sets.stack is not None
@@ -190,7 +190,7 @@ def _key_of(version: ModelVersion, key: Hashable, name: str) -> Hashable:
 
 
 def _check_replace_key(own: RequestRecord) -> None:
-    """Raises InvalidArgument: a request's replace key is too long, or the request belongs to a sequence."""
+    """Raises InvalidArgument if a request's replace key is too long, or if a request with a replace key belongs to a sequence."""
     _check_size(own, "tensord_replace", own.replace_key)
     if own.sequence_id:
         raise InvalidArgument(
@@ -199,7 +199,7 @@ def _check_replace_key(own: RequestRecord) -> None:
 
 
 def _check_size(own: RequestRecord, parameter: str, value: str) -> None:
-    """Raises InvalidArgument: a parameter's text is too long."""
+    """Raises InvalidArgument if the text ``value`` of a request's parameter is too long. ``parameter``: its name."""
     size, most = len(value.encode()), PARAMETERS[parameter].most
     if size > most:
         raise InvalidArgument(
@@ -218,15 +218,16 @@ def validate_inner(
     sink: Sink,
     origin: Request | None = None,
 ) -> InnerRequest:
-    """Validates a request from inside the worker (of a model or of an ensemble's step), and returns it.
+    """Validates a request that a model or an ensemble's step makes inside the worker, and returns it.
 
-    Its tensors are arrays that nobody writes to: none is copied.
+    Its tensors are arrays to which nobody writes, so none of them is copied.
 
     Args:
-      arrays: the inputs, in the shapes that a client would send (``fitting`` reshapes them).
-      outputs: names of the wanted outputs; empty: all.
-      origin: the request for whose sake this one is made; None: there is none.
-    Raises: ServingError: the request is invalid; the message is for the code that made it.
+      arrays: the inputs, in the shapes that a client would send; the batch axis is added or removed where the model needs it.
+      outputs: the names of the wanted outputs; empty: all.
+      sink: takes the responses.
+      origin: the request on whose behalf this one is made; None: there is none.
+    Raises ServingError: the request is invalid. The message is for the code that made it.
     """
     if own.replace_key:
         _check_replace_key(own)
@@ -252,9 +253,10 @@ def validate_inner(
 
 
 def fitting(array: Array, dims: tuple[int, ...], batches: bool) -> Array:
-    """Returns a tensor with the batch axis that a model's tensor of these ``dims`` (without it) needs; others as they are.
+    """Returns a tensor with or without a batch axis, as a model needs it. ``dims``: the model's shape without the batch axis.
 
-    A model that batches gets a batch of one row; a model that does not gets a batch of one row without its batch axis.
+    If the model batches and the tensor has no batch axis, it gets one of length 1. If the model does not batch and the tensor has
+    a batch axis of length 1, the axis is removed. Any other tensor is returned unchanged.
     """
     shape = array.shape
     if batches and len(shape) == len(dims):
@@ -280,11 +282,12 @@ def _check(
     version: ModelVersion,
     contents: Sequence[Content] = (),
 ) -> Checked:
-    """Checks names, datatypes and shapes of a request's inputs. Returns the result, from the version's cache if it is there.
+    """Checks names, datatypes and shapes of a request's inputs, or takes the result from the version's cache.
 
-    ``contents``: the bytes of the inputs. If an input is refused, the bytes of those after it are checked first, as in Triton.
+    ``contents``: the bytes of the inputs. If an input is invalid, the bytes of the inputs after it are checked before the error
+    is raised, as in Triton.
 
-    Raises: ServingError: the inputs do not fit the model.
+    Raises ServingError: the inputs do not fit the model.
     """
     described = tuple([(tensor.name, tensor.datatype, tensor.shape) for tensor in inputs])
     checked = version.checked.get(described)
@@ -319,7 +322,7 @@ def _check(
 def _check_names(
     inputs: Sequence[PreparedTensor], prepared: PreparedRequest, own: RequestRecord, signature: Signature
 ) -> None:
-    """Raises InvalidArgument: a required input of the model is missing, one is given twice, or the model does not have it."""
+    """Raises InvalidArgument if a required input is missing, an input is given twice, or the model has no input of a name."""
     given = [tensor.name for tensor in inputs]
     seen: set[str] = set()
     for name in given:
@@ -357,7 +360,10 @@ def _quoted(names: list[str]) -> str:
 
 
 def _batch_size(inputs: Sequence[PreparedTensor], own: RequestRecord, signature: Signature) -> int:
-    """Returns the batch size of all inputs. Raises InvalidArgument: they have different ones, or it is out of bounds."""
+    """Returns the batch size, which all inputs share.
+
+    Raises InvalidArgument: batch sizes differ, or the size is out of bounds.
+    """
     rows: int | None = None
     for tensor in reversed(inputs):
         if not tensor.shape:
@@ -383,7 +389,7 @@ def _batch_size(inputs: Sequence[PreparedTensor], own: RequestRecord, signature:
 
 
 def _check_tensor(own: RequestRecord, signature: Signature, tensor: PreparedTensor) -> None:
-    """Raises InvalidArgument: a tensor's datatype or shape does not fit the model's signature."""
+    """Raises InvalidArgument if a tensor's datatype or shape does not fit the model's signature."""
     spec, shape = signature.inputs[tensor.name], tensor.shape
     if tensor.datatype != spec.datatype:
         raise InvalidArgument(
@@ -399,7 +405,7 @@ def _check_tensor(own: RequestRecord, signature: Signature, tensor: PreparedTens
 
 
 def _model_shape(signature: Signature, spec: TensorSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape that a client's tensor of shape ``shape`` has for the model, after the configured reshape."""
+    """Returns the shape that the model sees for a client's tensor of shape ``shape``, after the reshape of the configuration."""
     lead = shape[:1] if signature.batches else ()
     return lead + spec.to_model(shape[len(lead) :])
 
@@ -418,9 +424,9 @@ def _contents(
     regions: RegionTable | LaneSegments,
     leased: list[AnyRegion],
 ) -> list[Content]:
-    """Returns the bytes of each input in the request's order; leases their regions, and adds these to ``leased``.
+    """Returns the bytes of each input in the request's order. Leases the inputs' regions, and appends the regions to ``leased``.
 
-    Raises: ServingError: a region is unknown, or a place is not inside its region.
+    Raises ServingError: a region is unknown, or a place is not inside its region.
     """
     contents: list[Content] = []
     for tensor, place in placed(prepared.inputs, own.contents):
@@ -447,9 +453,9 @@ def _contents(
 
 
 def _closed(prepared: PreparedRequest, own: RequestRecord, contents: list[Content]) -> PreparedRequest:
-    """Returns the prepared request with each dimension that the client left open filled in, from the size of the input's bytes.
+    """Returns the prepared request with each dimension that the client left open computed from the number of the input's bytes.
 
-    Raises: InvalidArgument: no dimension fits the size.
+    Raises InvalidArgument: no dimension fits the number of bytes.
     """
     if not [tensor for tensor in prepared.inputs if OPEN in tensor.shape]:
         return prepared
@@ -469,7 +475,7 @@ def _closed(prepared: PreparedRequest, own: RequestRecord, contents: list[Conten
 
 
 def _give_types(named: dict[str, Content], prepared: PreparedRequest, checked: Checked) -> None:
-    """Replaces each input in ``named`` whose bytes are fetched later (``LateTensor``) by one with the right dtype and shape."""
+    """Replaces each ``LateTensor`` in ``named``, whose bytes are read later, by one with the dtype and shape of its input."""
     for tensor, dtype in zip(prepared.inputs, checked.dtypes, strict=True):
         content = named[tensor.name]
         if isinstance(content, LateTensor):
@@ -479,7 +485,10 @@ def _give_types(named: dict[str, Content], prepared: PreparedRequest, checked: C
 def _arrays(
     prepared: PreparedRequest, own: RequestRecord, signature: Signature, contents: list[Content]
 ) -> dict[str, Array]:
-    """Returns the inputs as arrays, by name in the order of the request. Raises what ``_array`` raises."""
+    """Returns the inputs as arrays, by name in the order of the request.
+
+    Raises InvalidArgument: the bytes of an input do not fit its datatype and shape.
+    """
     made = {
         tensor.name: _array(own, signature, tensor, content)
         for tensor, content in zip(reversed(prepared.inputs), reversed(contents), strict=True)
@@ -488,7 +497,10 @@ def _arrays(
 
 
 def _array(own: RequestRecord, signature: Signature, tensor: PreparedTensor, content: Content) -> Array:
-    """Makes an array of the model's shape from an input's bytes. Raises InvalidArgument: they do not fit datatype and shape."""
+    """Makes an array of the model's shape from an input's bytes.
+
+    Raises InvalidArgument: the bytes do not fit datatype and shape.
+    """
     spec, shape = signature.inputs[tensor.name], tensor.shape
     if spec.datatype == "BYTES":
         # The snapshot comes first: lengths are read from it, not from memory somebody else can write.
@@ -524,9 +536,9 @@ def _outputs(
     regions: RegionTable | LaneSegments,
     leased: list[AnyRegion],
 ) -> dict[str, RequestedOutput]:
-    """Returns the requested outputs by name; leases their regions, and adds these to ``leased``.
+    """Returns the requested outputs by name. Leases the outputs' regions, and appends the regions to ``leased``.
 
-    Raises: ServingError: an output is unknown or requested twice, or its region is unknown or too small.
+    Raises ServingError: an output is unknown or requested twice, or its region is unknown or too small.
     """
     wanted: dict[str, RequestedOutput] = {}
     for output in prepared.outputs:

@@ -43,7 +43,7 @@ _UNTOLD: Mapping[str, Parameter] = {}
 
 
 class Request(RequestTensors):
-    """A request of a client that was found valid, with its inputs, from its arrival in the worker to its last answer."""
+    """A valid request of a client with its inputs, from its arrival in the worker to its last answer."""
 
     __slots__ = (
         "asked",
@@ -87,16 +87,18 @@ class Request(RequestTensors):
         contents: Mapping[str, bytes | memoryview | LateTensor] | None = None,
         preparation: Preparation | None = None,
     ) -> None:
-        """
-        Either ``arrays`` or ``contents`` is given; ``contents`` if all tensors are plain: their bytes are those of the arrays.
+        """Takes either ``arrays`` or ``contents``. ``contents`` is given if all tensors have a fixed element size.
 
         Args:
           key: requests with equal keys may share a batch.
+          rows: the batch size.
+          arrays: the inputs as arrays; None: they are made from ``contents`` when they are needed.
           outputs: the requested outputs by name; empty: all.
-          regions: the client regions that the request has leased, once per tensor.
+          regions: the regions that the request has leased, once per tensor.
           now_ns: when the request arrived, if its record does not say so.
-          copied_byte_size: bytes of its tensors that were copied so far.
-          preparation: of the prepared request; None: what it knows must not be used.
+          copied_byte_size: how many bytes of its tensors were copied so far.
+          contents: the bytes of the inputs.
+          preparation: what is known about the prepared request; None: it must not be used.
         """
         #: The parameter set that it is for: by name, or, of a sequence, the one that this goes on with; None: main.
         self.chosen: str | ParameterSet | None = None
@@ -138,7 +140,7 @@ class Request(RequestTensors):
 
     @property
     def kept_byte_size(self) -> int:
-        """How many bytes of memory a request that waits takes, about: its record, and what was copied of its tensors."""
+        """About how many bytes of memory a waiting request takes: its record, and what was copied of its tensors."""
         own, strings = self.own, 0
         shared = 0 if isinstance(own.prepared, int) else memory_of(own.prepared)
         if self._arrays is not None:
@@ -149,7 +151,7 @@ class Request(RequestTensors):
 
     @property
     def is_cancelled(self) -> bool:
-        """True once nobody waits for further answers to the request; its model may ask for this."""
+        """True once nobody waits for further answers to the request. A model may read this in any thread."""
         return self.cancelled
 
     @property
@@ -162,18 +164,24 @@ class Request(RequestTensors):
         return self.sink is not None or any(isinstance(region, CudaRegion) for region in self.regions)
 
     def ran_in(self, began_ns: int, computed_ns: int, gathered: int) -> None:
-        """Notes the times of the request's run, for ``timed``. ``gathered``: bytes copied to put the request into a batch."""
+        """Records the times of the request's run, for ``timed``.
+
+        ``gathered``: how many bytes were copied to put the request into a batch.
+        """
         self.ran = max(0, began_ns - self.arrived_ns), computed_ns - began_ns, gathered
 
     def timed(self, answer: AnswerRecord) -> AnswerRecord:
-        """Returns the answer, with times and copied bytes added if the client asked for them and the request has run."""
+        """Returns the answer with times and the number of copied bytes, if the client asked for them and the request has run.
+
+        Otherwise returns the answer unchanged.
+        """
         ran = getattr(self, "ran", None)
         if ran is None:
             return answer
         return msgspec.structs.replace(answer, timing=(ran[0], ran[1], ran[2] + self.copied_byte_size))
 
     def leased(self, name: str) -> AnyRegion:
-        """Returns the region of this name that the request leases; by now the name may be free, or stand for another one."""
+        """Returns the region of this name that the request has leased, even if the name stands for another region by now."""
         for region in self.regions:
             if region.name == name:
                 return region
@@ -195,7 +203,7 @@ def controls_of(own: RequestRecord) -> Controls:
 
 
 def named(client_id: str) -> str:
-    """Returns the beginning of a log line about a request: its label, or "" if the client gave it no id."""
+    """Returns the beginning of a log line about a request: the client's id for it with a label, or "" if there is none."""
     return label(client_id) if client_id else ""
 
 
@@ -205,16 +213,22 @@ def traced(requests: Iterable[Request]) -> dict[str, str]:
 
 
 class InnerRequest(Request):
-    """A request made inside the worker, with ``request_id`` and ``submitter`` of the client's request that it is made for.
+    """A request that a model, or an ensemble's step, makes inside the worker. Queues treat it like a client's request.
 
-    An ensemble's step or a model makes it, and queues treat it like any other. Its inputs are arrays, on this device or in host
-    memory, instead of places; its responses go to a sink instead of a lane. Nothing is copied for either.
+    It has ``request_id`` and ``submitter`` of the client's request on whose behalf it is made. Its inputs are arrays, on this
+    device or in host memory, instead of places. Its responses go to a function (``sink``) instead of a lane. Neither inputs nor
+    responses are copied.
     """
 
     __slots__ = ("_answered", "ahead", "may_stop", "origin", "sink")
 
     def made_for(self, sink: Sink, origin: Request | None) -> InnerRequest:
-        """Sets who takes the responses (``sink``), and the request for whose sake this one is made; None: there is none."""
+        """Sets the function that takes the responses (``sink``), and the request on whose behalf this one is made;
+
+        None: no request.
+
+        Returns this request.
+        """
         self.sink: Sink = sink
         self.origin: Request | None = origin
         if self.timeline is not None and origin is not None and origin.timeline is not None:
@@ -239,16 +253,19 @@ class InnerRequest(Request):
 
 
 def not_kept(request: Request | None) -> None:
-    """Keeps the answers to a request, and to those that it was made for, out of response caches: they depend on other models."""
+    """Excludes the answers to a request from response caches, because they depend on other models.
+
+    The same is done for the requests on whose behalf it was made. None: does nothing.
+    """
     while request is not None:
         request.asked = None
         request = request.origin if isinstance(request, InnerRequest) else None
 
 
 def hand_over(request: Request, result: Result | None, moments: Moments | None = None, final: bool = True) -> None:
-    """Passes a response to the sink of a request that was made inside the worker, unless it had its last response.
+    """Passes a response to the sink of a request that was made inside the worker, unless its last response was passed already.
 
-    ``result``: None: only the mark that there is no further one. ``moments``: None: the request did not run.
+    ``result``: None: there is no response, and none follows. ``moments``: the times of the run; None: the request did not run.
     """
     assert isinstance(request, InnerRequest)
     if request.is_open:
@@ -260,9 +277,10 @@ def hand_over(request: Request, result: Result | None, moments: Moments | None =
 
 
 def kept(result: dict[str, Array]) -> tuple[dict[str, Array], int]:
-    """Converts a model's outputs to read-only inputs of other models, with strings as bytes. Also returns the bytes copied.
+    """Converts a model's outputs to read-only inputs of other models, with strings as bytes.
 
-    Arrays that XLA made are used where they are. Those of the model's own code are copied: it may write to them again.
+    Arrays that XLA made are used where they are. Arrays of the model's own code are copied, because the code may write to them
+    again. Returns the inputs and the number of bytes that were copied.
     """
     copied = 0
     own: dict[str, Array] = Response({}, result.parameters) if isinstance(result, Response) else {}

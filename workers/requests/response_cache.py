@@ -56,9 +56,12 @@ class Question(NamedTuple):
     def of(
         cls, load: object, outputs: Sequence[str], arrays: Mapping[str, Array], parameters: tuple[object, ...] = ()
     ) -> Question:
-        """Returns the question for a request with these input tensors. It refers to their memory, and copies nothing.
+        """Returns the cache key of a request with these input tensors. It refers to the tensors' memory and copies nothing.
 
-        ``load`` stands for the load by its identity; ``parameters`` are equal where the parameters are the same.
+        Args:
+          load: an object that stands for one load of a model version, by its identity.
+          outputs: the names of the outputs, if the model's answer depends on which ones are requested.
+          parameters: values that are equal exactly if the model computes with the same parameters.
         """
         wanted = tuple(sorted(outputs))
         digest = hashlib.blake2b(repr((id(load), hash(parameters), wanted)).encode(), digest_size=_DIGEST_BYTE_SIZE)
@@ -72,7 +75,7 @@ class Question(NamedTuple):
         return cls(digest.digest(), load, parameters, wanted, tuple(inputs))
 
     def same(self, other: Question) -> bool:
-        """Returns whether two questions have the same answer."""
+        """Returns whether two cache keys are equal, and so have the same answer."""
         if self.load is not other.load or self.parameters != other.parameters:
             return False
         if self.outputs != other.outputs or len(self.inputs) != len(other.inputs):
@@ -81,7 +84,7 @@ class Question(NamedTuple):
 
     @property
     def byte_size(self) -> int:
-        """The bytes of the question's inputs."""
+        """The number of bytes of the inputs."""
         return sum(each.content.nbytes for each in self.inputs)
 
 
@@ -101,9 +104,9 @@ class _CachedAnswer(NamedTuple):
 
 
 class ResponseCache:
-    """Stores answers by question, within a bound of bytes. A worker has one, which belongs to its loop.
+    """Stores answers by the requests' inputs, up to a number of bytes. A worker has one, used by the thread of its loop only.
 
-    An entry counts with the bytes of its inputs and outputs, and ``ENTRY_BYTE_SIZE`` on top.
+    An entry counts the bytes of its inputs and outputs, and ``ENTRY_BYTE_SIZE`` in addition.
     """
 
     def __init__(self, max_byte_size: int) -> None:
@@ -118,7 +121,7 @@ class ResponseCache:
         return len(self._entries)
 
     def find(self, question: Question) -> Response | None:
-        """Returns the stored answer to a question; the caller must not change it. None: there is none."""
+        """Returns the stored answer for a cache key, or None if there is none. The caller must not change it."""
         entry = self._entries.get(question.digest)
         if entry is None or not entry.question.same(question):
             return None
@@ -126,9 +129,9 @@ class ResponseCache:
         return entry.answer
 
     def insert(self, question: Question, answer: Mapping[str, Array]) -> Insertion:
-        """Stores a copy of an answer, and removes the least recently used entries until there is room for it.
+        """Stores a copy of an answer. To make room for it, removes the least recently used entries.
 
-        Returns KEPT, or why it was not stored: KNOWN (it is there already) or TOO_LARGE (it exceeds the whole cache).
+        Returns KEPT, KNOWN if an answer for the key is stored already, or TOO_LARGE if the answer is larger than the whole cache.
         """
         known = self._entries.get(question.digest)
         if known is not None and known.question.same(question):
@@ -149,7 +152,7 @@ class ResponseCache:
         return Insertion.KEPT
 
     def forget(self, load: object) -> None:
-        """Removes all answers of one load of a model version, because it has ended."""
+        """Removes all answers of one load of a model version, because the version was unloaded or replaced."""
         for digest in [digest for digest, entry in self._entries.items() if entry.question.load is load]:
             self._remove(digest)
 

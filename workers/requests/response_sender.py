@@ -50,12 +50,14 @@ Described = tuple[tuple[str, str, tuple[int, ...]], ...]
 def describe(
     result: Mapping[str, Array], wanted: Collection[str], most: int, strings: bool
 ) -> tuple[Described, tuple[bytes, ...]] | None:
-    """Returns (name, datatype, shape) of each requested output of a response, and the bytes of each; None: they do not fit.
+    """Returns (name, datatype, shape) of each requested output of a response, and the bytes of each.
+
+    Returns None if the outputs do not fit into a record, or if an output must not be sent in this way.
 
     Args:
       wanted: names of the requested outputs; empty: all.
-      most: bytes that fit into a record.
-      strings: whether BYTES outputs are allowed, whose size differs from response to response.
+      most: how many bytes fit into a record.
+      strings: whether BYTES outputs, whose size differs from response to response, are accepted.
     """
     described: list[tuple[str, str, tuple[int, ...]]] = []
     contents: list[bytes] = []
@@ -92,7 +94,10 @@ class ResponseKind:
         return answers(self._number, [request_id], self._sizes, b"".join(contents))[0]
 
     def record(self, request: Request, result: Mapping[str, Array]) -> bytes | None:
-        """Encodes a response to a request as a record; None: the outputs have other datatypes or shapes. For any thread."""
+        """Encodes a response to a request as a record; any thread may call it.
+
+        Returns None if the outputs have datatypes or shapes other than those of this kind.
+        """
         if len(result) != len(self._parts) and not request.outputs:
             return None
         contents: list[bytes] = []
@@ -108,9 +113,9 @@ class ResponseKind:
 
 
 class EncodedResponses:
-    """Encoded responses of one kind to one request, on the way from the sending thread to the worker's loop.
+    """Encoded responses to one request, all with the same datatypes and shapes, which pass from a model's thread to the loop.
 
-    The sending thread adds records until the loop has taken them. The request's last response is never among them.
+    The model's thread adds records until the worker's loop has taken them. The request's last response is never among them.
     """
 
     __slots__ = ("_records", "kind", "taken")
@@ -122,7 +127,10 @@ class EncodedResponses:
         self.taken = False
 
     def add(self, record: bytes) -> bool:
-        """Adds a record; called by the sending thread. Returns False if the caller must give this object to the loop again."""
+        """Adds a record; the model's thread calls it.
+
+        Returns False if the loop has taken this object already and the caller must pass it to the loop again.
+        """
         self._records.append(record)
         return not self.taken
 
@@ -139,7 +147,7 @@ class EncodedResponses:
 
 
 class SenderClosed(Exception):
-    """Raised when a model sends a response to a request after the final mark: the mark that no response follows."""
+    """Raised when a model sends a response to a request after it has sent the last one."""
 
 
 #: A response on its way; None: only the mark that there is no further one.
@@ -147,21 +155,27 @@ Sent = Result | EncodedResponses | None
 
 
 class ResponseReceiver:
-    """Receives the responses of senders. This one is for warm-up samples, which have no client, and drops them."""
+    """Receives the responses of senders. This base class serves warm-up samples, which have no client: it drops the responses."""
 
     max_ahead = 1
 
     def alike(self, sender: ResponseSender, result: dict[str, Array]) -> ResponseKind | None:
-        """Returns the kind of responses like this one; None: they cannot be encoded in the sending thread. For any thread."""
+        """Returns the kind of responses that have the datatypes and shapes of this one; any thread may call it.
+
+        Returns None if the model's thread cannot encode the response itself.
+        """
         return None
 
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
-        """Receives a response of a sender, in the order in which it sends them, in any thread. Here an error is raised.
+        """Receives a sender's responses, in the order in which they are sent; any thread may call it.
+
+        This base class drops the response, and raises it if it is an error.
 
         Args:
-          result: the response; None: only the mark that no response follows.
-          byte_size: bytes that count as not taken by the client until ``sender.settle`` is called.
-          wake: whether to wake the loop; False: it is about to be woken anyway.
+          result: the response; None: only says that no response follows.
+          final: whether no response follows.
+          byte_size: how many bytes count as not taken by the client until ``sender.settle`` is called.
+          wake: whether to wake the loop; False: something else is about to wake it.
         """
         sender.settle(byte_size)
         if isinstance(result, ServingError):
@@ -171,7 +185,7 @@ class ResponseReceiver:
 class ResponseSender:
     """Sends a model's responses to one request, and counts the bytes that the client has not taken yet.
 
-    ``send`` and the properties are for any thread; the other methods belong to the worker's loop.
+    Any thread may use ``send`` and the properties. Only the thread of the worker's loop may call the other methods.
     """
 
     __slots__ = (
@@ -189,11 +203,12 @@ class ResponseSender:
         single: bool = False,
         max_ahead: int | None = None,
     ) -> None:
-        """
+        """Opens the sender.
+
         Args:
           began_ns: when the request began to run.
           single: whether the first response is the last one.
-          max_ahead: bytes that may be sent before the client has taken them; None: as many as the receiver allows.
+          max_ahead: how many bytes may be sent before the client has taken them; None: as many as the receiver allows.
         """
         self.request = request
         self.single = single
@@ -240,7 +255,7 @@ class ResponseSender:
 
     @property
     def is_full(self) -> bool:
-        """True while ``send`` would wait: the bytes that were sent and that the client has not taken have reached the limit."""
+        """True while ``send`` would wait, because the number of bytes that were sent and not taken has reached the limit."""
         return self._posted - self._settled >= self._max_ahead and not self.is_cancelled
 
     @property
@@ -249,21 +264,24 @@ class ResponseSender:
         return bool(self._on_room)
 
     def begin(self, now_ns: int) -> None:
-        """Notes when the model began to work on the request. Only the first call counts: the model may get it repeatedly."""
+        """Records when the model began to work on the request.
+
+        Only the first call counts, as the model may run on it repeatedly.
+        """
         if not self.begun:
             self.begun = True
             self.began_ns = self.last_ns = now_ns
 
     def send(self, result: Result | None, final: bool = False, wait: bool | None = None) -> None:
-        """Sends a response to the request, or only the mark that no further one follows.
+        """Sends a response to the request, or only says that no further response follows.
 
         Args:
           result: the outputs in the client's shapes, a dict that the caller must not use any more; or an error, after which more
-            responses may follow; or None, with ``final``: only the mark.
+            responses may follow; or None, which requires ``final`` and sends no response.
           final: whether no further response follows.
           wait: whether to wait while the client is slow; None: wait unless this thread runs an event loop. If ``send`` does not
             wait, the request of a client that is far too slow is ended with an error.
-        Raises: SenderClosed: the final mark was sent before.
+        Raises SenderClosed: the last response was sent before.
         """
         with self._lock:
             if self._closed:
@@ -299,7 +317,7 @@ class ResponseSender:
                 self._receiver.put(self, error, True, 0)
 
     def finish(self, wake: bool) -> None:
-        """Sends the mark that there is no further response, unless it was sent.
+        """Says that no further response follows, unless that was said before.
 
         ``wake``: whether to wake the loop; False: the model's function returns now, which wakes it.
         """
@@ -314,7 +332,7 @@ class ResponseSender:
             self._holders += 1
 
     def let_go(self) -> None:
-        """Undoes one ``hold``; after the last one an unfinished request ends with an error, unless its model is to run again."""
+        """Undoes one ``hold``. After the last one an unfinished request ends with an error, unless its model is to run again."""
         with self._lock:
             self._holders -= 1
             given_up = not (self._holders or self._again or self._closed)
@@ -322,9 +340,9 @@ class ResponseSender:
             self.fail(Internal(NOT_COMPLETED))
 
     def released(self, again: bool) -> bool:
-        """Notes that the model's function has returned. Returns whether its code may still answer the request (``hold``).
+        """Records that the model's function has returned. Returns whether the model's code may still answer the request.
 
-        ``again``: whether the model is to run on the request again.
+        It may while a ``hold`` is not undone. ``again``: whether the model is to run on the request again.
         """
         with self._lock:
             self._again = again
@@ -341,7 +359,7 @@ class ResponseSender:
         self._receiver.put(self, encoded, False, size)
 
     def _record(self, result: dict[str, Array]) -> bytes | None:
-        """Encodes a response as a record; None: the loop must encode it."""
+        """Encodes a response as a record; None: it cannot be encoded in this thread, and the loop must do so."""
         kind = self._kind
         record = None if kind is None else kind.record(self.request, result)
         if record is None:
@@ -350,7 +368,10 @@ class ResponseSender:
         return record
 
     def _wait(self, wait: bool | None) -> Unavailable | None:
-        """Waits until more can be sent, or nobody waits for the request. Returns the error that ends it if ``send`` must not."""
+        """Waits until the client has taken enough, or until nobody waits for the request. ``wait``: what ``send`` was given.
+
+        If ``send`` must not wait and the client is far too slow, returns the error with which the request ends; otherwise None.
+        """
         most = self._max_ahead
         if wait or (wait is None and asyncio._get_running_loop() is None):
             while True:
@@ -366,9 +387,9 @@ class ResponseSender:
         )
 
     def when_room(self, call: Callable[[], None]) -> bool:
-        """Registers ``call``, which the loop calls once: when the client has taken enough to send more, or when the request ends.
+        """Registers ``call``, which the loop calls once: when the client has taken enough, or when the request ends.
 
-        Returns: whether ``call`` will be called; False: more can be sent now.
+        Returns whether ``call`` will be called. It will not be if more can be sent now.
         """
         self._on_room.append(call)
         if self.is_full:
@@ -383,19 +404,20 @@ class ResponseSender:
 
     @property
     def leaves_as_it_is(self) -> bool:
-        """Whether each small response is one record, with nothing beside it.
+        """Whether each small response is sent as one record, with nothing added.
 
-        It is not if outputs go into regions, or if the request is traced or was made inside this worker.
+        This is not so if outputs go into regions, or if the request is traced or was made inside this worker.
         """
         return self.plain and self.request.timeline is None and self.request.sink is None
 
     def respond_small(self, described: Described, contents: Iterable[bytes], now_ns: int) -> bool:
-        """Sends a response with a few bytes of each output, which is neither the first nor the last of its request.
+        """Sends a response with a few bytes of each output.
 
-        No earlier response may wait for room in the response arena.
+        Call it only if the response is neither the first nor the last of its request, and if no earlier response waits for room
+        in the response arena.
 
         Args:
-          described: names, datatypes and shapes of the outputs, the same for every such response of this sender.
+          described: names, datatypes and shapes of the outputs, the same for all responses of this sender sent in this way.
           contents: the bytes of each output.
         Returns: False if nothing was done, and ``Responses.respond`` must send the response.
         """
@@ -411,23 +433,26 @@ class ResponseSender:
         return True
 
     def respond_encoded(self, kind: ResponseKind, records: list[bytes], now_ns: int) -> None:
-        """Queues encoded responses (``records``), none the first of its request, on the lane; there is always room."""
+        """Queues encoded responses (``records``) on the lane, which always has room for them.
+
+        The first response of a request must not be among them.
+        """
         request = self.request
         request.submitter.lane.complete_encoded(kind.numbered, records)
         request.submitter.flush_soon()
         request.version.statistics.responded_more(self, len(records), now_ns)
 
     def ahead(self, byte_size: int) -> None:
-        """Adds bytes that the worker's loop has sent to those that the client has not taken yet."""
+        """Adds to the count of bytes that the client has not taken yet what the worker's loop has sent."""
         self._posted += byte_size
 
     @property
     def room(self) -> int:
-        """The bytes that can be sent before the sender is full; 0 or less: it is full."""
+        """The number of bytes that can be sent before the sender is full; 0 or less: it is full."""
         return self._max_ahead - (self._posted - self._settled)
 
     def posted(self, result: Result | None, final: bool) -> int:
-        """Returns the bytes of a response that the loop sends, and adds them to those that the client has not taken yet."""
+        """Returns how many bytes a response of the loop has, and adds them to the count that the client has not taken yet."""
         size = 0 if result is None else _BYTE_SIZE
         if result is not None and not isinstance(result, ServingError):
             for array in result.values():
@@ -438,7 +463,7 @@ class ResponseSender:
 
     @property
     def outstanding(self) -> int:
-        """The bytes that were sent and that the client has not yet taken."""
+        """The number of bytes that were sent and that the client has not taken yet."""
         return self._posted - self._settled
 
     def catch_up(self) -> None:
@@ -447,7 +472,10 @@ class ResponseSender:
             self.counted()
 
     def settle(self, byte_size: int) -> None:
-        """Counts sent bytes as taken by the client, or as dropped. Wakes a waiting ``send`` once half of the limit is free."""
+        """Counts sent bytes as taken by the client, or as dropped.
+
+        A waiting ``send`` continues once half of the limit is free.
+        """
         self._settled += byte_size
         if self._on_room and 2 * (self._posted - self._settled) <= self._max_ahead:
             self.wake()
@@ -461,7 +489,7 @@ class ResponseSender:
         call()
 
     def end(self) -> None:
-        """Notes that the last response was sent, or that nobody is there to receive it. Wakes a waiting ``send``."""
+        """Records that the last response was sent, or that nobody is there to receive it. A waiting ``send`` continues."""
         self.ended = True
         self.wake()
 
@@ -471,7 +499,10 @@ class ResponseSender:
 
 
 def _own(result: dict[str, Array]) -> int:
-    """Replaces arrays in ``result`` that the model may still write to by copies, to be sent later. Returns the bytes of all."""
+    """Replaces each array in ``result`` to which the model may still write by a copy, so that it can be sent later.
+
+    Returns the number of bytes of all arrays.
+    """
     size = 0
     for name, array in result.items():
         size += array.nbytes

@@ -70,11 +70,12 @@ class SubmitterLink(Generic[R]):
         protocol: str = "http",
         owner: LaneOwner | None = None,
     ) -> None:
-        """
+        """Connects a submitter.
+
         Args:
           peer: the number that the supervisor gave this submitter.
-          due: the loop's list of submitters whose lanes are to be flushed; None: a list that nobody looks at.
-          segments: those of a client's lane; None: the submitter is a front, which is trusted.
+          due: the loop's list of submitters whose lanes are to be flushed; None: a list that nobody reads.
+          segments: the regions in segments of a client's lane; None: the submitter is a front, which is trusted.
           protocol: the protocol that a front serves, one of ``durations.PROTOCOLS``; ignored for clients.
           owner: the user whose client has the lane; None: the submitter is a front.
         """
@@ -126,9 +127,9 @@ class SubmitterLink(Generic[R]):
         self.closed = False
 
     def learn(self, record: Prepare, preparation: Preparation) -> None:
-        """Stores a prepared request under the submitter's number for it, in place of an earlier one.
+        """Stores a prepared request under the submitter's number for it. It replaces the prepared request that had the number.
 
-        Raises: InvalidArgument: the number is out of bounds, or a client's prepared requests take too many bytes.
+        Raises InvalidArgument: the number is out of bounds, or a client's prepared requests take too many bytes.
         """
         self.preparations.learn(record.number, preparation)
         if self.segments is not None:
@@ -143,12 +144,18 @@ class SubmitterLink(Generic[R]):
             self._hold(more)
 
     def note_half(self, byte_size: int) -> None:
-        """Counts the bytes that have come of a record that is not whole. Raises: InvalidArgument: as ``_hold``."""
+        """Counts the bytes that have arrived of a record that is still incomplete. ``byte_size``: how many there are so far.
+
+        Raises InvalidArgument: the user's requests would hold more bytes than allowed.
+        """
         more, self._half_size = byte_size - self._half_size, byte_size
         self._hold(more)
 
     def _hold(self, byte_size: int) -> None:
-        """Counts so many bytes more for the lane and its user. Raises InvalidArgument: they may not be held."""
+        """Adds a number of bytes to those that requests of this lane, and of its user, hold.
+
+        Raises InvalidArgument: the user's requests would hold more bytes than allowed. The bytes are counted nevertheless.
+        """
         assert self.owner is not None
         try:
             if byte_size > 0:
@@ -164,9 +171,9 @@ class SubmitterLink(Generic[R]):
             self.owner.request_byte_size += byte_size
 
     def keep(self, request: Request) -> None:
-        """Counts a client's request, which is about to be in flight, until ``forget``.
+        """Counts the memory of a client's request that is about to be in flight, until ``forget``.
 
-        Raises Unavailable: the user's requests hold all bytes that they may. Then nothing of the request is held.
+        Raises Unavailable: the user's requests hold as many bytes as allowed. Nothing is counted then.
         """
         byte_size = request.kept_byte_size
         try:
@@ -179,39 +186,42 @@ class SubmitterLink(Generic[R]):
         self._count(byte_size)
 
     def forget(self, request_id: int) -> None:
-        """Ends what ``keep`` has begun for a client's request, if it has."""
+        """Ends the count of a client's request that ``keep`` has counted. Does nothing if it has not."""
         self._count(-self._sizes.pop(request_id, 0))
 
     def leave(self) -> None:
-        """Ends the count of all that the lane holds besides requests in flight, because it has ended."""
+        """Ends the count of everything that a lane which has ended held besides requests in flight."""
         self._count(-self._prepared_size - self._half_size)
         self._prepared_size = self._half_size = 0
 
     @property
     def returns(self) -> int:
-        """How many leases were given back so far; for a client, by all clients of its user."""
+        """How many leases were given back so far: by this front, or by all clients of the client's user."""
         return self.lane.arena.returned if self.owner is None else self.owner.returned
 
     @property
     def answers_byte_size(self) -> int:
-        """Returns how many bytes answers to this client hold: in response memory, blocked, or not read."""
+        """How many bytes answers to this client hold: in the response arena, waiting for room, or not read from the socket."""
         return self.lane.arena.held_byte_size + self._waiting_byte_size
 
     def count_waiting(self) -> None:
-        """Updates the bytes of answers that wait for this client in the account of its user; does nothing for a front."""
+        """Updates, in the account of the client's user, how many bytes of answers wait for room. Does nothing for a front."""
         if self.owner is not None:
             waiting = 0 if self.closed else self.blocked_byte_size + self.unsent_byte_size
             self.owner.waiting_byte_size += waiting - self._waiting_byte_size
             self._waiting_byte_size = waiting
 
     def flush_soon(self) -> None:
-        """Asks the loop to send, in this iteration, what is queued on the lane; several calls have the effect of one."""
+        """Asks the loop to send what is queued on the lane in this iteration. Several calls have the effect of one."""
         if not self.unflushed:
             self.unflushed = True
             self._due.append(self)
 
     def response_kind(self, version: int, described: Described, final: bool) -> ResponseKind:
-        """Returns the kind of small responses of a model version with these outputs; creates it if it is new."""
+        """Returns the object that encodes small responses of a model version with these outputs; creates it if it is new.
+
+        ``final``: whether it encodes the last responses of requests, or the others.
+        """
         key = version, final, described
         kind = self._response_kinds.get(key)
         if kind is None:
@@ -223,13 +233,16 @@ class SubmitterLink(Generic[R]):
         return kind
 
     def known_kind(self, version: int, described: Described) -> ResponseKind | None:
-        """Returns the kind of small responses, not the last of a request, with these outputs, or None. For any thread."""
+        """Returns the object that encodes small responses with these outputs, if there is one; any thread may call it.
+
+        It encodes all responses but the last of a request. Returns None if there is no such object yet.
+        """
         return self._response_kinds.get((version, False, described))
 
     def answer(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
-        """Queues an answer to the submitter; the loop sends what is queued once in an iteration. A closed link does nothing.
+        """Queues an answer to the submitter. The loop sends everything queued once per iteration. A closed link ignores it.
 
-        ``numbered``: the prepared answer that the record names by its number; None: it names none.
+        ``numbered``: the prepared answer that the record names by its number; None: the record names none.
         """
         if not self.closed:
             self.lane.complete(record, numbered)
@@ -240,7 +253,10 @@ class SubmitterLink(Generic[R]):
 
 
 class LaneOwner(Budget):
-    """Counts the bytes of one user's requests, and of answers to them (in the base class), on all lanes; and bounds both."""
+    """Counts the bytes of one user's requests, and of the answers to them, on all lanes of the user, and bounds both counts.
+
+    The base class counts the answers.
+    """
 
     def __init__(self, name: str, max_byte_size: int, max_request_byte_size: int = 1 << 30) -> None:
         super().__init__(max_byte_size)
@@ -259,14 +275,14 @@ class LaneOwner(Budget):
 
     @property
     def share(self) -> int:
-        """How many bytes of answers a lane may hold although the user's lanes together hold all that they may.
+        """How many bytes of answers a lane may hold even when the user's lanes together hold as many as they may.
 
-        It is an equal part, for each lane, of what is left of twice as much.
+        The user's limit is doubled for this, and what is left of the double is divided equally among the lanes.
         """
         return (2 * self.max_byte_size - self.used - self.waiting_byte_size) // max(1, len(self.submitters))
 
     def check(self, submitter: SubmitterLink[Any]) -> None:
-        """Raises Unavailable: answers to the user hold all bytes they may, and those to this lane its share."""
+        """Raises Unavailable if answers to the user hold all bytes allowed and answers on this lane hold at least its share."""
         held = self.used + self.waiting_byte_size
         if held > self.max_byte_size and submitter.answers_byte_size >= self.share:
             raise Unavailable(
@@ -275,7 +291,7 @@ class LaneOwner(Budget):
             )
 
     def check_room(self, submitter: SubmitterLink[Any], byte_size: int) -> None:
-        """Raises Unavailable: with ``byte_size`` more, requests of the user hold too much, and those on this lane its share."""
+        """Raises Unavailable if ``byte_size`` bytes more exceed both the limit of the user's requests and this lane's share."""
         held, most = self.request_byte_size, self._max_request_byte_size
         share = (2 * most - held) // max(1, len(self.submitters))
         if held + byte_size > most and submitter.request_byte_size + byte_size > share:
@@ -285,7 +301,7 @@ class LaneOwner(Budget):
             )
 
     def reclaim(self) -> bool:
-        """Closes one unused segment in a response arena of this user's lanes. Returns whether there was one."""
+        """Closes one unused segment in a response arena of this user's lanes. Returns whether there was such a segment."""
         for submitter in self.submitters:
             if submitter.lane.arena.trim():
                 # The client is told, so that it unmaps it.

@@ -61,7 +61,7 @@ class Span:
 
 
 class RequestTimeline:
-    """The timeline of one request that is traced: its moments, tensors, spans, and the timelines of requests made for it."""
+    """The timeline of one traced request: timestamps, tensors, spans, and the timelines of requests made on its behalf."""
 
     __slots__ = (
         *("_characters", "_children", "_count", "_has_responded", "_moments", "_spans", "_tensors", "_within"),
@@ -89,18 +89,20 @@ class RequestTimeline:
         self._count = self._characters = 0
 
     def within(self, open_here: Span | None) -> Span | None:
-        """Returns the open span of this request that a new span is a part of; None: there is none.
+        """Returns the open span of this request that contains a new span; None: no span is open.
 
-        Args:
-          open_here: the innermost span of the calling context. Where one thread works on several requests in turn, it may belong
-            to another request, and is then ignored.
+        ``open_here``: the innermost open span of the calling context. It is ignored if it belongs to another request, as may
+        happen where one thread works on several requests in turn.
         """
         if open_here is not None and not open_here.ended_ns and open_here in self._spans:
             return open_here
         return next((span for span in reversed(self._spans) if not span.ended_ns), None)
 
     def open(self, span: Span) -> bool:
-        """Adds a span of the model's code; for any thread. Returns whether it did; False: the request has too many spans."""
+        """Adds a span of the model's code; any thread may call it.
+
+        Returns False, and adds nothing, if there are too many spans.
+        """
         if len(self._spans) >= MAX_SPANS:
             return False
         self._spans.append(span)
@@ -109,7 +111,8 @@ class RequestTimeline:
     def executed(self, moments: Sequence[int], inputs: dict[str, Array], result: Result) -> None:
         """Adds a run of the request to the timeline, before its outputs are written to their places.
 
-        Trace level TENSORS: also inputs and outputs. ``moments``: when the run began, had its inputs, had computed; in ns.
+        ``moments``: when the run began, when it had its inputs, and when it had computed, in ns. At the trace level TENSORS the
+        inputs and outputs are added too.
         """
         names = (trace_stamps.COMPUTE_START, trace_stamps.COMPUTE_INPUT_END, trace_stamps.COMPUTE_OUTPUT_START)
         self._moments += zip(names, moments, strict=True)
@@ -119,19 +122,24 @@ class RequestTimeline:
                 self._tensors += [_described(activity, name, array) for name, array in arrays.items()]
 
     def responded(self, now_ns: int) -> None:
-        """Adds ``now_ns``, the moment of the first response, if the model sends several; later calls do nothing."""
+        """Adds the time of the first response of several (``now_ns``). Later calls do nothing."""
         if not self._has_responded:
             self._has_responded = True
             self._moments.append((trace_stamps.RESPONSE_START, now_ns))
 
     def attach(self, answer: AnswerRecord) -> AnswerRecord:
-        """Returns the answer with this timeline, which ends now (the outputs are in their places), or as it is for a client."""
+        """Ends the timeline now, when the outputs are in their places, and returns the answer with the timeline.
+
+        If the request came from a client with a lane, returns the answer unchanged.
+        """
         return msgspec.structs.replace(answer, trace=self.told()) if self.attaches else answer
 
     def add(self, model: str, version: int, child: RequestTimeline, within: Span | None = None) -> None:
-        """Adds the timeline ``child`` of a request to a model version that was made for this one and has ended.
+        """Adds the timeline ``child`` of a request that was made on this request's behalf and has ended.
 
-        ``within``: the span of the model's code in which the request was made; None: there is none.
+        Args:
+          model: the model that the other request asked, with its version.
+          within: the span of the model's code in which the other request was made; None: there is none.
         """
         self._count += 1 + child._count
         if self._count > _MAX_CHILDREN:
@@ -160,9 +168,9 @@ class RequestTimeline:
 
 
 def begun(own: RequestRecord, context: TraceContext | None, queued_ns: int) -> RequestTimeline:
-    """Returns the new timeline of a traced request.
+    """Begins the timeline of a traced request and returns it.
 
-    ``context``: the trace context that its submitter sent last; used only if it names this request.
+    ``context``: the trace context that the submitter sent last. It is used only if it names this request.
     """
     timeline = RequestTimeline(own.trace & ~TIMING, queued_ns)
     if context is not None and context.request_id == own.request_id:
@@ -171,15 +179,19 @@ def begun(own: RequestRecord, context: TraceContext | None, queued_ns: int) -> R
 
 
 def timeline_end(parameters: tuple[str, int] | None) -> bytes:
-    """Returns the encoded fields of a ``Timeline`` that follow its moments, for a request that made no requests and spans.
+    """Returns the encoded fields that follow the timestamps in a ``Timeline`` without spans and without other requests.
 
-    ``parameters``: name and version of the pushed parameter set that the request ran with; None: none was pushed.
+    ``parameters``: name and version of the parameter set that the request ran with, if a client has replaced the set's values;
+    None: no client has.
     """
     return encoder.encode(Timeline((), parameters=parameters))[_UP_TO_MOMENTS:]
 
 
 def _closed(spans: Iterable[Span], within: Sequence[Span | None]) -> tuple[OwnSpan, ...]:
-    """Returns the spans as records for the answer; an open span ends now. ``within``: as ``RequestTimeline._within``."""
+    """Returns the spans as records for the answer. A span that is still open ends now.
+
+    ``within``: for each request that was made on this one's behalf, the span in which it was made, or None.
+    """
     now_ns = time.monotonic_ns()
     numbers: dict[Span, int] = {}
     told: list[OwnSpan] = []
@@ -193,7 +205,7 @@ def _closed(spans: Iterable[Span], within: Sequence[Span | None]) -> tuple[OwnSp
 
 
 def trace_id_of(timelines: Iterable[RequestTimeline | None]) -> str:
-    """Returns the ids of the traces that these requests belong to, comma-separated for a line of the log; "": none is traced."""
+    """Returns the ids of the traces to which these requests belong, comma-separated, for a log line; "": none is traced."""
     found = {each.context.trace_id for each in timelines if each is not None and each.context is not None}
     return ",".join(sorted(found))
 

@@ -40,7 +40,10 @@ class BatchRules:
 
 
 class Company(NamedTuple):
-    """How requests that can share a batch wait for each other: until they have ``full`` rows, or the oldest's delay is over."""
+    """How requests that can share a batch wait for each other: until they have ``full`` rows, or until the delay is over.
+
+    The delay counts from the arrival of the oldest request.
+    """
 
     #: How long the oldest request may wait.
     delay_ns: int
@@ -78,7 +81,10 @@ class DynamicBatcher(QueuePlanner[W]):
         return [range(1, smallest + 1), *(range(size, size + 1) for size in larger)]
 
     def company(self, key: Hashable) -> Company | None:
-        """Returns how requests of this key wait for each other; None: they do not, or there are several preferred sizes."""
+        """Returns how requests with this batching key wait for each other.
+
+        Returns None if they do not wait, or if there are several preferred batch sizes.
+        """
         preferred, limit = self._rules.preferred, self._limit(key)
         if not self.delays or len(preferred) > 1:
             return None
@@ -134,7 +140,7 @@ class DynamicBatcher(QueuePlanner[W]):
         return self._queue.take(key, self._limit(key) if waited else self._ready_rows(key))
 
     def _look(self) -> None:
-        """Computes when the next batch of each key is due whose waiting requests have changed."""
+        """Computes again when the next batch is due, for each batching key whose waiting requests have changed."""
         while self._changed:
             key = self._changed.pop()
             if not self._queue.rows(key):
@@ -144,7 +150,7 @@ class DynamicBatcher(QueuePlanner[W]):
             self._due[key] = oldest_ns if self._ready_rows(key) else oldest_ns + self._rules.delay_ns
 
     def _ready_rows(self, key: Hashable) -> int:
-        """Returns how many rows of a key's first requests make a batch that need not wait; 0: it waits for more rows."""
+        """Returns how many rows of the first requests with a batching key can run now as a batch; 0: they wait for more rows."""
         limit, preferred = self._limit(key), self._rules.preferred
         largest = min(preferred[-1], limit) if preferred else limit
         if self._queue.rows(key) < (preferred[0] if preferred and preferred[0] < largest else largest):
@@ -168,7 +174,7 @@ class DynamicBatcher(QueuePlanner[W]):
         return self._limits.get(shapes_of(key), self._rules.max_rows) if self._limits else self._rules.max_rows
 
     def check_invariants(self) -> None:
-        """Asserts, for tests, that due times and limits fit the queue."""
+        """Asserts, for tests, that due times and limits are consistent with the queue."""
         self._queue.check_invariants()
         assert all(0 < limit <= self._rules.max_rows for limit in self._limits.values())
         if self.delays:

@@ -16,7 +16,7 @@ _LIMIT = 64
 
 
 class EnsembleStep(NamedTuple):
-    """One step of an ensemble: the model that it sends a request to, and the ensemble's tensors that go in and come out."""
+    """One step of an ensemble: the model that it asks, and the names of the ensemble's tensors that go in and come out."""
 
     model: str
     #: 0: the newest.
@@ -30,15 +30,15 @@ class EnsembleStep(NamedTuple):
 
 
 class EnsembleGraph:
-    """The steps of an ensemble, and the origin of each tensor.
+    """The steps of an ensemble, and the step or input that each tensor comes from.
 
-    The caller has checked that only one step makes each tensor, and that it is computed from at most one streaming step.
+    The caller has checked that only one step makes each tensor, and that each tensor depends on at most one streaming step.
     """
 
     def __init__(
         self, inputs: Collection[str], outputs: Collection[str], steps: Sequence[EnsembleStep], most: int = 0
     ) -> None:
-        """``most``: how many answers of one streaming step may be worked on at a time; 0: any number."""
+        """``most``: how many responses of one streaming step later steps may work on at a time; 0: any number."""
         self.inputs = tuple(inputs)
         self.steps = tuple(steps)
         self.most = most
@@ -55,12 +55,15 @@ class EnsembleGraph:
         self._needed: dict[frozenset[str], NeededSteps] = {}
 
     def origin_of(self, number: int) -> int | None:
-        """Returns the number of the streaming step that the inputs of step ``number`` are computed from, directly or not."""
+        """Returns the number of the streaming step on which the inputs of step ``number`` depend, directly or not;
+
+        None: on none.
+        """
         found = (self.origin[tensor] for tensor in self.steps[number].inputs.values() if tensor in self.origin)
         return next(found, None)
 
     def needed(self, outputs: Collection[str]) -> NeededSteps:
-        """Returns the steps that have to run for the named outputs; an empty collection names all of them."""
+        """Returns the steps that have to run to compute these outputs; empty: to compute all outputs."""
         wanted = frozenset(outputs or self.outputs)
         found = self._needed.get(wanted)
         if found is None:
@@ -70,7 +73,7 @@ class EnsembleGraph:
         return found
 
     def in_order(self) -> list[int]:
-        """Returns the numbers of the steps in an order in which each comes after the steps whose outputs it takes."""
+        """Returns the numbers of the steps in topological order: each step comes after the steps whose outputs it takes."""
         there, waiting, ordered = set(self.inputs), dict(enumerate(self.steps)), list[int]()
         while ready := [number for number, step in waiting.items() if there.issuperset(step.inputs.values())]:
             ordered += ready

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class StepStart(NamedTuple, Generic[T]):
-    """The decision that a step of an ensemble may run now, with its inputs."""
+    """The decision that a step of an ensemble is to run now, with the step's inputs."""
 
     step: int
     #: Number of the origin's answer that the step runs for.
@@ -36,13 +36,13 @@ class StepStart(NamedTuple, Generic[T]):
 
 
 class EnsembleAnswer(NamedTuple, Generic[T]):
-    """An answer of an ensemble to the client: requested output -> tensor."""
+    """An answer of an ensemble to the client: a dict from requested output to tensor."""
 
     outputs: dict[str, T]
 
 
 class EnsembleRun(Generic[T]):
-    """The state of one request to an ensemble; ``running`` counts its steps that were started and have not ended."""
+    """The state of one request to an ensemble. ``running`` counts steps that were started and have not ended."""
 
     __slots__ = ("_answered", "_controls", "_counts", "_graph", "_left", "_needed", "_open", "_values", "running")
 
@@ -64,7 +64,7 @@ class EnsembleRun(Generic[T]):
         self.running = 0
 
     def begun(self, tensors: Mapping[str, T]) -> list[StepStart[T] | EnsembleAnswer[T]]:
-        """Starts the run with the client's inputs, by name. Returns steps that may run now, and answers that are complete."""
+        """Starts the run with the client's inputs, by name. Returns the steps to run now, and answers that are complete."""
         self._keep({name: tensors.get(name) for name in self._graph.inputs}, 0)
         out: list[StepStart[T] | EnsembleAnswer[T]] = [
             start for number in self._needed.numbers if (start := self._start(number, 0)) is not None
@@ -74,9 +74,11 @@ class EnsembleRun(Generic[T]):
     def responded(
         self, start: StepStart[T], outputs: Mapping[str, T], controls: Controls | None = None
     ) -> list[StepStart[T] | EnsembleAnswer[T]]:
-        """Stores the outputs of one answer of a started step. Returns steps that may run now, and complete answers to the client.
+        """Stores the outputs of one response of a started step. Returns the steps to run now, and answers that are complete.
 
-        ``outputs``: by the names that the step's model gives them. ``controls``: the sequence that the model names in its answer.
+        Args:
+          outputs: the tensors, by the names that the step's model gives them.
+          controls: the sequence controls that the model has set for later steps; None: it has set none.
         """
         number, step = start.step, self._graph.steps[start.step]
         iteration = start.iteration
@@ -96,7 +98,7 @@ class EnsembleRun(Generic[T]):
         return out + self._answers()
 
     def ended(self, start: StepStart[T]) -> None:
-        """Counts a started step as ended, because it has given its last answer or has failed; called once for each start."""
+        """Counts a started step as ended, because it has given its last response or has failed. Call it once for each start."""
         self.running -= 1
         key = (self._needed.origins[start.step], start.iteration)
         if key[0] is not None:
@@ -105,17 +107,17 @@ class EnsembleRun(Generic[T]):
                 del self._open[key]  # type: ignore[arg-type]
 
     def worked_on(self, step: int) -> int:
-        """Returns how many answers of a streaming step later steps work on or still need."""
+        """Returns how many responses of a streaming step are in use: later steps work on them or still need them."""
         held = {at for tensor, at in self._values if self._graph.origin.get(tensor) == step}
         return len(held | {at for origin, at in self._open if origin == step})
 
     def full(self, step: int) -> bool:
-        """Returns whether later steps work on as many answers of a streaming step as allowed."""
+        """Returns whether as many responses of a streaming step are in use as allowed."""
         return bool(self._graph.most) and self.worked_on(step) >= self._graph.most
 
     @property
     def stuck(self) -> bool:
-        """True if an answer to the client is incomplete; if no step runs any more, this means that the request has failed."""
+        """True if an answer to the client is incomplete. If no step is running either, the request has failed."""
         if not any(map(self._dynamic, self._needed.outputs)):
             return not self._answered
         # Of an iteration that has begun everything is there, or was when it was answered.
@@ -133,9 +135,11 @@ class EnsembleRun(Generic[T]):
                     self._controls[tensor, iteration] = controls
 
     def _look(self, tensor: str, iteration: int, again: bool) -> T | None:
-        """Returns a tensor's value for one more use, and drops the tensor after its last one; None: the tensor was left out.
+        """Returns a tensor's value for one more use, and drops the value after its last use. None: the tensor was left out.
 
-        ``again``: every iteration uses the tensor, so it is not dropped if it has no origin.
+        Args:
+          iteration: the number of the streaming step's response on which the tensor depends.
+          again: whether every iteration uses the tensor, so that it is kept if it does not depend on a streaming step.
         """
         key = (tensor, iteration) if self._dynamic(tensor) else (tensor, 0)
         value = self._values[key]
@@ -155,7 +159,10 @@ class EnsembleRun(Generic[T]):
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def _due(self, number: int, tensor: str, iteration: int) -> list[int]:
-        """Returns the iterations in which step ``number`` may be ready, because ``tensor`` has just come in this iteration."""
+        """Returns the iterations in which step ``number`` may be ready now that ``tensor`` has arrived in this iteration.
+
+        An iteration is the number of a streaming step's response.
+        """
         if self._needed.origins[number] is None:
             return [0]
         if self._dynamic(tensor):
@@ -178,12 +185,12 @@ class EnsembleRun(Generic[T]):
         return StepStart(number, iteration, inputs, controls)
 
     def _controls_of(self, tensors: Collection[str], iteration: int) -> Controls | None:
-        """Returns the sequence controls of the first of these tensors, in this iteration, that has any, or None."""
+        """Returns the sequence controls that belong to the first of these tensors that has any in this iteration, or None."""
         keys = ((tensor, iteration if self._dynamic(tensor) else 0) for tensor in tensors)
         return next((self._controls[key] for key in keys if key in self._controls), None)
 
     def _answers(self) -> list[StepStart[T] | EnsembleAnswer[T]]:
-        """Returns the answers to the client that have become complete, in their order."""
+        """Returns the answers to the client that have just become complete, in the order in which they are to be sent."""
         out: list[StepStart[T] | EnsembleAnswer[T]] = []
         dynamic = any(self._dynamic(name) for name in self._needed.outputs)
         while (dynamic or not self._answered) and all(

@@ -30,7 +30,7 @@ P = TypeVar("P", bound=Waiting)
 
 
 class Run:
-    """A planner's decision that a batch is due: the dispatcher is to take it from the planner and run it."""
+    """A planner's decision that a batch is due. The dispatcher then takes the batch from the planner and runs it."""
 
     __slots__ = ()
 
@@ -73,7 +73,7 @@ class Planner(ABC, Generic[P]):
 
     @abstractmethod
     def tick(self, now_ns: int) -> list[tuple[P, ServingError]]:
-        """Removes requests that waited too long. Returns each with the error that answers it."""
+        """Removes requests that have waited too long. Returns each with the error to answer it with."""
 
     @property
     @abstractmethod
@@ -82,11 +82,11 @@ class Planner(ABC, Generic[P]):
 
     @property
     def lives(self) -> bool:
-        """True while the dispatcher must go on to call ``decide`` although no request waits; by default never."""
+        """True while the dispatcher must continue to call ``decide`` although no request waits. By default it is False."""
         return False
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[P]:
-        """Returns what to do for a free instance. Refused requests are removed."""
+        """Returns what to do for a free instance. Requests to be answered with errors are removed."""
         tick_ns = self.next_tick_ns
         if 0 < tick_ns <= now_ns:
             return Refuse(self.tick(now_ns))
@@ -99,42 +99,49 @@ class Planner(ABC, Generic[P]):
 
     @abstractmethod
     def due_ns(self, instance: int = 0) -> int | None:
-        """Returns when an instance's next batch should run, or None while no request waits for it."""
+        """Returns when the next batch of an instance should run, in ns; None: no request waits for the instance."""
 
     @abstractmethod
     def take(self, now_ns: int, instance: int = 0) -> list[P]:
         """Removes and returns the requests of a free instance's next batch; empty if no batch is due."""
 
     def done(self, requests: Iterable[P], now_ns: int) -> None:
-        """Marks requests as run, successfully or not, for whom others wait. By default none waits for their end."""
+        """Marks requests as run, successfully or not, so that requests which wait for their end may run.
+
+        By default no request waits for another's end.
+        """
 
     def dropped(self, request: P, now_ns: int) -> list[tuple[P, ServingError]]:
         """Drops a request that ``take`` returned and that will never run.
 
-        Returns requests that fail because of that, such as later ones of its sequence, each with its error; by default none.
+        Returns requests that fail because of the drop, such as later requests of the same sequence, each with its error. By
+        default there are none.
         """
         return []
 
     @abstractmethod
     def restore(self, requests: list[P], now_ns: int) -> list[tuple[P, ServingError]]:
-        """Queues requests again that ``take`` returned and that could not run. Returns those that fail instead, with errors."""
+        """Queues requests again that ``take`` returned and that could not run.
+
+        Returns requests that fail instead, with errors.
+        """
 
     def limit(self, key: Hashable, rows: int) -> None:
         """Sets how many rows of requests with this batching key may share a batch from now on; 0: as many as the rules allow."""
 
     def at_once(self, key: Hashable) -> Sequence[range]:
-        """Returns which numbers of waiting rows with this batching key are a batch as they are, in ascending ranges.
+        """Returns which numbers of waiting rows with this batching key form a batch without delay, as ascending ranges.
 
-        ``take`` divides those between. The last is the most that share a batch. Empty, the default: they are delayed, or never
-        share one.
+        For a number between two ranges ``take`` returns only a part of the rows. The end of the last range is the most rows
+        that can share a batch. The default, an empty sequence, means that requests are delayed or never share a batch.
         """
         return ()
 
     def end_delays(self) -> None:
-        """Stops delaying requests for fuller batches, because no more requests will come. By default none is delayed."""
+        """Stops delaying requests for fuller batches, because no more requests will come. By default no request is delayed."""
 
     def stop(self) -> None:
-        """Prepares for the end of the worker: no request is delayed any more, and new sequences are refused."""
+        """Prepares for the end of the worker: requests are no longer delayed, and new sequences are refused."""
         self.end_delays()
 
 

@@ -32,7 +32,7 @@ from tensord.shm.errors import Replaced, Unavailable
 
 @dataclass(slots=True, eq=False, repr=False)
 class Waiting:
-    """The fields of a request that the scheduler needs; ``tensord.workers.requests.request.Request`` adds the rest."""
+    """The fields of a request that the scheduler reads; the subclass ``Request`` has the others."""
 
     #: Requests of equal keys may run together.
     key: Hashable
@@ -62,14 +62,14 @@ class Waiting:
 
 
 class SetKey(NamedTuple):
-    """The batching key of requests that name a parameter set: requests run together only if shapes and set are equal."""
+    """The batching key of requests that name a parameter set. Requests run together only if their shapes and sets are equal."""
 
     shapes: Hashable
     set: str
 
 
 def shapes_of(key: Hashable) -> Hashable:
-    """Returns the part of a batching key that describes shapes, without the parameter set that it may name."""
+    """Returns the part of a batching key that stands for shapes, without the name of a parameter set."""
     return key.shapes if type(key) is SetKey else key
 
 
@@ -95,7 +95,7 @@ class Replacement(NamedTuple, Generic[W]):
 
 @dataclass(frozen=True, slots=True)
 class QueuePolicy:
-    """The bounds of one priority level of a queue: the fields of ModelConfig's ``ModelQueuePolicy``."""
+    """The limits of one priority level of a queue: the fields of ``ModelQueuePolicy`` in Triton's ModelConfig."""
 
     #: Requests that may wait in this level; 0: as many as in the whole queue.
     max_size: int = 0
@@ -122,12 +122,12 @@ class QueueRules:
 
     @property
     def single_line(self) -> bool:
-        """True if there is one level without a policy: only ``max_size``, deadlines and replace keys bound its requests."""
+        """True if there is one priority level and it has no policy: only ``max_size``, deadlines and replace keys apply."""
         one_level = self.levels == self.default_level == 1 and not self.policies
         return one_level and self.default_policy == QueuePolicy() and not self.replaces
 
     def level(self, priority: int) -> int:
-        """Returns the priority level for a request's priority: the default level if no such level exists, as in Triton."""
+        """Returns the priority level for a request's priority. If no such level exists, it is the default level, as in Triton."""
         return priority if 0 < priority <= self.levels else self.default_level
 
     def policy(self, level: int) -> QueuePolicy:
@@ -135,7 +135,7 @@ class QueueRules:
 
 
 class Shares(dict[Hashable, int]):
-    """Counts the waiting requests of each owner (user), of those of whom any waits."""
+    """Counts the waiting requests of each owner (user). Owners without a waiting request have no entry."""
 
     __slots__ = ()
 
@@ -150,16 +150,17 @@ class Shares(dict[Hashable, int]):
             del self[owner]
 
     def below(self, owner: Hashable, waiting: int, most: int) -> bool:
-        """Returns whether an owner gets a place although ``waiting`` requests have all ``most`` places; False if all are its own.
+        """Returns whether an owner may queue another request although ``waiting`` requests fill all ``most`` places.
 
-        It does while it has less than an equal part of the places that are left of twice as many.
+        It may if the queue also holds requests of other owners, and if the owner has less than an equal part of the places that
+        are left when the number of places is doubled.
         """
         others = len(self) - (owner in self)
         return others > 0 and self.get(owner, 0) < max(1, (2 * most - waiting) // (others + 1))
 
 
 def in_turns(requests: list[W]) -> list[W]:
-    """Orders requests so that their owners take turns; those of each owner stay in their order."""
+    """Orders requests so that their owners take turns. The requests of each owner keep their order."""
     shares, turns = Shares(), list[int]()
     for request in requests:
         turns.append(shares.get(request.owner, 0))
@@ -170,7 +171,10 @@ def in_turns(requests: list[W]) -> list[W]:
 
 
 class RequestQueue(Generic[W]):
-    """The waiting requests of one model version: level 1 before level 2; in a level owners take turns, each of them in order."""
+    """The waiting requests of one model version, by priority level: level 1 runs before level 2.
+
+    Within a level the owners (users) take turns, and the requests of each owner run in order.
+    """
 
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules
@@ -211,14 +215,14 @@ class RequestQueue(Generic[W]):
 
     @property
     def replaceable(self) -> bool:
-        """True while any request waits that a newer one with the same replace key would replace."""
+        """True while a request waits that would be replaced by a newer request with the same replace key."""
         return bool(self._replaceable)
 
     def push(self, request: W) -> Replacement[W] | None:
-        """Appends a request, or puts it into the place of the waiting request with the same replace key.
+        """Appends a request. If a request with the same replace key waits, the newer of the two gets its place.
 
-        Returns which of these two was discarded: ``request`` itself if the waiting one arrived later.
-        Raises: Unavailable: the queue is full; then nothing has changed.
+        Returns the two if one was discarded, which is ``request`` itself if it arrived earlier than the waiting request.
+        Raises Unavailable: the queue is full. Nothing has changed then.
         """
         if request.replace_key or self._rules.replaces:
             waiting = self._replaceable.get(request.replace_key)
@@ -242,7 +246,7 @@ class RequestQueue(Generic[W]):
         return 0 < most <= waiting and not self._shares.below(owner, waiting, most)
 
     def _append(self, request: W, number: int) -> None:
-        """Inserts a request into a line as the last of its owner."""
+        """Inserts a request into a line, behind the other requests of its owner."""
         last, owner = self._last, request.owner
         if owner not in last and len(last) > 2 * len(self._shares) + 64:
             # Who has nothing waiting and is not ahead of the others begins like one that was never there.
@@ -277,7 +281,7 @@ class RequestQueue(Generic[W]):
         newer.sequence, newer.since_ns = older.sequence, older.since_ns
 
     def _insert_in_order(self, request: W, number: int) -> None:
-        """Inserts a request into a line, before those of its key and owner with a higher ``sequence``."""
+        """Inserts a request into a line, before the requests of its key and owner whose ``sequence`` is higher."""
         self._insert(request, number)
         self._last[request.owner] = max(self._last.get(request.owner, 0), request.sequence)
         waiting = self._lines[number][request.key][request.owner]
@@ -287,8 +291,8 @@ class RequestQueue(Generic[W]):
     def restore(self, requests: list[W]) -> list[Replacement[W]]:
         """Puts requests that were taken but could not run back into the queue, ahead of later ones, even if the queue is full.
 
-        ``requests`` are in the order of their arrival, and older than all waiting requests of their keys. Returns what was
-        discarded because a newer request has the replace key; the newer one has the place.
+        ``requests`` must be in the order of their arrival, and older than all waiting requests with their keys. Of two requests
+        with the same replace key the newer one gets the place. Returns these pairs; the older request of each was discarded.
         """
         replacements: list[Replacement[W]] = []
         for request in reversed(requests):
@@ -313,7 +317,7 @@ class RequestQueue(Generic[W]):
         return replacements
 
     def _watch(self, request: W, policy: QueuePolicy) -> None:
-        """Adds a request that can expire, by its deadline or the policy's timeout, to those that ``expire`` looks at."""
+        """Registers a request with ``expire``, if it can expire by its deadline or by the policy's timeout."""
         expires_ns = self._expiry(request, policy)
         if expires_ns:
             self._push_expiry(expires_ns, request)
@@ -347,21 +351,28 @@ class RequestQueue(Generic[W]):
         return None
 
     def waiting(self, key: Hashable) -> Iterator[W]:
-        """Iterates over the waiting requests of a key in the order of ``take``. The queue must not change meanwhile."""
+        """Iterates over the waiting requests with a batching key in the order of ``take``.
+
+        The queue must not change meanwhile.
+        """
         for number in self._order:
             owners = self._lines[number].get(key)
             if owners is not None:
                 yield from _in_order(owners)
 
     def oldest_ns(self, key: Hashable) -> int:
-        """Returns since when the oldest request of a key, or one that it replaced, has waited. At least one must wait."""
+        """Returns since when (monotonic, ns) the oldest request with a batching key waits. At least one request must wait.
+
+        A request that has replaced another counts from the arrival of the replaced request.
+        """
         found = [line[key] for line in self._lines.values() if key in line]
         return min(_first(waiting).since_ns for owners in found for waiting in owners.values())
 
     def take(self, key: Hashable, max_rows: int) -> list[W]:
-        """Removes and returns the first requests with this batching key, of up to ``max_rows`` rows, or one larger request.
+        """Removes and returns the first requests with this batching key: as many as have at most ``max_rows`` rows together.
 
-        Level 1 comes first, and in each level its requests that are on time. Empty if none waits.
+        If the first request alone has more rows, it is returned alone. Level 1 comes first, and in each level the requests that
+        are on time. The list is empty if no such request waits.
         """
         taken: list[W] = []
         rows = 0
@@ -392,7 +403,7 @@ class RequestQueue(Generic[W]):
         return taken
 
     def remove(self, request: W) -> bool:
-        """Returns whether the request was there."""
+        """Removes a request from the queue, if it waits there. Returns whether it did."""
         if request.line < 0:
             return False
         number = request.line
@@ -410,7 +421,7 @@ class RequestQueue(Generic[W]):
         return True
 
     def _withdraw(self, request: W, owners: _Waiters[W]) -> None:
-        """Removes a request from those of its line and key (``owners``), and from what is known of its owner."""
+        """Removes a request from the requests of its line and key (``owners``), and from the counts of its owner."""
         owner = request.owner
         waiting = owners[owner]
         del waiting[request.sequence]
@@ -420,13 +431,13 @@ class RequestQueue(Generic[W]):
         self._shares.leave(owner)
 
     def _forget_taken(self) -> None:
-        """Removes requests that no longer wait from the front of the heap of expiries, which frees their memory."""
+        """Frees memory: removes requests that no longer wait from the front of the heap of expiry times."""
         expiries = self.expiries
         while expiries and expiries[0][3].line < 0:
             heapq.heappop(expiries)
 
     def expire(self, now_ns: int) -> list[W]:
-        """Removes and returns the expired requests; those that may be delayed are queued again instead, behind the others."""
+        """Removes and returns the expired requests, except those that may be delayed, which are queued again behind others."""
         refused: list[W] = []
         while self.expiries and self.expiries[0][0] <= now_ns:
             *_, request = heapq.heappop(self.expiries)
@@ -480,7 +491,7 @@ class RequestQueue(Generic[W]):
             waiting.move_to_end(request.sequence, last=False)
 
     def _end(self, number: int, line: dict[Hashable, _Waiters[W]], key: Hashable) -> None:
-        """Removes a key without requests from a line, and the line if it is empty and not line 0."""
+        """Removes a batching key that has no requests from a line. Also removes the line if it is empty and not line 0."""
         del line[key]
         if not line and number:
             del self._lines[number]
@@ -498,7 +509,7 @@ class RequestQueue(Generic[W]):
             del self._rows[key]
 
     def check_invariants(self) -> None:
-        """Asserts, for tests, that the counters and the table of replace keys agree with the waiting requests."""
+        """Asserts, for tests, that the counters and the table of replace keys are consistent with the waiting requests."""
         requests = self.requests()
         assert len(requests) == self.size
         assert self._order == sorted(self._lines)
@@ -531,7 +542,10 @@ def _first(waiting: OrderedDict[int, W]) -> W:
 
 
 def _in_order(owners: _Waiters[W]) -> Iterable[W]:
-    """Iterates over the requests of one line and key in the order in which they run. They must not change meanwhile."""
+    """Iterates over the requests of one line and batching key in the order in which they run.
+
+    The requests must not change meanwhile.
+    """
     if len(owners) == 1:
         (waiting,) = owners.values()
         return waiting.values()
@@ -539,7 +553,7 @@ def _in_order(owners: _Waiters[W]) -> Iterable[W]:
 
 
 def _next_of(owners: _Waiters[W]) -> W:
-    """Returns the request of one line and key that runs first."""
+    """Returns the request that runs first among those of one line and batching key."""
     if len(owners) == 1:
         (waiting,) = owners.values()
         return _first(waiting)
@@ -551,9 +565,9 @@ def _sequence(request: Waiting) -> int:
 
 
 class ParkedRequests(Generic[W]):
-    """Holds, in order, requests of equal shapes that wait until a program for these shapes is compiled.
+    """Holds, in order, requests of equal shapes that wait until a program for their shapes is compiled.
 
-    Of requests with the same replace key it holds only the newest.
+    Among requests with the same replace key it holds only the newest.
     """
 
     def __init__(self, rules: QueueRules) -> None:
@@ -568,9 +582,11 @@ class ParkedRequests(Generic[W]):
         return len(self.requests)
 
     def add(self, request: W) -> Replacement[W] | None:
-        """Adds a request that has just arrived, as ``RequestQueue.push`` does.
+        """Adds a request that has just arrived.
 
-        Raises: Unavailable: as many requests are held as may wait in the queue.
+        If a request with the same replace key is held, only the newer of the two remains.
+
+        Returns the two if one was discarded. Raises Unavailable: as many requests are held as may wait in the queue.
         """
         at = self._at.get(request.replace_key)
         if at is not None:
@@ -582,7 +598,10 @@ class ParkedRequests(Generic[W]):
         return None
 
     def extend(self, batch: Iterable[W]) -> list[Replacement[W]]:
-        """Adds requests taken from the queue, however many. Returns what newer ones of the same replace key replaced."""
+        """Adds requests taken from the queue, without a limit on their number.
+
+        Returns the requests that newer ones with the same replace key replaced.
+        """
         replacements: list[Replacement[W]] = []
         for request in batch:
             at = self._at.get(request.replace_key)

@@ -31,14 +31,14 @@ Asked = tuple[int | str, bool, bool]
 
 
 class Slot(NamedTuple):
-    """A place of an instance where one sequence runs. Slots with lower numbers are given out first, over all instances."""
+    """A place of an instance where one sequence runs. Lower numbers are given out first, across all instances."""
 
     number: int
     instance: int
 
 
 class Sequenced(Waiting):
-    """The fields that the scheduler needs of a request to a model with sequences."""
+    """The fields that the scheduler reads of a request to a model with sequences."""
 
     __slots__ = ("controls", "live", "slot")
 
@@ -56,7 +56,7 @@ S = TypeVar("S", bound=Sequenced)
 
 @dataclass(slots=True, eq=False, repr=False)
 class LiveSequence(Generic[S]):
-    """A sequence, from its first request until it has run and its slot is free again."""
+    """A sequence, from its first request until its last request has run and its slot is free again."""
 
     correlation_id: int | str
     #: Tells sequences of one id apart; a later one has a higher number.
@@ -82,7 +82,7 @@ class LiveSequence(Generic[S]):
 
     @property
     def ready(self) -> bool:
-        """True while the sequence's first waiting request may run: it has a slot, and no other request of it runs."""
+        """True while the sequence's first waiting request may run: the sequence has a slot and none of its requests runs."""
         return self.slot is not None and not self.running and bool(self.waiting)
 
     def __repr__(self) -> str:
@@ -90,25 +90,28 @@ class LiveSequence(Generic[S]):
 
 
 def state_lost(correlation_id: int | str, model: str) -> Unavailable:
-    """Returns the error for a sequence whose state was lost in a run that failed."""
+    """Returns the error for requests to a sequence whose state was lost in a run that failed."""
     return Unavailable(
         f"sequence {correlation_id} of model '{model}' was lost after an execution error; start it again with the START flag"
     )
 
 
 class IterativeIds:
-    """Generates correlation ids for requests to an iterative model: one that may ask to run a request again."""
+    """Generates correlation ids for requests to an iterative model, which may ask to run the same request again."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
 
     def first_round(self, controls: Controls) -> Controls:
-        """Returns the controls for a request's first run: a new id and START if the client gave no id, and never END."""
+        """Returns the controls for a request's first run, which never have END.
+
+        If the client gave no correlation id, they have a new id and START.
+        """
         if not controls.correlation_id:
             return Controls(next(self._numbers), True, False)
         return controls._replace(end=False)
 
     @staticmethod
     def next_round(controls: Controls) -> Controls:
-        """Returns the controls for a further run that the model asked for: without START."""
+        """Returns the controls for a further run that the model asked for. They have no START."""
         return controls._replace(start=False)

@@ -29,7 +29,7 @@ _UNBOUNDED = QueueRules(sys.maxsize)
 
 @dataclass(frozen=True, slots=True)
 class DirectRules:
-    """How long a batch of an instance may wait for requests of more of its slots, and how many slots are enough not to wait."""
+    """How long a batch of an instance may wait for requests of further slots, and how many slots suffice to run it now."""
 
     slots: int = 1
     delay_ns: int = 0
@@ -38,10 +38,10 @@ class DirectRules:
 
 
 class DirectBatcher(Generic[S]):
-    """Makes the batches of one instance for Triton's strategy "direct": each sequence has a fixed row, the number of its slot.
+    """Makes the batches of one instance for Triton's strategy "direct": a sequence always has the row of its slot's number.
 
-    A batch takes the next request of every ready slot whose key equals that of the slot that has been ready longest; an instance
-    has one batch in flight.
+    A batch takes the next request of every ready slot that has the same batching key as the slot that has been ready longest. An
+    instance has one batch in flight.
     """
 
     def __init__(self, rules: DirectRules) -> None:
@@ -53,11 +53,11 @@ class DirectBatcher(Generic[S]):
         self._limits: dict[Hashable, int] = {}
 
     def ready(self, live: LiveSequence[S]) -> None:
-        """Adds a sequence, whose first waiting request may run now, to those of which ``take`` makes batches."""
+        """Makes a sequence available to ``take``: its first waiting request may run now."""
         self._ready[live] = None
 
     def withdraw(self, live: LiveSequence[S]) -> None:
-        """Removes a sequence from those of which ``take`` makes batches: its first waiting request may no longer run."""
+        """Makes a sequence unavailable to ``take``: its first waiting request may no longer run."""
         del self._ready[live]
 
     def limit(self, key: Hashable, rows: int) -> None:
@@ -68,7 +68,7 @@ class DirectBatcher(Generic[S]):
             self._limits.pop(key, None)
 
     def at_once(self, key: Hashable) -> Sequence[range]:
-        """Returns which numbers of rows with this batching key are a batch as they are; empty: they are delayed."""
+        """Returns which numbers of rows with this batching key form a batch without delay; empty: they are delayed."""
         return () if self._delay_ns else (range(1, self._limits.get(key, self._rules.slots) + 1),)
 
     def end_delays(self) -> None:
@@ -76,7 +76,7 @@ class DirectBatcher(Generic[S]):
         self._delay_ns = 0
 
     def due_ns(self) -> int | None:
-        """Returns when the next batch should run, or None while no sequence has a request that may run."""
+        """Returns when the next batch should run, in ns; None: no sequence has a request that may run."""
         if not self._ready:
             return None
         if not self._delay_ns:
@@ -111,9 +111,9 @@ def _number(live: LiveSequence[S]) -> int:
 
 
 class OldestBatcher(DynamicBatcher[S]):
-    """Makes one instance's batches for Triton's strategy "oldest": of those requests of its sequences that have waited longest.
+    """Makes one instance's batches for Triton's strategy "oldest": the requests that have waited longest run first.
 
-    They are batched like those of a model without sequences.
+    The requests of its sequences are batched like requests to a model without sequences.
     """
 
     def __init__(self, rules: BatchRules) -> None:
@@ -137,7 +137,7 @@ Strategy = DirectBatcher[S] | OldestBatcher[S]
 
 
 class SequenceBatcher(Planner[S]):
-    """Plans which requests of sequences of one model version run together, on which instance, and when."""
+    """Plans for one model version with sequences which requests run together, on which instance, and when."""
 
     def __init__(
         self,
@@ -148,10 +148,13 @@ class SequenceBatcher(Planner[S]):
         events: RegisteredSequences,
         attach: Callable[[S], None] | None = None,
     ) -> None:
-        """
+        """Begins without sequences.
+
         Args:
           strategy: makes the strategy of one instance.
-          attach: called with each request before it may run; adds its sequence's state to its inputs. None: not needed.
+          events: is told of sequences that begin and end.
+          attach: called with each request before it may run; adds the state of the request's sequence to its inputs. None: not
+            needed.
         """
         self.table: SequenceTable[S] = SequenceTable(model, rules, instances, events)
         self._attach = attach
@@ -165,8 +168,9 @@ class SequenceBatcher(Planner[S]):
     def arrived(self, request: S) -> None:
         """Queues a request in its sequence.
 
-        Raises InvalidArgument: the request fits no sequence; Unavailable: there is no room, the worker is about to end, or the
-        sequence's state was lost. Then the request is not queued.
+        Raises: InvalidArgument: the request belongs to no sequence.  Unavailable: there is no room, the worker is about to end,
+          or
+        the state of the sequence was lost. The request is not queued then.
         """
         live = self.table.admit(request)
         if len(live.waiting) == 1:
@@ -189,7 +193,10 @@ class SequenceBatcher(Planner[S]):
         return answers
 
     def tick(self, now_ns: int) -> list[tuple[S, ServingError]]:
-        """Ends sequences that got no request for too long, and those of which a request waited too long."""
+        """Ends sequences whose idle time is over, and sequences of which a request has waited too long.
+
+        Returns the requests that will not run, each with its error.
+        """
         for live in self.table.close_idle(now_ns):
             self._look(live)
         answers: list[tuple[S, ServingError]] = []
@@ -198,9 +205,9 @@ class SequenceBatcher(Planner[S]):
         return answers
 
     def _lose(self, request: S, error: ServingError) -> list[tuple[S, ServingError]]:
-        """Ends the sequence of a request that failed with ``error``.
+        """Ends the sequence of a request that has failed with ``error``.
 
-        Returns the sequence's waiting requests, each with its error; ``request`` is among them if it still waits.
+        Returns the sequence's waiting requests, each with its error. ``request`` is among them if it still waits.
         """
         live: LiveSequence[S] = request.live
         if live.ready and live.slot is not None:
@@ -219,7 +226,7 @@ class SequenceBatcher(Planner[S]):
         return True
 
     def _look(self, live: LiveSequence[S] | None) -> None:
-        """Lets the next batches include a sequence's first waiting request, if that may run now."""
+        """Lets the next batches include a sequence's first waiting request, if the request may run now. None: does nothing."""
         if live is not None and live.ready and live.slot is not None:
             if self._attach is not None:
                 self._attach(live.waiting[0])
@@ -228,12 +235,12 @@ class SequenceBatcher(Planner[S]):
     # ------------------------------------------------------------------------------------------- running without waiting
 
     def run_now(self, asked: Iterable[Asked], now_ns: int) -> list[LiveSequence[S]]:
-        """Begins to run, on the first instance, requests that came together, one row each, if no other requests wait.
+        """Begins to run requests that arrived together, one row each, on the first instance. Does nothing if other requests wait.
 
-        It stops at the first request that has to wait, is of a sequence that runs, or is to be refused; that request and those
-        after it have not arrived.
+        It stops at the first request that has to wait, belongs to a sequence that is running, or is invalid. That request and the
+        requests after it count as not arrived.
 
-        Returns the sequences of the requests that begin, in the order of ``asked``; call ``table.have_run`` when they have run.
+        Returns the sequences of the requests that begin, in the order of ``asked``. Call ``table.have_run`` after the run.
         """
         self.table.close_idle(now_ns)
         return self.table.run_now(asked)
@@ -251,7 +258,10 @@ class SequenceBatcher(Planner[S]):
         return self._strategies[instance].due_ns()
 
     def take(self, now_ns: int, instance: int = 0) -> list[S]:
-        """Each returned request has its ``slot`` set; with Triton's strategy "direct" they are in the order of their slots."""
+        """Removes and returns the requests of a free instance's next batch, each with its ``slot`` set; empty if none is due.
+
+        With Triton's strategy "direct" they are in the order of their slots.
+        """
         return [self.table.take(request.live) for request in self._strategies[instance].take(now_ns)]
 
     def limit(self, key: Hashable, rows: int) -> None:
@@ -265,18 +275,18 @@ class SequenceBatcher(Planner[S]):
             strategy.end_delays()
 
     def stop(self) -> None:
-        """Refuses new sequences from now on; existing sequences may go on."""
+        """Refuses new sequences from now on. Existing sequences continue."""
         self.table.stopping = True
         self.end_delays()
 
     def close(self, correlation_id: int | str) -> None:
-        """Ends a sequence once its waiting requests have run; later requests of its id do not join it."""
+        """Ends a sequence once its waiting requests have run. Later requests with its id do not continue it."""
         self._look(self.table.close(correlation_id))
 
     def close_client(self, client: int, correlation_id: int | str | None = None) -> None:
-        """Ends sequences whose last request came on a client's lane; their waiting requests still run.
+        """Ends sequences whose last request came on a client's lane. Their waiting requests still run.
 
-        ``correlation_id``: of the only one to end; None: the lane has ended, and all of its sequences with it.
+        ``correlation_id``: the id of the only sequence to end; None: all such sequences end, because the lane has ended.
         """
         for live in [live for live in self.table.sequences() if live.client == client and not live.closed]:
             if correlation_id is None or live.correlation_id == correlation_id:
@@ -289,9 +299,10 @@ class SequenceBatcher(Planner[S]):
             self._look(live)
 
     def lose(self, instance: int, now_ns: int) -> list[tuple[S, ServingError]]:
-        """Ends an instance's sequences that have begun, because their state is lost; each client gets that error once.
+        """Ends the sequences of an instance that have begun, because their state is lost. Each client gets this error once.
 
-        Returns their waiting requests, each with its error; where none waits or runs, the sequence's next request gets the error.
+        Returns their waiting requests, each with its error. If no request of a sequence waits or runs, its next request gets the
+        error.
         """
         answers: list[tuple[S, ServingError]] = []
         for live in self.table.begun(instance):

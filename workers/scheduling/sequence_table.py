@@ -32,7 +32,7 @@ TIMED_OUT = "timeout of the corresponding sequence has been expired"
 
 
 class Expiries(Generic[S]):
-    """The deadlines and queue timeouts of all requests in one ``SequenceTable``; outdated ones are removed now and then."""
+    """The deadlines and queue timeouts of all requests in one ``SequenceTable``. Outdated entries are removed at times."""
 
     def __init__(self) -> None:
         #: (when, number, request): the first is the earliest.
@@ -40,7 +40,10 @@ class Expiries(Generic[S]):
         self._number = 0
 
     def watch(self, request: S, waiting: int) -> None:
-        """Adds a request's deadline and, if its sequence has no slot, its queue timeout. ``waiting``: how many requests wait."""
+        """Adds a request's deadline and, if its sequence has no slot, its queue timeout.
+
+        ``waiting``: how many requests wait, which decides when outdated entries are removed.
+        """
         moments = [request.deadline_ns] if request.deadline_ns else []
         if request.timeout_ns and request.live.slot is None:
             moments.append(request.arrived_ns + request.timeout_ns)
@@ -79,9 +82,9 @@ class Expiries(Generic[S]):
 
 
 class Slots:
-    """Allocates slots, in which sequences run, over all instances of a model version, and frees them again.
+    """Allocates and frees the slots in which sequences run, across all instances of a model version.
 
-    There may be more slots than memory could list, so only those that were ever used are listed.
+    There may be too many slots to list in memory, so only slots that were ever used are listed.
     """
 
     def __init__(self, of_each: int, instances: int) -> None:
@@ -93,7 +96,7 @@ class Slots:
         self._fresh = 0
 
     def take(self) -> Slot:
-        """Marks the lowest free slot as used and returns it; ``free`` must not be 0."""
+        """Marks the lowest free slot as used and returns it. Call it only if ``free`` is not 0."""
         self.free -= 1
         # Whatever was used before is lower than what never was.
         if self._freed:
@@ -107,7 +110,7 @@ class Slots:
         heapq.heappush(self._freed, slot)
 
     def check_invariants(self, taken: set[Slot]) -> None:
-        """Asserts, for tests, that slots in use and slots given back are all that were ever used."""
+        """Asserts, for tests, that the slots in use (``taken``) and the slots given back are all that were ever used."""
         assert not taken & set(self._freed)
         assert all(slot.instance < self._instances for slot in taken)
         assert len(taken) + len(self._freed) == self._fresh <= self.count
@@ -132,7 +135,7 @@ class SequenceRules:
 
 
 class SequenceTable(Generic[S]):
-    """Holds the live sequences of one model version: those with a slot, and in order those that wait for one (the backlog)."""
+    """Holds the live sequences of one model version: those that have a slot, and the backlog, which waits for slots in order."""
 
     def __init__(self, model: str, rules: SequenceRules, instances: int, events: RegisteredSequences) -> None:
         self.model = model
@@ -173,7 +176,7 @@ class SequenceTable(Generic[S]):
         return len(self._backlog)
 
     def with_slot(self, now_ns: int) -> int:
-        """Returns how many sequences have a slot, without those that were silent too long and are still to be ended."""
+        """Returns how many sequences have a slot, without sequences whose idle time is over but which have not been ended yet."""
         silent = 0
         for since_ns in self._idle.values():
             if since_ns + self._rules.idle_ns > now_ns:
@@ -187,15 +190,16 @@ class SequenceTable(Generic[S]):
         return self._slots.free
 
     def find(self, correlation_id: int | str) -> LiveSequence[S] | None:
-        """Returns the sequence that a request with this id and without START would join, or None."""
+        """Returns the sequence that a request with this id and without START would continue, or None."""
         return self._live.get(correlation_id)
 
     # -------------------------------------------------------------------------------------------------------- admission
 
     def admit(self, request: S) -> LiveSequence[S]:
-        """Queues a request in its sequence, or in a new one if it has START. Returns the sequence, which may be ready to run now.
+        """Queues a request in its sequence, or in a new sequence if the request has START.
 
-        Raises what ``SequenceBatcher.arrived`` raises.
+        Returns the sequence, which may be ready to run now. Raises: InvalidArgument: the request belongs to no sequence, or has
+        more than one row.  Unavailable: there is no room, the worker is about to end, or the state of the sequence was lost.
         """
         correlation_id, start, end = request.controls
         if request.rows > 1:
@@ -251,7 +255,11 @@ class SequenceTable(Generic[S]):
     # ------------------------------------------------------------------------------------------- running without waiting
 
     def run_now(self, asked: Iterable[Asked]) -> list[LiveSequence[S]]:
-        """Does what ``admit`` and ``take`` would do for each request, as ``SequenceBatcher.run_now`` says."""
+        """Takes requests that arrived together and may run now, one row each, without queueing them; none if other requests wait.
+
+        It stops at the first request that has to wait, belongs to a sequence that is running, or is invalid. Returns the
+        sequences of the requests before it, in the order of ``asked``.
+        """
         chosen: list[LiveSequence[S]] = []
         if self._waiting or self._lost or self._rules.iterative:
             return chosen
@@ -272,7 +280,7 @@ class SequenceTable(Generic[S]):
         return chosen
 
     def have_run(self, chosen: Iterable[LiveSequence[S]], now_ns: int) -> None:
-        """Notes that the requests of the sequences that ``run_now`` returned have ended, successfully or not."""
+        """Records that the requests which ``run_now`` began have ended, successfully or not. ``chosen``: what it returned."""
         idle = self._idle
         for live in chosen:
             live.running = False
@@ -282,7 +290,7 @@ class SequenceTable(Generic[S]):
                 idle[live] = now_ns
 
     def _begin_now(self, correlation_id: int | str) -> LiveSequence[S] | None:
-        """Returns a new sequence whose first request runs now, or None if the request has to wait or is to be refused."""
+        """Returns a new sequence whose first request runs now, or None if the request has to wait or is invalid."""
         if not correlation_id or self.stopping or not self._slots.free:
             return None
         try:
@@ -296,7 +304,7 @@ class SequenceTable(Generic[S]):
     # ---------------------------------------------------------------------------------------------------------- running
 
     def take(self, live: LiveSequence[S]) -> S:
-        """Removes and returns the first waiting request of a sequence, to be run; the sequence must be ``ready``."""
+        """Removes and returns a sequence's first waiting request, which is to run. The sequence must be ``ready``."""
         assert live.slot is not None
         request = live.waiting.popleft()
         request.line = -1
@@ -312,7 +320,8 @@ class SequenceTable(Generic[S]):
     def done(self, request: S, now_ns: int) -> LiveSequence[S] | None:
         """Marks a request as run.
 
-        Returns the sequence that becomes ready by that: the request's own, or the first of those that wait for a slot; or None.
+        Returns the sequence that becomes ready thereby, or None. It is the request's own sequence, or the first of those that
+        wait for a slot.
         """
         live = request.live
         live.running = False
@@ -324,9 +333,9 @@ class SequenceTable(Generic[S]):
         return None
 
     def restore(self, request: S) -> LiveSequence[S] | None:
-        """Queues a request again that was taken and could not run, as the first of its sequence, and returns the sequence.
+        """Queues a request that was taken and could not run again, as the first of its sequence, and returns the sequence.
 
-        None: it was cancelled, so the request is not queued and the caller has to call ``done`` for it.
+        Returns None if the sequence was cancelled. The request is not queued then, and the caller has to call ``done`` for it.
         """
         live = request.live
         if live.cancelled:
@@ -340,7 +349,7 @@ class SequenceTable(Generic[S]):
         return live
 
     def _free(self, live: LiveSequence[S]) -> LiveSequence[S] | None:
-        """Ends a sequence with a slot. Returns the first of the backlog, which gets the slot, or None."""
+        """Ends a sequence that has a slot. Returns the sequence that gets the slot, the first of the backlog, or None."""
         slot = live.slot
         assert slot is not None
         del self._holders[slot]
@@ -354,7 +363,7 @@ class SequenceTable(Generic[S]):
         return first
 
     def hold(self, live: LiveSequence[S], parameters: object | None) -> None:
-        """Sets the parameters that a sequence's later requests run with; None: always the newest of the set ``main``."""
+        """Sets the parameters with which later requests of a sequence run; None: always the newest values of the set ``main``."""
         self.holding += (parameters is not None) - (live.parameters is not None)
         live.parameters = parameters
 
@@ -373,8 +382,8 @@ class SequenceTable(Generic[S]):
     def cancel(self, live: LiveSequence[S]) -> tuple[list[S], LiveSequence[S] | None]:
         """Ends a sequence, because one of its requests was cancelled, has failed or has expired.
 
-        Returns its waiting requests, which it no longer holds, and the sequence that gets its slot now: None if none does, or if
-        a request of the ended sequence still runs.
+        Returns the sequence's waiting requests, which it no longer holds, and the sequence that gets its slot now. The latter
+        is None if no sequence waits for a slot, or if a request of the ended sequence is still running.
         """
         refused = list(live.waiting)
         live.waiting.clear()
@@ -393,7 +402,10 @@ class SequenceTable(Generic[S]):
         return refused, None
 
     def note_lost(self, live: LiveSequence[S], now_ns: int) -> None:
-        """Records that a sequence's state was lost, so that the next request of its id gets that error, unless it has START."""
+        """Records that a sequence's state was lost.
+
+        The next request with its id gets that error, unless the request has START.
+        """
         if not live.closed:
             self._lost.pop(live.correlation_id, None)
             self._lost[live.correlation_id] = now_ns
@@ -401,7 +413,10 @@ class SequenceTable(Generic[S]):
             del self._lost[next(iter(self._lost))]
 
     def close(self, correlation_id: int | str) -> LiveSequence[S] | None:
-        """Ends the sequence of an id once its waiting requests have run. Returns the sequence that gets its slot now, or None."""
+        """Ends the sequence with an id once its waiting requests have run.
+
+        Returns the sequence that gets its slot now, or None.
+        """
         live = self._live.get(correlation_id)
         return None if live is None else self._close(live)
 
@@ -410,7 +425,10 @@ class SequenceTable(Generic[S]):
         return self._free(live) if self._idle.pop(live, None) is not None else None
 
     def close_idle(self, now_ns: int | None = None) -> list[LiveSequence[S]]:
-        """Ends sequences that got no request for too long; None: all idle ones. Returns those that get their slots."""
+        """Ends sequences whose idle time is over at ``now_ns``; None: ends all idle sequences.
+
+        Returns the sequences that get their slots.
+        """
         ready: list[LiveSequence[S]] = []
         while self._idle:
             live, since_ns = next(iter(self._idle.items()))
@@ -421,13 +439,13 @@ class SequenceTable(Generic[S]):
         return ready
 
     def forget_all(self) -> None:
-        """Ends all sequences once their waiting requests have run; no further requests can join them."""
+        """Ends all sequences once their waiting requests have run. No further request can continue them."""
         for live in list(self._live.values()):
             self._forget(live)
 
     @property
     def next_tick_ns(self) -> int:
-        """The earliest time at which a request may expire, or a waiting sequence may get a silent one's slot, in ns; 0: never."""
+        """The earliest time, in ns, at which a request may expire or an idle sequence's slot may be passed on; 0: never."""
         earliest = self.expiries.earliest_ns
         moments = [] if earliest is None else [earliest]
         if self._idle and self._backlog:
@@ -435,7 +453,7 @@ class SequenceTable(Generic[S]):
         return min(moments, default=0)
 
     def silent_ns(self, now_ns: int) -> int:
-        """Returns the earliest time (ns) at which any sequence may have got no request for too long."""
+        """Returns the earliest time (ns) at which the idle time of any sequence may be over."""
         return next(iter(self._idle.values()), now_ns) + self._rules.idle_ns
 
     # ----------------------------------------------------------------------------------------------------------- looking

@@ -31,7 +31,7 @@ EMITS, FINISHED = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class StepRules:
-    """The limits of a version of a stepped model: slots, steps, insertions."""
+    """The limits of a model version that runs requests step by step: how many slots, steps and insertions there may be."""
 
     #: Requests that take part in steps at a time.
     slots: int
@@ -45,7 +45,7 @@ class StepRules:
 
 @dataclass(slots=True, eq=False)
 class SlotHolder(Generic[W]):
-    """A request that has a slot, and the number of its steps so far."""
+    """A request that has a slot of the device's state, and the number of its steps so far."""
 
     request: W
     number: int
@@ -58,7 +58,7 @@ class SlotHolder(Generic[W]):
 
 
 class Step(NamedTuple, Generic[W]):
-    """One step of a stepped model: the requests that take part, those for which it is the last step, and slots to leave out."""
+    """One step of the device: the requests that take part, those for which it is the last step, and the slots to leave out."""
 
     #: Requests that take part, and slots for which it is the last step.
     holders: Sequence[SlotHolder[W]]
@@ -69,7 +69,7 @@ class Step(NamedTuple, Generic[W]):
     goes_on: bool = False
 
     def parts(self, groups: Sequence[Sequence[SlotHolder[W]]]) -> list[Step[W]]:
-        """Splits the step into parts, to be run one after the other: one for the slots of each group of its requests."""
+        """Splits the step into parts, which run one after the other: one part for the slots of each group of requests."""
         numbers = [frozenset([holder.number for holder in group]) for group in groups]
         whole = frozenset().union(*numbers)
         return [
@@ -79,7 +79,7 @@ class Step(NamedTuple, Generic[W]):
 
 
 class SlotAnswer(NamedTuple, Generic[W]):
-    """An answer to a request that runs step by step, made by a step or when the request was inserted into its slot."""
+    """An answer to a request that runs step by step. A step made it, or the insertion of the request into its slot did."""
 
     request: W
     #: The request's row of the outputs.
@@ -90,9 +90,9 @@ class SlotAnswer(NamedTuple, Generic[W]):
 
 
 class StepBatcher(QueuePlanner[W]):
-    """Plans, for one version of a model that runs requests step by step, which of them get a slot, and which join each step.
+    """Plans for one model version that runs requests step by step which requests get a slot, and which take part in each step.
 
-    Its decision ``Run`` stands for giving slots to waiting requests.
+    Its decision ``Run`` means that waiting requests are to get slots.
     """
 
     def __init__(self, rules: StepRules, queue: RequestQueue[W]) -> None:
@@ -118,7 +118,7 @@ class StepBatcher(QueuePlanner[W]):
 
     @property
     def lives(self) -> bool:
-        """True while a request has a slot, or the results of a step on the device are not read yet."""
+        """True while a request has a slot, or the results of a step on the device have not been read yet."""
         return bool(self._holders) or self._on_their_way > 0
 
     def due_ns(self, instance: int = 0) -> int | None:
@@ -126,9 +126,9 @@ class StepBatcher(QueuePlanner[W]):
         return None if head is None else head.since_ns
 
     def take(self, now_ns: int, instance: int = 0) -> list[W]:
-        """Gives slots to the next waiting requests and returns them, to be inserted (put into the device's state) together.
+        """Gives slots to the next waiting requests and returns them. The caller inserts them into the device's state together.
 
-        Empty: none may get a slot before the next step.
+        The list is empty if no request may get a slot before the next step.
         """
         head = self._queue.head() if self._queue.size and self._free and self._room else None
         if head is None:
@@ -146,7 +146,7 @@ class StepBatcher(QueuePlanner[W]):
             self._leave(request)
 
     def dropped(self, request: W, now_ns: int) -> list[tuple[W, ServingError]]:
-        """Frees the slot of a request that will take part in no further step; no other request fails."""
+        """Frees the slot of a request that takes part in no further step. Returns an empty list: no other request fails."""
         self._leave(request)
         return []
 
@@ -165,7 +165,10 @@ class StepBatcher(QueuePlanner[W]):
         return list(self._holders)
 
     def _leave(self, request: W, known: bool = False) -> bool:
-        """Frees a request's slot. Returns False if it has none. ``known``: the device itself has marked the slot as free."""
+        """Frees a request's slot. Returns False if the request has none.
+
+        ``known``: whether the device itself has marked the slot as free; if not, later steps are told to leave the slot out.
+        """
         holder = self._holders.pop(request, None)
         if holder is None:
             return False
@@ -177,7 +180,7 @@ class StepBatcher(QueuePlanner[W]):
         return True
 
     def pause(self, request: W) -> None:
-        """Leaves a request out of steps until ``resume``, without freeing its slot. Ignores a request without a slot."""
+        """Leaves a request out of steps until ``resume``, without freeing its slot. Ignores a request that has no slot."""
         holder = self._holders.get(request)
         if holder is not None:
             holder.paused = True
@@ -185,7 +188,7 @@ class StepBatcher(QueuePlanner[W]):
             self._masked |= {holder.number}
 
     def resume(self, request: W) -> None:
-        """Lets a request that ``pause`` has left out take part in steps again. Ignores any other request."""
+        """Lets a request take part in steps again that ``pause`` has left out. Ignores any other request."""
         holder = self._holders.get(request)
         if holder is None or not holder.paused:
             return
@@ -195,7 +198,7 @@ class StepBatcher(QueuePlanner[W]):
             self._masked -= {holder.number}
 
     def step(self) -> Step[W] | None:
-        """Begins the next step and returns it; None: no request takes part, or ``AHEAD`` steps are on their way."""
+        """Begins the next step and returns it; None: no request takes part, or ``AHEAD`` steps have not been read yet."""
         if self._on_their_way >= AHEAD:
             return None
         self._room = self._rules.inserts_per_step
@@ -215,9 +218,9 @@ class StepBatcher(QueuePlanner[W]):
     # ------------------------------------------------------------------------------------------------------ what came of it
 
     def inserted(self, requests: Sequence[W], says: Sequence[int]) -> list[SlotAnswer[W]]:
-        """Returns the answers to send after requests were inserted into slots, and frees the slots of those that are over.
+        """Returns the answers to send after requests were inserted into slots, and frees the slots of requests that are finished.
 
-        ``says``: for each request the flags EMITS and FINISHED, or'ed.
+        ``says``: for each request the flags EMITS and FINISHED, or'ed, which the device has returned.
         """
         answers: list[SlotAnswer[W]] = []
         for row, (request, said) in enumerate(zip(requests, says, strict=False)):
@@ -228,12 +231,12 @@ class StepBatcher(QueuePlanner[W]):
     def stepped(
         self, step: Step[W], says: Sequence[int], joined: Sequence[bool] = ()
     ) -> tuple[list[SlotAnswer[W]], list[int]]:
-        """Makes answers from the result flags of a step, the oldest on the device, and frees the slots of requests that are over.
+        """Makes answers from the flags that the oldest step on the device has returned; frees the slots of finished requests.
 
         Args:
           says: for each slot the flags EMITS and FINISHED, or'ed.
           joined: for each slot whether its request is answered together with others; empty: none is.
-        Returns: the answers to send; and, not among these, the slots of joined requests that get outputs and go on.
+        Returns: the answers to send one by one; and the slots of requests that are answered together, get outputs and go on.
         """
         self._on_their_way -= not step.goes_on
         answers: list[SlotAnswer[W]] = []
