@@ -93,9 +93,10 @@ def main() -> None:
 
 
 def _outlive_signals() -> None:
-    """Keeps the process running when its process group gets a signal, because the supervisor decides when it stops.
+    """Keeps the process running when its process group gets a signal. The supervisor decides when the process stops.
 
-    The handlers do nothing: processes that a model starts would inherit that signals are ignored, and could not be ended.
+    Handlers that do nothing are installed, instead of ignoring the signals: processes that a model starts would inherit the
+    ignoring, and could not be ended.
     """
     former = {number: signal.signal(number, lambda *_: None) for number in child_process.GROUP_SIGNALS}
 
@@ -117,9 +118,11 @@ def _outlive_signals() -> None:
 
 
 def _receive_start(channel: Channel) -> Start:
-    """Waits for the supervisor's first record, Start, and has stack reports written to the descriptor that came with it.
+    """Waits for the supervisor's first record, Start, and returns it.
 
-    Raises: ChannelClosed: the supervisor is gone; SystemExit: another record came.
+    The descriptor that comes with it gets the stack reports of this process from now on.
+
+    Raises: ChannelClosed: the supervisor has gone.  SystemExit: another record came.
     """
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)

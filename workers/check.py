@@ -40,14 +40,20 @@ if TYPE_CHECKING:
 
 
 class Apart:
-    """Answers models' calls in a process that only checks models: refuses requests, and says that other models are ready."""
+    """Answers the calls of models in a process that only checks models.
+
+    Requests to other models are refused; questions whether they are ready are answered with yes.
+    """
 
     def __init__(self, explicit: bool) -> None:
-        """``explicit``: whether the daemon loads models only on request, so that models may ask for it."""
+        """``explicit``: whether the daemon loads models only on request; if so, models may ask for loads."""
         self._explicit = explicit
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
-        """Does nothing, and returns what the daemon answers on success. Raises Unavailable: it loads nothing on request."""
+        """Does nothing, and returns what the daemon answers on success.
+
+        Raises Unavailable: the operation loads or unloads a model, and the daemon does not do so on request.
+        """
         if isinstance(operation, ModelReady):
             return b"true"
         if not self._explicit:
@@ -59,7 +65,7 @@ class Apart:
         call.answered(Unavailable(f"model '{call.prepared.model}' is not asked while another one is only tried"), True)
 
     def cancel(self, call: ModelCall) -> None:
-        """Does nothing: each call was refused as soon as it began."""
+        """Does nothing, because each call was answered with an error when it began."""
 
     stop = took = abandon = cancel
 

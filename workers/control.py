@@ -87,7 +87,7 @@ _MAX_PROFILE_SECONDS = 60.0
 
 
 class Control:
-    """Carries out the supervisor's orders to one worker (such as to load a model or register a region), and answers them."""
+    """Carries out the supervisor's orders to one worker and answers them. Orders load models or register regions, for example."""
 
     def __init__(
         self,
@@ -114,7 +114,10 @@ class Control:
         self._running: dict[tuple[str, int], deque[tuple[Cancellation, Callable[[], None]]]] = {}
 
     def handle(self, record: Any, fds: list[int]) -> None:
-        """Carries out a record from the supervisor, and closes descriptors that are not kept. Raises InvalidArgument."""
+        """Carries out a record from the supervisor, and closes those of its descriptors that nothing keeps.
+
+        Raises InvalidArgument: the record is none that a supervisor sends here.
+        """
         try:
             if isinstance(record, LaneOpened) and len(fds) == 1:
                 self._worker.open_lane(record.peer, socket.socket(fileno=fds.pop()), record)
@@ -189,7 +192,11 @@ class Control:
             begin()
 
     def _answer(self, record: Load, outcome: LoadedModel | Exception, cancellation: Cancellation) -> None:
-        """Puts a loaded version into service, or holds it back if ``record`` says so, and sends Loaded or the reason why not."""
+        """Puts a loaded version into service and reports it to the supervisor, or reports why loading failed.
+
+        If ``record.held``, the version is loaded but serves no requests until the supervisor orders it. ``outcome``: the loaded
+        model or the error.
+        """
         if isinstance(outcome, DeviceLost):
             return  # nothing is said of the model: this process ends, and its replacement loads it
         if cancellation.cancelled:
@@ -223,7 +230,7 @@ class Control:
         )
 
     def _cancel(self, key: tuple[str, int]) -> None:
-        """Cancels each loading of a model version that runs or waits."""
+        """Cancels each load of a model version that is running or waiting. ``key``: the model's name and the version."""
         for cancellation, _ in self._running.get(key, ()):
             cancellation.cancel()
 
@@ -284,16 +291,18 @@ class Control:
             reply(Internal(f"the call failed with {type(error).__name__}"))
 
     def _reply(self, call_id: int, outcome: bytes | ServingError = b"", fd: int | None = None) -> None:
-        """Answers a call of the supervisor. ``fd``: a descriptor that goes with the result."""
+        """Answers a call of the supervisor with a result or an error. ``fd``: a descriptor to send with it; None: none."""
         if isinstance(outcome, ServingError):
             self._channel.put(Reply(call_id, outcome.code, outcome.message))
         else:
             self._channel.put(Reply(call_id, result=outcome), *(() if fd is None else (fd,)))
 
     def refuse(self, lost: DescriptorsLost) -> None:
-        """Refuses records that came without their file descriptors, because this process has too many open files.
+        """Handles records whose file descriptors could not be received, because this process has too many open files.
 
-        A call is answered with Unavailable; a client's lane is reported as closed. Raises InvalidArgument: another one came.
+        A call is answered with Unavailable, and a client's lane is reported as closed.
+
+        Raises InvalidArgument: a record of another kind has lost its descriptors.
         """
         for record in lost.records:
             if isinstance(record, LaneOpened) and record.client is not None:
@@ -308,7 +317,10 @@ class Control:
             self._reply(record.call_id, Unavailable(message))
 
     def _ask_ready(self, operation: ModelReady, answered: Callable[[bool], None]) -> None:
-        """Calls ``answered`` with what the model's ``is_ready`` function says in another thread; True: it has none."""
+        """Calls ``answered`` with the result of the model's ``is_ready`` function, which another thread calls.
+
+        If the model has no such function, ``answered`` gets True immediately. Raises NotFound: the model is not served.
+        """
         found = self._models.find(operation.name, operation.version).loaded.is_ready_calls
         if found is None:
             answered(True)
@@ -316,7 +328,7 @@ class Control:
             found.ask(answered)
 
     def _sequences(self) -> list[dict[str, Any]]:
-        """Describes each live sequence, model version by model version; sequences with a slot come first."""
+        """Describes the live sequences of all model versions. For each version, sequences with a slot come first."""
         now_ns = time.monotonic_ns()
         return [
             {"model": version.name, "version": version.version, **record}
@@ -351,15 +363,16 @@ def _sentence(error: Exception) -> str:
 
 
 class _Profiler:
-    """Records what XLA and its threads do with ``jax.profiler``, one profile at a time, in a thread of its own."""
+    """Records the work of XLA and its threads with ``jax.profiler``, one profile at a time, in a separate thread."""
 
     def __init__(self, inbox: Inbox) -> None:
         self._thread = WorkThread("profiler", inbox)
 
     def take(self, seconds: float, folder: str, done: Callable[[ServingError | None], None]) -> None:
-        """Records a profile for ``seconds``, writes it below ``folder``; then calls ``done`` on the loop with None or an error.
+        """Begins to record a profile of ``seconds`` that is written below ``folder``.
 
-        Raises InvalidArgument: the time is out of bounds, or another profile is being taken.
+        Afterwards the loop calls ``done`` with None or an error. Raises InvalidArgument: the time is out of bounds, or another
+        profile is being recorded.
         """
         if not 0 < seconds <= _MAX_PROFILE_SECONDS:
             raise InvalidArgument(

@@ -26,7 +26,10 @@ _MAX_WAITING = 16
 
 
 class DaemonOperations:
-    """Asks the daemon for what models of a worker want. Any thread may call ``ask``; the rest belongs to the worker's loop."""
+    """Asks the daemon to do what models of a worker want, such as to load another model.
+
+    Any thread may call ``ask``; only the thread of the worker's loop may use the other methods.
+    """
 
     def __init__(self, channel: Channel, loader: WorkThread, inbox: Inbox) -> None:
         self._channel = channel
@@ -37,7 +40,7 @@ class DaemonOperations:
         self._asked: dict[int, tuple[Callable[[Reply], None], bool]] = {}
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
-        """Has the daemon carry out an operation for the model of ``port``. Waits for the result and returns it.
+        """Has the daemon carry out an operation on behalf of the model of ``port``. Waits for the result and returns it.
 
         Raises ServingError: the daemon refused, or the operation failed.
         """
@@ -53,7 +56,10 @@ class DaemonOperations:
         return reply.result
 
     def is_ready(self, name: str, version: int, answered: Callable[[bool], None]) -> None:
-        """Asks whether any worker serves a version of a model (0: any); ``answered`` gets False also if the daemon cannot say."""
+        """Asks the daemon whether any worker serves a version of a model; 0: any version.
+
+        The loop calls ``answered`` with the result, which is False if the daemon cannot tell.
+        """
         self._ask(ModelReady(name, version), False, lambda reply: answered(reply.result == b"true"))
 
     def _ask(
@@ -68,7 +74,7 @@ class DaemonOperations:
         self._channel.put(ControlCall(call_id, operation))
 
     def answered(self, reply: Reply) -> None:
-        """Passes a reply of the supervisor to the thread in ``ask`` or the callback of ``is_ready`` that waits for it."""
+        """Passes a reply of the supervisor to whoever waits for it: a thread in ``ask``, or the callback of ``is_ready``."""
         answered, _ = self._asked.pop(reply.call_id)
         answered(reply)
 

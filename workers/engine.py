@@ -19,12 +19,15 @@ from tensord.workers.threads.work_thread import WorkThread
 
 
 class Engine:
-    """The models, sequences and dispatcher of one worker's loop; only the loop's thread uses them."""
+    """The models, sequences and dispatcher of one worker. Only the thread of the worker's loop uses them."""
 
     def __init__(
         self, options: Options, inbox: Inbox, regions: RegionTable, gpu: int | None, check: CheckDevice = works
     ) -> None:
-        """``gpu``: the number of the device's GPU; None: a processor. ``check``: raises DeviceLost if the device failed."""
+        """``gpu``: the number of the device's GPU;
+
+        None: the device is a processor. ``check``: raises DeviceLost if it has failed.
+        """
         most = options.requests.max_sequences
         self._buckets = options.metrics.buckets
         self.page = StatusPage.create()
@@ -36,7 +39,7 @@ class Engine:
         )
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Makes the ``ModelVersion`` of a loaded version, whose instances the rate limiter knows until the version closes."""
+        """Makes the ``ModelVersion`` of a loaded version, and registers its instances with the rate limiter until it closes."""
         version = ModelVersion(loaded, self.sequences, self._buckets)
         self.dispatcher.limiter.add([instance for instance in loaded.instances if not instance.closing])
         version.when_closed(lambda: self.dispatcher.limiter.remove(version.ended_instances))

@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 class LocalWorker:
-    """Serves models on one device in the caller's process, without a daemon; any thread may call any method."""
+    """Serves models on one device in the caller's process, without a daemon. Any thread may call any method."""
 
     def __init__(self, options: Options, device: jax.Device) -> None:
         import_system.prepare()
@@ -80,11 +80,11 @@ class LocalWorker:
         self._thread.start()
 
     def post(self, call: Callable[[], None]) -> None:
-        """Asks the worker's loop to call a function; does not wait for that."""
+        """Asks the worker's loop to call a function, and returns without waiting for the call."""
         self._inbox.post(call)
 
     def load(self, record: Load) -> ModelVersion:
-        """Loads the model version that ``record`` describes, and serves it. Raises ServingError: it cannot be loaded."""
+        """Loads the model version that ``record`` describes, and serves it. Raises ServingError: the version cannot be loaded."""
 
         def adopt() -> ModelVersion:
             self._check_open()
@@ -129,8 +129,9 @@ class LocalWorker:
         """Sends a request to a model.
 
         Args:
-          answers: the caller's request, which the loop gives the responses.
-          prepared: what requests have in common; it names no inputs.
+          answers: the caller's object for the request, to which the loop passes the responses.
+          prepared: the part of the request that other requests may share; it names no inputs.
+          own: the other part of the request.
           arrays: the inputs, in the shapes that clients send; nobody may write to them any more.
           outputs: names of the wanted outputs; empty: all.
         """

@@ -46,19 +46,22 @@ _DONE = b"{}"
 
 
 class _Staged(NamedTuple):
-    """Parameters that were checked and placed on the device for a push, but are not in use yet."""
+    """Parameters of a model version that were checked and placed on the device for a push, but are not in use yet."""
 
     version: ModelVersion
     parameters: ParameterSet
 
 
 class ParameterPushes:
-    """Stages pushes of new parameters (checks them, places them on the device), and commits or aborts them; drops sets."""
+    """Stages pushes: checks the new parameters and places them on the device. Then commits or aborts them. Also drops sets."""
 
     def __init__(
         self, models: ModelTable, regions: RegionTable, thread: WorkThread, options: Workers, agenda: Agenda[AgendaPart]
     ) -> None:
-        """``thread``: copies, stages and frees parameters; used for nothing else. ``agenda``: that of the worker's loop."""
+        """``thread``: copies, stages and frees parameters, and does nothing else.
+
+        ``agenda``: the schedule of the worker's loop.
+        """
         self._models = models
         self._regions = regions
         self._thread = thread
@@ -73,9 +76,10 @@ class ParameterPushes:
         self._staged: dict[int, list[_Staged]] = {}
 
     def carry_out(self, operation: ParameterOperation, fds: list[int], answer: Answer) -> None:
-        """Carries out an operation, and calls ``answer`` with its result or its error, now or later.
+        """Carries out an operation, and calls ``answer`` with its result or its error, before this returns or later.
 
-        Descriptors that are kept are removed from ``fds``. Raises ServingError: it failed, and ``answer`` is not called.
+        Descriptors that stay open are removed from ``fds``. Raises ServingError: the operation failed; ``answer`` is not called
+        then.
         """
         if isinstance(operation, MakeParameters):
             self._make(operation, fds, answer)
@@ -92,7 +96,10 @@ class ParameterPushes:
             answer(_DONE, None)
 
     def _find(self, model: str, version: int) -> ModelVersion:
-        """Returns a model version that serves or is held back. Raises NotFound: there is none."""
+        """Returns a loaded model version, also one that does not serve requests yet.
+
+        Raises NotFound: there is no such version.
+        """
         found = self._models.held.get((model, version)) or self._models.serving(model, version)
         if found is None:
             raise NotFound(f"{UNKNOWN_MODEL}'{model}' version {version} is not found")
@@ -139,7 +146,7 @@ class ParameterPushes:
             self._agenda.put(self._expire, time.monotonic_ns() + KEPT_NS)
 
     def _expire(self, now_ns: int) -> None:
-        """Tells the thread to free memory that no push has filled again for a while."""
+        """Has the thread free memory that was kept for further pushes, if no push has used it for a while."""
 
         def done(keeps: bool | Exception) -> None:
             self._expires = False
@@ -191,9 +198,10 @@ class ParameterPushes:
         self._thread.do(stage, done)
 
     def _checked(self, fd: int, sets: ParameterSets, operation: StageParameters, what: str) -> list[Array | None]:
-        """Returns the arrays of a pushed set (``what``) from the sealed memory of ``fd``, checked to fit the model.
+        """Returns the arrays of a push from the sealed memory of ``fd``, after checking that they fit the model.
 
-        None in the list: a leaf that is not pushed, because all sets share it, or because it is a random key.
+        An entry is None if the leaf is not part of the push, because all sets share it or because it is a random key. ``what``:
+        names the push in errors.
         """
         memory = SealedMemory(fd)
         layout.check_size(memory.byte_size, self._limit, what)
@@ -206,7 +214,7 @@ class ParameterPushes:
         return leaves
 
     def _commit(self, operation: CommitParameters) -> None:
-        """Puts the parameters that were staged for a push into use; skips model versions that are not loaded any more."""
+        """Puts the parameters that were staged for a push into use. Skips model versions that are not loaded any more."""
         staged = self._staged.pop(operation.push, [])
         if not staged:
             raise NotFound(f"nothing is staged for push {operation.push}")
@@ -230,13 +238,16 @@ class ParameterPushes:
                 self._unstage(version.sets, parameters)
 
     def _unstage(self, sets: ParameterSets, parameters: ParameterSet) -> None:
-        """Forgets staged parameters (checked and placed for a push), and frees them unless they are in use."""
+        """Drops parameters that were staged for a push, and frees their memory unless they are in use."""
         sets.staged.discard(parameters)
         if not parameters.is_newest:
             self._let_go([parameters.leave()])
 
     def _leave(self, sets: ParameterSets, former: ParameterSet) -> None:
-        """Has the thread move replaced parameters from the device to host memory, if they are kept, before it stages more."""
+        """Has the thread move replaced parameters from the device to host memory, if the set keeps former values, else free them.
+
+        The thread does so before it stages the next push.
+        """
 
         def leave() -> None:
             # The room for versions before may have been too small for it.
@@ -252,16 +263,19 @@ class ParameterPushes:
         self._thread.do(leave, done)
 
     def _let_go(self, unused: list[object]) -> None:
-        """Has the thread free what is not used any more, because that takes long: ``unused`` holds the only references."""
+        """Has the thread drop objects that are no longer used, because freeing them takes long.
+
+        ``unused``: holds the only references to the objects.
+        """
         self._thread.do(unused.clear, lambda _: None)
 
     def _is_here(self, version: ModelVersion) -> bool:
-        """Returns whether a model version is still loaded (in service, or held back), and has not been loaded anew."""
+        """Returns whether this very load of a model version still exists, in service or not serving yet."""
         key = version.name, version.version
         return version is (self._models.held.get(key) or self._models.serving(*key))
 
     def close(self) -> None:
-        """Frees the memory that is kept for later pushes. What the thread still works on ends with the process."""
+        """Frees the memory that is kept for later pushes. Operations still running in the thread end with the process."""
         if not self._thread.pending:
             self._pool.expire(NEVER)
 
@@ -270,7 +284,10 @@ class ParameterPushes:
 
 
 def _error(error: Exception, what: str) -> ServingError:
-    """Returns the error that answers a push that failed with ``error``, without a traceback: its frames keep memory in use."""
+    """Returns the error that answers a push which failed with ``error``.
+
+    It has no traceback, whose frames would keep memory in use.
+    """
     if isinstance(error, ServingError):
         return error.with_traceback(None)
     _log.error("%s could not be placed", what, exc_info=error)

@@ -83,12 +83,12 @@ _LOG_WINDOW_NS = 10_000_000_000
 
 
 class Worker:
-    """Loads and serves models on one open device, in a loop (``run``) until the supervisor orders a stop, or is gone."""
+    """Loads and serves models on one open device in a loop (``run``), until the supervisor orders a stop or has gone."""
 
     def __init__(
         self, channel: Channel, options: Options, device_name: DeviceName, device: jax.Device, beat_ns: int = _BEAT_NS
     ) -> None:
-        """``channel``: to the supervisor. ``beat_ns``: the longest that an iteration of the loop waits for events."""
+        """``channel``: connects to the supervisor. ``beat_ns``: the longest that one iteration of the loop waits for events."""
         self._beat_ns = beat_ns
         self._channel = channel
         self._options = options
@@ -186,9 +186,12 @@ class Worker:
         self._collector = WorkThread("collector", self._inbox)
 
     def run(self, incarnation: int) -> None:
-        """Serves requests until the supervisor, which gave this process the number ``incarnation``, orders a stop or is gone.
+        """Serves requests until the supervisor orders a stop or has gone.
 
-        Raises: DeviceLost: the GPU failed for good. Requests that it failed are answered; those that wait will run elsewhere.
+        ``incarnation``: the number of this process's start, given by the supervisor.
+
+        Raises DeviceLost: the GPU has failed permanently. Requests that failed with it are answered; requests that wait in the
+        queues will run on another worker.
         """
         self._page.set_state(WorkerState.IDLE, time.monotonic_ns())
         self.lanes.trace_as(incarnation, self._options.trace, self._channel, self._dispatcher.agenda)
@@ -233,11 +236,12 @@ class Worker:
         return self._supervised and not ends
 
     def _free_gone(self) -> None:
-        """Frees memory of unloaded model versions, above all on the device, because the next model may need it at once.
+        """Has another thread collect cycles of references, to free memory of unloaded model versions.
 
-        Cycles of references, such as a module and its functions, hold it, and Python collects none while the worker is idle.
-        Another thread does, because freeing what a model has left, such as a pool without its processes, may block for ever; and
-        once more a beat later, because a client's lane or a thread that was about to end may still have referred to them.
+        Such cycles, for example between a module and its functions, hold memory above all on the device, which the next model
+        may need soon, and Python does not collect them while the worker is idle. It is another thread because freeing what a
+        model has left, such as a pool without its processes, may block for ever. It is done once more ``beat_ns`` later,
+        because a client's lane or a thread that was about to end may still have referred to the memory.
         """
         self._free_again_ns = time.monotonic_ns() + self._beat_ns if self._gone else 0
         self._gone = False
@@ -250,7 +254,10 @@ class Worker:
         return not at_once and self._dispatcher.idle
 
     def _wait(self) -> list[tuple[int, int]]:
-        """Waits for events, carries out datagrams that came meanwhile, and returns other events: (descriptor, epoll events)."""
+        """Waits for events and carries out datagrams that came meanwhile.
+
+        Returns the other events: (descriptor, epoll events).
+        """
         now_ns, next_ns = time.monotonic_ns(), self._next_ns
         until_ns = now_ns + self._beat_ns if next_ns is None else min(next_ns, now_ns + self._beat_ns)
         if self._stop_ns:
@@ -283,7 +290,10 @@ class Worker:
         return woken.events
 
     def _drains(self, at_once: bool) -> bool:
-        """Returns whether this iteration only runs requests that wait, and receives none. ``at_once``: one is to be run now."""
+        """Returns whether this iteration only runs waiting requests and receives none.
+
+        ``at_once``: whether a waiting request is to be run in this iteration.
+        """
         if self._poller.missed >= _MISSED:
             self._poller.missed, self._draining = 0, _MAX_DRAINING
         if not self._draining:
@@ -308,9 +318,9 @@ class Worker:
             self._receive_control()
 
     def _receive(self, submitter: SubmitterLink[Request], datagram: Datagram | None = None) -> None:
-        """Carries out what a submitter sent; closes the lane if that is malformed or the submitter is gone.
+        """Carries out what a submitter has sent. Closes the lane if the data is malformed or the submitter has gone.
 
-        ``datagram``: one that was received already; None: it is to be received.
+        ``datagram``: a datagram that was received already; None: receives what has arrived.
         """
         now_ns = time.monotonic_ns()
         try:
@@ -331,7 +341,7 @@ class Worker:
             self._close_lane(submitter)
 
     def _refuse_lane(self, submitter: SubmitterLink[Request], why: str, now_ns: int) -> None:
-        """Closes the lane of a submitter that sent what it may not, and says why in the log."""
+        """Closes the lane of a submitter that has broken the protocol, and logs the reason ``why``."""
         if submitter.segments is None or self._may_log(now_ns):
             left_out = f" ({self._left_out} more since the last such line)" if self._left_out else ""
             _log.error("closing the lane of submitter %d: %s%s", submitter.peer, why[:_MAX_SHOWN], left_out)
@@ -339,7 +349,10 @@ class Worker:
         self._close_lane(submitter)
 
     def _look_at_half(self, submitter: SubmitterLink[Request], now_ns: int) -> None:
-        """Notes how much of a client's record has come that is not whole, and since when. Raises InvalidArgument: too much."""
+        """Records how much of a client's incomplete record has arrived, and since when.
+
+        Raises InvalidArgument: it is too much.
+        """
         number, byte_size = submitter.lane.channel.whole, submitter.lane.channel.half_byte_size
         known = self._halves.get(submitter)
         if byte_size == 0 and known is None:
@@ -352,12 +365,12 @@ class Worker:
             self._watch_halves()
 
     def _watch_halves(self) -> None:
-        """Schedules ``_end_halves`` for when the record that is not whole for longest has taken too long."""
+        """Schedules ``_end_halves`` for the time at which the record that has been incomplete for longest times out."""
         _, since_ns = next(iter(self._halves.values()), (0, NEVER - self._body_ns))
         self._dispatcher.agenda.put(self._end_halves, since_ns + self._body_ns)
 
     def _end_halves(self, now_ns: int) -> None:
-        """Closes the lanes of clients of which a record takes longer than ``clients.body_timeout`` to be whole."""
+        """Closes the lanes of clients which have taken longer than ``clients.body_timeout`` to send all of a record."""
         for submitter, (_, since_ns) in list(self._halves.items()):
             if since_ns + self._body_ns > now_ns:
                 break
@@ -367,7 +380,10 @@ class Worker:
         self._watch_halves()
 
     def _may_log(self, now_ns: int) -> bool:
-        """Returns whether another line about a client's lane may be logged: a client may send garbage endlessly."""
+        """Returns whether another line about clients' lanes may be logged now.
+
+        The number of lines is limited, because a client may send garbage endlessly.
+        """
         if now_ns - self._window_ns >= _LOG_WINDOW_NS:
             self._window_ns, self._lines = now_ns, 0
         self._lines += 1
@@ -438,9 +454,11 @@ class Worker:
     # ------------------------------------------------------------------------------------------------------------ lanes
 
     def open_lane(self, peer: int, sock: socket.socket, opened: LaneOpened) -> None:
-        """Begins to receive requests from the submitter with the number ``peer``, on its lane's end ``sock``.
+        """Begins to receive requests on a lane.
 
-        If a client's lane cannot be opened, this is logged and ``sock`` is closed.
+        ``peer``: the submitter's number.  ``sock``: this worker's end of the lane's socket.
+
+        If a client's lane cannot be opened, the failure is logged and ``sock`` is closed.
         """
         client = opened.client
         if client is None:
@@ -486,7 +504,7 @@ class Worker:
         self._poller.open(submitter)
 
     def end_lane(self, peer: int) -> None:
-        """Ends the lane of the client with the number ``peer``. Does nothing if it has ended."""
+        """Ends the lane of the client with the number ``peer``. Does nothing if the lane has ended already."""
         submitter = self._clients.get(peer)
         if submitter is not None:
             self._close_lane(submitter)
@@ -555,19 +573,19 @@ class Worker:
 
     @property
     def lane_requests(self) -> int:
-        """The number of requests that have come on clients' lanes since the worker started."""
+        """The number of requests that have arrived on clients' lanes since the worker started."""
         return self._dispatcher.lane_requests + self._poller.lane_requests
 
     @property
     def lane_answers(self) -> dict[str, int]:
-        """The numbers of final answers on clients' lanes since the worker started, by code; "OK": no error."""
+        """The number of final answers sent on clients' lanes since the worker started, by error code; "OK": no error."""
         answers = self.lanes.counts
         return {**answers, "OK": answers["OK"] + self._poller.lane_requests}
 
     # ------------------------------------------------------------------------------------------------- models, the end
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Makes the ``ModelVersion`` of a loaded version; each instance has a slot on the status page until it ends."""
+        """Makes the ``ModelVersion`` of a loaded version, and gives each instance an entry on the status page until it ends."""
         for instance in loaded.instances:
             # Those of the version before it have one.
             instance.status_slot = instance.status_slot or (self._free_slots.pop() if self._free_slots else SLOTS)
@@ -587,7 +605,7 @@ class Worker:
         return version
 
     def stop(self, grace_ns: int) -> None:
-        """Tells the loop to end once all requests are answered, or when ``grace_ns`` has passed."""
+        """Has the loop end once all requests are answered, or after ``grace_ns`` (nanoseconds) even if some are not."""
         now_ns = time.monotonic_ns()
         self._stop_ns = now_ns + grace_ns
         self._page.resting = WorkerState.STOPPING
@@ -597,7 +615,10 @@ class Worker:
         self._page.set_state(WorkerState.STOPPING, now_ns)
 
     def _finished(self) -> bool:
-        """Returns whether all models have ended, which begin to end when every request is answered and the answers are sent."""
+        """Returns whether the loop may end because all models have ended.
+
+        The models begin to end when every request is answered and all answers are sent.
+        """
         for fd, submitter in self._submitters.items():
             if submitter.in_flight or (submitter.lane.channel.waiting and fd not in self._stalled):
                 return False

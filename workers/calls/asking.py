@@ -23,14 +23,14 @@ _MAX_FILES, _MAX_BYTE_SIZE = 256, 128 << 20
 
 
 class Asked(Arguments, total=False):
-    """The keyword arguments of a call to another model: those of any request, and the version."""
+    """The keyword arguments of a call to another model: those of any request, and the model's version."""
 
     #: 0: the newest.
     version: int
 
 
 class BegunCall:
-    """A call to another model that ``begin`` has sent; ``result`` waits for its outputs."""
+    """A call to another model that ``begin`` has sent. ``result`` waits for the outputs."""
 
     def __init__(self, call: ModelCall) -> None:
         self._call = call
@@ -43,7 +43,7 @@ class BegunCall:
         return _outputs(self._answer)
 
     def cancel(self) -> None:
-        """Cancels the call, so that ``result`` raises Cancelled; does nothing if the called model has answered."""
+        """Cancels the call, so that ``result`` raises Cancelled. Does nothing if the called model has answered."""
         self._call.cancel()
 
 
@@ -57,7 +57,7 @@ def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **
 def stream(
     model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]
 ) -> Iterator[dict[str, Array]]:
-    """Implements ``tensord.models.stream``. The request is sent at once, not with the first response that is taken."""
+    """Implements ``tensord.models.stream``. The request is sent immediately, before the caller takes the first response."""
     call = _call(model, inputs, outputs, own, streams=True)
     call.begin()
     return _responses(call)
@@ -89,7 +89,7 @@ def _call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str], own: As
 def records(number: int, model: str, own: Mapping[str, Any]) -> tuple[PreparedRequest, RequestRecord]:
     """Converts the arguments of a call (``Asked``) to the two records of request ``number``, without its tensors.
 
-    Raises InvalidArgument: a value is of another type or out of range.  TypeError: a request has no such argument.
+    Raises: InvalidArgument: a value is of another type or out of range.  TypeError: requests have no argument of a given name.
     """
     scheduling, said = read_arguments(own, version=natural)
     prepared = PreparedRequest(model, said.get("version", 0), parameters=said.get("parameters", {}))
@@ -110,14 +110,14 @@ def _outputs(result: Result | None) -> dict[str, Array]:
 
 
 def snapshot(array: Array) -> Array:
-    """Returns a read-only copy of an array, whose owner may overwrite the original."""
+    """Returns a read-only copy of an array, because the owner of the original may overwrite it."""
     made = as_strings(array) if array.dtype.kind in "SUO" else np.array(array)
     made.flags.writeable = False
     return made
 
 
 def check_sequence(sequence_id: int | str) -> None:
-    """Raises InvalidArgument if the value cannot be a sequence's id: a number beyond 64 bits, or too long a text."""
+    """Raises InvalidArgument if the value cannot be a sequence id: it is a number beyond 64 bits, or a text that is too long."""
     if isinstance(sequence_id, int) and not 0 <= sequence_id < 1 << 64:
         raise InvalidArgument(f"correlation ID {sequence_id} is no unsigned number of 64 bits")
     if isinstance(sequence_id, str) and (size := len(sequence_id.encode())) > MAX_SEQUENCE_ID:

@@ -25,9 +25,9 @@ from tensord.workers.requests.timeline import RequestTimeline
 
 @dataclass(eq=False, repr=False)
 class ModelCall:
-    """A call that a model's code makes of another model: ``begin`` once, then ``next`` until the last response.
+    """A call of another model by a model's code. Call ``begin`` once, then ``next`` until it returns the last response.
 
-    ``answered`` and ``abandoned`` are for the worker's loop.
+    Only the thread of the worker's loop may call ``answered`` and set ``abandoned``.
     """
 
     caller: Caller
@@ -68,7 +68,10 @@ class ModelCall:
         self._first: Callable[[], None] | None = None
 
     def begin(self, by_coroutine: bool = False) -> None:
-        """Sends the request to the worker's loop; the caller, perhaps a coroutine, must then wait by ``next`` or ``first``."""
+        """Sends the request to the worker's loop. Afterwards the caller must wait by ``next`` or ``first``.
+
+        ``by_coroutine``: whether the caller is a coroutine, so that no thread counts as waiting.
+        """
         self._thread = 0 if by_coroutine else threading.get_ident()
         self._asked = 1
         self._server.begin(self)
@@ -84,7 +87,7 @@ class ModelCall:
         return self._asked > self._answered
 
     def answered(self, result: Result | None, final: bool) -> None:
-        """Hands a response to whoever waits for it; called on the worker's loop. ``result`` None: the responses only end."""
+        """Hands a response to whoever waits for it; the worker's loop calls this. ``result`` None: there is no response."""
         self._answered += 1
         self._came.put((result, final))
         first, self._first = self._first, None
@@ -92,7 +95,10 @@ class ModelCall:
             first()
 
     def next(self) -> tuple[Result | None, bool]:
-        """Waits for the next response. Returns it and whether it is the last; None: the responses end without one."""
+        """Waits for the next response, and returns it and whether it is the last.
+
+        None: the call ends without another response.
+        """
         self._thread = threading.get_ident()
         self._taken += 1
         self._asked = self._taken
@@ -103,7 +109,10 @@ class ModelCall:
         return result, final
 
     def first(self) -> asyncio.Task[tuple[Result | None, bool]]:
-        """Returns a task of the running event loop with what ``next`` returns first. Cancelling the task cancels the call."""
+        """Returns a task of the running event loop that waits for the first response, and whether it is the last.
+
+        Cancelling the task cancels the call.
+        """
         waiting = asyncio.ensure_future(self._wait())
         waiting.add_done_callback(lambda done: self.cancel() if done.cancelled() else None)
         return waiting
@@ -123,17 +132,20 @@ class ModelCall:
         return self.next()
 
     def cancel(self) -> None:
-        """Cancels the called model's request, so that the call ends with Cancelled, if it has not ended. Idempotent."""
+        """Cancels the request to the called model. Unless the call has ended, it ends with Cancelled. Idempotent."""
         if not self._over:
             self._server.cancel(self)
 
     def stop(self) -> None:
-        """Asks a streaming model in a thread to stop, and takes its responses; cancels any other call. Idempotent."""
+        """Asks a streaming model that runs in a thread to stop; its responses are still received. Cancels any other call.
+
+        Idempotent.
+        """
         if not self._over:
             self._server.stop(self)
 
     def abandon(self) -> None:
-        """Lets the called model go on, and discards its further responses; ``next`` may not be called any more."""
+        """Lets the called model continue, and discards its further responses. ``next`` may not be called any more."""
         if not self._over:
             self._over = True
             self._server.abandon(self)

@@ -28,28 +28,31 @@ if TYPE_CHECKING:
 
 
 class CallServer(Protocol):
-    """The interface by which models' code in any thread reaches the worker's loop. ``call`` is a ``calls.call.ModelCall``."""
+    """The interface through which models' code in any thread reaches the worker's loop.
+
+    The argument ``call`` is always a ``ModelCall``.
+    """
 
     def begin(self, call: Any) -> None:
-        """Queues the request of a call for the called model; ``call.answered`` gets the responses, also an error."""
+        """Queues the request of a call for the called model. The responses, or an error, are passed to ``call.answered``."""
 
     def cancel(self, call: Any) -> None:
-        """Cancels the request of a call, for which the caller waits no longer; ``call.answered`` gets Cancelled."""
+        """Cancels the request of a call for which the caller no longer waits; ``call.answered`` gets Cancelled."""
 
     def stop(self, call: Any) -> None:
-        """Asks a streaming model that runs in a thread to stop; the caller still takes its responses. Cancels any other call."""
+        """Asks a streaming model that runs in a thread to stop; the caller still gets its responses. Cancels any other call."""
 
     def took(self, call: Any) -> None:
-        """Lets the called model send a further response, because the caller has taken one."""
+        """Allows the called model to send a further response, because the caller has taken a response."""
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: Any) -> bytes:
-        """Has the daemon carry out an operation for the model of ``port``. Returns its answer: to ModelReady "true" or "false".
+        """Has the daemon carry out an operation on behalf of the model of ``port``, and returns the daemon's answer.
 
-        Raises ServingError: the operation failed.
+        The answer to ModelReady is "true" or "false". Raises ServingError: the operation failed.
         """
 
     def abandon(self, call: Any) -> None:
-        """Lets a call go on but discards its responses, because the caller takes no more of them."""
+        """Lets a call continue but discards its responses, because the caller takes no more of them."""
 
 
 #: Name of the ``ModelPort`` among the builtins of a model's code.
@@ -57,14 +60,14 @@ PORT = "__tensord_port__"
 
 
 class Held(Protocol):
-    """A resource that a model's code has made, such as a metric or a process, to be closed when the model version ends."""
+    """A resource that a model's code has made, such as a metric or a process. It is closed when the model version ends."""
 
     def close(self) -> None:
         """Closes the resource. Idempotent."""
 
 
 class EndsLater(Held, Protocol):
-    """A resource of a model that takes a while to end after ``close``."""
+    """A resource of a model's code that takes a while to end after ``close``."""
 
     @property
     def ended(self) -> bool:
@@ -72,7 +75,7 @@ class EndsLater(Held, Protocol):
 
 
 class ModelPort:
-    """Connects the code of one loaded model version with its worker: calls to other models, metrics, resources to be closed."""
+    """Connects the code of one loaded model version with its worker: for calls to other models, metrics and resources."""
 
     def __init__(
         self,
@@ -82,10 +85,11 @@ class ModelPort:
         metrics: MetricRegistry | None = None,
         code: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """
+        """Opens the connection.
+
         Args:
           server: takes the calls that the code makes; None: the code may make no calls.
-          metrics: the registry of the worker's metrics; None: a new one.
+          metrics: the registry of the worker's metrics; None: a new registry.
           code: makes a context that the worker's threads enter to run the model's code.
         """
         self.name = name
@@ -108,7 +112,7 @@ class ModelPort:
         self.detached = Caller(self)
 
     def close(self) -> None:
-        """Closes the resources that the model's code has made, because its version has ended."""
+        """Closes the resources that the model's code has made, because the model version has ended."""
         for held in list(self.held):
             held.close()
 
@@ -117,7 +121,7 @@ class ModelPort:
 
 
 class CallerPhase(enum.Enum):
-    """The phases of a model's life, which decide whether its code may call, load and unload other models."""
+    """The phases of a model's life. The phase decides whether the model's code may call, load and unload other models."""
 
     #: It may call, load and unload other models.
     SERVING = enum.auto()
@@ -130,7 +134,7 @@ class CallerPhase(enum.Enum):
 class Caller:
     """One run of a model's code: the requests that it works on, and whether it may call other models.
 
-    ``in_flight`` is for the worker's loop only.
+    Only the thread of the worker's loop may use ``in_flight``.
     """
 
     __slots__ = ("execution", "in_flight", "phase", "port", "requests")
@@ -142,7 +146,7 @@ class Caller:
         execution: object = None,
         phase: CallerPhase = CallerPhase.SERVING,
     ) -> None:
-        """``execution``: the ``Execution`` that the code is part of; None: the code does not keep an instance busy."""
+        """``execution``: the ``Execution`` to which the run belongs; None: the run does not keep an instance busy."""
         self.port = port
         self.requests = tuple(requests)
         self.execution = execution
@@ -156,7 +160,10 @@ class Caller:
         return self.phase is CallerPhase.SERVING and not (self is self.port.detached and self.port.loading)
 
     def close(self) -> None:
-        """Forgets the requests, which have ended: a call that a remaining task makes later is for none of them."""
+        """Drops the requests, which have ended.
+
+        A call by a task that the code has left running is then on behalf of no request.
+        """
         self.requests, self.execution = (), None
 
     def __repr__(self) -> str:
@@ -164,7 +171,10 @@ class Caller:
 
 
 def asker() -> Caller | None:
-    """Returns ``caller()``. Raises InvalidArgument: a process that the model has forked asks, where no answer would come."""
+    """Returns ``caller()``.
+
+    Raises InvalidArgument: the calling process was forked by the model, and an answer could not reach it.
+    """
     found = caller()
     if found is not None and found.port.process != (here := os.getpid()):
         raise InvalidArgument(
@@ -179,7 +189,7 @@ _current: ContextVar[Caller] = ContextVar("caller")
 
 @contextlib.contextmanager
 def calling(caller: Caller) -> Iterator[Caller]:
-    """Runs the block as code of ``caller``'s model, then ``port.ran``, which restores what it has changed of the process."""
+    """Runs the block as code of ``caller``'s model. Then calls ``port.ran``, which restores process-wide state it has changed."""
     token = _current.set(caller)
     try:
         yield caller
@@ -190,14 +200,14 @@ def calling(caller: Caller) -> Iterator[Caller]:
 
 
 def current() -> Caller | None:
-    """Returns the ``Caller`` of this context; None: there is none, as in a thread that a model made."""
+    """Returns the ``Caller`` of the current context; None: there is none, as in a thread that a model has started."""
     return _current.get(None)
 
 
 def caller() -> Caller | None:
     """Returns the ``Caller`` of the model whose code called this, directly or through libraries; None: no model's code did.
 
-    Where it is not known for which requests, this is ``port.detached``.
+    If it is unknown on which requests the code works, returns the model's ``port.detached``.
     """
     found = _current.get(None)
     if found is not None:

@@ -42,7 +42,7 @@ class MetricKind(enum.Enum):
 
 
 class Value:
-    """The value of one metric: ``sum``, and of a histogram also ``counts``, how many values each bucket has."""
+    """The value of one metric: ``sum``, and for a histogram also ``counts``, the number of values in each bucket."""
 
     __slots__ = ("buckets", "counts", "holders", "sum")
 
@@ -73,9 +73,12 @@ class MetricRegistry:
         self._count = 0
 
     def hold(self, name: str, description: str, kind: MetricKind, owner: tuple[str, int]) -> None:
-        """Adds a holder, in code of the model version ``owner``, to a family, which is made if there is none of that name.
+        """Adds a holder to the metric family of a name, and makes the family if there is none.
 
-        Raises InvalidArgument: the name or description is malformed, or the family is of another kind; Unavailable: there are too
+        ``owner``: the holder's model version.
+
+        Raises: InvalidArgument: the name or description is malformed, or the family is of another kind.  Unavailable: there are
+          too
         many families.
         """
         if not _NAME.fullmatch(name):
@@ -97,7 +100,10 @@ class MetricRegistry:
             family.owners.append(owner)
 
     def release(self, name: str, owner: tuple[str, int], held: Iterable[Labels]) -> None:
-        """Removes a holder from a family and from its metrics with the labels ``held``; what has no holder left is removed."""
+        """Removes a holder from a family and from the family's metrics with the labels ``held``.
+
+        A family or metric that has no holder left is removed.
+        """
         with self._lock:
             family = self._families[name]
             for labels in held:
@@ -111,12 +117,16 @@ class MetricRegistry:
                 del self._families[name]
 
     def metric(self, name: str, labels: Mapping[str, str], buckets: Sequence[float] | None, held: set[Labels]) -> Value:
-        """Returns the value of the metric that has these labels in a family; makes the metric if there is none.
+        """Returns the value of a family's metric with these labels, and makes the metric if there is none.
 
         Args:
           buckets: upper bounds, for a histogram only.
-          held: the labels of the holder's metrics, to which these are added: it counts once, however often it asks.
-        Raises: InvalidArgument: labels or buckets are malformed, or differ from the metric's.  Unavailable: too many metrics.
+          held: the labels of the metrics that the caller holds. ``labels`` are added to it, so that the caller counts as one
+            holder
+            of the metric, however often it asks.
+        Raises: InvalidArgument: labels or buckets are malformed, or the metric has other buckets.  Unavailable: there are too
+          many
+          metrics.
         """
         key = _checked_labels(name, labels)
         with self._lock:
@@ -138,7 +148,10 @@ class MetricRegistry:
             return value
 
     def increment(self, kind: MetricKind, value: Value, by: float) -> None:
-        """Adds ``by`` to a counter or gauge. Raises InvalidArgument: a counter would fall; Unsupported: it is a histogram."""
+        """Adds ``by`` to a counter or gauge.
+
+        Raises: InvalidArgument: a counter would fall.  Unsupported: the metric is a histogram.
+        """
         if kind is MetricKind.HISTOGRAM:
             raise _unsupported()
         if kind is MetricKind.COUNTER and not by >= 0:
@@ -149,14 +162,14 @@ class MetricRegistry:
             value.sum += by
 
     def set(self, kind: MetricKind, value: Value, to: float) -> None:
-        """Sets a gauge to a value. Raises Unsupported: the metric is no gauge."""
+        """Sets a gauge to a value. Raises Unsupported: the metric is not a gauge."""
         if kind is not MetricKind.GAUGE:
             raise _unsupported()
         with self._lock:
             value.sum = to
 
     def observe(self, kind: MetricKind, value: Value, observed: float) -> None:
-        """Adds a value to a histogram. Raises InvalidArgument: the value is NaN; Unsupported: the metric is no histogram."""
+        """Adds a value to a histogram. Raises InvalidArgument: the value is NaN; Unsupported: the metric is not a histogram."""
         if kind is not MetricKind.HISTOGRAM:
             raise _unsupported()
         if math.isnan(observed):
@@ -172,7 +185,7 @@ class MetricRegistry:
         return value.sum
 
     def figures(self) -> tuple[OwnMetrics, ...]:
-        """Returns the present values of all metrics, by family."""
+        """Returns the current values of all metrics, by family."""
         with self._lock:
             return tuple(
                 OwnMetrics(

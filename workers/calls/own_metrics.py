@@ -14,10 +14,14 @@ from tensord.workers.calls.metric_registry import Labels, MetricKind, MetricRegi
 
 
 class HeldFamily:
-    """Keeps a metric family, and the metrics got from this object, in existence for a model's code until ``close``."""
+    """Holds a metric family, and the metrics obtained through this object, for a model's code until ``close``."""
 
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
-        """Makes a family, or joins the one of that name. Raises as ``MetricRegistry.hold``; InvalidArgument: no model's code."""
+        """Makes a metric family, or becomes another holder of the family with that name.
+
+        Raises: InvalidArgument: an argument is malformed, the existing family is of another kind, or no model's code is running.
+        Unavailable: there are too many families.
+        """
         found = caller()
         if found is None:
             raise InvalidArgument("it is no model that makes it")
@@ -31,7 +35,7 @@ class HeldFamily:
 
     @property
     def registry(self) -> MetricRegistry:
-        """The registry of the worker's metrics. Raises InvalidArgument, in Triton's words: this holder was closed."""
+        """The registry of the worker's metrics. Raises InvalidArgument, in Triton's wording, after ``close``."""
         if self._port is None:
             raise InvalidArgument(
                 "Invalid metric operation as the corresponding 'MetricFamily' has been deleted. The 'MetricFamily' object "
@@ -40,11 +44,16 @@ class HeldFamily:
         return self._port.metrics
 
     def metric(self, labels: Mapping[str, str], buckets: Sequence[float] | None) -> Value:
-        """Returns the metric that has these labels; makes it if there is none. Raises as ``MetricRegistry.metric``."""
+        """Returns the metric that has these labels, and makes it if there is none.
+
+        Raises: InvalidArgument: labels or buckets are malformed, or the metric has other buckets.  Unavailable: there are too
+          many
+        metrics.
+        """
         return self.registry.metric(self.name, labels, buckets, self._labels)
 
     def close(self) -> None:
-        """Releases the family and its metrics: those that no other ``HeldFamily`` holds are not shown any more. Idempotent."""
+        """Releases the family and its metrics. Metrics that no other ``HeldFamily`` holds disappear. Idempotent."""
         port, self._port = self._port, None
         if port is not None:
             port.held.discard(self)
@@ -52,14 +61,18 @@ class HeldFamily:
 
 
 class OwnMetric:
-    """Base of the metrics that a model's code makes; each object is one metric of the family ``name``."""
+    """Base of the metrics that a model's code makes. Each object stands for one metric of the family ``name``."""
 
     _kind: MetricKind
 
     def __init__(
         self, name: str, description: str, labels: Mapping[str, str] | None, buckets: Sequence[float] | None = None
     ) -> None:
-        """Makes a metric, or joins the one with the same name and labels. Raises InvalidArgument, Unavailable."""
+        """Makes a metric. If there is one with the same name and labels, this object stands for the existing metric.
+
+        Raises: InvalidArgument: an argument is malformed or differs from the existing metric's.  Unavailable: there are too many
+        metrics.
+        """
         self._held = HeldFamily(name, description, self._kind)
         self._value = self._held.metric(labels or {}, buckets)
 
@@ -82,17 +95,17 @@ class Counter(OwnMetric):
 
     @property
     def value(self) -> float:
-        """The value of the counter or gauge on this worker; a new one begins with 0."""
+        """The value of the counter or gauge on this worker. A new metric begins with 0."""
         return self._held.registry.value(self._kind, self._value)
 
 
 class Gauge(Counter):
-    """A gauge that a model's code makes: a metric that goes up and down. With several workers each shows its own value."""
+    """A gauge that a model's code makes: a metric that goes up and down. Each worker reports a value of its own."""
 
     _kind = MetricKind.GAUGE
 
     def increment(self, by: float = 1) -> None:
-        """Adds ``by`` to the gauge; ``by`` may be less than 0."""
+        """Adds ``by``, which may be less than 0, to the gauge."""
         super().increment(by)
 
     def set(self, to: float) -> None:
@@ -100,7 +113,7 @@ class Gauge(Counter):
 
 
 class Histogram(OwnMetric):
-    """A histogram that a model's code makes: a metric that counts values by size."""
+    """A histogram that a model's code makes: a metric that counts observed values by size."""
 
     _kind = MetricKind.HISTOGRAM
 

@@ -46,7 +46,7 @@ _PORT = "_tensord_port"
 
 
 class OwnProcesses:
-    """Finds and ends the processes that a model's code has started since the model was loaded. Any thread may use it."""
+    """Finds and ends the processes that a model's code has started since the model was loaded. Any thread may use this object."""
 
     _serials = itertools.count(1)
 
@@ -66,13 +66,19 @@ class OwnProcesses:
         return self._ending is not None and not self._ending.is_alive()
 
     def mark(self) -> str:
-        """Returns the mark in the environment of programs that the model's code executes. Raises OSError: the model has ended."""
+        """Returns the value that is put into the environment of programs executed by the model's code, to find them later.
+
+        Raises OSError: the model has ended.
+        """
         if self._closed:
             raise OSError(errno.ECANCELED, f"model '{self._name}' is unloaded, and starts no more processes")
         return self._mark
 
     def forked(self, pid: int) -> None:
-        """Records a process that the model's code has forked, so that ``close`` ends it: only executed programs are marked."""
+        """Records a process that the model's code has forked, so that ``close`` ends it.
+
+        Forked processes, unlike executed programs, cannot be found by their environment.
+        """
         found = marked_processes.look(pid)
         with self._lock:
             if found is not None:
@@ -82,7 +88,7 @@ class OwnProcesses:
                 self._prune_at = 2 * len(self._forked) + 64
 
     def close(self) -> None:
-        """Starts a thread that ends the model's processes, at last by SIGKILL, because the model has ended. Idempotent."""
+        """Starts a thread that ends the model's processes, in the end by SIGKILL, because the model has ended. Idempotent."""
         with self._lock:
             self._closed = True
             if self._ending is None:
@@ -116,14 +122,14 @@ class OwnProcesses:
         _log.warning(left, self._name, max(count, killed), killed)
 
     def _wait(self, seconds: float) -> list[Found]:
-        """Waits up to ``seconds`` for the model's processes to end. Returns those that still run then."""
+        """Waits up to ``seconds`` for the model's processes to end. Returns the processes that are still running."""
         until = time.monotonic() + seconds
         while (found := self._found()) and time.monotonic() < until:
             time.sleep(_INTERVAL)
         return found
 
     def _found(self) -> list[Found]:
-        """Returns the model's processes that still run, and all their descendants."""
+        """Returns the model's processes that are still running, and all their descendants."""
         everybody = marked_processes.everybody()
         with self._lock:
             forked = dict(self._forked)
@@ -169,7 +175,10 @@ def _owner() -> OwnProcesses | None:
 
 
 def prepare() -> None:
-    """Patches Python's functions that start processes and threads: what a model's code starts is the model's. Idempotent."""
+    """Patches Python's functions that start processes and threads, so that it is known which model's code starts them.
+
+    Idempotent.
+    """
     if hasattr(os.fork, "__wrapped__"):
         return
     executes = _fork_exec_for(_posixsubprocess.fork_exec)

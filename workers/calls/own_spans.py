@@ -37,18 +37,18 @@ def span(name: str, attributes: Mapping[str, Parameter]) -> AbstractContextManag
 
 
 def innermost() -> Span | None:
-    """Returns the innermost open span of the running context; None: there is none."""
+    """Returns the innermost open span of the current context; None: no span is open."""
     return _open.get()
 
 
 def trace_id() -> str:
-    """Returns the trace ids of the requests that the running code works on, separated by commas; "": none is traced."""
+    """Returns the ids of the traces of the requests that the running code works on, comma-separated; "": none is traced."""
     found = current()
     return "" if found is None else trace_id_of(request.timeline for request in found.requests)
 
 
 class _OpenSpan:
-    """Context manager of a span: ends the span with the block, even if a generator leaves the block in another context."""
+    """The context manager of a span. It ends the span with the block, even if a generator leaves the block in another context."""
 
     def __init__(self, made: Span) -> None:
         self._span = made
@@ -68,5 +68,5 @@ def _told(value: object) -> Parameter:
 
 
 def _is_large(value: float) -> bool:
-    """Returns whether a value is an integer that does not fit into 64 bits with a sign, as a trace's records have them."""
+    """Returns whether a value is an integer that does not fit into 64 bits with a sign, the type of integers in traces."""
     return isinstance(value, int) and not -(1 << 63) <= value < 1 << 63

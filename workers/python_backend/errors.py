@@ -6,7 +6,7 @@ import enum
 
 
 class TritonModelException(Exception):
-    """An exception that models raise and catch; if ``execute`` raises it, all requests of the batch fail."""
+    """An exception that models raise and catch. If ``execute`` raises it, all requests of the batch fail."""
 
 
 class ErrorCode(enum.Enum):
@@ -52,7 +52,7 @@ class TritonError:
     CANCELLED = ErrorCode.CANCELLED
 
     def __init__(self, message: str = "", code: ErrorCode = ErrorCode.INTERNAL) -> None:
-        """Raises ValueError: ``code`` is none of ``ErrorCode``."""
+        """Makes an error with a message and a code. Raises ValueError: ``code`` is not an ``ErrorCode``."""
         self._message = message
         self._code = ErrorCode(code)
 

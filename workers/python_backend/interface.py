@@ -67,7 +67,7 @@ def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) 
 
 
 def serialize_byte_tensor(input_tensor: Array) -> Array:
-    """Encodes an array of byte strings as BYTES: UINT8[n], each element behind its length, in row-major order."""
+    """Encodes an array of byte strings as BYTES: UINT8[n], with its length before each element, in row-major order."""
     return np.frombuffer(byte_content(input_tensor), np.uint8)
 
 
@@ -94,9 +94,9 @@ class ModelConfig:
         return self._config
 
     def set_max_batch_size(self, max_batch_size: int) -> None:
-        """Sets max_batch_size, or checks it: if one is configured that value stays, and only 0 or the same value is accepted.
+        """Sets max_batch_size, unless a value is configured, which remains.
 
-        Raises ValueError: another value is configured.
+        Raises ValueError: a value is configured, and the given one is neither 0 nor the same.
         """
         given = self._config.get("max_batch_size", 0)
         if given and max_batch_size and given != max_batch_size:
@@ -164,10 +164,10 @@ def using_decoupled_model_transaction_policy(model_config: Mapping[str, Any]) ->
 
 
 class Saying:
-    """A context manager that turns a ServingError into a TritonModelException whose message begins with given words.
+    """A context manager that turns a ServingError into a TritonModelException whose message begins with the given text.
 
-    It is no generator: what a generator raises instead of another error keeps all frames between alive until the next garbage
-    collection (Python 3.12 and newer), and with them objects that the model has released.
+    It is not written as a generator. If a generator raises another error instead, all frames between the two stay alive until the
+    next garbage collection (Python 3.12 and newer), and with them objects that the model has released.
     """
 
     __slots__ = ("_begins",)
@@ -184,7 +184,10 @@ class Saying:
 
 
 class _Asking(Saying):
-    """Turns errors as ``Saying`` does; Triton's message is raised where the running code may not load models or ask for them."""
+    """Turns errors into a TritonModelException as ``Saying`` does.
+
+    If the running code may not load models or ask for them, the exception has Triton's message for this.
+    """
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, asking.NotAllowed):
@@ -195,7 +198,7 @@ class _Asking(Saying):
 
 
 class Logger:
-    """Writes messages of four levels to the daemon's log, whose settings switch each level on or off."""
+    """Writes messages of four levels to the daemon's log. The settings of the log switch each level on or off."""
 
     class LogLevel(enum.Enum):
         """The levels of log messages, which are also attributes of ``Logger`` (``Logger.INFO``)."""
@@ -212,7 +215,7 @@ class Logger:
 
     @staticmethod
     def log(message: str, level: LogLevel = LogLevel.INFO) -> None:
-        """Logs a message. Raises TypeError: the message is no str, or the level is none of the four."""
+        """Logs a message. Raises TypeError: the message is not a str, or the level is not one of the four."""
         if not isinstance(message, str):
             raise TypeError(f"message is {message!r}, expected a str")
         if not isinstance(level, Logger.LogLevel):
@@ -245,16 +248,17 @@ _LEVELS = {
 
 
 class MetricFamily:
-    """The metrics of one name. The daemon shows them as long as the model's code holds this object and the model is served."""
+    """The metrics with one name. The daemon shows them while the model's code holds this object and the model is served."""
 
     COUNTER: ClassVar = MetricKind.COUNTER
     GAUGE: ClassVar = MetricKind.GAUGE
     HISTOGRAM: ClassVar = MetricKind.HISTOGRAM
 
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
-        """Makes a family, or joins the family of that name.
+        """Makes a family. If there is one with that name, this object stands for the existing family.
 
-        Raises TritonModelException: an argument is malformed, the family is of another kind, or no model's code is running.
+        Raises TritonModelException: an argument is malformed, the existing family is of another kind, or no model's code is
+        running.
         """
         if not isinstance(kind, MetricKind):
             raise TritonModelException("Error when creating MetricFamily: Unknown metric kind")
@@ -262,9 +266,10 @@ class MetricFamily:
             self._held = HeldFamily(name, description, kind)
 
     def Metric(self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] | None = None) -> Metric:
-        """Returns the family's metric with these labels, which is made if there is none. ``buckets``: a histogram's upper bounds.
+        """Returns the family's metric with these labels, and makes it if there is none. ``buckets``: a histogram's upper bounds.
 
-        Raises TritonModelException: labels or buckets are malformed, the buckets differ, or there are too many metrics.
+        Raises TritonModelException: labels or buckets are malformed, the existing metric has other buckets, or there are too many
+        metrics.
         """
         if not isinstance(labels, Mapping | None):
             raise TritonModelException("Failed to create metric. Labels must be a dictionary.")
@@ -279,7 +284,7 @@ class MetricFamily:
 
 
 class Metric:
-    """One metric of a family; it may be used only as long as its ``MetricFamily`` object exists."""
+    """One metric of a family. It may be used only as long as its ``MetricFamily`` object exists."""
 
     def __init__(self, held: HeldFamily, value: Value) -> None:
         self._held = held
@@ -291,12 +296,12 @@ class Metric:
             self._held.registry.increment(self._held.kind, self._value, float(value))
 
     def set(self, value: float) -> None:
-        """Sets a gauge to a value. Raises TritonModelException: the metric is no gauge."""
+        """Sets a gauge to a value. Raises TritonModelException: the metric is not a gauge."""
         with Saying("Failed to set metric value"):
             self._held.registry.set(self._held.kind, self._value, float(value))
 
     def observe(self, value: float) -> None:
-        """Adds a value to a histogram. Raises TritonModelException: the metric is no histogram, or the value is NaN."""
+        """Adds a value to a histogram. Raises TritonModelException: the metric is not a histogram, or the value is NaN."""
         with Saying("Failed to observe metric value"):
             self._held.registry.observe(self._held.kind, self._value, float(value))
 
@@ -307,11 +312,11 @@ class Metric:
 
 
 def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
-    """Loads or reloads a model, and waits until it is loaded. Raises TritonModelException: it could not be loaded.
+    """Loads or reloads a model, and waits until it is loaded. Raises TritonModelException: the model could not be loaded.
 
     Args:
-      config: a configuration in JSON that is used instead of the model's config.pbtxt; "": none.
-      files: ``file:<version>/<name>`` -> content, of which the model consists; None: its files in the repository.
+      config: a configuration in JSON that is used instead of the model's config.pbtxt; "": the config.pbtxt is used.
+      files: the files of the model, a dict from ``file:<version>/<name>`` to content; None: the files in the repository.
     """
     if not isinstance(files, Mapping | None):
         raise TritonModelException(
@@ -322,7 +327,7 @@ def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | N
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
-    """Begins to unload a model. ``unload_dependents``: if it is an ensemble, its models are unloaded too.
+    """Begins to unload a model, without waiting for the end. ``unload_dependents``: if True, an ensemble's models go with it.
 
     Raises TritonModelException: the server refused, or the running code may not unload models.
     """
@@ -331,9 +336,9 @@ def unload_model(model_name: str, unload_dependents: bool = False) -> None:
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
-    """Returns whether a version of a model answers requests; "": any version.
+    """Returns whether a model answers requests now. ``model_version``: the version to ask about; "": any version.
 
-    Raises TritonModelException: ``model_version`` is no number above 0, or the running code may not ask.
+    Raises TritonModelException: ``model_version`` is not a number above 0, or the running code may not ask.
     """
     number = 0
     if model_version:

@@ -54,7 +54,10 @@ class InferenceResponse:
         error: TritonError | Exception | str | None = None,
         parameters: Mapping[str, Parameter] | None = None,
     ) -> None:
-        """Raises TritonModelException: an output is None, or a parameter cannot be sent; TypeError: one is no ``Tensor``."""
+        """Makes a response. ``error``: if given, the client gets this error instead of the tensors.
+
+        Raises: TritonModelException: an output is None, or a parameter cannot be sent.  TypeError: an output is not a ``Tensor``.
+        """
         self._output_tensors = list(output_tensors)
         if None in self._output_tensors:
             raise TritonModelException("Output tensor for inference response should not be empty.")
@@ -84,7 +87,10 @@ def parameters_of(response: InferenceResponse) -> dict[str, Parameter]:
 
 
 def checked_parameters(parameters: Any) -> dict[str, Parameter]:
-    """Returns parameters as plain values that can be sent; None: {}. Raises TritonModelException: some cannot be sent."""
+    """Returns parameters as plain values that can be sent; for None an empty dict.
+
+    Raises TritonModelException: a parameter cannot be sent.
+    """
     if parameters is None:
         return {}
     if not isinstance(parameters, Mapping):
@@ -101,7 +107,7 @@ def checked_parameters(parameters: Any) -> dict[str, Parameter]:
 
 
 def _value(key: str, value: Any) -> Parameter:
-    """Returns a parameter's value as plain bool, int or str, also if it is of a subclass (an enumeration's, numpy's).
+    """Returns a parameter's value as a plain bool, int or str; a subclass, such as an enumeration or numpy's, is converted.
 
     Raises TritonModelException: the value is of another type, or cannot be sent.
     """
@@ -127,7 +133,7 @@ def _sendable(text: str) -> str:
 
 
 class InferenceResponseSender:
-    """Sends the responses to one request. It may be used from any thread, and after ``execute`` has returned."""
+    """Sends the responses to one request. Any thread may use it, also after ``execute`` has returned."""
 
     def __init__(self, writer: ResponseWriter) -> None:
         self._writer = writer
@@ -136,7 +142,9 @@ class InferenceResponseSender:
         self._closed = False
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
-        """Sends a response. With COMPLETE_FINAL in ``flags`` it is the last, the sender is closed, and ``response`` may be None.
+        """Sends a response. If ``flags`` has COMPLETE_FINAL, no response follows and the sender is closed.
+
+        With that flag ``response`` may be None, and then only the end is sent.
 
         Raises TritonModelException: the sender is closed, there is nothing to send, or a model that is not decoupled sends more
         than one response.
@@ -184,7 +192,7 @@ class InferenceResponseSender:
 
 
 class MemoryType(enum.Enum):
-    """The kinds of memory that tensors may be in: that of the processor, and that of a GPU."""
+    """The kinds of memory in which tensors may lie: host memory and GPU memory."""
 
     TRITONSERVER_MEMORY_GPU = enum.auto()
     TRITONSERVER_MEMORY_CPU = enum.auto()
@@ -195,7 +203,7 @@ TRITONSERVER_MEMORY_CPU = MemoryType.TRITONSERVER_MEMORY_CPU
 
 
 class InferenceTrace:
-    """The trace of a request. A model passes it to its requests to other models, which are then part of that trace."""
+    """The trace of a request. A model passes it on with requests to other models, so that they become part of the trace."""
 
     def __init__(self, timeline: RequestTimeline | None = None) -> None:
         """``timeline``: the traced request's timeline; None: the request is not traced."""
@@ -204,7 +212,7 @@ class InferenceTrace:
     def get_context(self) -> str | None:
         """Returns the OpenTelemetry context for spans in the request's trace, as JSON: ``{"traceparent": ...}``.
 
-        None: the request is not traced, or its trace goes to a file.
+        Returns None if the request is not traced, or if its trace goes to a file.
         """
         context = None if self.timeline is None else self.timeline.context
         if context is None or not context.span_id:
@@ -213,7 +221,7 @@ class InferenceTrace:
 
 
 class PreferredMemory:
-    """The kind of memory that another model's outputs should be in. It has no effect: outputs are always numpy arrays."""
+    """The kind of memory in which another model's outputs should lie. It has no effect: outputs are always numpy arrays."""
 
     def __init__(self, preferred_memory_type: MemoryType, preferred_device_id: int = 0) -> None:
         self.preferred_memory_type = preferred_memory_type
@@ -237,7 +245,7 @@ _TYPES: dict[str, Any] = {
 
 
 class InferenceRequest:
-    """A request that a model's ``execute`` gets, or that a model makes to another model."""
+    """A request that the worker passes to a model's ``execute``, or that a model sends to another model."""
 
     def __init__(
         self,
@@ -256,14 +264,16 @@ class InferenceRequest:
         writer: Callable[[], ResponseWriter] | None = None,
         timeline: RequestTimeline | None = None,
     ) -> None:
-        """Makes a request. Models leave out the last three arguments: the worker sets them for requests that ``execute`` gets.
+        """Makes a request. Models leave out the last three arguments, which the worker sets for requests that ``execute`` gets.
 
-        A model has to give ``inputs``, ``requested_output_names`` and ``model_name``; no argument but ``parameters`` may be None.
+        A model has to give ``inputs``, ``requested_output_names`` and ``model_name``. Only ``parameters`` may be None.
 
         Args:
           trace: the trace of the request on whose behalf this one is made.
-          writer: makes the object that a response sender writes to.
-        Raises TritonModelException: the request is malformed; TypeError: an argument is missing or of another type.
+          cancelled: returns whether the client has cancelled the request.
+          writer: makes the object to which a response sender writes.
+          timeline: the timeline of the request, if it is traced.
+        Raises: TritonModelException: the request is malformed.  TypeError: an argument is missing or of another type.
         """
         if writer is None:
             given = locals()
@@ -294,7 +304,10 @@ class InferenceRequest:
         self.release_flags = TRITONSERVER_REQUEST_RELEASE_ALL
 
     def _check(self, names: object) -> None:
-        """Checks what a model has given. ``names``: the requested outputs. Raises what the constructor raises."""
+        """Checks the arguments that a model has given. ``names``: the names of the requested outputs.
+
+        Raises TritonModelException: the request is malformed.
+        """
         if self._correlation_id is None:
             raise TypeError("InferenceRequest: correlation_id cannot be None")
         if not isinstance(self._correlation_id, int | str):
@@ -334,15 +347,15 @@ class InferenceRequest:
         self._flags = flags
 
     def set_release_flags(self, flags: int) -> None:
-        """Sets what happens to the request after ``execute``.
+        """Sets what happens to the request after ``execute`` has returned.
 
-        With the flag RESCHEDULE a later batch has the request again (iterative sequences), and ``execute`` must return None for
-        it; other flags change nothing.
+        If the flags contain RESCHEDULE, the request is put into a later batch again (iterative sequences). ``execute`` must then
+        return None in place of its response. Other flags have no effect.
         """
         self.release_flags = flags
 
     def timeout(self) -> int:
-        """Returns the client's queue timeout in microseconds; 0: none."""
+        """Returns the queue timeout that the client has set, in microseconds; 0: it has set none."""
         return self._timeout
 
     def parameters(self) -> str:
@@ -353,11 +366,14 @@ class InferenceRequest:
         return self._cancelled is not None and self._cancelled()
 
     def trace(self) -> InferenceTrace:
-        """Returns the trace to pass to requests that a model makes on behalf of this one."""
+        """Returns the request's trace, to be passed on with requests that the model makes on behalf of this request."""
         return InferenceTrace(self._timeline) if self._trace is _NO_TRACE else self._trace
 
     def get_response_sender(self) -> InferenceResponseSender:
-        """Returns the sender of responses to this request: any number of them if the model is decoupled, else one."""
+        """Returns the object that sends responses to this request.
+
+        A decoupled model may send any number of responses through it, any other model exactly one.
+        """
         if self.sender is None:
             if self._writer is None:
                 raise TritonModelException("Only a request that execute() was given has a response sender.")
@@ -365,10 +381,12 @@ class InferenceRequest:
         return self.sender
 
     def exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:
-        """Sends the request to the model that it names, and waits for the response, or if ``decoupled`` for the first one.
+        """Sends the request to the model that it names, waits, and returns the response.
 
-        Raises TritonModelException: the running code may not call models, or the request is malformed. Any other failure is an
-        error of the response.
+        If ``decoupled``, waits for the first response only, and returns an iterator over all responses.
+
+        Raises TritonModelException: the running code may not call models, or the request is malformed. Any other failure is
+        returned as a response with an error.
         """
         call = self._call(decoupled)
         if isinstance(call, InferenceResponse):
@@ -377,9 +395,11 @@ class InferenceRequest:
         return answer_of(call, call.next())
 
     def async_exec(self, decoupled: bool = False) -> Awaitable[InferenceResponse | ResponseIterator]:
-        """Sends the request as ``exec`` does, and returns an awaitable for what ``exec`` returns.
+        """Sends the request immediately, and returns an awaitable of what ``exec`` returns, for the running event loop.
 
-        Raises what ``exec`` raises; RuntimeError: no event loop runs in this thread.
+        Raises: TritonModelException: the running code may not call models, or the request is malformed.  RuntimeError: no event
+          loop
+        runs in this thread.
         """
         loop = asyncio.get_running_loop()
         call = self._call(decoupled)
@@ -391,7 +411,7 @@ class InferenceRequest:
         return asyncio.ensure_future(first_answer(call, call.first()))
 
     def _call(self, decoupled: bool) -> ModelCall | InferenceResponse:
-        """Prepares the call for this request, which the caller sends. Returns an error response if two inputs have one name.
+        """Prepares the call for this request; the caller sends it. If two inputs have the same name, returns an error response.
 
         Raises TritonModelException: the request is malformed, or the running code may not call models.
         """
@@ -440,12 +460,12 @@ class InferenceRequest:
 
 
 def _failed(model: str, why: str, code: ErrorCode = ErrorCode.INTERNAL) -> InferenceResponse:
-    """Returns the response, in Triton's words, to a request that could not be made."""
+    """Returns a response with an error, in Triton's wording, for a request that could not be made."""
     return InferenceResponse(error=TritonError(f"Model {model} - Error when running inference: {why}", code))
 
 
 def _text(given: str | bytes) -> str:
-    """Returns a name as text; models may pass names as bytes, taken from BYTES tensors."""
+    """Returns a name as text. Models may pass names as bytes, for example elements of BYTES tensors."""
     return given.decode() if isinstance(given, bytes) else given
 
 
@@ -453,7 +473,10 @@ _Answer = tuple[Result | None, bool]
 
 
 def response_of(result: Result | None) -> InferenceResponse:
-    """Converts the result of a called model to the response that the calling model gets; None: it has no tensors."""
+    """Converts the result of a called model to the response for the calling model.
+
+    ``result`` None: a response without tensors.
+    """
     if isinstance(result, ServingError):
         return InferenceResponse(error=TritonError(result.message, ErrorCode.of(result.code)))
     tensors = [Tensor.shared(name, np.asarray(array)) for name, array in (result or {}).items()]
@@ -461,9 +484,9 @@ def response_of(result: Result | None) -> InferenceResponse:
 
 
 def answer_of(call: ModelCall, first: _Answer) -> InferenceResponse | ResponseIterator:
-    """Returns the value of ``InferenceRequest.exec``: the response, or an iterator over the responses if the call is decoupled.
+    """Returns what ``InferenceRequest.exec`` returns: the response, or for a decoupled call an iterator over all responses.
 
-    ``first``: the first response that has come, and whether it is the last.
+    ``first``: the first response, and whether it is the last.
     """
     error = first[0]
     if call.refused and isinstance(error, ServingError):
@@ -474,7 +497,10 @@ def answer_of(call: ModelCall, first: _Answer) -> InferenceResponse | ResponseIt
 
 
 def one_response(response: InferenceResponse, decoupled: bool) -> InferenceResponse | ResponseIterator:
-    """Returns the value of ``InferenceRequest.exec`` if no model was called: ``response``, as an iterator if ``decoupled``."""
+    """Returns what ``InferenceRequest.exec`` returns if no model was called: ``response``, or an iterator over it.
+
+    ``decoupled``: whether the caller expects an iterator.
+    """
     return ResponseIterator(None, (None, True), response) if decoupled else response
 
 
@@ -483,14 +509,15 @@ async def first_answer(call: ModelCall, first: asyncio.Task[_Answer]) -> Inferen
 
 
 class ResponseIterator:
-    """Iterates over the responses to one call, waiting for each. It stores them, so that a second iteration gets them again."""
+    """Iterates over the responses to one call, and waits for each. It stores them, so a second iteration gets them again."""
 
     def __init__(self, call: ModelCall | None, first: _Answer, response: InferenceResponse | None = None) -> None:
-        """
+        """Begins with the first response.
+
         Args:
-          call: further responses come from it; None: no model was called.
+          call: the call from which further responses come; None: no model was called.
           first: the first response, and whether it is the last.
-          response: replaces the first response; None: it is used as it is.
+          response: is used in place of the first response; None: the first response itself is used.
         """
         self._call = None if first[1] else call
         self._kept = [response or response_of(first[0])]
@@ -515,7 +542,10 @@ class ResponseIterator:
             return self._kept[self._at - 1]
 
     def cancel(self) -> None:
-        """Asks the called model to stop. Responses that it sends after that still come; if it has not begun, an error comes."""
+        """Asks the called model to stop. The iterator still returns responses that the model sends after that.
+
+        If the model has not begun, the iterator returns an error.
+        """
         call = self._call
         if call is not None:
             call.stop()

@@ -23,7 +23,10 @@ TRITON_STRING_TO_NUMPY: dict[str, Any] = {
 
 
 class Tensor:
-    """A named tensor around a numpy array. BYTES tensors are object arrays of ``bytes``; BF16 ones have ml_dtypes' bfloat16."""
+    """A named tensor that holds a numpy array.
+
+    The array of a BYTES tensor is an object array of ``bytes``; that of a BF16 tensor has the dtype bfloat16 of ml_dtypes.
+    """
 
     def __init__(self, name: str | bytes, numpy_array: Array) -> None:
         if isinstance(name, bytes):  # as Triton, which takes what is read out of a BYTES tensor
@@ -42,32 +45,35 @@ class Tensor:
 
     @classmethod
     def borrowed(cls, name: str, content: Array) -> Tensor:
-        """Makes a tensor from shared memory that the model must not write to: ``as_numpy`` copies it."""
+        """Makes a tensor from shared memory to which the model must not write, which is why ``as_numpy`` returns a copy."""
         tensor = cls(name, content)
         tensor._borrowed = True
         return tensor
 
     @classmethod
     def shared(cls, name: str, content: Array) -> Tensor:
-        """Makes a tensor from another model's output, which is never written to and may be passed on without a copy."""
+        """Makes a tensor from another model's output. Nobody writes to it, so it may be passed on without a copy."""
         tensor = cls.borrowed(name, content)
         tensor._shared = True
         return tensor
 
     def for_call(self) -> Array:
-        """Returns the array for a request to another model: a copy, unless the array is another model's output (``shared``)."""
+        """Returns the array for a request to another model: a copy, or the array itself if it is another model's output."""
         return self._array if self._shared else snapshot(self._array)
 
     @property
     def content(self) -> Array:
-        """The array itself, without a copy; it must not be written to."""
+        """The array itself, without a copy. The caller must not write to it."""
         return self._array
 
     def name(self) -> str:
         return self._name
 
     def as_numpy(self) -> Array:
-        """Returns the tensor's array, which the model may write to: the first call copies memory that is not the model's."""
+        """Returns the tensor's array, to which the model may write.
+
+        If the array lies in memory that does not belong to the model, the first call replaces it by a copy.
+        """
         if self._borrowed:
             self._array = np.array(self._array)
             self._borrowed = self._shared = False
@@ -85,7 +91,7 @@ class Tensor:
         return True
 
     def to_dlpack(self) -> Any:
-        """Returns the tensor as a DLPack capsule; BF16 is exported by jax, because numpy cannot export it."""
+        """Returns the tensor as a DLPack capsule. BF16 tensors are exported by jax, because numpy cannot export them."""
         content = self.as_numpy()
         if not content.flags.writeable:  # numpy exports nothing that is read-only
             content = np.array(content)
@@ -99,9 +105,9 @@ class Tensor:
 
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> Tensor:
-        """Makes a tensor from a DLPack capsule, or from an object that exports DLPack (of torch, jax, numpy, cupy).
+        """Makes a tensor from a DLPack capsule, or from an object of torch, jax, numpy or cupy that exports DLPack.
 
-        Raises TritonModelException: it is neither.
+        Raises TritonModelException: ``tensor`` is neither.
         """
         if not hasattr(tensor, "__dlpack__") and type(tensor).__name__ != "PyCapsule":
             raise TritonModelException(
@@ -164,7 +170,7 @@ def triton_string_to_numpy(triton_type_string: str) -> Any:
 def np_to_triton_dtype(np_dtype: Any) -> str:
     """Returns the protocol's datatype for a numpy dtype: ``numpy.float32`` -> ``FP32``.
 
-    Raises TritonModelException: the protocol has none for it.
+    Raises TritonModelException: the protocol has no datatype for it.
     """
     name = datatype_of(np.dtype(np_dtype))
     if name is None:

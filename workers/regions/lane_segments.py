@@ -25,7 +25,7 @@ _MAX_REFUSED = 256
 
 
 class LaneSegments(ArenaMap):
-    """The segments that a client has announced on its lane. A front has a request arena instead."""
+    """The segments of arenas that a client has announced on its lane. A front has a request arena instead."""
 
     def __init__(self, table: RegionTable, limits: LaneLimits) -> None:
         super().__init__()
@@ -38,10 +38,13 @@ class LaneSegments(ArenaMap):
         self._reasons: dict[str, str] = {}
 
     def open(self, segment: int, byte_size: int, fd: int) -> None:
-        """Maps a segment that the client announced, and takes the descriptor over.
+        """Maps a segment that the client has announced, and takes over its descriptor.
 
-        Raises: InvalidArgument: number or size are invalid, the number is in use, or the memory is no memfd of this fixed size.
-          Unavailable: the lane has too many segments, or the segment cannot be mapped now; requests that name it fail likewise.
+        Raises: InvalidArgument: number or size are invalid, the number is in use, or the memory is not a memfd of this fixed
+          size.
+          Unavailable: the lane has too many segments, or the segment cannot be mapped now. Requests that name the segment later
+            get
+          the same error.
         """
         name, limits = f"{_MARK}{segment}", self.limits
         try:
@@ -70,7 +73,7 @@ class LaneSegments(ArenaMap):
         self.byte_size += byte_size
 
     def refuse(self, segment: int) -> None:
-        """Notes that a segment's descriptor could not be received: requests that name the segment fail with Unavailable."""
+        """Records that the descriptor of a segment was lost. Requests that name the segment fail with Unavailable from now on."""
         name = f"{_MARK}{segment}"
         if name not in self._reasons:
             self._note(
@@ -84,7 +87,7 @@ class LaneSegments(ArenaMap):
         self._reasons[name] = reason
 
     def close_segment(self, segment: int) -> None:
-        """Closes a segment for new requests; it stays mapped while requests use it. Ignores unknown numbers."""
+        """Closes a segment for new requests. It stays mapped while requests use it. An unknown number is ignored."""
         name = f"{_MARK}{segment}"
         self._reasons.pop(name, None)
         region = self._regions.pop(name, None)
@@ -94,8 +97,9 @@ class LaneSegments(ArenaMap):
     def find(self, name: str) -> AnyRegion:
         """Returns the region that a record of this lane names: a segment of the lane, or a registered region.
 
-        Raises: Unavailable: the segment was refused.  InvalidArgument: the segment is not open, or the region lost its memory.
-          NotFound: no region has this name.  DeviceLost: the GPU failed.
+        Raises: Unavailable: the segment could not be opened.  InvalidArgument: the segment is not open, or the region has lost
+          its
+          memory.  NotFound: no region has this name.  DeviceLost: the GPU failed.
         """
         if not name.startswith(_MARK):
             return self._table.find(name)
@@ -109,7 +113,7 @@ class LaneSegments(ArenaMap):
         return region
 
     def view(self, place: Slice) -> memoryview:
-        """Always raises InvalidArgument: unlike a front, a client has no request arena with inputs."""
+        """Always raises InvalidArgument, because a client, unlike a front, has no request arena with inputs."""
         raise InvalidArgument(
             f"{place.byte_size} bytes are said to lie in an arena; a client's tensors are in its records or in regions"
         )

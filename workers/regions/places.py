@@ -19,7 +19,7 @@ from tensord.workers.regions.region_table import AnyRegion
 
 @dataclass(slots=True, eq=False, repr=False)
 class Places:
-    """Where each output of a request is written: to the answer's record, the response arena, or a region."""
+    """Where each output of a request is written: into the answer's record, the response arena, or a region."""
 
     #: Output -> bytes, what the places were found for.
     sizes: Mapping[str, int]
@@ -38,15 +38,16 @@ class Places:
     written: Collection[str] = ()
 
     def in_arena(self, name: str) -> Slice | None:
-        """Returns an output's place in the response arena; None: it goes into the record or a region."""
+        """Returns an output's place in the response arena; None: the output goes into the record or a region."""
         at = self.offsets.get(name)
         if at is None or self.lease is None:
             return None
         return Slice(self.lease.place.segment, self.lease.place.offset + at, self.sizes[name])
 
     def memory(self, name: str) -> memoryview | None:
-        """Returns the memory that an output is written to; None: it goes to the record, a GPU or a snapshot region.
+        """Returns the host memory to which an output is written.
 
+        Returns None if there is none: the output goes into the record, to a GPU, or to a region that is written by system calls.
         Raises InvalidArgument: the place is not wholly inside its region.
         """
         at, size = self.offsets.get(name), self.sizes[name]
@@ -56,7 +57,7 @@ class Places:
         return region.view(place.offset, size) if place is not None and type(region) is Region else None
 
     def reached(self) -> dict[str, memoryview | tuple[CudaRegion, int]]:
-        """Returns the places to which a GPU can copy outputs by itself: host memory, or CUDA region and offset."""
+        """Returns, by output, the places to which a GPU can copy by itself: host memory, or CUDA region and offset in bytes."""
         found: dict[str, memoryview | tuple[CudaRegion, int]] = {}
         for name, size in self.sizes.items():
             place, region = self.in_regions.get(name, (None, None))
@@ -69,12 +70,15 @@ class Places:
         return found
 
     def take_lease(self) -> LeaseKey | None:
-        """Passes the lease on to the submitter, who gives it back by the key that this returns; None: there is no lease."""
+        """Passes the lease on to the submitter, and returns the key by which the submitter gives it back;
+
+        None: there is no lease.
+        """
         lease, self.lease = self.lease, None
         return None if lease is None else lease.key
 
     def release(self) -> None:
-        """Frees the reserved memory of the response arena, which no output uses. Idempotent."""
+        """Frees the reserved memory of the response arena, because no output will use it. Idempotent."""
         if self.lease is not None:
             self.lease.release()
 

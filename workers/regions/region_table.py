@@ -27,12 +27,15 @@ _POPULATE_PRIVATE = 64 << 20
 
 
 class RegionTable:
-    """Opens, finds and closes the regions of one worker, by name; for the worker's loop only."""
+    """Opens, finds and closes the regions of one worker, by name. Only the thread of the worker's loop may use it."""
 
     def __init__(
         self, policy: RegionPolicy, driver: Driver, gpu: int | None, pinned: PinnedMemory | None = None
     ) -> None:
-        """``gpu``: the number of the worker's first GPU, as the daemon counts; None: a CPU worker opens regions of any GPU."""
+        """``gpu``: the daemon's number of the worker's first GPU;
+
+        None: a worker on the processor, which opens regions of any GPU.
+        """
         self._pinned = pinned
         self._policy = policy
         self._driver = driver
@@ -52,7 +55,7 @@ class RegionTable:
     def register(self, record: RegisterSystemRegion, fd: int | None) -> tuple[Region | SnapshotRegion, str]:
         """Opens a client's system region and adds it to the table.
 
-        A region that renews another one replaces it only once nothing can go wrong any more. If both are of the same object,
+        A region that renews another region replaces it only once nothing can fail any more. If both are of the same object,
         which has lost no memory, the existing mapping is kept.
 
         Args:
@@ -87,7 +90,7 @@ class RegionTable:
         return region, access
 
     def open_private(self, name: str, fd: int, byte_size: int) -> Region:
-        """Maps sealed memory as a region that has no name in this table. Takes the descriptor over, also on an error.
+        """Maps sealed memory as a region without a name in this table. Takes over the descriptor, also if it raises.
 
         Raises: InvalidArgument: the descriptor is not a writable memfd of ordinary pages and fixed size, or has another size.
           Unavailable: no more can be mapped now, or the process has too many open files; the last few are reserved for requests.
@@ -107,7 +110,7 @@ class RegionTable:
         return region
 
     def leave_private(self, region: Region) -> None:
-        """Closes a region that ``open_private`` mapped, and no new request finds, once no request uses it."""
+        """Closes a region that ``open_private`` has mapped, once no request uses it. The caller lets no new request find it."""
         self.private_byte_size -= region.byte_size
         self.leaving.append(region)
         self.settle()
@@ -117,9 +120,11 @@ class RegionTable:
             self._pinned.pin(region.view(0, region.byte_size), "a region", region.hold)
 
     def register_cuda(self, record: RegisterCudaRegion) -> None:
-        """Adds a client's GPU memory to the table; on another GPU than the worker's it is opened once a request needs it.
+        """Adds a client's GPU memory to the table.
 
-        Raises: AlreadyExists: the name is taken.  InvalidArgument: it cannot be opened.  DeviceLost: the GPU failed.
+        If it is on another GPU than the worker's, it is opened when a request needs it.
+
+        Raises: AlreadyExists: the name is taken.  InvalidArgument: the memory cannot be opened.  DeviceLost: the GPU failed.
         """
         self._check_free(record)
         if record.near:
@@ -152,7 +157,7 @@ class RegionTable:
             raise AlreadyExists(f"shared memory region '{record.name}' already in manager")
 
     def _adopt(self, region: AnyRegion) -> None:
-        """Adds a region to the table; requests that use a former region of its name go on using that one."""
+        """Adds a region to the table. Requests that use a former region with the same name continue to use the former one."""
         if (renewed := self._regions.get(region.name)) is not None:
             self.leaving.append(renewed)
         self._regions[region.name] = region
@@ -160,7 +165,10 @@ class RegionTable:
         self.settle()
 
     def find(self, name: str) -> AnyRegion:
-        """Returns the region of this name. Raises NotFound; InvalidArgument: it has lost its memory, or cannot be opened here."""
+        """Returns the region of this name.
+
+        Raises: NotFound: there is no such region.  InvalidArgument: it has lost its memory, or cannot be opened here.
+        """
         region = self._regions.get(name)
         if region is None:
             return self._find_elsewhere(name)
@@ -178,9 +186,9 @@ class RegionTable:
         return region
 
     def unregister(self, kind: str, name: str) -> int:
-        """Removes a region of this kind ("system" or "cuda") at once, and closes it when no request uses it.
+        """Removes a region of this kind ("system" or "cuda") from the table, and closes it when no request uses it.
 
-        Returns how many tensors of requests in flight are in the region; 0: the region does not exist, or is of the other kind.
+        Returns how many tensors of requests in flight lie in the region; 0: none, or there is no region of this name and kind.
         """
         wanted = CudaRegion if kind == "cuda" else Region | SnapshotRegion
         region = self._regions.get(name)
@@ -195,13 +203,19 @@ class RegionTable:
         return region.leases
 
     def when_closed(self, name: str, done: Callable[[], None]) -> None:
-        """Calls ``done`` once all former (unregistered or replaced) regions of this name that are still open now are closed."""
+        """Calls ``done`` once all former regions of this name, which were unregistered or replaced, are closed.
+
+        Regions that are unregistered or replaced after this call do not count.
+        """
         leaving = [region for region in self.leaving if region.name == name and not _is_private(region)]
         self._waiting.append((leaving, done))
         self._call_waiters()
 
     def uses(self, name: str) -> dict[str, tuple[int, int]]:
-        """Counts the tensors of requests in flight in each region of this name ("": of all), and in former ones of its name."""
+        """Counts, by region name, the tensors of requests in flight: (in the region itself, in former regions of its name).
+
+        ``name``: the only region to count; "": all regions.
+        """
         found = {key: (region.leases, 0) for key, region in self._regions.items() if name in ("", key)}
         for region in self.leaving:
             if name in ("", region.name) and not _is_private(region):
@@ -210,14 +224,17 @@ class RegionTable:
         return found
 
     def leases(self) -> dict[str, int]:
-        """Counts the tensors of requests in flight by kind of region ("system", "cuda"), former regions included."""
+        """Counts the tensors of requests in flight that lie in regions, by kind ("system", "cuda"), former regions included."""
         found = {"system": 0, "cuda": 0}
         for region in (*self._regions.values(), *self.leaving):
             found["cuda" if isinstance(region, CudaRegion) else "system"] += region.leases
         return found
 
     def settle(self) -> None:
-        """Closes unregistered and replaced regions that no request uses; the loop calls this while there are any."""
+        """Closes unregistered and replaced regions that no request uses.
+
+        The loop calls this as long as there are such regions.
+        """
         if not self.leaving:
             return
         for region in [region for region in self.leaving if not region.leases]:
@@ -226,7 +243,7 @@ class RegionTable:
         self._call_waiters()
 
     def _call_waiters(self) -> None:
-        """Calls the functions passed to ``when_closed`` whose regions are all closed now."""
+        """Calls the functions given to ``when_closed`` for which all former regions are closed now."""
         for entry in list(self._waiting):
             regions, done = entry
             if not any(region in self.leaving for region in regions):
@@ -252,7 +269,7 @@ def _is_private(region: AnyRegion) -> bool:
 
 
 def _still_holds(region: Region | SnapshotRegion, fd: int, record: RegisterSystemRegion) -> bool:
-    """Returns whether a region maps the same part of the very object that ``fd`` refers to, and has lost no memory."""
+    """Returns whether a region maps the same part of the same object that ``fd`` refers to, and has lost no memory."""
     found = os.fstat(fd)
     return (
         region.file == (found.st_dev, found.st_ino)
@@ -263,7 +280,7 @@ def _still_holds(region: Region | SnapshotRegion, fd: int, record: RegisterSyste
 
 
 def check_intact(regions: Iterable[AnyRegion]) -> None:
-    """Checks that no region has lost memory. Raises InvalidArgument if zeros have replaced missing pages of one."""
+    """Raises InvalidArgument if any of these regions has lost memory, so that zeros have replaced missing pages."""
     if not guard.any_faults():
         return
     for region in regions:
@@ -277,7 +294,7 @@ def check_intact(regions: Iterable[AnyRegion]) -> None:
 class RegionPolicy:
     """Decides by the operator's rules (``[regions]``) whose shared memory may be registered as a region, and how it is used.
 
-    whose    the daemon's own user's and those shared with its groups; the configured users' and groups'
+    whose    objects of the daemon's own user, objects shared with its groups, and objects of the configured users and groups
     for whom a client on a unix socket must itself be allowed to read and write the object: the daemon lends nobody its rights
     how      "snapshot" (not mapped, only copied) where a rule says so, else "guarded" (mapped, with a guard against lost memory)
              where a rule says so, else ``regions.access``; always "snapshot" if there is no guard
@@ -296,7 +313,7 @@ class RegionPolicy:
         )
 
     def check(self, request: RegisterSystemRegion, found: os.stat_result) -> None:
-        """Raises InvalidArgument: the client may not register this shared memory, whose owner, group and mode are ``found``."""
+        """Raises InvalidArgument if the client may not register this shared memory. ``found``: its owner, group and mode."""
         welcome = found.st_uid in self._owners or (_group_may(found) and found.st_gid in self._groups)
         if not welcome:
             raise InvalidArgument(
@@ -309,7 +326,10 @@ class RegionPolicy:
             )
 
     def access(self, request: RegisterSystemRegion, found: os.stat_result) -> str:
-        """Returns how shared memory is used: "guarded" (mapped; SIGBUS shows lost pages) or "snapshot" (not mapped, copied)."""
+        """Returns how shared memory is used: "guarded" (mapped;
+
+        SIGBUS shows lost pages) or "snapshot" (not mapped, only copied).
+        """
         if not guard.available:
             return "snapshot"
         key = request.key.lstrip("/")
@@ -325,7 +345,7 @@ def _group_may(found: os.stat_result) -> bool:
 
 
 def _may_use(peer: Peer, found: os.stat_result) -> bool:
-    """Returns whether the kernel would let the client's process read and write the shared memory of this status."""
+    """Returns whether the kernel would let the client's process read and write shared memory with this owner, group and mode."""
     if peer.uid == 0:
         return True
     if peer.uid == found.st_uid:

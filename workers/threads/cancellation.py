@@ -17,7 +17,7 @@ REASON = "it was unloaded, or another load of it came, before it was ready"
 
 
 class Cancellation:
-    """The cancellation of one load (one loading of a model version); any thread may use it."""
+    """The cancellation of one load of a model version. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,13 +38,16 @@ class Cancellation:
             interrupt()
 
     def check(self) -> None:
-        """Raises Cancelled: the load was cancelled."""
+        """Raises Cancelled if the load was cancelled."""
         if self._cancelled:
             raise Cancelled(REASON)
 
     @contextlib.contextmanager
     def interrupting(self, interrupt: Callable[[], None]) -> Iterator[None]:
-        """Has the thread that cancels the load during the block call ``interrupt``. Raises Cancelled: it was cancelled before."""
+        """If the load is cancelled during the block, the thread that cancels it calls ``interrupt``.
+
+        Raises Cancelled: the load was cancelled before the block.
+        """
         with self._lock:
             self.check()
             self._interrupts.append(interrupt)

@@ -12,7 +12,7 @@ from typing import Any
 
 
 class CoroutineThread:
-    """The thread that runs the coroutines of one instance of a model; to be used from that instance's thread."""
+    """The thread that runs the coroutines of one instance of a model. Only the instance's own thread may use this object."""
 
     def __init__(self, name: str, code: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext) -> None:
         """``name``: the thread's name. ``code``: makes a context that the thread enters to run the model's code."""
@@ -23,7 +23,7 @@ class CoroutineThread:
 
     @property
     def thread(self) -> int:
-        """The identifier of the thread (``threading.get_ident``), which is started if it does not run."""
+        """The thread's identifier (``threading.get_ident``). Starts the thread if it is not running."""
         self._begun()
         assert self._thread is not None
         return self._thread.ident or -1
@@ -33,7 +33,10 @@ class CoroutineThread:
         return self._start(coroutine).result()
 
     def begin(self, coroutine: Coroutine[Any, Any, Any], ended: Callable[[BaseException | None], None]) -> None:
-        """Starts a coroutine in the thread. ``ended`` is called there at its end, with the exception that it raised, or None."""
+        """Starts a coroutine in the thread.
+
+        When it ends, the thread calls ``ended`` with the exception that it raised, or None.
+        """
 
         def done(future: concurrent.futures.Future[Any]) -> None:
             ended(concurrent.futures.CancelledError() if future.cancelled() else future.exception())
@@ -41,7 +44,7 @@ class CoroutineThread:
         self._start(coroutine).add_done_callback(done)
 
     def close(self) -> None:
-        """Ends the thread; coroutines that still run are cancelled."""
+        """Cancels coroutines that are still running, and ends the thread."""
         loop, self._loop = self._loop, None
         if loop is not None and self._thread is not None:
             loop.call_soon_threadsafe(loop.stop)

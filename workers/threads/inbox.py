@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class Inbox:
-    """A queue of calls that any thread adds (``post``) and the worker's loop runs (``drain``)."""
+    """A queue of functions that any thread adds (``post``) and the worker's loop calls (``drain``)."""
 
     def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
@@ -26,7 +26,10 @@ class Inbox:
         return self._fd
 
     def post(self, call: Callable[[], None], soon: bool = True) -> None:
-        """Queues a call for the worker's loop and wakes it, unless not ``soon`` and it looks anyway; ignored once closed."""
+        """Queues a function for the worker's loop to call, and wakes the loop. Does nothing after ``close``.
+
+        ``soon``: if False, the loop is not woken when it will call ``run`` anyway (see ``look``).
+        """
         self._calls.append(call)
         # Who drains says so before it looks.
         if self._fd >= 0 and not self._woken and (soon or not self._looks):
@@ -37,28 +40,28 @@ class Inbox:
                     os.eventfd_write(self._fd, 1)
 
     def look(self, looks: bool) -> bool:
-        """Returns whether calls are queued that the loop must ``run`` before it waits; never with ``looks``.
+        """Sets whether the loop will call ``run`` in any case (``looks``), so that ``post`` with ``soon`` False need not wake it.
 
-        ``looks``: whether the loop will soon call ``run`` anyway, so that a call posted with ``soon`` False need not wake it.
+        Returns True if the loop must call ``run`` before it waits: functions are queued, and ``looks`` is False.
         """
         self._looks = looks
         # Who posts reads ``_looks`` after it has queued its call: either the call is found here, or it wakes the loop.
         return bool(self._calls) and not looks
 
     def drain(self) -> None:
-        """Resets the eventfd that has woken the loop, and runs the calls that were posted so far."""
+        """Resets the eventfd that has woken the loop, and calls the functions that were queued so far."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
         self._woken = False
         self.run()
 
     def run(self) -> None:
-        """Runs the calls that were posted so far, without resetting the eventfd."""
+        """Calls the functions that were queued so far, without resetting the eventfd."""
         for _ in range(len(self._calls)):
             self._calls.popleft()()
 
     def close(self) -> None:
-        """Closes the eventfd; later posts are ignored. Idempotent."""
+        """Closes the eventfd. ``post`` does nothing from then on. Idempotent."""
         with self._waking:
             fd, self._fd = self._fd, -1
         if fd >= 0:

@@ -15,10 +15,13 @@ _BESIDE = 3
 
 
 class Turns:
-    """Lets one job of any thread run at a time, first come, first served; up to three more beside those that take very long."""
+    """Lets one of many threads work at a time, in the order in which they came.
+
+    If a thread's work takes very long, another thread may work beside it; at most four work at the same time.
+    """
 
     def __init__(self, long_seconds: float) -> None:
-        """A job that has been at one step for ``long_seconds`` does not count; 0: all count."""
+        """``long_seconds``: after so long in one step, a thread's work no longer blocks the next thread; 0: it always does."""
         self._long = long_seconds
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
@@ -27,7 +30,10 @@ class Turns:
 
     @contextlib.contextmanager
     def turn(self, cancellation: Cancellation) -> Iterator[Callable[[], None]]:
-        """Waits until the caller's job (the block) may run. Yields a function to call whenever a new step begins."""
+        """Waits until the calling thread may work, which it does in the block. Yields a function to call when a new step begins.
+
+        Raises Cancelled: ``cancellation`` was cancelled during the wait.
+        """
         mine = object()
         self._wait(mine, cancellation)
 
@@ -54,7 +60,7 @@ class Turns:
                 self._changed.notify_all()
 
     def _until_free(self) -> float | None:
-        """Returns the seconds until the next job may begin even if no job ends; 0: now; None: not before a job ends."""
+        """Returns the seconds until the next thread may begin even if none ends; 0: now; None: not before a thread ends."""
         if not self._under_way:
             return 0.0
         if not self._long or len(self._under_way) > _BESIDE:

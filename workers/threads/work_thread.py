@@ -19,7 +19,7 @@ _MAX_ASIDE = 16
 
 
 class WorkThread:
-    """A thread that runs jobs one after the other; it starts with the first job."""
+    """A thread that calls functions one after the other. It starts with the first function."""
 
     def __init__(self, name: str, inbox: Inbox) -> None:
         self._inbox = inbox
@@ -37,7 +37,10 @@ class WorkThread:
         self.pending = 0
 
     def do(self, job: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
-        """Queues ``job`` for the thread; the worker's loop calls ``done`` with its result or the exception that it raised."""
+        """Queues the function ``job`` for the thread.
+
+        Afterwards the worker's loop calls ``done`` with its result or exception.
+        """
         if not self._threads:
             self._start()
         self.pending += 1
@@ -59,12 +62,15 @@ class WorkThread:
         self._cover()
 
     def tell(self, call: Callable[[], None]) -> None:
-        """Asks the worker's loop to call a function; a job calls this, and goes on without waiting for the function."""
+        """Asks the worker's loop to call a function. The thread's own functions use this; it does not wait for the call."""
         self._inbox.post(call)
 
     @contextlib.contextmanager
     def standing_aside(self, always: bool = False) -> Iterator[None]:
-        """Lets another thread run later jobs while this one waits in the block, unless too many do; ``always``: even then."""
+        """Lets another thread run queued functions while the current function waits in the block.
+
+        If too many functions wait in such blocks already, no other thread does so, unless ``always``.
+        """
         with self._lock:
             stands = always or self._aside < _MAX_ASIDE
             self._aside += stands
@@ -82,14 +88,14 @@ class WorkThread:
                 self._jobs.put(lambda: None)
 
     def _cover(self) -> None:
-        """Starts a thread for queued jobs, if a job waits in ``standing_aside`` and its thread has no replacement yet."""
+        """Starts a thread for queued functions, if a function waits in ``standing_aside`` and nothing replaces its thread."""
         with self._lock:
             if self._covering < self._aside and not self._jobs.empty():
                 self._covering += 1
                 self._start()
 
     def finish(self) -> None:
-        """Waits until all queued jobs are done and the threads have ended. No job may be given to ``do`` after that."""
+        """Waits until all queued functions have returned and the threads have ended. ``do`` may not be called after that."""
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
