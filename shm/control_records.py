@@ -30,7 +30,7 @@ from tensord.shm.record import Record
 
 
 class Footprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The time and memory that loading a model took. For a model that is not compiled, only the time is known."""
+    """How much time and memory it took to load a model. For a model that is not compiled, only the time is known."""
 
     #: Seconds from reading its files to its last program, run once.
     seconds: float = 0.0
@@ -79,7 +79,10 @@ class Readiness(Record, frozen=True, tag="readiness"):
 
 
 class Loading(Record, frozen=True, tag="loading"):
-    """Says which step of loading a model a worker is at: executable ``number`` of ``total``; 0 of 0 until the total is known."""
+    """Tells the supervisor which step of loading a model a worker is at: executable ``number`` of ``total``.
+
+    ``total`` is 0 until the number of executables is known.
+    """
 
     name: str
     version: int
@@ -97,9 +100,9 @@ class Loading(Record, frozen=True, tag="loading"):
 
 
 class Start(Record, frozen=True, tag="start"):
-    """The first record to a child process: its incarnation (the number of this start), its name and the whole configuration.
+    """The first record to a child process: the number of this start, the process's name and the whole configuration.
 
-    ``options`` are ``tensord.config.options.Options`` as msgpack.
+    ``options`` is ``tensord.config.options.Options`` as msgpack.
     """
 
     #: Unique per process start; the child repeats it in ChildReady, so answers of a predecessor are never mistaken.
@@ -110,19 +113,19 @@ class Start(Record, frozen=True, tag="start"):
 
 
 class Stop(Record, frozen=True, tag="stop"):
-    """Asks a child process to finish its requests within ``grace_ns`` and then to exit with status 0.
+    """Asks a child process to finish its requests within ``grace_ns`` nanoseconds and then to exit with status 0.
 
-    A front accepts no new connections from then on.
+    A front that gets this accepts no new connections.
     """
 
     grace_ns: int
 
 
 class ChildReady(Record, frozen=True, tag="ready"):
-    """Tells the supervisor that a child process is ready: a front serves clients, a worker reads its control channel.
+    """Tells the supervisor that a child process is ready: a front serves clients, or a worker reads its control channel.
 
-    A worker sends two descriptors with it: those of its status page (``tensord.shm.status_page``) and its sequence page
-    (``tensord.shm.sequence_page``).
+    A worker's record comes with two file descriptors: those of the worker's status page (``tensord.shm.status_page``) and of
+    its sequence page (``tensord.shm.sequence_page``).
     """
 
     incarnation: int
@@ -133,26 +136,26 @@ class ChildReady(Record, frozen=True, tag="ready"):
 
 
 class StatePublished(Record, frozen=True, tag="published"):
-    """Tells a front that it was sent all published state (models, workers, readiness) up to number ``edition``.
+    """Tells a front that the supervisor has sent it all state (models, workers, readiness) up to number ``edition``.
 
-    The front answers with StateAcknowledged once it acts upon it.
+    The front answers with StateAcknowledged once it acts upon that state.
     """
 
     edition: int
 
 
 class StateAcknowledged(Record, frozen=True, tag="acknowledged"):
-    """Tells the supervisor that the front acts upon all published state up to number ``edition``."""
+    """Tells the supervisor that the front acts upon all state that it was sent up to number ``edition``."""
 
     edition: int
 
 
 class Serve(Record, frozen=True, tag="serve"):
-    """Tells a front that it has the whole published state, and may accept clients from now on."""
+    """Tells a front that it was sent the whole state, and may accept clients from now on."""
 
 
 class LaneLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Limits what one client may use of one worker through its lane. Sizes are bytes."""
+    """The limits on what one client may use of one worker over its lane. Sizes are in bytes."""
 
     #: Requests whose final answer has not left; one more is answered UNAVAILABLE.
     in_flight: int
@@ -167,7 +170,7 @@ class LaneLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LaneClient(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Identifies the client that a lane belongs to, and says what the client may use."""
+    """Identifies the client that a lane belongs to, and says how much the client may use."""
 
     #: The client as the kernel tells it; of kind "unix".
     peer: Peer
@@ -175,11 +178,11 @@ class LaneClient(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fi
 
 
 class LaneOpened(Record, frozen=True, tag="lane"):
-    """Hands the receiver one end of a new lane: a SEQPACKET socket's descriptor.
+    """Gives a front or a worker its end of a new lane: the descriptor of a SEQPACKET socket comes with the record.
 
-    To a front: ``peer`` is the number of the worker's start, ``device`` the name of its device ("cpu:0", "cuda:1"), and two more
-    descriptors are that worker's status page and its sequence page. To a worker: ``peer`` is the number of a front's start or a
-    client's lane; both come from the same counter.
+    To a front, ``peer`` is the number of the worker's start, and ``device`` the name of the worker's device ("cpu:0",
+    "cuda:1"); two more descriptors are the worker's status page and its sequence page. To a worker, ``peer`` is the number of a
+    front's start or of a client's lane; both kinds of numbers come from the same counter.
     """
 
     peer: int
@@ -191,10 +194,11 @@ class LaneOpened(Record, frozen=True, tag="lane"):
 
 
 class LaneClosed(Record, frozen=True, tag="unlane"):
-    """Ends a client's lane, which ``peer`` names by its number.
+    """Says that a client's lane ends. ``peer`` is the lane's number.
 
-    To a worker: the client is gone or does not need the lane any more; an unknown number is ignored. From a worker: the lane has
-    ended, whoever ended it. A worker sends this once for each client's lane, even if it could not receive the lane's descriptor.
+    The supervisor sends it to a worker if the client is gone or does not need the lane any more; the worker ignores an unknown
+    number. A worker sends it to the supervisor once for each client's lane, when the lane has ended for whatever reason, even
+    if the worker could not receive the lane's descriptor.
     """
 
     peer: int
@@ -203,7 +207,7 @@ class LaneClosed(Record, frozen=True, tag="unlane"):
 class LogChanged(Record, frozen=True, tag="log"):
     """Changes the log settings of the process that receives it.
 
-    ``options``: ``tensord.config.options.Log`` as msgpack; ``name``: the process's name in the log, as in Start.
+    ``options``: ``tensord.config.options.Log`` as msgpack. ``name``: the process's name in the log.
     """
 
     name: str
@@ -211,12 +215,13 @@ class LogChanged(Record, frozen=True, tag="log"):
 
 
 class TraceChanged(Record, frozen=True, tag="trace"):
-    """Changes how a front, or a worker for its clients, samples requests for a model for tracing.
+    """Changes which requests for a model a front traces; if sent to a worker, which requests of the worker's clients.
 
-    Model "": for all models without settings of their own.
+    ``model`` "": the settings hold for all models that have no settings of their own.
 
-    If anything is traced, the descriptor of the shared counter for sampling comes with it and, if the number of traces is
-    limited, that of the count of traces that may still be taken (``tensord.shm.trace_counters``).
+    If requests are to be traced, the descriptor of the counter for sampling comes with the record; all fronts share the
+    counter. If the number of traces is limited, a second descriptor is that of the number of traces that may still be taken
+    (``tensord.shm.trace_counters``).
     """
 
     model: str
@@ -229,13 +234,13 @@ class TraceChanged(Record, frozen=True, tag="trace"):
 
 
 class TraceCleared(Record, frozen=True, tag="untrace"):
-    """Tells a front or a worker to drop a model's own trace settings: the settings for all models hold for it again."""
+    """Tells a front or a worker to drop a model's own trace settings. The settings for all models then hold for it again."""
 
     model: str
 
 
 class EndedTrace(Record, frozen=True, tag="ended"):
-    """Describes a traced request that was answered, so that the supervisor can make OpenTelemetry spans of it."""
+    """Describes a traced request that has ended, so that the supervisor can make OpenTelemetry spans of it."""
 
     #: In hexadecimal digits as W3C Trace Context has them; ``parent_id``: the client's span, "": a trace begins with the request.
     trace_id: str
@@ -254,19 +259,22 @@ class EndedTrace(Record, frozen=True, tag="ended"):
 
 
 class TracesEnded(Record, frozen=True, tag="traces"):
-    """Hands the supervisor traces of answered requests, for it to forward to an OpenTelemetry collector."""
+    """Sends the supervisor traces of ended requests, which it forwards to an OpenTelemetry collector."""
 
     traces: tuple[EndedTrace, ...]
 
 
 class WorkerFenced(Record, frozen=True, tag="fenced"):
-    """Tells a front that a worker process has certainly ended (its pidfd says so): other workers may run its requests."""
+    """Tells a front that a worker process has certainly ended (its pidfd says so), so that other workers may run its requests."""
 
     worker: int
 
 
 class ModelState(Record, frozen=True, tag="model"):
-    """Describes one model version to a front. Sent with all fields on every change; it replaces the version's earlier record."""
+    """Describes one model version to a front.
+
+    It is sent with all fields on every change, and replaces the earlier record of the version.
+    """
 
     name: str
     version: int
@@ -304,13 +312,16 @@ class ModelGone(Record, frozen=True, tag="gone"):
 
 
 class RequestsRefused(Record, frozen=True, tag="refused"):
-    """Tells a front whether to refuse every new inference request, because the daemon is being drained."""
+    """Tells a front whether to refuse every new inference request from now on, because the daemon is being drained."""
 
     refused: bool
 
 
 class RegionPlace(Record, frozen=True, tag="place"):
-    """Tells a front in which GPU's memory a CUDA region lies, where there are several workers; device "": the region is gone."""
+    """Tells a front in which GPU's memory a CUDA region lies. It is sent where there are several workers.
+
+    ``device`` "": the region does not exist any more.
+    """
 
     region: str
     #: The GPU, "cuda:1"; for workers that have several GPUs, their first one.
@@ -318,7 +329,10 @@ class RegionPlace(Record, frozen=True, tag="place"):
 
 
 class Load(Record, frozen=True, tag="load"):
-    """Tells a worker to load one version of a model, warm it up and answer with Loaded; an earlier load serves meanwhile."""
+    """Tells a worker to load one version of a model, run it once and answer with Loaded.
+
+    If the worker has loaded the version before, that load serves requests meanwhile.
+    """
 
     name: str
     version: int
@@ -336,14 +350,17 @@ class Load(Record, frozen=True, tag="load"):
 
 
 class CancelLoad(Record, frozen=True, tag="cancel-load"):
-    """Tells a worker to cancel its unfinished loads of a version; each is answered with Loaded as soon as it has ended."""
+    """Tells a worker to cancel its unfinished loads of a version. The worker answers each load with Loaded once it has ended."""
 
     name: str
     version: int
 
 
 class Loaded(Record, frozen=True, tag="loaded"):
-    """Tells the supervisor that a worker has loaded a version (``reason`` is ""), or why it has not (one calm sentence)."""
+    """Tells the supervisor that a worker has loaded a version, or why it has not.
+
+    ``reason``: a sentence that says why the load failed; "": the version is loaded.
+    """
 
     name: str
     version: int
@@ -363,23 +380,24 @@ class Loaded(Record, frozen=True, tag="loaded"):
 
 
 class Unload(Record, frozen=True, tag="unload"):
-    """Tells a worker to take no new requests for a version, finish those in its queue, drop it and answer with Unloaded."""
+    """Tells a worker to unload a version: to take no new requests, finish those in the queue, and answer with Unloaded."""
 
     name: str
     version: int
 
 
 class Unloaded(Record, frozen=True, tag="unloaded"):
-    """Tells the supervisor that the worker has dropped a version, as an Unload record asked."""
+    """Tells the supervisor that a worker has unloaded a version, as an Unload record asked."""
 
     name: str
     version: int
 
 
 class ControlCall(Record, frozen=True, tag="call"):
-    """Asks the other process to carry out an operation and to answer with a Reply.
+    """Asks the process at the other end to carry out an operation and to answer with a Reply.
 
-    A descriptor may come with it: a pidfd of the client's process, to register a region, or the memory of pushed parameters.
+    A file descriptor may come with the record: a pidfd of the client's process, to register a region, or a memfd of parameters
+    that a client pushed.
     """
 
     call_id: int
@@ -389,7 +407,7 @@ class ControlCall(Record, frozen=True, tag="call"):
 
 
 class Reply(Record, frozen=True, tag="reply"):
-    """Answers a ControlCall, with ``result`` (JSON, often empty) or with a ServingError as ``code`` and ``message``."""
+    """Answers a ControlCall: with ``result`` (JSON, often empty) or, if it failed, with an error's ``code`` and ``message``."""
 
     call_id: int
     code: str = ""
@@ -406,7 +424,10 @@ FromWorker = ChildReady | Loaded | Loading | Unloaded | Reply | ControlCall | La
 
 
 class CheckLoads(Record, frozen=True, tag="check"):
-    """Asks a checking process (``tensord.workers.check``) to load model versions one by one, as a worker would, and to report."""
+    """Asks a checking process (``tensord.workers.check``) to load model versions one by one, and to report each result.
+
+    It loads them as a worker would.
+    """
 
     #: The daemon's ``tensord.config.options.Options`` as msgpack.
     options: msgspec.Raw

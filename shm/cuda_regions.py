@@ -33,10 +33,14 @@ _SONAME = "libcuda.so.1"
 
 
 class LastingCalls:
-    """Driver functions that may take long, called through ctypes, which lets other Python threads run meanwhile."""
+    """Driver functions that may take long. They are called by ctypes, so that other Python threads run meanwhile."""
 
     def __init__(self, code: Callable[[int], Any]) -> None:
-        """``code`` turns a number into a result code of the Python bindings; it raises ValueError where they do not know it."""
+        """Loads the driver's functions.
+
+        ``code``: converts a number to a result code of the Python bindings, and raises ValueError if they do not know the
+        number.
+        """
         self._code = code
         library = ctypes.CDLL(_SONAME)
         self.synchronize_stream = self._function(library.cuStreamSynchronize, c_void_p)
@@ -51,7 +55,10 @@ class LastingCalls:
         self._allocate = self._function(library.cuMemAlloc_v2, c_void_p, c_size_t)
 
     def allocate(self, byte_size: int) -> tuple[Any, int]:
-        """Allocates device memory in the current context. Returns the driver's result code and the address; 0: it failed."""
+        """Allocates device memory in the current context. Returns the driver's result code and the memory's address.
+
+        The address is 0 if the allocation failed.
+        """
         pointer = c_uint64(0)
         (code,) = self._allocate(byref(pointer), byte_size)
         return code, pointer.value
@@ -86,7 +93,10 @@ class DeviceLost(Unavailable):
 
 
 class Driver:
-    """The CUDA driver as this process uses it. A device's context is opened when first needed, and stays until ``close``."""
+    """The CUDA driver as this process uses it.
+
+    A device's context is opened when it is first needed, and stays until ``close``.
+    """
 
     def __init__(self) -> None:
         self._contexts: dict[int, Context] = {}
@@ -94,7 +104,10 @@ class Driver:
         self.lost = ""
 
     def context(self, ordinal: int) -> Context:
-        """Returns the context of a device, by this process's number of it. Raises NoCuda: there is none that can be used."""
+        """Returns the context of a device. ``ordinal``: the device's number in this process.
+
+        Raises NoCuda: there is no such device, or it cannot be used.
+        """
         found = self._contexts.get(ordinal)
         if found is None:
             found = self._contexts[ordinal] = Context(self, _bindings(), ordinal)
@@ -141,10 +154,11 @@ def _name(driver: Any, code: Any) -> str:
 
 
 class Context:
-    """The primary context of one device; every thread may use it, each with a stream of its own.
+    """The primary context of one device. Every thread may use it, and each thread has a stream of its own in it.
 
-    The work that one thread queues delays no other thread's copies, and its errors are raised in no other thread. Its methods
-    raise CudaError where the driver refuses what they ask for or, of ``synchronize``, work that was queued; and DeviceLost.
+    Work that one thread queues does not delay another thread's copies, and its errors are raised in no other thread. The
+    methods raise CudaError if the driver refuses a call; ``synchronize`` also raises it if queued work has failed. They raise
+    DeviceLost if the device has failed for good.
     """
 
     def __init__(self, owner: Driver, driver: Any, ordinal: int) -> None:
@@ -169,7 +183,7 @@ class Context:
             raise NoCuda(f"GPU {ordinal} has failed ({owner.lost})") from error
 
     def call(self, function: Any, *arguments: Any) -> Any:
-        """Calls a driver function. Returns its result, or a tuple if it has several or none."""
+        """Calls a driver function. Returns the function's result; if it has several results or none, a tuple."""
         code, *results = function(*arguments)
         if code != self.driver.CUresult.CUDA_SUCCESS:
             name = _name(self.driver, code)
@@ -180,7 +194,10 @@ class Context:
         return results[0] if len(results) == 1 else tuple(results)
 
     def enter(self) -> None:
-        """Sets the calling thread's current context to this one, as copies, ``clear``, ``synchronize`` and ``stream`` need."""
+        """Makes this context the current context of the calling thread.
+
+        Copies, ``clear``, ``synchronize`` and ``stream`` need that.
+        """
         self.call(self.driver.cuCtxSetCurrent, self._handle)
 
     def stream(self) -> int:
@@ -194,11 +211,14 @@ class Context:
     # ------------------------------------------------------------------------------------------------------- copies
 
     def to_device(self, pointer: int, address: int, byte_size: int) -> None:
-        """Queues a copy from host memory at ``address``, which must not change until ``synchronize`` has returned."""
+        """Queues a copy from host memory at ``address`` to device memory at ``pointer``.
+
+        The host memory must not change until ``synchronize`` has returned.
+        """
         self.call(self._lasting.host_to_device, pointer, address, byte_size, self.stream())
 
     def to_host(self, address: int, pointer: int, byte_size: int) -> None:
-        """Queues a copy from device memory at ``pointer`` to host memory at ``address``; ``synchronize`` waits for it."""
+        """Queues a copy from device memory at ``pointer`` to host memory at ``address``. ``synchronize`` waits for the copy."""
         self.call(self._lasting.device_to_host, address, pointer, byte_size, self.stream())
 
     def within_device(self, to: int, pointer: int, byte_size: int) -> None:
@@ -214,14 +234,17 @@ class Context:
         self.call(self._lasting.synchronize_stream, self.stream())
 
     def check(self) -> None:
-        """Raises DeviceLost if the device has failed, in this thread's work or in any other. Waits for all queued work."""
+        """Waits for all queued work. Raises DeviceLost if the device has failed, in this thread's work or in another thread's."""
         self.enter()
         self.call(self._lasting.synchronize_context)
 
     # ------------------------------------------------------------------------------------------------------- memory
 
     def allocate(self, byte_size: int) -> int:
-        """Allocates device memory, aligned to 256 bytes. Raises Unavailable: the device has none left."""
+        """Allocates device memory, aligned to 256 bytes, and returns its address.
+
+        Raises Unavailable: the device has none left.
+        """
         self.enter()
         try:
             return int(self.call(self._lasting.allocate, byte_size))
@@ -234,22 +257,23 @@ class Context:
         self.call(self._lasting.free, pointer)
 
     def pin(self, address: int, byte_size: int) -> None:
-        """Page-locks host memory that this process may write to, so that copies to and from the memory need no staging buffer.
+        """Page-locks host memory, so that the driver copies to it and from it without a staging buffer.
 
-        Many drivers refuse memory that may only be read, even with the flag for such memory.
+        This process must be allowed to write to the memory: many drivers refuse read-only memory, even with the flag for such
+        memory.
         """
         self.enter()
         self.call(self._lasting.register_host, address, byte_size, int(self.driver.CU_MEMHOSTREGISTER_PORTABLE))
 
     def unpin(self, address: int) -> None:
-        """Ends the page-lock of ``pin``; call it before the memory is unmapped."""
+        """Ends the page-lock that ``pin`` began. Call it before the memory is unmapped."""
         self.enter()
         self.call(self._lasting.unregister_host, address)
 
     # ----------------------------------------------------------------------------------------- memory of other processes
 
     def open(self, raw_handle: bytes) -> tuple[int, int]:
-        """Opens another process's allocation by its IPC handle. Returns its device address and its size in bytes."""
+        """Opens an allocation of another process by its IPC handle. Returns the device address and the number of bytes."""
         self.enter()
         driver = self.driver
         handle = driver.CUipcMemHandle()
@@ -265,7 +289,10 @@ class Context:
         return pointer, int(start) + int(byte_size) - pointer
 
     def close_opened(self, pointer: int) -> None:
-        """Closes an allocation that ``open`` has opened. A failure is ignored: the memory belongs to another process."""
+        """Closes an allocation that ``open`` has opened.
+
+        An error of the driver is ignored, as the memory is another process's.
+        """
         with contextlib.suppress(CudaError, DeviceLost):
             self.enter()
             self.call(self.driver.cuIpcCloseMemHandle, pointer)
@@ -282,7 +309,7 @@ class Context:
 
 
 class _Stream:
-    """A thread's CUDA stream. It is destroyed when the thread ends or the context is closed."""
+    """One thread's CUDA stream. It is destroyed when the thread ends or the context is closed."""
 
     def __init__(self, context: Context) -> None:
         self._call, self.driver = context.call, context.driver
@@ -292,7 +319,7 @@ class _Stream:
         self.handle = int(made)
 
     def close(self) -> None:
-        """Destroys the stream; work that is still queued in it is done first. Idempotent."""
+        """Destroys the stream after the work that is still queued in it is done. Idempotent."""
         made, self._made = self._made, None
         if made is not None:
             with contextlib.suppress(CudaError, DeviceLost):
@@ -304,10 +331,10 @@ class _Stream:
 
 
 class _Guarded:
-    """A context manager that turns a CudaError inside its block into an InvalidArgument that names a client's region.
+    """A context manager that converts a CudaError in its block to an InvalidArgument that names a client's region.
 
-    It is a class and no generator: an error raised inside a generator keeps the frames that it passed through alive until the
-    next garbage collection, and with them all that these frames hold (Python 3.12 and newer).
+    It is a class and no generator function. An error that is raised inside a generator keeps alive the frames that it passed
+    through, and all that these frames hold, until the next garbage collection (Python 3.12 and newer).
     """
 
     __slots__ = ("_name",)
@@ -327,10 +354,10 @@ class _Guarded:
 
 
 class CudaRegion(Leased):
-    """A registered allocation of a client's GPU memory, opened in this worker; its bytes can only be reached by copies.
+    """A registered allocation of a client's GPU memory, opened in this worker. Its bytes can only be reached by copies.
 
-    Ranges count from its start. Methods that copy raise InvalidArgument where the range is not inside the region or the memory
-    cannot be used any more, as its owner has freed it, and DeviceLost.
+    Offsets count from the region's start. Methods that copy raise InvalidArgument if the range is not inside the region, or if
+    the memory cannot be used any more because its owner has freed it. They raise DeviceLost if the device has failed.
     """
 
     #: Always 0: no page of GPU memory can be missing here.
@@ -339,13 +366,15 @@ class CudaRegion(Leased):
     def __init__(
         self, name: str, context: Context, raw_handle: bytes, byte_size: int, elsewhere: tuple[int, int] | None = None
     ) -> None:
-        """Opens the allocation by its IPC handle.
+        """Opens a client's allocation by its IPC handle.
 
         Args:
+          context: the context of the GPU that the worker uses.
           raw_handle: the cudaIpcMemHandle_t, 64 bytes.
           byte_size: how many bytes of the allocation, from its start, are registered.
-          elsewhere: where another GPU has the memory, the daemon's numbers of that GPU and of the context's. The driver maps the
-            memory if the two have access to each other; it is copied from there, never used in place. None: the context's has it.
+          elsewhere: (the daemon's number of the GPU that has the memory, the daemon's number of the context's GPU), if these
+            are different GPUs. The driver can open the memory only if the two have access to each other. The memory is then
+            copied from, and never used in place. None: the memory is on the context's GPU.
         Raises: InvalidArgument: the handle opens no allocation, or one with fewer than ``byte_size`` bytes.
         """
         try:
@@ -379,7 +408,7 @@ class CudaRegion(Leased):
         return self._start + offset
 
     def read(self, address: int, offset: int, byte_size: int) -> None:
-        """Copies a range of the region to host memory at ``address``, and waits for the copy."""
+        """Copies a range of the region to host memory at ``address``, and waits until it is copied."""
         pointer = self.pointer(offset, byte_size)
         with self.guarded():
             self.context.enter()
@@ -387,31 +416,37 @@ class CudaRegion(Leased):
             self.context.synchronize()
 
     def write(self, offset: int, address: int, byte_size: int) -> None:
-        """Queues a copy from host memory at ``address``; call ``settle`` before the client is told that the bytes are there."""
+        """Queues a copy from host memory at ``address`` to the region.
+
+        Call ``settle`` before the client learns of the new bytes.
+        """
         pointer = self.pointer(offset, byte_size)
         with self.guarded():
             self.context.enter()
             self.context.to_device(pointer, address, byte_size)
 
     def copy(self, offset: int, pointer: int, byte_size: int) -> None:
-        """Queues a copy from device memory at ``pointer``; call ``settle`` before the client is told that the bytes are there."""
+        """Queues a copy from device memory at ``pointer`` to the region.
+
+        Call ``settle`` before the client learns of the new bytes.
+        """
         target = self.pointer(offset, byte_size)
         with self.guarded():
             self.context.enter()
             self.context.within_device(target, pointer, byte_size)
 
     def settle(self) -> None:
-        """Waits until the copies that this thread has queued with ``write`` and ``copy`` are done."""
+        """Waits until the copies that this thread has queued by ``write`` and ``copy`` are done."""
         with self.guarded():
             self.context.enter()
             self.context.synchronize()
 
     def guarded(self) -> _Guarded:
-        """Returns a context manager for copies to and from the region: it turns a CudaError in its block into InvalidArgument."""
+        """Returns a context manager for copies to or from the region: it converts a CudaError to InvalidArgument."""
         return _Guarded(self.name)
 
     def close(self) -> None:
-        """Closes the client's allocation in this process. Idempotent."""
+        """Closes the client's allocation in this process; the client's memory stays. Idempotent."""
         pointer, self._start = self._start, None
         if pointer is not None:
             self.context.close_opened(pointer)

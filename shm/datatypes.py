@@ -27,12 +27,15 @@ OPEN = -1
 
 
 def wire_name(datatype: str) -> str:
-    """Returns the name that records use for a client's datatype: BYTES for STRING; any other name, known or not, unchanged."""
+    """Returns the name that records use for a client's datatype: "BYTES" for "STRING", and any other name unchanged.
+
+    The name need not be a datatype's.
+    """
     return "BYTES" if datatype == _BYTES_ALIAS else datatype
 
 
 def from_model_config(data_type: str) -> str:
-    """Converts ``TYPE_FP32`` to ``FP32``, and ``TYPE_STRING`` to ``BYTES``. Raises InvalidArgument: unknown name."""
+    """Converts ``TYPE_FP32`` to ``FP32``, and ``TYPE_STRING`` to ``BYTES``. Raises InvalidArgument: there is no such datatype."""
     name = "BYTES" if data_type == "TYPE_STRING" else data_type.removeprefix("TYPE_")
     if not data_type.startswith("TYPE_") or name not in ELEMENT_SIZES:
         raise InvalidArgument(f"unknown data type '{data_type}'")
@@ -40,15 +43,16 @@ def from_model_config(data_type: str) -> str:
 
 
 def to_model_config(datatype: str) -> str:
-    """Converts ``FP32`` to ``TYPE_FP32``, and ``BYTES`` to ``TYPE_STRING``; does not check the name."""
+    """Converts ``FP32`` to ``TYPE_FP32``, and ``BYTES`` to ``TYPE_STRING``. Does not check whether there is such a datatype."""
     return "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}"
 
 
 def element_count(shape: Sequence[int], what: str = "shape") -> int:
-    """Returns the number of elements of a shape; ``what`` names the shape in error messages.
+    """Returns the number of elements of a shape. ``what`` names the shape in error messages.
 
-    Raises: InvalidArgument: a negative dimension, a rank over ``MAX_RANK``, or a product over ``MAX_ELEMENTS``. The product
-      leaves dimensions of 0 out: neither a record nor numpy can hold a shape such as [0, 2**63], though it has no elements.
+    Raises: InvalidArgument: a dimension is negative, there are more than ``MAX_RANK`` dimensions, or their product exceeds
+      ``MAX_ELEMENTS``. Dimensions of 0 are left out of that product, because neither a record nor numpy can hold a shape such
+      as [0, 2**63], though it has no elements.
     """
     if len(shape) > MAX_RANK:
         raise InvalidArgument(f"{what}: {len(shape)} dimensions given, at most {MAX_RANK} are allowed")
@@ -66,10 +70,11 @@ def element_count(shape: Sequence[int], what: str = "shape") -> int:
 
 
 def byte_size(datatype: str, shape: Sequence[int], what: str = "shape") -> int | None:
-    """Returns a tensor's size in bytes, or None for BYTES, whose size depends on its content.
+    """Returns a tensor's size in bytes; None for BYTES, whose size depends on the content.
 
-    Raises: InvalidArgument: unknown datatype, or a shape that ``element_count`` refuses; ``what`` names the tensor in the
-      message.
+    ``what`` names the tensor in error messages.
+
+    Raises: InvalidArgument: there is no such datatype, or ``element_count`` refuses the shape.
     """
     try:
         size = ELEMENT_SIZES[datatype]
@@ -80,12 +85,12 @@ def byte_size(datatype: str, shape: Sequence[int], what: str = "shape") -> int |
 
 
 def is_open(shape: Sequence[int]) -> bool:
-    """Returns whether a dimension of the shape is open (-1)."""
+    """Returns whether a dimension of the shape is variable (-1)."""
     return OPEN in shape
 
 
 def check_shape(shape: Sequence[int], what: str) -> None:
-    """Raises InvalidArgument, which names ``what``, unless one dimension at most is open (-1) and the others are valid."""
+    """Raises InvalidArgument, which names ``what``, if the shape is invalid or has more than one variable dimension (-1)."""
     if shape.count(OPEN) > 1:
         raise InvalidArgument(
             f"{what} {_shown(shape)} has {shape.count(OPEN)} dimensions of -1, at most 1 can be found from the data"
@@ -94,9 +99,9 @@ def check_shape(shape: Sequence[int], what: str) -> None:
 
 
 def closed(shape: Sequence[int], count: int, what: str) -> tuple[int, ...]:
-    """Returns the shape with its open dimension (-1) replaced by the size that gives the shape ``count`` elements.
+    """Returns the shape with its variable dimension (-1) replaced by the size that gives the shape ``count`` elements.
 
-    ``what`` names the shape in errors. Raises InvalidArgument: no size of the open dimension gives ``count`` elements.
+    ``what`` names the shape in errors. Raises InvalidArgument: no size of that dimension gives ``count`` elements.
     """
     check_shape(shape, what)
     given = element_count([dim for dim in shape if dim != OPEN], what)
@@ -106,9 +111,10 @@ def closed(shape: Sequence[int], count: int, what: str) -> tuple[int, ...]:
 
 
 def elements(datatype: str, content: bytes | memoryview, what: str) -> int:
-    """Returns how many elements a tensor's content holds, as it came over the protocol; ``what`` names the tensor in errors.
+    """Returns how many elements there are in a tensor's content as it came over the protocol.
 
-    A last element of BYTES that is cut short counts. Raises InvalidArgument: the content ends within an element of fixed size.
+    An incomplete element of BYTES at the end counts as one. ``what`` names the tensor in errors. Raises InvalidArgument: the
+    content ends within an element of fixed size.
     """
     size = ELEMENT_SIZES[datatype]
     if size is not None:

@@ -32,7 +32,7 @@ def close(fds: Iterable[int]) -> None:
 
 
 def received(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
-    """Returns the descriptors that came with a message, whose ancillary data is as ``recvmsg`` returned it."""
+    """Returns the file descriptors that came with a message. ``ancillary``: the ancillary data that ``recvmsg`` returned."""
     fds = array.array("i")
     for level, kind, content in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -41,16 +41,19 @@ def received(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
 
 
 def raise_limit() -> int:
-    """Raises this process's limit of open files to the most that the system allows, and returns it; children inherit it."""
+    """Raises this process's limit of open files to the most that the system allows, and returns it.
+
+    Children inherit the limit.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return most
 
 
 def check_reserve(fd: int, what: str) -> None:
-    """Raises Unavailable, whose message begins with ``what``, if ``fd`` is one of the descriptors reserved for requests.
+    """Raises Unavailable if ``fd`` is one of the last descriptors that this process may open, which are reserved for requests.
 
-    The caller still owns ``fd`` then, and closes it.
+    ``what``: how the message begins. The caller still has to close ``fd``.
     """
     # The system always gives out the lowest free number, so all descriptors below are in use.
     most = limit()
@@ -64,9 +67,9 @@ def check_reserve(fd: int, what: str) -> None:
 
 @contextlib.contextmanager
 def needed(what: str) -> Iterator[None]:
-    """Turns an OSError inside the ``with`` block into Unavailable if no more files may be opened; any other OSError passes.
+    """Converts an OSError in the ``with`` block to Unavailable if it says that no more files may be opened.
 
-    ``what``: the use of the descriptor, for the message, such as "sending an arena segment".
+    Any other OSError is raised unchanged. ``what``: what a descriptor was needed for, such as "sending an arena segment".
     """
     try:
         yield

@@ -15,7 +15,7 @@ _ALONE = "#"
 
 
 def gpu_of(device: str) -> str:
-    """Returns the GPU in a device name: "cuda:1" for "cuda:1/2" or "cuda:1#m"; "" for a CPU worker."""
+    """Returns the GPU in a worker's device name: "cuda:1" for "cuda:1/2" or "cuda:1#m"; "" for a worker on the CPU."""
     return device.partition(_ALONE)[0].partition("/")[0] if device.startswith("cuda:") else ""
 
 
@@ -25,23 +25,29 @@ def number_of(gpu: str) -> int:
 
 
 def name(gpu: int, share: int = 0) -> str:
-    """Returns the device name of one of a GPU's workers: "cuda:1" for the first one (``share`` 0), "cuda:1/2" for ``share`` 2."""
+    """Returns the device name of one of a GPU's workers: "cuda:1" for the first one (``share`` 0), "cuda:1/2" for ``share`` 2.
+
+    ``gpu``: the GPU's number.
+    """
     return f"cuda:{gpu}/{share}" if share else f"cuda:{gpu}"
 
 
 def alone(device: str, model: str) -> str:
-    """Returns the device name of a worker that serves only ``model``, an isolated model: "cuda:1#m" for model "m" on "cuda:1".
+    """Returns the device name of a worker that serves only the model ``model``: "cuda:1#m" for model "m" on "cuda:1".
 
-    ``device``: the device of the worker that all other models share.
+    ``device``: the device name of the worker that serves all other models there.
     """
     return f"{gpu_of(device) or device}{_ALONE}{model}"
 
 
 def model_of(device: str) -> str:
-    """Returns the isolated model in a device name: "m" for "cuda:1#m"; "" if the worker is shared by several models."""
+    """Returns the model in the device name of a worker that serves only one model: "m" for "cuda:1#m"; "" for other workers."""
     return device.partition(_ALONE)[2]
 
 
 def shared(device: str) -> str:
-    """Returns the device of the worker that serves the models that are not isolated: "cpu:0" for "cpu:0#m" or "cpu:0"."""
+    """Returns the device name of the worker that serves all models that have no worker of their own.
+
+    That is "cpu:0" for "cpu:0#m" and for "cpu:0".
+    """
     return device.partition(_ALONE)[0]

@@ -23,7 +23,7 @@ Counted = Mapping[str, tuple[int, ...]]
 
 
 class Durations:
-    """Histograms of how long a model version's requests took on a worker: one for each protocol ("http") and kind ("queue").
+    """Histograms of how long requests to a model version took on a worker, for each protocol ("http") and kind ("queue").
 
     Only the worker's main loop may use them. ``buckets``: the upper bounds of the buckets in seconds, ascending.
     """
@@ -44,7 +44,10 @@ class Durations:
         counts[at + self._row - 1] += ns
 
     def ran(self, protocol: int, request_ns: int, queue_ns: int, compute_ns: int) -> None:
-        """Counts an answered request in the histograms of its request, queue and compute durations; none may be negative."""
+        """Counts an answered request in the histograms of three kinds: request, queue and compute. No duration may be negative.
+
+        ``protocol``: a position in PROTOCOLS.
+        """
         counts, bounds, row, at = self.counts, self.bounds, self._row, protocol * len(KINDS) * self._row
         counts[at + bisect_left(bounds, request_ns)] += 1
         counts[at + row - 1] += request_ns
@@ -56,7 +59,7 @@ class Durations:
         counts[at + row - 1] += compute_ns
 
     def counted(self) -> Counted:
-        """Returns the histograms, protocol -> numbers, without protocols that had no requests."""
+        """Returns the counts of the histograms by protocol, without protocols that had no requests."""
         size = len(KINDS) * self._row
         found: dict[str, tuple[int, ...]] = {}
         for number, protocol in enumerate(PROTOCOLS):
@@ -70,7 +73,7 @@ class Durations:
 
 
 def total(one: Counted, other: Counted) -> Counted:
-    """Adds up two results of ``Durations.counted`` with the same buckets, such as those of two workers, and returns the sums."""
+    """Returns the sums of two results of ``Durations.counted`` with the same buckets, such as those of two workers."""
     found = dict(one)
     for protocol, counts in other.items():
         before = found.get(protocol)

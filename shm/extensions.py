@@ -21,18 +21,18 @@ STALE = "it was built from other sources than those that lie beside it"
 
 
 def sources(folder: Path, names: Sequence[str]) -> str:
-    """Returns the names of source files and a hash of their contents, the text that is compiled into an extension as SOURCES.
+    """Returns a text with the names of source files and a hash of their contents. It is compiled into an extension as SOURCES.
 
-    ``names``: the files' paths, relative to the extension's folder.
+    ``names``: the files' paths, relative to ``folder``, the extension's folder.
     """
     found = hashlib.sha256(b"\0".join((folder / name).read_bytes() for name in names))
     return " ".join([*names, found.hexdigest()])
 
 
 def check(module: ModuleType) -> None:
-    """Raises ImportError if the extension was not built from the source files that lie beside it.
+    """Raises ImportError if a C extension was not built from the source files that lie beside it.
 
-    An installed extension has no sources beside it and always passes.
+    An installed extension has no source files beside it, and always passes.
     """
     assert module.__file__ is not None
     folder, built = Path(module.__file__).parent, getattr(module, "SOURCES", "")
@@ -43,9 +43,10 @@ def check(module: ModuleType) -> None:
 
 
 def missing(parts: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns a sentence for each extension that cannot be used, then one with advice; an empty tuple if all can be used.
+    """Returns a sentence for each C extension that cannot be used, and then a sentence with advice.
 
-    ``parts``: module name of an extension -> what the process does without it.
+    The result is empty if all can be used. ``parts``: the extension's module name -> what the process does without the
+    extension.
     """
     found = [f"{what} ({name}: {reason})" for name, what in parts.items() if (reason := _reason(name))]
     if not found:
@@ -55,7 +56,7 @@ def missing(parts: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _reason(name: str) -> str:
-    """Returns why the extension with this module name cannot be used; "" if it can."""
+    """Returns why the C extension with this module name cannot be used; "" if it can be used."""
     try:
         check(importlib.import_module(name))
     except ModuleNotFoundError:

@@ -16,9 +16,10 @@ FIRST_RESPONSE_MS = (100, 500, 2000, 5000)
 
 
 class SlowReason(enum.Enum):
-    """The reason why a worker answers a request in Python and not in C: a sentence for whoever operates the daemon.
+    """The reason why a worker answered a request in Python instead of C. The value is a sentence for operators of the daemon.
 
-    A request has none if C answers its repeats: it was the first of its kind, or came while others waited in Python.
+    A request has no reason if C answers the same request when it comes again: the request was the first of its kind, or came
+    while other requests waited in Python.
     """
 
     # Of a model version: they hold for each request to it.
@@ -48,7 +49,7 @@ class SlowReason(enum.Enum):
 
 
 class Counts(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Counters of one model version on one worker; they only grow. They count requests unless the name says otherwise."""
+    """Counters of one model version on one worker, which only grow. They count requests unless the name says otherwise."""
 
     success: int = 0
     #: Failed requests: waited too long; cancelled; refused by the model or its executable; anything else. Sums as in statistics.
@@ -146,7 +147,7 @@ class VersionFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknow
 
 
 class MetricFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The value of one metric that a model's code has made, for one combination of labels."""
+    """The value of one metric that a model's code has defined, for one combination of labels."""
 
     labels: tuple[tuple[str, str], ...]
     #: The value; for a histogram the sum of what it has observed.
@@ -157,7 +158,7 @@ class MetricFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
 
 
 class OwnMetrics(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """All metrics of one name that models' code has made, one for each combination of labels."""
+    """A metric that models' code has defined, with its values, one for each combination of labels."""
 
     name: str
     description: str
@@ -169,7 +170,7 @@ class OwnMetrics(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fi
 
 
 class Compiles(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Counts the programs that a worker has compiled since it started, and those that it found in the cache instead."""
+    """Counts the programs that a worker has compiled since it started, and the programs that it found in the cache instead."""
 
     #: Compilations, those that failed included, and the time of all of them in ns.
     count: int = 0
@@ -179,7 +180,7 @@ class Compiles(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fiel
 
 
 class Figures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """All counters of one worker; the supervisor asks each worker for them and makes metrics of them."""
+    """All counters of one worker. The supervisor asks each worker for them, and makes metrics of them."""
 
     #: The versions that take requests.
     versions: tuple[VersionFigures, ...]

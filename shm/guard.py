@@ -25,25 +25,34 @@ else:
 
 
 def any_faults() -> bool:
-    """Returns whether a page of any guarded mapping was missing when it was touched; cheaper than asking each for ``faults``."""
+    """Returns whether in any guarded mapping of this process a page was missing when the page was read or written.
+
+    This takes less time than to look at ``faults`` of each mapping.
+    """
     return available and _guard.any()
 
 
 def may_be_missing(address: int) -> bool:
-    """Returns whether an address lies in a mapping whose pages may vanish: it has a ``Guarded``, and no driver has locked it."""
+    """Returns whether an address lies in a mapping whose pages may vanish.
+
+    That is so if the mapping has a ``Guarded`` and no GPU's driver has locked its pages.
+    """
     return available and _guard.may_be_missing(address)
 
 
 def install() -> None:
-    """Installs this process's handler of SIGBUS, the signal for a missing page, where the C extension was built. Idempotent."""
+    """Installs this process's handler of SIGBUS, the signal for a missing page. Idempotent.
+
+    Does nothing if the C extension was not built.
+    """
     if available:
         _guard.install()
 
 
 class Guarded:
-    """Keeps this process alive when a page of one mapping of client memory is missing, until ``release``. ``install`` first.
+    """Keeps this process alive if a page of a mapping of client memory is missing, until ``release``. Call ``install`` before.
 
-    Such an access reads zeros, or writes nowhere, and is counted in ``faults``.
+    A read of a missing page gives zeros, a write is lost, and either is counted in ``faults``.
     """
 
     __slots__ = ("_slot",)
@@ -53,16 +62,19 @@ class Guarded:
 
     @property
     def faults(self) -> int:
-        """Returns how often so far a page of the mapping was missing when it was touched; 0 after ``release``."""
+        """Returns how often so far a page of the mapping was missing when it was read or written; 0 after ``release``."""
         return 0 if self._slot is None else _guard.faults(self._slot)
 
     def hold(self, held: bool) -> None:
-        """Notes that a GPU's driver has locked the mapping's pages (True), or is about to unlock them (False). For any thread."""
+        """Notes whether a GPU's driver has locked the mapping's pages. May be called in any thread.
+
+        ``held``: True: the driver has locked them; False: it is about to unlock them.
+        """
         if self._slot is not None:
             _guard.hold(self._slot, held)
 
     def release(self) -> None:
-        """Stops guarding the mapping; call it once nobody touches the mapping any more. Idempotent."""
+        """Ends the guard. Call it once nobody reads or writes the mapping any more. Idempotent."""
         slot, self._slot = self._slot, None
         if slot is not None:
             _guard.remove(slot)

@@ -72,9 +72,11 @@ Instruction = RequestRecord | Prepare | Cancel | Taken | TraceContext | EndSeque
 
 
 class LaneEnd:
-    """What the two ends of a lane have in common: a channel, an arena of their own, and what the other end has of its arena.
+    """One end of a lane; base class of the submitter's and the worker's. It has a channel, and an arena of its own.
 
-    A segment of an arena:
+    It also knows which segments of that arena the other end has mapped, and maps the segments of the other end's arena.
+
+    The life of a segment:
 
         announce ─▶ SegmentOpened with its descriptor ─▶ mapped there ─▶ closed here ─▶ SegmentClosed
            ▲                              ╰─ SegmentRefused: no descriptor is left there ─╮
@@ -87,8 +89,9 @@ class LaneEnd:
         """Sends the version of the records to the other end.
 
         Args:
-          channel: sends and receives on ``sock``, which it has taken over.
-          theirs: the map that gets the segments which the other end opens.
+          channel: sends and receives on ``sock``, and owns it.
+          arena: this end's arena.
+          theirs: the map to which the segments are added that the other end opens.
           writable: whether the other end may map this end's segments writable, as page-locking for a GPU needs.
         """
         #: What is queued here is sent by the next ``flush``.
@@ -115,10 +118,10 @@ class LaneEnd:
         self.view = theirs.view
 
     def _first(self) -> tuple[list[Any], list[int]] | None:
-        """Receives the first datagram and checks the WireVersion in it. Returns its other records, and its descriptors.
+        """Receives the first datagram and checks the WireVersion in it. Returns the datagram's other records and its descriptors.
 
-        If it has no other records, the next datagram is received and returned in its place. None: no datagram is waiting.
-        Raises InvalidArgument: the other end uses another version of the records.
+        If the datagram has no other records, the next datagram is received and returned instead. Returns None if no datagram is
+        waiting. Raises InvalidArgument: the other end uses another version of the records.
         """
         received = self.channel.receive()
         if received is None:
@@ -138,9 +141,9 @@ class LaneEnd:
             self.announced.add(segment)
 
     def _apply_segment(self, record: object, fds: list[int]) -> None:
-        """Does what a record about segments says, of this end's arena or of the other's.
+        """Carries out a record about a segment: of this end's arena, or of the other end's arena.
 
-        Raises InvalidArgument: the record is malformed, or about something else.
+        Raises InvalidArgument: the record is malformed, or is about something other than a segment.
         """
         if type(record) is SegmentRefused and not fds:
             self.announced.discard(record.segment)
@@ -169,7 +172,7 @@ class LaneEnd:
         return self.channel.flush()
 
     def _withdraw_closed(self) -> None:
-        """Queues a SegmentClosed for each closed segment that the other end knows, so that it unmaps it and frees its memory."""
+        """Queues a SegmentClosed for each closed segment that the other end knows, so that the other end unmaps the segment."""
         self._closures = self.arena.closures
         for gone in self.announced - self.arena.segments.keys():
             self.channel.put(SegmentClosed(gone))
@@ -182,15 +185,15 @@ class LaneEnd:
 
 
 class SubmitterLane(LaneEnd):
-    """A submitter's end of a lane: a front or client sends requests on it and receives their answers.
+    """A submitter's end of a lane: a front or client sends requests on it and receives the answers.
 
-    ``arena`` holds the tensors of requests; all lanes of the submitter share it, and closing a lane does not close it.
+    ``arena`` holds the tensors of requests. All lanes of the submitter share it, and closing a lane does not close it.
     """
 
     def __init__(self, sock: socket.socket, arena: Arena, writable: bool = False) -> None:
-        """Takes the socket over and sends the version of the records to the worker.
+        """Takes ownership of the socket and sends the version of the records to the worker.
 
-        ``writable``: whether the worker maps the arena writable, because it has a GPU and page-locks the memory.
+        ``writable``: True: the worker maps the arena writable, because it has a GPU and page-locks the memory.
         """
         super().__init__(Channel(sock, _FROM_WORKER), sock, arena, ArenaMap(), writable)
         self._releases: list[LeaseKey] = []
@@ -201,10 +204,10 @@ class SubmitterLane(LaneEnd):
         self._received: ReceivedNumbers[tuple[PreparedAnswer, int]] = ReceivedNumbers()
 
     def submit(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> None:
-        """Queues a request for the worker; its inputs must be written already, and their segments announced (``announce``).
+        """Queues a request for the worker. Call it once the request's inputs are written and their segments announced.
 
-        ``numbered``: the prepared request that ``record`` names by number; it is sent first if the worker does not know it. None:
-        the record carries its prepared request itself.
+        ``numbered``: the prepared request that ``record`` names by number; if the worker does not know it yet, it is sent
+        first. None: ``record`` contains its prepared request.
         """
         if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)
@@ -213,7 +216,12 @@ class SubmitterLane(LaneEnd):
     def submit_traced(
         self, context: TraceContext, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None
     ) -> None:
-        """Queues a request for the worker, as ``submit`` does, preceded by the trace that it belongs to (``context``)."""
+        """Queues a request for the worker, and before it ``context``, which names the trace that the request belongs to.
+
+        Call it once the request's inputs are written and their segments announced. ``numbered``: the prepared request that
+        ``record`` names by number; if the worker does not know it yet, it is sent first. None: ``record`` contains its prepared
+        request.
+        """
         if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)
         if record.sequence_id:
@@ -224,21 +232,32 @@ class SubmitterLane(LaneEnd):
         self.channel.put(record)
 
     def submit_at_once(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> bool:
-        """Sends a request at once if nothing is queued before it. Returns False if the request was queued and needs a flush."""
+        """Sends a request at once if no record is queued, else queues it. Returns False if ``flush`` must be called.
+
+        Call it once the request's inputs are written and their segments announced. ``numbered``: the prepared request that
+        ``record`` names by number; if the worker does not know it yet, it is sent first. None: ``record`` contains its prepared
+        request.
+        """
         if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)
         return self.channel.send_alone(record)
 
     def cancel(self, request_id: int) -> None:
-        """Tells the worker that nobody waits for the answer to this request any more; a final answer still comes."""
+        """Queues a message that tells the worker that nobody waits for the answer to a request. A final answer still comes."""
         self.channel.put(Cancel(request_id))
 
     def taken(self, request_id: int, byte_size: int) -> None:
-        """Tells the worker that the client has taken ``byte_size`` more bytes of a request's responses, so more may be sent."""
+        """Queues a message that tells the worker that the client has taken more of a request's responses.
+
+        The worker may then send more. ``byte_size``: how many bytes of responses the client has taken since the last message.
+        """
         self.channel.put(Taken(request_id, byte_size))
 
     def flush(self) -> bool:
-        """Sends all queued records and releases. Returns True if none is left; False: call again when the socket is writable."""
+        """Sends all queued records, and gives leases of answers that are not needed any more back to the worker.
+
+        Returns True if no record is left. False: call it again when the socket is writable.
+        """
         self.unsaid = False
         if self._closures != self.arena.closures:
             self._withdraw_closed()
@@ -252,12 +271,13 @@ class SubmitterLane(LaneEnd):
         return self.channel.flush()
 
     def receive(self) -> list[tuple[PreparedAnswer, AnswerRecord]] | None:
-        """Returns the answers in the next datagram, possibly none; None: no datagram is waiting.
+        """Receives a datagram and returns the answers in it, possibly none; None: no datagram is waiting.
 
-        Each is a pair: the prepared answer, and the rest of the answer.
-        Raises: ChannelClosed: the worker has closed its end or exited; its requests may be run again only once the process is
-          certainly gone.  InvalidArgument: the datagram is malformed or of another version, or an answer names a number that was
-          never prepared, or carries more or fewer tensors than were prepared for it.
+        Each answer is a pair: the prepared answer, and the rest of the answer.
+
+        Raises: ChannelClosed: the worker has closed its end or exited. Its requests may be run again only once the process has
+          certainly ended.  InvalidArgument: the datagram is malformed or of another version, an answer names a number that was
+          never prepared, or an answer has more or fewer tensors than were prepared for it.
         """
         try:
             received = self.channel.receive() if self._agreed else self._first()
@@ -297,7 +317,7 @@ class SubmitterLane(LaneEnd):
         return answers
 
     def _unreachable(self, request_id: int, lease: LeaseKey) -> AnswerRecord:
-        """Returns an error in place of an answer whose segment could not be mapped, and queues a Release of its lease."""
+        """Returns an error in place of an answer whose segment could not be mapped. Queues a Release of the answer's lease."""
         self.channel.put(Release((lease,)))
         self.unsaid = True
         try:
@@ -308,9 +328,10 @@ class SubmitterLane(LaneEnd):
 
 
 class WorkerLane(LaneEnd):
-    """The worker's end of a lane: it receives requests from one submitter, a front or a client, and sends answers.
+    """The worker's end of a lane: it receives requests from one submitter, a front or a client, and sends the answers.
 
-    It owns the response arena. The arena's first segment is made at once for a front's lane, on first use for a client's.
+    It owns the response arena. On a front's lane the arena's first segment is made at once, on a client's when it is first
+    needed.
     """
 
     def __init__(
@@ -325,14 +346,18 @@ class WorkerLane(LaneEnd):
         buffer: bytearray | None = None,
         budget: Budget | None = None,
     ) -> None:
-        """Takes the socket over, sends the version of the records and creates the response arena.
+        """Takes ownership of the socket, sends the version of the records and creates the response arena.
 
         Args:
-          byte_size, max_byte_size, keep_byte_size: sizes of the response arena (``Arena``).
-          on_segment: called with every segment of both arenas.
-          writable: whether to map the submitter's segments writable, so that they can be page-locked.
-          segments: for a client's lane, the map that gets the segments which the client opens; None: this is a front's lane.
-          buffer, budget: as ``Channel`` and ``Arena`` have them.
+          byte_size: the number of bytes of the response arena's first segment.
+          max_byte_size: the most bytes that all its segments may have together.
+          keep_byte_size: how many bytes of its unused large segments are kept for later answers.
+          on_segment: called with every segment of both arenas; None: nothing is called.
+          writable: True: maps the submitter's segments writable, so that they can be page-locked.
+          segments: for a client's lane, the map to which the segments are added that the client opens; None: this is a front's
+            lane.
+          buffer: a buffer for received datagrams that several lanes of one thread share; None: this lane makes its own.
+          budget: limits the response arenas of several lanes together; None: there is no such limit.
         """
         client = self._client = segments is not None
         channel = Channel(sock, _FROM_SUBMITTER, MAX_CLIENT_RECORD if client else MAX_RECORD, buffer)
@@ -350,11 +375,13 @@ class WorkerLane(LaneEnd):
         self.published: PublishedNumbers[PreparedAnswer] = PublishedNumbers(self.channel, PrepareAnswer)
 
     def receive(self) -> list[Instruction] | None:
-        """Returns the requests and other records for the dispatcher in the next datagram, in order; None: no datagram is waiting.
+        """Receives a datagram and returns, in their order, the requests and other records in it that the dispatcher handles.
 
-        The list is empty if the datagram held only what this method has dealt with: returned leases, and news of segments.
+        Returns None if no datagram is waiting. The list is empty if the datagram had only records that this method handles
+          itself: leases that are given back, and messages about segments.
+
         Raises: ChannelClosed: the submitter has closed its end or exited.  InvalidArgument: the datagram is malformed or of
-          another version, or it returns a lease that is not outstanding.
+          another version, or gives back a lease that is not outstanding.
         """
         try:
             received = self.channel.receive() if self._agreed else self._first()
@@ -364,9 +391,17 @@ class WorkerLane(LaneEnd):
         return None if received is None else self._apply(*received)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> list[Instruction]:
-        """Decodes a datagram that ``tensord.workers.dispatch.fast_path`` has received, with its descriptors and flags.
+        """Decodes a datagram that ``tensord.workers.dispatch.fast_path`` has received. Returns the records for the dispatcher.
 
-        Returns and raises what ``receive`` does.
+        The list is empty if the datagram had only leases that are given back, and messages about segments.
+
+        Args:
+          content: the datagram's bytes.
+          fds: the file descriptors that came with the datagram.
+          flags: the flags that ``recvmsg`` returned.
+
+        Raises: ChannelClosed: the submitter has closed its end or exited.  InvalidArgument: the datagram is malformed or of
+          another version, or gives back a lease that is not outstanding.
         """
         try:
             records, fds = self.channel.read(content, fds, flags)
@@ -401,17 +436,17 @@ class WorkerLane(LaneEnd):
         return wanted
 
     def is_announced(self, lease: Lease) -> bool:
-        """Returns whether the submitter knows the segment of this lease and was told of every closed one."""
+        """Returns whether the submitter was told of the segment of this lease, and of every segment that was closed."""
         return lease.place.segment in self.announced and self._closures == self.arena.closures
 
     def complete(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
-        """Queues an answer for the submitter; its outputs must be written already.
+        """Queues an answer for the submitter. Call it once the answer's outputs are written.
 
-        A segment that is new to the submitter is announced first; if this process has no descriptor left for that, an error is
-        queued in place of the answer.
+        If the submitter does not know the answer's segment yet, the segment is announced first. If this process has no file
+        descriptor left for that, an error is queued in place of the answer.
 
-        ``numbered``: the prepared answer that ``record`` names by number; it is sent first if the submitter does not know it.
-        None: the record carries its prepared answer itself.
+        ``numbered``: the prepared answer that ``record`` names by number; if the submitter does not know it yet, it is sent
+        first. None: ``record`` contains its prepared answer.
         """
         if numbered is not None and numbered not in self.published:
             self.published.publish(numbered)
@@ -420,13 +455,19 @@ class WorkerLane(LaneEnd):
         self.channel.put(record)
 
     def complete_encoded(self, numbered: Numbered[PreparedAnswer], records: list[bytes]) -> None:
-        """Queues encoded answers (``AnswerRecord``) that carry their outputs in the records and share one prepared answer."""
+        """Queues encoded answers (``AnswerRecord``), which contain their outputs and all have the same prepared answer.
+
+        ``numbered``: that prepared answer; if the submitter does not know it yet, it is sent first.
+        """
         if numbered not in self.published:
             self.published.publish(numbered)
         self.channel.put_encoded(records)
 
     def _announced(self, request_id: int, lease: LeaseKey) -> AnswerRecord | None:
-        """Announces the segment of a lease; if no descriptor is left, releases the lease and returns an error to send."""
+        """Announces the segment of a lease to the submitter. Returns None; returns an error to send if that fails.
+
+        It fails if this process has no file descriptor left; the lease is released then.
+        """
         try:
             self.announce(lease[0])
         except Unavailable as error:
@@ -435,15 +476,16 @@ class WorkerLane(LaneEnd):
         return None
 
     def close(self) -> None:
-        """Closes the socket, unmaps the request arena and closes the response arena."""
+        """Closes the socket, unmaps the submitter's arena and closes the response arena."""
         super().close()
         self.arena.close()
 
 
 def _agree(records: list[Any], fds: list[int]) -> bool:
-    """Checks the WireVersion that begins a lane's first records, and removes it from ``records``. Returns True.
+    """Checks the WireVersion with which the first records of a lane begin, and removes it from ``records``. Returns True.
 
-    Raises InvalidArgument: another record came first, or the other end uses another version; ``fds`` are closed then.
+    ``fds``: the descriptors that came with the records; they are closed if this raises. Raises InvalidArgument: another record
+    came first, or the other end uses another version.
     """
     first = records.pop(0) if records else None
     if type(first) is WireVersion and first.number == WIRE_VERSION:
@@ -457,9 +499,9 @@ def _agree(records: list[Any], fds: list[int]) -> bool:
 
 
 def _segment_of(lost: DescriptorsLost) -> int:
-    """Returns the number of the segment whose descriptor was lost.
+    """Returns the number of the segment whose file descriptor was lost.
 
-    Raises InvalidArgument: the lost descriptor came with anything but one SegmentOpened, the only record that may carry one.
+    Raises InvalidArgument: the descriptor did not come with exactly one SegmentOpened, the only record that may have one.
     """
     if len(lost.records) != 1 or type(lost.records[0]) is not SegmentOpened:
         raise InvalidArgument(f"malformed datagram: {lost}")
@@ -472,9 +514,9 @@ def _refuse_descriptors(fds: list[int]) -> None:
 
 
 def response_byte_size(contents: tuple[Content, ...]) -> int:
-    """Returns how many bytes a response counts against the limit of responses that were sent and not yet taken by the client.
+    """Returns how many bytes a response counts against the limit on responses that were sent but not yet taken by the client.
 
-    Submitter and worker both compute it from the same contents, so they agree.
+    Submitter and worker both compute the number from the same contents, so they agree.
     """
     size = _RESPONSE_BYTE_SIZE
     for content in contents:

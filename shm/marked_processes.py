@@ -23,7 +23,7 @@ _INTERVAL = 0.02
 
 
 class Found(NamedTuple):
-    """Identifies a running process: a pid is unique only together with the process's start time."""
+    """Identifies a running process. Since pids are used again, it is the pid together with the process's start time."""
 
     pid: int
     parent: int
@@ -32,7 +32,7 @@ class Found(NamedTuple):
 
 
 def look(pid: int) -> Found | None:
-    """Returns the running process with that pid; None if there is none, or it has exited and is a zombie."""
+    """Returns the running process with that pid. Returns None if there is none, or if it has exited and is a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The process's name, which may hold anything, stands in parentheses.
@@ -48,7 +48,10 @@ def everybody() -> list[Found]:
 
 
 def has(found: Found, mark: str) -> bool:
-    """Returns whether the process was started with this mark, of a worker or a load; False if its environment cannot be read."""
+    """Returns whether a process has ``mark``, the mark of a worker or a load, in the environment that it was started with.
+
+    Returns False if the environment cannot be read.
+    """
     entry = f"{MARK}={mark}".encode()
     try:
         with open(f"/proc/{found.pid}/environ", "rb") as file:
@@ -58,7 +61,7 @@ def has(found: Found, mark: str) -> bool:
 
 
 def send(found: Found, number: int) -> bool:
-    """Sends a signal (``number``) to exactly this process. Returns False if it has ended, or belongs to another user."""
+    """Sends the signal ``number`` to exactly this process. Returns False if it has ended, or belongs to another user."""
     try:
         # The pidfd is opened before the second look: by now the pid may be another process's.
         held = os.pidfd_open(found.pid)
@@ -78,9 +81,9 @@ def send(found: Found, number: int) -> bool:
 
 
 def kill_all(mark: str) -> int:
-    """Kills all processes that have this mark in their environment. Returns how many were killed.
+    """Kills all processes that have ``mark`` in their environment. Returns how many were killed.
 
-    It looks for them again after each round until none is left, up to 20 times.
+    Looks for such processes again after each round until none is left, at most 20 times.
     """
     killed: set[int] = set()
     for _ in range(_MAX_LOOKS):

@@ -41,7 +41,7 @@ _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Slice(Record, frozen=True, tag="a"):
-    """Names a range of bytes in a segment of the sender's arena."""
+    """Names a range of bytes in a segment of the arena of the record's sender."""
 
     segment: int
     offset: int
@@ -49,7 +49,10 @@ class Slice(Record, frozen=True, tag="a"):
 
 
 class RegionSlice(Record, frozen=True, tag="r"):
-    """Names bytes in a client's registered region. For an output ``byte_size`` is the room there, not the size written."""
+    """Names a range of bytes in a client's registered region.
+
+    For an output, ``byte_size`` is how much room there is, not how many bytes are written.
+    """
 
     region: str
     offset: int
@@ -64,7 +67,10 @@ Buffer = bytes | memoryview
 
 
 class PreparedTensor(Record, frozen=True, tag="t"):
-    """Describes a tensor without its contents. (The contents of BYTES: each element after its length, a u32 little-endian.)"""
+    """Describes a tensor without its content: name, datatype, shape, and the region that it lies in, if it lies in one.
+
+    The content of a BYTES tensor is each element after its length, a u32, little-endian.
+    """
 
     name: str
     datatype: str
@@ -74,7 +80,10 @@ class PreparedTensor(Record, frozen=True, tag="t"):
 
 
 class RequestedOutput(Record, frozen=True, tag="o"):
-    """Names an output that the client asked for. ``region`` is where it is written; None: it comes with the answer."""
+    """Names an output that the client asked for.
+
+    ``region``: where the worker writes the output; None: the output comes with the answer.
+    """
 
     name: str
     region: RegionSlice | None = None
@@ -86,35 +95,41 @@ class RequestedOutput(Record, frozen=True, tag="o"):
 
 
 class WireVersion(Record, frozen=True, tag="V"):
-    """Says which version of these records the sender uses: the first record on a lane in each direction.
+    """Says which version of these records the sender uses. It is the first record on a lane in each direction.
 
-    This record never changes, so that a peer with any other version can read it and say so.
+    This record never changes, so that a process with any other version can read it and report the difference.
     """
 
     number: int
 
 
 class SegmentOpened(Record, frozen=True, tag="S+"):
-    """Announces a new sealed segment of the sender's arena; its descriptor comes with the record."""
+    """Announces a new sealed segment of the sender's arena. The segment's file descriptor comes with the record."""
 
     segment: int
     byte_size: int
 
 
 class SegmentClosed(Record, frozen=True, tag="S-"):
-    """Tells the peer to unmap a segment of the sender's arena; no later record refers to it."""
+    """Tells the other end of the lane to unmap a segment of the sender's arena. No later record refers to the segment."""
 
     segment: int
 
 
 class SegmentRefused(Record, frozen=True, tag="S!"):
-    """Tells an arena's owner that the sender could not map a segment; the owner announces it again before its next use."""
+    """Tells the owner of an arena that the sender could not map a segment.
+
+    The owner announces the segment again before it uses the segment the next time.
+    """
 
     segment: int
 
 
 class TracedTensor(Record, frozen=True, tag="tt"):
-    """A tensor of a traced request as text: its elements in row-major order, with commas; of a large tensor only the first."""
+    """A tensor of a traced request as text: its elements in row-major order, separated by commas.
+
+    Of a large tensor only the first elements are there.
+    """
 
     activity: str
     name: str
@@ -141,7 +156,7 @@ class OwnSpan(Record, frozen=True, tag="os"):
 
 
 class Timeline(Record, frozen=True, tag="tl"):
-    """Lists the events of a traced request in the worker, each with its CLOCK_MONOTONIC time in ns, and the request's tensors."""
+    """Lists what happened to a traced request in the worker: events with their CLOCK_MONOTONIC time in ns, and tensors."""
 
     moments: tuple[tuple[str, int], ...]
     tensors: tuple[TracedTensor, ...] = ()
@@ -157,7 +172,7 @@ class Timeline(Record, frozen=True, tag="tl"):
 
 
 class PreparedRequest(Record, frozen=True, tag="P"):
-    """The part of a request that many requests share: model, inputs without contents, outputs, parameters."""
+    """The part of a request that many requests share: model, inputs without their contents, outputs, parameters."""
 
     model: str
     #: 0: the newest ready version.
@@ -170,17 +185,17 @@ class PreparedRequest(Record, frozen=True, tag="P"):
 
 
 class Prepare(Record, frozen=True, tag="Q+"):
-    """Assigns a number to a prepared request, for later records on this lane."""
+    """Assigns a number to a prepared request. Later records on this lane name the prepared request by the number."""
 
     number: int
     prepared: PreparedRequest
 
 
 class TraceContext(Record, frozen=True, tag="tc"):
-    """Names the trace of the next request on this lane; ignored if that request has another ``request_id``.
+    """Names the trace of the next request on this lane. It is ignored if the next request has another ``request_id``.
 
-    A front sends the ids of the request's own span. A client sends those of a ``traceparent`` whose sender samples the trace; the
-    request joins it if spans are sent to a collector.
+    A front sends the trace id and the span id of the request's own span. A client sends the ids in a ``traceparent`` whose
+    sender samples the trace; the request joins that trace if spans are sent to a collector.
     """
 
     request_id: int
@@ -191,7 +206,7 @@ class TraceContext(Record, frozen=True, tag="tc"):
 
 
 class RequestRecord(Record, frozen=True, tag="q"):
-    """One inference request. ``request_id`` is chosen by the submitter, which never uses it again for any worker."""
+    """One inference request. The submitter chooses ``request_id``, and never uses it again for any worker."""
 
     request_id: _Natural
     #: By its number, or as it is where it has none.
@@ -232,34 +247,40 @@ class RequestRecord(Record, frozen=True, tag="q"):
         received_ns: int = 0,
         trace: int = 0,
     ) -> RequestRecord:
-        """Makes the record of a request that says how it is scheduled; the other arguments are fields of the record."""
+        """Makes the record of a request from its scheduling and other fields. The other arguments are fields of the record."""
         first, last = scheduling[:5], scheduling[5:]
         return cls(request_id, prepared, contents, client_id, deadline_ns, received_ns, *first, trace, 0, *last)
 
 
 class Release(Record, frozen=True, tag="L"):
-    """Releases leases of the worker's response arena, each named by (segment, offset, generation)."""
+    """Gives leases of the worker's response arena back to the worker. A lease is named by (segment, offset, generation)."""
 
     leases: tuple[tuple[int, int, int], ...]
 
 
 class Taken(Record, frozen=True, tag="T"):
-    """Tells the worker that the client has taken so many more bytes (``lane.response_byte_size``) of a request's responses."""
+    """Tells the worker that the client has taken ``byte_size`` more bytes of a request's responses.
+
+    Bytes are counted by ``lane.response_byte_size``.
+    """
 
     request_id: int
     byte_size: _Natural
 
 
 class Cancel(Record, frozen=True, tag="X"):
-    """Tells the worker that nobody waits for the answer to a request: it is dropped if it is queued, and answered in any case."""
+    """Tells the worker that nobody waits for the answer to a request.
+
+    A request that is queued is not run any more. The worker sends a final answer in any case.
+    """
 
     request_id: int
 
 
 class EndSequence(Record, frozen=True, tag="E"):
-    """Tells the worker that a client sends no further request of a sequence. Not answered; only on a client's lane.
+    """Tells the worker that a client sends no further request of a sequence. It comes only on a client's lane, and has no answer.
 
-    The sequence ends once its waiting requests have run, but goes on if its last request did not come on this client's lane.
+    The sequence ends once its waiting requests have run. It does not end if its last request came on another lane.
     """
 
     model: str
@@ -267,7 +288,7 @@ class EndSequence(Record, frozen=True, tag="E"):
 
 
 class PreparedAnswer(Record, frozen=True, tag="A"):
-    """The part of an answer that many answers share: version, outputs without contents, parameters."""
+    """The part of an answer that many answers share: version, outputs without their contents, parameters."""
 
     version: int = 0
     outputs: tuple[PreparedTensor, ...] = ()
@@ -277,14 +298,14 @@ class PreparedAnswer(Record, frozen=True, tag="A"):
 
 
 class PrepareAnswer(Record, frozen=True, tag="C+"):
-    """Assigns a number to a prepared answer, for later records on this lane."""
+    """Assigns a number to a prepared answer. Later records on this lane name the prepared answer by the number."""
 
     number: int
     prepared: PreparedAnswer
 
 
 class AnswerRecord(Record, frozen=True, tag="c"):
-    """One answer to a request: outputs, or an error in ``code`` and ``message``."""
+    """One answer to a request: outputs, or an error (``code`` and ``message``)."""
 
     request_id: int
     #: By its number, or as it is where it has none.
@@ -307,12 +328,18 @@ LAST = PreparedAnswer()
 
 
 def is_mark(prepared: PreparedAnswer, answer: AnswerRecord) -> bool:
-    """Returns whether an answer carries no response and no error, and only says that no further response comes."""
+    """Returns whether an answer is neither a response nor an error, and only says that no further response comes.
+
+    ``prepared``: the part that the answer shares with others.
+    """
     return prepared.final and not (answer.code or prepared.version or prepared.outputs)
 
 
 def all_parameters(prepared: PreparedRequest, own: RequestRecord) -> dict[str, Parameter]:
-    """Returns the parameters that a client gave with a request, without those that schedule it, such as priority and timeout."""
+    """Returns the parameters that a client gave with a request, without those that schedule it, such as priority and timeout.
+
+    ``prepared``: the part that the request shares with others; ``own``: the rest of the request.
+    """
     return {**prepared.parameters, SET_PARAMETER: own.parameter_set} if own.parameter_set else prepared.parameters
 
 
@@ -322,7 +349,7 @@ ToSubmitter = _ToBoth | PrepareAnswer | AnswerRecord
 
 
 def placed(tensors: tuple[PreparedTensor, ...], contents: tuple[Content, ...]) -> list[tuple[PreparedTensor, Place]]:
-    """Returns each tensor with the place of its bytes: its region or, for a tensor in no region, the next of ``contents``.
+    """Returns each tensor with the place of its bytes: the tensor's region or, if it lies in none, the next of ``contents``.
 
     Raises InvalidArgument: there are more or fewer contents than tensors that lie in no region.
     """

@@ -19,7 +19,8 @@ NOT_EXPLICIT = "explicit model load / unload is not allowed if polling is enable
 class LoadModel(Record, frozen=True, tag="c.load"):
     """Asks the supervisor to load a model by name, or to load it again. Reply: empty, once the model is loaded.
 
-    ``config`` replaces its config.pbtxt, as JSON; ``files`` replace its version files (path -> content).
+    ``config``: JSON that replaces the model's config.pbtxt; "": nothing replaces it. ``files``: path -> content; they replace
+    the files of the model's versions.
     """
 
     name: str
@@ -32,7 +33,7 @@ class LoadModel(Record, frozen=True, tag="c.load"):
 class UnloadModel(Record, frozen=True, tag="c.unload"):
     """Asks the supervisor to begin to unload a model. Reply: empty.
 
-    ``unload_dependents``: if the model is an ensemble, also its members that nothing else uses.
+    ``unload_dependents``: True: if the model is an ensemble, the models of its steps that nothing else uses are unloaded, too.
     """
 
     name: str
@@ -40,7 +41,7 @@ class UnloadModel(Record, frozen=True, tag="c.unload"):
 
 
 class ModelReady(Record, frozen=True, tag="c.isready"):
-    """Asks the supervisor whether any worker serves a model version (0: any version). Reply: JSON, true or false."""
+    """Asks the supervisor whether any worker serves a model version. Reply: JSON, true or false. ``version`` 0: any version."""
 
     name: str
     version: int = 0
@@ -49,7 +50,7 @@ class ModelReady(Record, frozen=True, tag="c.isready"):
 class RepositoryIndex(Record, frozen=True, tag="c.index"):
     """Asks the supervisor for the index of all models. Reply: JSON array of {name, version?, state?, reason?}.
 
-    ``ready``: only versions that are ready; ``detailed``: with each version's footprint (time and memory of its loading).
+    ``ready``: True: only versions that are ready. ``detailed``: True: also the time and memory that loading each version took.
     """
 
     ready: bool = False
@@ -57,9 +58,10 @@ class RepositoryIndex(Record, frozen=True, tag="c.index"):
 
 
 class ModelStatistics(Record, frozen=True, tag="c.stats"):
-    """Asks the supervisor or a worker for statistics of a model version; name "": of all models, version 0: of all versions.
+    """Asks the supervisor or a worker for statistics of model versions. Reply: JSON {"model_stats": [...]}.
 
-    Reply: JSON {"model_stats": [...]}. Each worker replies with its own statistics; the supervisor adds them up.
+    Each worker replies with its own statistics; the supervisor adds them up. ``name`` "": all models. ``version`` 0: all
+    versions.
     """
 
     name: str = ""
@@ -67,7 +69,7 @@ class ModelStatistics(Record, frozen=True, tag="c.stats"):
 
 
 class Peer(Record, frozen=True, tag="peer"):
-    """Identifies the client that asks for an operation, as the socket tells it, never as the client says.
+    """Identifies the client that asks for an operation, by what the socket says of it and not by what the client says.
 
     Source: ``tensord.daemon.front.peer``.
     """
@@ -84,7 +86,7 @@ class Peer(Record, frozen=True, tag="peer"):
 
     @property
     def owner(self) -> str:
-        """Returns the name under which quotas count this client: its user, or for TCP its host.
+        """Returns the name under which quotas count this client: that of its user or, for a TCP client, of its host.
 
         (Clients of one TCP host cannot be told apart for longer than a connection.)
         """
@@ -98,8 +100,8 @@ ANONYMOUS = Peer()
 class RegisterSystemRegion(Record, frozen=True, tag="c.reg"):
     """Registers part of a POSIX shared-memory object as a region under a name.
 
-    The first worker opens the object and replies with its descriptor and JSON {"access": how it uses the region}; both are sent
-    to the other workers.
+    The first worker opens the object and replies with the object's descriptor and JSON {"access": how it uses the region}. Both
+    are sent on to the other workers.
     """
 
     name: str
@@ -117,7 +119,7 @@ class RegisterSystemRegion(Record, frozen=True, tag="c.reg"):
 class RegisterCudaRegion(Record, frozen=True, tag="c.regcuda"):
     """Registers an allocation of a client's GPU memory as a region under a name.
 
-    Anybody who has the handle can open the memory, so the handle is never written to a log.
+    Any process that has the handle can open the memory, so the handle is never written to a log.
     """
 
     name: str
@@ -134,10 +136,10 @@ class RegisterCudaRegion(Record, frozen=True, tag="c.regcuda"):
 
 
 class UnregisterRegion(Record, frozen=True, tag="c.unreg"):
-    """Unregisters a region of a kind, "system", "cuda" or "" (any): no later request finds it.
+    """Unregisters a region of a kind, "system", "cuda" or "" (any), so that no later request finds it.
 
-    Name "", to the supervisor only: every region of the kind that this client may unregister. A worker replies with JSON, the
-    number of tensors of requests that lie in the region now.
+    ``name`` "", to the supervisor only: every region of the kind that this client may unregister. A worker replies with JSON:
+    how many tensors of requests lie in the region now.
     """
 
     kind: str
@@ -145,16 +147,19 @@ class UnregisterRegion(Record, frozen=True, tag="c.unreg"):
 
 
 class AwaitRegion(Record, frozen=True, tag="c.awaitreg"):
-    """Asks a worker to reply once all earlier regions of this name are closed, as no request uses them any more. Reply: empty."""
+    """Asks a worker to reply once all earlier regions of this name are closed. Reply: empty.
+
+    An earlier region was unregistered, and is closed once no request uses it.
+    """
 
     name: str
 
 
 class RegionRecords(Record, frozen=True, tag="c.regrec"):
-    """Asks the supervisor for all that is known of a region, or of all regions (name ""). Reply: JSON array.
+    """Asks the supervisor for all that is known of a region. Reply: JSON array. ``name`` "": all regions.
 
-    A worker that is asked replies with a JSON object: name -> [tensors of requests in the region of that name, tensors of
-    requests in earlier regions of the same name].
+    A worker replies with a JSON object: name -> [how many tensors of requests lie in the region of that name, how many lie in
+    earlier regions of the same name].
     """
 
     name: str = ""
@@ -165,14 +170,14 @@ class WorkerFigures(Record, frozen=True, tag="c.figures"):
 
 
 class FileSource(Record, frozen=True, tag="s.file"):
-    """Says that parameters to push are in a file or Orbax checkpoint of the model's folder (see ``tensord.models.load``)."""
+    """The parameters to push are in a file or an Orbax checkpoint in the model's folder (see ``tensord.models.load``)."""
 
     #: Relative to the version's folder or, where that has none of the name, to the model's; never leads out of the latter.
     path: str
 
 
 class RegionSource(Record, frozen=True, tag="s.region"):
-    """Says that parameters to push are in a registered region, of system or GPU memory, in safetensors format."""
+    """The parameters to push are in a registered region, of system or GPU memory, in safetensors format."""
 
     region: str
     offset: int = 0
@@ -181,13 +186,13 @@ class RegionSource(Record, frozen=True, tag="s.region"):
 
 
 class MemorySource(Record, frozen=True, tag="s.memory"):
-    """Says that parameters to push are in a memory file in safetensors format, whose descriptor comes with the call."""
+    """The parameters to push are in a memfd in safetensors format, whose descriptor comes with the call."""
 
     byte_size: int
 
 
 class LeafPlace(Record, frozen=True, tag="s.leaf"):
-    """Says where in a registered region the bytes of one parameter are, and its datatype and shape."""
+    """The place of one parameter's bytes in a registered region, with the parameter's datatype and shape."""
 
     region: str
     offset: int
@@ -198,7 +203,7 @@ class LeafPlace(Record, frozen=True, tag="s.leaf"):
 
 
 class LeavesSource(Record, frozen=True, tag="s.leaves"):
-    """Says for each parameter to push, by name, in which place of a registered region it is."""
+    """The parameters to push are in registered regions; for each parameter, by name, it has the place in a region."""
 
     #: The leaf's name, keys joined by dots -> where it is.
     leaves: dict[str, LeafPlace]
@@ -210,9 +215,9 @@ MAIN_SET = "main"
 
 
 class MakeParameters(Record, frozen=True, tag="c.makeparams"):
-    """Tells a worker to write all parameters of a set, from ``source``, into one sealed memory in safetensors format.
+    """Tells a worker to write all parameters of a parameter set, from ``source``, into one memfd in safetensors format.
 
-    Reply: JSON {"byte_size"}, with the memory's descriptor (a memfd, sealed SHRINK, GROW, WRITE and SEAL).
+    Reply: JSON {"byte_size"}, with the descriptor of the memfd, which has the seals SHRINK, GROW, WRITE and SEAL.
     """
 
     model: str
@@ -228,9 +233,11 @@ class MakeParameters(Record, frozen=True, tag="c.makeparams"):
 class StageParameters(Record, frozen=True, tag="c.stageparams"):
     """Tells a worker to validate new parameters of a set and copy them to the device, next to those in use.
 
-    The memory that comes with the call holds all parameters in safetensors format. Without memory, the worker takes version
-    ``number`` of this set, which it has kept; number 0 of the set main is what the repository holds. Reply: JSON {"byte_size"},
-    or the error that says why the parameters are refused; then nothing has changed.
+    The memfd whose descriptor comes with the call has all parameters in safetensors format. Without a descriptor, the worker
+    takes the parameters of push ``number`` of this set, which it has kept; number 0 of the set main is what the repository
+    holds.
+
+    Reply: JSON {"byte_size"}, or an error that says why the parameters are refused; nothing has changed then.
     """
 
     #: The supervisor's number of the push, by which it is committed or aborted.
@@ -245,7 +252,10 @@ class StageParameters(Record, frozen=True, tag="c.stageparams"):
 
 
 class CommitParameters(Record, frozen=True, tag="c.commitparams"):
-    """Tells a worker to use the parameters that it has staged of a push for every batch from now on. Reply: JSON {}."""
+    """Tells a worker to use the parameters of a push for every batch from now on. Reply: JSON {}.
+
+    StageParameters has copied them to the device before.
+    """
 
     push: int
     #: Whether sequences and stepped requests that have begun go on with it, too.
@@ -253,15 +263,18 @@ class CommitParameters(Record, frozen=True, tag="c.commitparams"):
 
 
 class AbortParameters(Record, frozen=True, tag="c.abortparams"):
-    """Tells a worker to drop the parameters that it has staged of a push, if there are any. Reply: JSON {}."""
+    """Tells a worker to drop the parameters of a push that StageParameters has copied to the device, if there are any.
+
+    Reply: JSON {}.
+    """
 
     push: int
 
 
 class ServeLoaded(Record, frozen=True, tag="c.serveloaded"):
-    """Tells a worker to let requests find a version whose Load had ``held`` set; nothing happens to any other version.
+    """Tells a worker to let requests find a version whose Load had ``held`` set. Any other version is not affected.
 
-    Reply: JSON {} when requests find it, so that only then fronts hear of it.
+    Reply: JSON {}, once requests find the version, so that fronts learn of the version only then.
     """
 
     model: str
@@ -269,9 +282,10 @@ class ServeLoaded(Record, frozen=True, tag="c.serveloaded"):
 
 
 class DropParameters(Record, frozen=True, tag="c.dropparams"):
-    """Drops a parameter set on one worker (sent to a worker) or on all (sent to the supervisor): no later request finds it.
+    """Drops a parameter set, so that no later request finds it.
 
-    The set main cannot be dropped. Reply: JSON {} from a worker, empty from the supervisor.
+    If sent to a worker, it drops the set on that worker; if sent to the supervisor, on all workers. The set main cannot be
+    dropped. Reply: JSON {} from a worker, empty from the supervisor.
     """
 
     model: str
@@ -281,9 +295,9 @@ class DropParameters(Record, frozen=True, tag="c.dropparams"):
 
 
 class PushParameters(Record, frozen=True, tag="c.push"):
-    """Pushes new parameters of a set to every worker with the model version; if one refuses, none uses them.
+    """Asks the supervisor to push new parameters of a set to every worker that has the model version.
 
-    Reply: JSON {"model", "version", "set", "number", "byte_size"}.
+    If one worker refuses them, no worker uses them. Reply: JSON {"model", "version", "set", "number", "byte_size"}.
     """
 
     model: str
@@ -302,9 +316,9 @@ class PushParameters(Record, frozen=True, tag="c.push"):
 
 
 class ListParameters(Record, frozen=True, tag="c.listparams"):
-    """Asks the supervisor for the parameter sets of a model ("": all models), a version (0: all) and a name ("": all names).
+    """Asks the supervisor for parameter sets. Reply: JSON array with an object for each set: {"model", "version", "set", ...}.
 
-    Reply: JSON array with an object for each set: {"model", "version", "set", ...}.
+    ``model`` "": of all models. ``version`` 0: of all versions. ``set`` "": sets of all names.
     """
 
     model: str = ""
@@ -313,7 +327,10 @@ class ListParameters(Record, frozen=True, tag="c.listparams"):
 
 
 class RevertParameters(Record, frozen=True, tag="c.revertparams"):
-    """Reverts a set, on all workers, to the parameters that it had before its last push. Reply: JSON, as to PushParameters."""
+    """Asks the supervisor to put the parameters that a set had before its last push into use again, on all workers.
+
+    Reply: JSON {"model", "version", "set", "number", "byte_size"}.
+    """
 
     model: str
     #: 0: the newest that serves.
@@ -322,7 +339,7 @@ class RevertParameters(Record, frozen=True, tag="c.revertparams"):
 
 
 class RegionStatus(Record, frozen=True, tag="c.regstat"):
-    """Asks the supervisor which regions of a kind, "system" or "cuda", are registered: the one of that name, or all (name "").
+    """Asks the supervisor which regions of a kind, "system" or "cuda", are registered. ``name`` "": all regions of the kind.
 
     Reply: JSON array with an object for each region, in the form in which clients get it.
     """
@@ -332,15 +349,18 @@ class RegionStatus(Record, frozen=True, tag="c.regstat"):
 
 
 class Settle(Record, frozen=True, tag="c.settle"):
-    """Asks the supervisor to reply (empty) once every front acts upon all changes that the asking front knew when it asked."""
+    """Asks the supervisor to reply once every front acts upon all changes that the asking front knew of when it asked.
+
+    Reply: empty.
+    """
 
 
 class AwaitIdle(Record, frozen=True, tag="c.idle"):
-    """Asks a front to reply once none of its clients waits for an answer, or for the rest of an answer. Reply: empty."""
+    """Asks a front to reply once none of its clients waits for an answer or for the rest of an answer. Reply: empty."""
 
 
 class EndIdleLanes(Record, frozen=True, tag="c.idlelanes"):
-    """Tells a worker to close the lanes of clients without a request in flight. Reply: JSON, how many lanes stay open."""
+    """Tells a worker to close the lanes of clients that have no request in flight. Reply: JSON, how many lanes stay open."""
 
 
 class TakeProfile(Record, frozen=True, tag="c.profile"):
@@ -367,7 +387,10 @@ class TraceExemplars(Record, frozen=True, tag="c.exemplars"):
 
 
 class ChangeLog(Record, frozen=True, tag="c.log"):
-    """Asks the supervisor to change the log settings that are not None, for all processes. Reply: JSON, all settings."""
+    """Asks the supervisor to change log settings for all processes. Reply: JSON, all settings.
+
+    Settings that are None stay unchanged.
+    """
 
     info: bool | None = None
     warning: bool | None = None
@@ -377,10 +400,12 @@ class ChangeLog(Record, frozen=True, tag="c.log"):
 
 
 class ChangeTrace(Record, frozen=True, tag="c.trace"):
-    """Asks the supervisor to change trace settings, those that are not None, of a model or of all models (``model`` "").
+    """Asks the supervisor to change trace settings of a model, or of all models (``model`` "").
 
-    A model forgets its own value for each setting in ``cleared``. Reply: JSON, the settings of the model that are now in force.
-    Fields as in TraceChanged; ``count`` is -1 for no limit.
+    Settings that are None stay unchanged. For each setting in ``cleared``, the model's own value is dropped, so that the value
+    for all models holds. The fields mean what they mean in TraceChanged; ``count`` -1: the number of traces is not limited.
+
+    Reply: JSON, the settings of the model that are now in force.
     """
 
     model: str = ""

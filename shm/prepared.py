@@ -34,7 +34,10 @@ R = TypeVar("R")
 
 
 def memory_of(prepared: PreparedRequest) -> int:
-    """Returns how many bytes of memory a received prepared request takes, about: many times what came, if its parts are small."""
+    """Returns about how many bytes of memory a received prepared request takes up.
+
+    If its parts are small, that is many times the number of bytes that were received.
+    """
     tensors: list[PreparedTensor | RequestedOutput] = [*prepared.inputs, *prepared.outputs]
     parameters, size = prepared.parameters, sys.getsizeof
     texts = sum([size(tensor.name) for tensor in tensors]) + size(prepared.model)
@@ -45,7 +48,7 @@ def memory_of(prepared: PreparedRequest) -> int:
 
 
 class Numbered(Generic[T]):
-    """A prepared request or answer with the number that stands for it.
+    """A prepared request or answer with the number that it is sent as.
 
     Numbers are used again, so two objects may have the same number at different times: compare objects, not numbers.
     """
@@ -65,14 +68,15 @@ OnNumber = Callable[[int, int], object]
 
 
 class Numbers(Generic[T]):
-    """Assigns numbers to the prepared requests or answers of one sender; equal ones get the same number."""
+    """Assigns numbers to the prepared requests or answers of one sender. Equal ones get the same number."""
 
     def __init__(self, on_number: OnNumber | None = None, count: int = MAX_NUMBERS) -> None:
-        """Begins without any numbers assigned.
+        """Starts without numbers assigned.
 
         Args:
-          on_number: called after each assignment, with how many requests or answers have a number now, and how many lost theirs.
-          count: how many may have a number at a time; 0: ``number_again`` never assigns one.
+          on_number: called after each assignment, with how many requests or answers have a number now, and how many have lost
+            their number because of this assignment; None: nothing is called.
+          count: how many may have a number at a time; 0: ``number_again`` never assigns a number.
         """
         self._on_number = on_number
         self._count = count
@@ -85,14 +89,15 @@ class Numbers(Generic[T]):
         self.evicted = 0
 
     def number(self, prepared: T) -> Numbered[T]:
-        """Returns a prepared request or answer with its number, which is assigned now if it has none."""
+        """Returns a prepared request or answer with its number. Assigns a number if it has none."""
         key = encoder.encode(prepared)
         return self._known.get(key) or self._assign(key, prepared)
 
     def number_again(self, prepared: T) -> Numbered[T] | None:
-        """Returns a prepared request or answer with its number, which is assigned when it comes a second time.
+        """Returns a prepared request or answer with its number. Assigns a number when this is called with it for the second time.
 
-        Returns None when it comes for the first time: many never come again.
+        Returns None when this is called with it for the first time, because many prepared requests and answers are used only
+          once.
         """
         key = encoder.encode(prepared)
         known = self._known.get(key)
@@ -125,13 +130,16 @@ class Numbers(Generic[T]):
 
 
 class PublishedNumbers(set[Numbered[T]]):
-    """The prepared requests or answers whose numbers the other end of a lane knows.
+    """The prepared requests or answers that the other end of a lane knows by their numbers.
 
-    A number that is sent with a new meaning no longer stands for the former one, which leaves this set.
+    If a number is assigned to another request or answer, the former one is removed from this set.
     """
 
     def __init__(self, channel: Channel, record: Callable[[int, T], Record]) -> None:
-        """Begins with no number published on this channel. ``record``: the class of records to send, Prepare or PrepareAnswer."""
+        """Starts with no number sent on this channel.
+
+        ``record``: the class of records that assign a number, Prepare or PrepareAnswer.
+        """
         self._channel = channel
         self._record: Callable[[int, T], Record] = record
         self._numbers: dict[int, Numbered[T]] = {}
@@ -139,7 +147,7 @@ class PublishedNumbers(set[Numbered[T]]):
         self.renumbered = 0
 
     def publish(self, numbered: Numbered[T]) -> None:
-        """Queues the record that says what a number stands for. Call it only if ``numbered`` is not in this set."""
+        """Queues a record that tells the other end what a number stands for. Call it only if ``numbered`` is not in this set."""
         self._channel.put(self._record(numbered.number, numbered.prepared))
         former = self._numbers.get(numbered.number)
         if former is not None:
@@ -150,12 +158,12 @@ class PublishedNumbers(set[Numbered[T]]):
 
 
 class ReceivedNumbers(dict[int, R]):
-    """Maps each number received on a lane to what this end stores of it; any other number raises InvalidArgument."""
+    """Maps each number that was received on a lane to what this end stores for it. Other numbers raise InvalidArgument."""
 
     __slots__ = ()
 
     def learn(self, number: int, meaning: R) -> None:
-        """Notes what a number stands for from now on. Raises InvalidArgument: the number is out of range."""
+        """Stores what a number stands for from now on. Raises InvalidArgument: the number is out of range."""
         if not 0 <= number < MAX_NUMBERS:
             raise InvalidArgument(f"number {number} was prepared, numbers are below {MAX_NUMBERS}")
         self[number] = meaning

@@ -19,7 +19,7 @@ _MAX_ENTRIES = 10
 
 
 class Refusal(enum.Enum):
-    """The reason why a request was refused. The value is the label in metrics and the word in the log."""
+    """The reason why a request was refused. The value is a label in metrics, and is written to the log."""
 
     #: As many requests wait for the model on this worker as may.
     QUEUE_FULL = "queue_full"
@@ -48,11 +48,11 @@ class Refusal(enum.Enum):
 class RefusalLog:
     """Counts the requests that one process has refused, and writes the counts to the log, at most one line a minute.
 
-    Only the process's main loop uses it, and calls ``settle`` when ``due_ns`` has come.
+    Only the process's main loop may use it. The loop must call ``settle`` at the time ``due_ns``.
     """
 
     def __init__(self, what: str = "refused with 503") -> None:
-        """``what``: the words that each log line begins with; the counts follow."""
+        """Starts with no request counted. ``what``: the words that each log line begins with; the counts follow."""
         self._what = what
         self._counts: Counter[tuple[str, str]] = Counter()
         #: The text that the first of them was answered with.
@@ -65,9 +65,11 @@ class RefusalLog:
         """Counts one refused request.
 
         Args:
-          model: the model's name; "" if it was not known yet.
+          model: the model's name; "": it was not known yet.
           why: a value of ``Refusal``, or an error's code.
-          example: the message that the request was answered with; a log line shows that of the first request that it counts.
+          now_ns: the time, in ns of CLOCK_MONOTONIC.
+          example: the message that the request was answered with. A log line shows the message of the first request that it
+            counts.
         """
         if not self._counts:
             self._began_ns = now_ns
@@ -79,11 +81,14 @@ class RefusalLog:
 
     @property
     def due_ns(self) -> int | None:
-        """Returns when the next log line is to be written (CLOCK_MONOTONIC ns); None: nothing was refused since the last one."""
+        """Returns when the next log line is to be written, in ns of CLOCK_MONOTONIC.
+
+        Returns None if no request was refused since the last line.
+        """
         return max(self._began_ns + _GATHER_NS, self._last_ns + _INTERVAL_NS) if self._counts else None
 
     def settle(self, now_ns: int) -> None:
-        """If the log line is due at ``now_ns``, writes it and begins to count anew; otherwise does nothing."""
+        """Writes a log line if one is due at ``now_ns``, and starts counting from zero; otherwise does nothing."""
         due_ns = self.due_ns
         if due_ns is None or now_ns < due_ns:
             return

@@ -49,9 +49,10 @@ _SEALS = {"F_SEAL_SHRINK": fcntl.F_SEAL_SHRINK, "F_SEAL_GROW": fcntl.F_SEAL_GROW
 
 
 def check_range(offset: int, byte_size: int, limit: int, region: str) -> None:
-    """Raises InvalidArgument unless ``[offset, offset + byte_size)`` lies inside a region of ``limit`` bytes, of that name.
+    """Raises InvalidArgument unless ``[offset, offset + byte_size)`` lies inside a region of ``limit`` bytes.
 
-    Every access to a region passes through here. Python integers are compared, so nothing can overflow.
+    ``region``: the region's name, for the error. Every access to a region passes through here. Python integers are compared, so
+    nothing can overflow.
     """
     if 0 <= offset < limit and 0 <= byte_size <= limit - offset:
         return
@@ -63,18 +64,18 @@ def check_range(offset: int, byte_size: int, limit: int, region: str) -> None:
 
 
 def refused(name: str, why: str) -> InvalidArgument:
-    """Returns the error for a region, of that name, that cannot be registered."""
+    """Makes the error for a region that cannot be registered. ``name``: the region's name; ``why``: the reason."""
     return InvalidArgument(f"failed to register shared memory region '{name}': {why}")
 
 
 def open_object(name: str, key: str) -> int:
-    """Opens a client's shared-memory object for reading and writing. Returns its descriptor, which the caller owns.
+    """Opens a client's shared-memory object for reading and writing. Returns its file descriptor, which the caller must close.
 
     Args:
       name: the region's name, for error messages; the key appears only in messages to its owner.
       key: the object's name as ``shm_open`` takes it, with or without the leading slash.
-    Raises: InvalidArgument: no client may register a key or an object of this kind.  Internal: the object does not exist, or may
-      not be opened (Triton's classification).  Unavailable: this process has reached its limit of open files.
+    Raises: InvalidArgument: no client may register a key or an object of this kind.  Internal: the object does not exist, or
+      may not be opened (Triton's classification).  Unavailable: this process has reached its limit of open files.
     """
     bare = key.lstrip("/")
     if not bare or bare.startswith(_REFUSED):
@@ -98,7 +99,9 @@ def open_object(name: str, key: str) -> int:
 
 
 def _shm_open(bare: str) -> int:
-    """Opens an existing object with ``O_RDWR``, which does not block on a FIFO and refuses a directory.
+    """Opens an existing POSIX shared-memory object with ``O_RDWR``, and returns its file descriptor.
+
+    With ``O_RDWR`` opening a FIFO does not block, and a directory is refused.
 
     Raises: OSError, ValueError: the object cannot be opened; ``errno`` is reliable only for the limit of open files.
     """
@@ -118,7 +121,10 @@ def _shm_open(bare: str) -> int:
 
 
 def check_sealed(name: str, fd: int) -> None:
-    """Raises InvalidArgument unless a descriptor is a memfd of ordinary pages that nobody can resize. ``name``: the region's."""
+    """Raises InvalidArgument unless ``fd`` is a memfd of ordinary pages that nobody can resize.
+
+    ``name``: the region's name, for the error.
+    """
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         pages = os.fstatvfs(fd).f_bsize
@@ -133,25 +139,25 @@ def check_sealed(name: str, fd: int) -> None:
 
 
 class Leased:
-    """Base of a client's regions: counts a region's uses by requests; it must not be closed before ``leases`` is 0."""
+    """Base class of a client's regions, which counts how often requests use the region. Close it only when ``leases`` is 0."""
 
     #: The number of tensors of requests that are in the region now; each counts until its request has ended.
     leases = 0
 
     def lease(self) -> None:
-        """Counts one more use of the region, such as a tensor of a request: the region stays open until ``unlease``."""
+        """Counts one more use of the region, such as by a tensor of a request. The region stays open until ``unlease``."""
         self.leases += 1
 
     def unlease(self) -> None:
-        """Counts one use of the region fewer; an unregistered region can be closed once no use is left."""
+        """Counts one use of the region less. Once a region is unregistered and has no use left, it can be closed."""
         self.leases -= 1
 
 
 class _ObjectRegion(Leased):
-    """Base of regions in a shared-memory object, which have its descriptor. Offsets count from the region's start."""
+    """Base class of regions in a shared-memory object. It owns the object's descriptor. Offsets count from the region's start."""
 
     def __init__(self, name: str, fd: int, offset: int, byte_size: int) -> None:
-        """Takes the descriptor over; if it raises, it closes the descriptor.
+        """Takes ownership of the object's descriptor ``fd``, and closes it if this raises.
 
         Raises InvalidArgument: the range is empty, or not inside the object.
         """
@@ -171,12 +177,16 @@ class _ObjectRegion(Leased):
 
 
 class Region(_ObjectRegion):
-    """A registered range of a client's shared-memory object, mapped read-write in this worker ("guarded" and "sealed")."""
+    """A registered range of a client's shared-memory object, mapped for reading and writing in this worker.
+
+    The access modes "guarded" and "sealed" use it.
+    """
 
     def __init__(self, name: str, fd: int, offset: int, byte_size: int, populate: int = _POPULATE_LIMIT) -> None:
-        """Maps the range and takes the descriptor over; if it raises, it closes the descriptor.
+        """Maps a range of the object, and takes ownership of its descriptor ``fd``, which is closed if this raises.
 
-        ``populate``: a region of up to so many bytes gets its existing pages mapped at once, a larger one by its first request.
+        ``populate``: if the region has at most this number of bytes, its existing pages are mapped at once; otherwise they are
+        mapped when a request first uses the region.
 
         Raises: InvalidArgument: the range is empty, not page-aligned, or not inside the object, or cannot be mapped.
           Unavailable: as many mappings are guarded (``tensord.shm.guard``) as one process can guard.
@@ -215,29 +225,34 @@ class Region(_ObjectRegion):
         return mapping
 
     def view(self, offset: int, byte_size: int) -> memoryview:
-        """Returns the bytes of a range as a writable view. Raises InvalidArgument: it is not wholly inside the region."""
+        """Returns a range of the region as a writable view, without a copy.
+
+        Raises InvalidArgument: it is not inside the region.
+        """
         check_range(offset, byte_size, self.byte_size, self.name)
         return self._whole[offset : offset + byte_size]
 
     @property
     def backed(self) -> bool:
-        """Returns whether all pages of the object exist, so that touching them allocates no memory."""
+        """Returns whether all pages of the object exist, so that reading or writing them allocates no memory."""
         found = os.fstat(self.fd)
         return found.st_blocks * 512 >= found.st_size
 
     @property
     def faults(self) -> int:
-        """Returns how often a page of the region was missing when it was touched.
+        """Returns how often a page of the region was missing when it was read or written.
 
-        That happens when the owner truncated the object, or the host had no page for a hole. A request during which this number
-        grew has no valid answer. Where ``tensord.shm.guard.available`` is False, it is 0: such an access kills the process.
+        A page is missing if the owner truncated the object, or if the host had no memory for a page that did not exist yet. If
+        this number grew during a request, the request's answer is not valid. Where ``tensord.shm.guard.available`` is False,
+        the number stays 0: such an access kills the process.
         """
         return 0 if self._guard is None else self._guard.faults
 
     def hold(self, held: bool) -> None:
-        """Notes that a GPU's driver has locked the region's pages (True), or will now unlock them (False). For any thread.
+        """Notes whether a GPU's driver has locked the region's pages. May be called in any thread.
 
-        Locked pages cannot vanish for the driver (``tensord.shm.guard.may_be_missing``).
+        ``held``: True: the driver has locked them; False: it is about to unlock them. Locked pages cannot vanish for the driver
+        (``tensord.shm.guard.may_be_missing``).
         """
         if self._guard is not None:
             self._guard.hold(held)
@@ -249,14 +264,14 @@ class Region(_ObjectRegion):
         self._whole[offset : offset + byte_size] = content
 
     def read(self, offset: int, byte_size: int) -> bytes:
-        """Returns a copy of a range, for content that is parsed and that the owner could change meanwhile.
+        """Returns a copy of a range, for content that is parsed, which the owner of the memory could change meanwhile.
 
         Raises InvalidArgument: the range is not inside the region.
         """
         return bytes(self.view(offset, byte_size))
 
     def close(self) -> None:
-        """Unmaps the region and closes its descriptor. Idempotent. A view that is still referenced keeps the memory mapped."""
+        """Unmaps the region and closes its descriptor. Idempotent. A view that still exists keeps the memory mapped."""
         if self.fd < 0:
             return
         os.close(self.fd)
@@ -274,17 +289,17 @@ class Region(_ObjectRegion):
 
 
 class SnapshotRegion(_ObjectRegion):
-    """A registered range of a client's shared-memory object, never mapped ("snapshot"): its owner cannot take mapped pages away.
+    """A registered range of a client's shared-memory object that is never mapped, but read and written by system calls.
 
-    Bytes that were read are a copy, which the owner cannot change any more. If the owner writes during a read, the copy is a
-    mixture of the bytes before and after.
+    So the owner cannot make mapped pages vanish. The access mode "snapshot" uses it. Bytes that were read are a copy, which the
+    owner cannot change. If the owner writes during a read, the copy is a mixture of the bytes before and after.
     """
 
     #: Always 0: no memory is mapped that could go missing, and every call finds out for itself.
     faults = 0
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fills ``buffer`` (contiguous bytes) from an offset on.
+        """Copies bytes of the region, from ``offset`` on, into ``buffer``, until the buffer is full.
 
         Raises InvalidArgument: the range is outside the region, or the object was truncated.
         """

@@ -15,7 +15,7 @@ A = TypeVar("A")
 
 
 class ResponseOrder(Generic[K, A]):
-    """Holds back answers (``A``) until the answers to earlier requests (``K``) may be sent."""
+    """Holds back answers (``A``) until the answers to all earlier requests (``K``) may be sent."""
 
     def __init__(self) -> None:
         #: Requests that were taken and whose answers have not left, in their order.
@@ -26,11 +26,14 @@ class ResponseOrder(Generic[K, A]):
         self._ready: dict[K, A] = {}
 
     def __len__(self) -> int:
-        """Returns how many of the requests passed to ``taken`` have answers that ``done`` has not returned yet."""
+        """Returns how many requests that were given to ``taken`` still wait: their answers were not returned yet."""
         return len(self._turns)
 
     def passes(self, request: K) -> bool:
-        """Returns whether a request's answer may be sent now and no stored one waits for it; then that is noted as ``done``."""
+        """Returns whether a request's answer may be sent now and no stored answer waits for it. If so, forgets the request.
+
+        If it returns False, give the answer to ``done``.
+        """
         turns = self._turns
         if self._ready or not turns or turns[0] is not request:
             return False
@@ -38,16 +41,19 @@ class ResponseOrder(Generic[K, A]):
         return True
 
     def holds_up(self, request: K) -> bool:
-        """Returns whether stored answers wait for that of ``request``, and nothing but them."""
+        """Returns whether answers are stored that wait only for the answer to ``request``."""
         return bool(self._ready) and self._turns[0] is request
 
     def done(self, request: K, answer: A) -> list[tuple[K, A]]:
-        """Stores a request's answer. Returns the requests whose answers may be sent now, each with its answer, in their order."""
+        """Stores a request's answer. Returns (request, answer), in their order, for all answers that may be sent now."""
         self._ready[request] = answer
         return self._leaving()
 
     def withdrawn(self, request: K) -> list[tuple[K, A]]:
-        """Forgets a request, which has no turn any more. Returns the requests whose answers may be sent now, as ``done``."""
+        """Forgets a request, which gets no answer.
+
+        Returns (request, answer), in their order, for all answers that may be sent now.
+        """
         self._turns.remove(request)
         return self._leaving()
 
@@ -59,14 +65,14 @@ class ResponseOrder(Generic[K, A]):
         return leaving
 
     def drop(self) -> list[A]:
-        """Forgets all requests. Returns the stored answers, which are not sent."""
+        """Forgets all requests. Returns the answers that were stored; they are not to be sent."""
         dropped = list(self._ready.values())
         self._turns.clear()
         self._ready.clear()
         return dropped
 
     def check_invariants(self) -> None:
-        """Asserts, for tests, that each stored answer waits for an earlier one that is not ready."""
+        """Asserts, for tests, that each stored answer waits for the answer to an earlier request."""
         assert len(set(self._turns)) == len(self._turns)
         assert self._ready.keys() <= set(self._turns)
         assert not self._turns or self._turns[0] not in self._ready

@@ -30,7 +30,7 @@ _READER_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class Segment:
-    """A sealed memfd, mapped in this process. The view is writable for the segment's creator, read-only for everybody else."""
+    """A sealed memfd that is mapped in this process. Its view is writable for the process that created it, else read-only."""
 
     #: The view of the whole mapping.
     view: memoryview
@@ -47,7 +47,10 @@ class Segment:
 
     @classmethod
     def create(cls, byte_size: int) -> Segment:
-        """Creates a segment. Raises Unavailable: the host has not enough memory left, or this process no descriptor."""
+        """Creates a segment of ``byte_size`` bytes and maps it.
+
+        Raises Unavailable: the host has not enough memory left, or this process has no file descriptor left.
+        """
         with descriptors.needed("another arena segment"):
             fd = os.memfd_create("tensord", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -62,9 +65,10 @@ class Segment:
         return cls(fd, byte_size, mapping, memoryview(mapping))
 
     def share(self, writable: bool) -> int:
-        """Returns the descriptor to send to a peer, and seals the segment at the first call.
+        """Returns the file descriptor to send to another process. The first call seals the segment.
 
-        ``writable``: whether peers may map the segment writable, as page-locking for a GPU needs. The first call decides for all.
+        ``writable``: whether other processes may map the segment writable, as page-locking for a GPU needs. Only the value of
+        the first call counts.
         """
         if not self._shared:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | (0 if writable else F_SEAL_FUTURE_WRITE))
@@ -73,12 +77,12 @@ class Segment:
 
     @classmethod
     def attach(cls, fd: int, byte_size: int, writable: bool = False) -> Segment:
-        """Maps a segment that a peer has created. Takes the descriptor over; if it raises, it closes the descriptor.
+        """Maps a segment that another process has created. Takes ownership of ``fd``, and closes it if this raises.
 
-        ``writable``: whether to map the segment writable, as page-locking it for a GPU needs. The view is read-only nevertheless.
+        ``writable``: True: maps the pages writable, as page-locking them for a GPU needs; the view is read-only nevertheless.
 
-        Raises: InvalidArgument: it is not sealed against resizing, has not ``byte_size`` bytes, or may not be mapped
-          writable. Unavailable: it cannot be mapped now.
+        Raises: InvalidArgument: the segment is not sealed against resizing, does not have ``byte_size`` bytes, or may not be
+          mapped writable.  Unavailable: the segment cannot be mapped now.
         """
         try:
             try:
@@ -106,7 +110,7 @@ class Segment:
     def close(self) -> None:
         """Closes the descriptor and unmaps the memory. Idempotent.
 
-        A view that is still in use keeps the memory mapped until it is dropped; the descriptor is closed in any case.
+        A view that is still in use keeps the memory mapped until the view is dropped; the descriptor is closed in any case.
         """
         if self.fd < 0:
             return

@@ -10,7 +10,7 @@ _SELDOM_SECONDS = 60.0
 
 
 class Seldom:
-    """Limits log lines about a failure that may come with every request to one a minute. Safe for several threads."""
+    """Limits log lines about a failure, which may come with every request, to one a minute. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -18,9 +18,9 @@ class Seldom:
         self._next: dict[str, float] = {}
 
     def is_due(self, what: str = "") -> bool:
-        """Returns whether the caller should log the failure now: not if this returned True for it less than a minute ago.
+        """Returns whether the caller should log the failure now. Returns True at most once a minute for each ``what``.
 
-        ``what``: which failure, if the caller has several.
+        ``what``: names the failure, if the caller has several.
         """
         now = self._clock()
         if now < self._next.get(what, now):

@@ -48,11 +48,11 @@ _MOST_MODELS = 1024
 
 
 class SequenceKeys:
-    """Makes the keys of 128 bits by which sequence pages list one model version's sequences, the same in every process.
+    """Makes the keys of 128 bits by which sequence pages list one model version's sequences. They are the same in every process.
 
-    Every loading of the version has the same keys: when it is loaded again, its sequences go on in the loading they began in. If
-    two sequences have the same key by chance, a request may be sent to the wrong worker. The worker compares whole ids, so the
-    request fails, and never gets another sequence's state.
+    If the version is loaded again, the keys stay the same, so that its sequences go on in the load that they began in. If two
+    sequences have the same key by chance, a request may be sent to the wrong worker. As the worker compares whole ids, the
+    request then fails, and never uses another sequence's state.
     """
 
     __slots__ = ("_digest", "_known", "slots")
@@ -64,7 +64,7 @@ class SequenceKeys:
         self._known: dict[SequenceId, Key] = {}
 
     def key(self, sequence: SequenceId) -> Key:
-        """Returns the key of the sequence with this id. The ids 5 and "5" are two sequences."""
+        """Returns the key of the sequence with this id. The ids 5 and "5" are those of two sequences."""
         key = self._known.get(sequence)
         if key is None:
             if len(self._known) >= _MOST_KNOWN:
@@ -82,7 +82,7 @@ def _halves(digest: bytes) -> Key:
 
 
 class SequenceState(enum.IntEnum):
-    """How far a sequence has come on a worker, as the worker's sequence page says."""
+    """The state of a sequence on a worker, as the worker's sequence page shows it."""
 
     #: The sequence is admitted, and no request of it has run.
     WAITING = 1
@@ -93,7 +93,10 @@ class SequenceState(enum.IntEnum):
 
 
 class FreeSlots(NamedTuple):
-    """How many more sequences of a model version a worker can admit now (each takes a slot), as its sequence page says."""
+    """How many more sequences of a model version a worker can admit now, as the worker's sequence page shows it.
+
+    A model version can have a limited number of sequences on a worker; each takes a slot.
+    """
 
     #: A number that changes each time the slots are published.
     edition: int
@@ -103,7 +106,7 @@ class FreeSlots(NamedTuple):
 
 
 class SequencePage:
-    """Shared memory in which a worker lists its sequences, and how many more each model version can take (its free slots)."""
+    """Shared memory in which a worker lists its sequences, and how many more sequences each model version can admit."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
@@ -122,7 +125,7 @@ class SequencePage:
 
     @classmethod
     def create(cls, sequences: int) -> SequencePage:
-        """Creates a page with room for ``sequences`` live sequences and about as many ended ones.
+        """Creates a page with room for ``sequences`` live sequences, and for about as many ended sequences.
 
         Raises Unavailable: the host has no memory left, or this process has reached its limit of open files.
         """
@@ -136,9 +139,9 @@ class SequencePage:
 
     @classmethod
     def attach(cls, fd: int) -> SequencePage:
-        """Maps a worker's page and takes its descriptor over.
+        """Maps a worker's page for reading, and takes ownership of its descriptor.
 
-        Raises InvalidArgument: it is not a sequence page; Unavailable: it cannot be mapped now.
+        Raises InvalidArgument: ``fd`` is not a sequence page.  Unavailable: the page cannot be mapped now.
         """
         segment = Segment.attach(fd, os.fstat(fd).st_size)
         words = segment.view.cast("Q") if segment.byte_size % 8 == 0 else None
@@ -163,12 +166,15 @@ class SequencePage:
     # ---------------------------------------------------------------------------------------------------------- reading
 
     def find(self, key: Key) -> tuple[SequenceState, int] | None:
-        """Returns the state of a sequence and when it was admitted (CLOCK_MONOTONIC ns); None: it is not on the page."""
+        """Returns the state of a sequence, and when it was admitted (CLOCK_MONOTONIC ns); None: it is not on the page."""
         value = self.value(key)
         return (_STATES[value & 3], value >> 2) if value & 3 else None
 
     def slots(self, key: Key) -> FreeSlots | None:
-        """Returns how many slots for sequences a model version has free; None: the worker has published none for it."""
+        """Returns how many more sequences of a model version the worker can admit; None: the page does not say.
+
+        ``key``: the key of the model version.
+        """
         value = self.value(key)
         return FreeSlots(value >> 42, value >> 22 & _MOST_SLOTS, value >> 2 & _MOST_SLOTS) if value else None
 
@@ -185,7 +191,7 @@ class SequencePage:
     def value(self, key: Key) -> int:
         """Returns the word that is stored under a key; 0: there is none. The module's docstring says what its bits mean.
 
-        Of two sequences, the one that was admitted later has the larger value.
+        Of two sequences, the sequence that was admitted later has the larger value.
         """
         low, high = key
         words = self._words
@@ -210,9 +216,9 @@ class SequencePage:
     # ---------------------------------------------------------------------------------------------------------- writing
 
     def admit(self, key: Key, now_ns: int) -> int:
-        """Enters a sequence on the page in the state WAITING. Returns the time of its admission, CLOCK_MONOTONIC ns.
+        """Adds a sequence to the page in the state WAITING. Returns the time of its admission, CLOCK_MONOTONIC ns.
 
-        The time differs from that of every earlier sequence with the same key.
+        The returned time may be later than ``now_ns``, so that no earlier sequence has the same time.
         """
         self._last_ns = since_ns = max(self._last_ns + 1, now_ns)
         self._sequences += self._store(key, since_ns << 2 | SequenceState.WAITING)
@@ -221,13 +227,18 @@ class SequencePage:
     def begin(self, key: Key, since_ns: int) -> None:
         """Changes the state of a sequence from WAITING to BEGUN.
 
-        ``since_ns``: its time of admission; if a later sequence with the same key has replaced it, nothing changes.
+        ``since_ns``: the time that ``admit`` returned. If a later sequence has the same key, nothing changes.
         """
         if self.value(key) == since_ns << 2 | SequenceState.WAITING:
             self._store(key, since_ns << 2 | SequenceState.BEGUN)
 
     def end(self, key: Key, since_ns: int) -> None:
-        """Changes the state of a sequence to ENDED; ``settle`` removes it from the page. ``since_ns``: as for ``begin``."""
+        """Changes the state of a sequence to ENDED.
+
+        It stays on the page until ``settle``, or until too many sequences have ended.
+
+        ``since_ns``: the time that ``admit`` returned. If a later sequence has the same key, nothing changes.
+        """
         if self.value(key) in (since_ns << 2 | SequenceState.WAITING, since_ns << 2 | SequenceState.BEGUN):
             self._store(key, since_ns << 2 | SequenceState.ENDED)
             self._ended.append((key, since_ns))
@@ -235,7 +246,7 @@ class SequencePage:
                 self._forget_ended()
 
     def settle(self) -> None:
-        """Removes all ENDED sequences from the page; call it once their answers have left the worker."""
+        """Removes all ENDED sequences from the page. Call it once the answers to their requests have left the worker."""
         while self._ended:
             self._forget_ended()
 
@@ -246,18 +257,24 @@ class SequencePage:
             self._sequences -= 1
 
     def publish_slots(self, key: Key, free: int, backlog: int) -> None:
-        """Writes to the page how many slots for sequences a model version has free, and how many sequences wait (``backlog``)."""
+        """Writes to the page how many more sequences a model version can admit (``free``), and how many wait (``backlog``).
+
+        ``key``: the key of the model version.
+        """
         self._edition = self._edition % _MOST_SLOTS + 1
         if self._models < _MOST_MODELS or self.value(key):
             free, backlog = min(free, _MOST_SLOTS), min(backlog, _MOST_SLOTS)
             self._models += self._store(key, self._edition << 42 | free << 22 | backlog << 2)
 
     def withdraw_slots(self, key: Key) -> None:
-        """Removes a version's free slots (for new sequences) from the page: fronts send no new sequence of it to this worker."""
+        """Removes from the page how many more sequences a model version can admit.
+
+        Fronts then send no new sequence of the version to this worker.
+        """
         self._models -= self._remove(key)
 
     def __len__(self) -> int:
-        """Returns the number of sequences on the page. Only the process that writes the page may ask."""
+        """Returns the number of sequences on the page. Call it only in the process that writes the page."""
         return self._sequences
 
     def _home(self, low: int) -> int:
@@ -267,14 +284,17 @@ class SequencePage:
         return _HEADER if at + _ENTRY == self._end else at + _ENTRY
 
     def _place(self, key: Key) -> int:
-        """Returns the index of the word at which the entry of a key begins, or of the free entry where it would be stored."""
+        """Returns where in the page's words the entry of a key begins.
+
+        If the key has no entry, returns where the free entry begins in which it would be stored.
+        """
         words, at = self._words, self._home(key[0])
         while words[at] and (words[at] != key[0] or words[at + 1] != key[1]):
             at = self._next(at)
         return at
 
     def _store(self, key: Key, value: int) -> bool:
-        """Writes a value into the entry of a key, a new one if it has none. Returns True if the key was new."""
+        """Writes a value into the entry of a key; if the key has none, makes an entry. Returns whether it made one."""
         words, at = self._words, self._place(key)
         if words[at]:
             words[at + 2] = value
@@ -285,7 +305,7 @@ class SequencePage:
         return True
 
     def _remove(self, key: Key) -> bool:
-        """Removes the entry of a key and moves up entries behind it. Returns whether the key was on the page."""
+        """Removes the entry of a key, and moves later entries into the gap. Returns whether the key was on the page."""
         words, hole = self._words, self._place(key)
         if not words[hole]:
             return False

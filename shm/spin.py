@@ -16,7 +16,7 @@ from time import monotonic_ns
 class Spin:
     """Decides whether a loop that waits for records polls before it sleeps: only if its last wait was shorter than ``limit_ns``.
 
-    ``limit_ns``: how long to poll at most; 0: never poll.
+    ``limit_ns``: for how many nanoseconds to poll at most; 0: it never polls.
     """
 
     __slots__ = ("_limit_ns", "_since_ns", "_worth")
@@ -27,9 +27,10 @@ class Spin:
         self._worth = False
 
     def begin(self, now_ns: int, worked_ns: int = 0) -> int:
-        """Begins a wait for the next record. Returns the time until which to poll (CLOCK_MONOTONIC ns); 0: sleep at once.
+        """Notes that a wait for the next record begins. Returns until when to poll (CLOCK_MONOTONIC ns); 0: sleep at once.
 
-        ``worked_ns``: time spent on work since the last record; after much work a wake-up costs little beside it.
+        ``worked_ns``: how long the loop has worked since the last record. After much work it does not poll, since the time that
+        waking up takes is small beside it.
         """
         self._since_ns = now_ns
         return now_ns + self._limit_ns if self._worth and 2 * worked_ns <= self._limit_ns else 0
@@ -41,7 +42,10 @@ class Spin:
         return monotonic_ns()
 
     def end(self, now_ns: int) -> None:
-        """Ends a wait, whether or not a record came: the next ``begin`` polls only if this wait was shorter than ``limit_ns``."""
+        """Notes that a wait has ended, whether or not a record came.
+
+        The next ``begin`` says to poll only if this wait was shorter than ``limit_ns``.
+        """
         self._worth = now_ns - self._since_ns < self._limit_ns
 
     def __repr__(self) -> str:

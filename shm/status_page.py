@@ -46,7 +46,7 @@ class WorkerState(enum.IntEnum):
 
 
 class Outputs(enum.IntEnum):
-    """Says whether XLA writes a worker's large outputs directly where clients or fronts read them, or they are copied there."""
+    """Whether XLA writes a worker's large outputs directly where clients or fronts read them, or the outputs are copied there."""
 
     #: Nothing is decided: the worker starts.
     UNKNOWN = 0
@@ -57,7 +57,7 @@ class Outputs(enum.IntEnum):
 
 
 class Running(NamedTuple):
-    """Says when an execution that a worker has not finished began, and of which model it is."""
+    """An execution that a worker has not finished: when it began, and which model is executed."""
 
     #: When it began (CLOCK_MONOTONIC).
     since_ns: int
@@ -66,12 +66,12 @@ class Running(NamedTuple):
 
 
 def model_key(name: str, version: int) -> int:
-    """Returns a hash of a model version that fits into one word; a process that knows all models can find the version by it."""
+    """Returns a hash of a model version, of 64 bits. A process that knows all models can find the version by the hash."""
     return int.from_bytes(hashlib.blake2b(f"{name}/{version}".encode(), digest_size=8).digest(), "little")
 
 
 class StatusPage:
-    """Shared memory in which a worker says what it is doing. It is writable in the worker, read-only elsewhere."""
+    """Shared memory in which a worker shows what it is doing. It is writable in the worker, read-only elsewhere."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
@@ -85,7 +85,7 @@ class StatusPage:
 
     @classmethod
     def attach(cls, fd: int) -> StatusPage:
-        """Maps a worker's page and takes its descriptor over. Raises InvalidArgument: it is not a status page."""
+        """Maps a worker's page, and takes ownership of its descriptor. Raises InvalidArgument: ``fd`` is not a status page."""
         return cls(Segment.attach(fd, _BYTE_SIZE))
 
     @property
@@ -98,13 +98,16 @@ class StatusPage:
         return self._segment.view
 
     def set_state(self, state: WorkerState, now_ns: int) -> None:
-        """Sets the state of the main loop from ``now_ns`` on; this counts as a heartbeat, too."""
+        """Sets the state of the main loop from ``now_ns`` on. This also counts as ``beat``."""
         self._words[0] = state
         self._words[1] = now_ns
         self._words[2] = now_ns
 
     def beat(self, now_ns: int) -> None:
-        """Writes ``now_ns`` to the page as the time of the main loop's last iteration; the supervisor checks how old it is."""
+        """Writes ``now_ns`` to the page as the time of the main loop's last iteration.
+
+        The supervisor checks how long ago it was.
+        """
         self._words[2] = now_ns
 
     @property
@@ -114,7 +117,7 @@ class StatusPage:
 
     @property
     def outputs(self) -> Outputs:
-        """Returns whether the worker's large outputs are written in place or copied; the worker decides that when it starts."""
+        """Returns whether the worker's large outputs are written in place or copied; UNKNOWN while the worker has not decided."""
         return Outputs(self._words[3])
 
     @outputs.setter
@@ -127,13 +130,20 @@ class StatusPage:
 
     @staticmethod
     def word(slot: int) -> int:
-        """Returns the index of the page's word at which a slot, the part for one execution thread, begins."""
+        """Returns the index of the page's word at which the part for one execution thread begins.
+
+        ``slot``: the number of that part; 0 is the main loop's.
+        """
         return _WORDS * (slot + 1)
 
     def begin(self, slot: int, requests: Sequence[tuple[int, int]], model: int, now_ns: int) -> None:
-        """Notes that an execution thread starts to run requests; for the main loop, LOOP_SLOT, also sets the state EXECUTING.
+        """Writes to the page that an execution thread starts to run requests.
 
-        ``requests``: pairs of a submitter's number and a request id; ``model``: the ``model_key`` of their model.
+        Args:
+          slot: the number of the thread's part of the page; LOOP_SLOT, the main loop's, also sets the state EXECUTING. A thread
+            without a part (from SLOTS on) is not recorded.
+          requests: (number of the submitter, request id) of each request.
+          model: the ``model_key`` of the requests' model.
         """
         if slot >= SLOTS:
             return
@@ -154,7 +164,10 @@ class StatusPage:
         words[at] = len(recorded)
 
     def end(self, slot: int, now_ns: int) -> None:
-        """Notes that an execution thread has finished its run; for the main loop, LOOP_SLOT, also sets the state ``resting``."""
+        """Writes to the page that an execution thread has finished its run.
+
+        ``slot``: the number of the thread's part of the page; LOOP_SLOT, the main loop's, also sets the state to ``resting``.
+        """
         if slot < SLOTS:
             words = self._words
             words[_WORDS * (slot + 1)] = 0

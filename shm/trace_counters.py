@@ -15,7 +15,7 @@ _ENDLESS = 1 << 62
 
 
 class TraceBudget:
-    """Counts how many more traces may be taken, shared by all fronts. Owns its descriptor."""
+    """Counts how many more traces may be taken, by all fronts together. It is an eventfd, whose descriptor this object owns."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -26,7 +26,7 @@ class TraceBudget:
         return cls(os.eventfd(count, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC))
 
     def take(self) -> bool:
-        """Takes one trace off the budget, for all fronts. Returns whether the budget still had one."""
+        """Takes one trace off the number of traces that may still be taken. Returns False if none may."""
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:
@@ -34,7 +34,7 @@ class TraceBudget:
         return True
 
     def remaining(self) -> int:
-        """Returns how many traces may still be taken, without taking any (proc(5), fdinfo of an eventfd)."""
+        """Returns how many traces may still be taken, and changes nothing. It is read from the eventfd's fdinfo, see proc(5)."""
         with open(f"/proc/self/fdinfo/{self.fd}") as lines:
             for line in lines:
                 name, _, value = line.partition(":")
@@ -48,7 +48,7 @@ class TraceBudget:
 
 
 class Passes:
-    """Counts down requests that a front passes untraced: while ``left`` is above 0, it looks up no model's trace settings."""
+    """Counts down requests that a front need not trace: while ``left`` is above 0, it looks up no model's trace settings."""
 
     __slots__ = ("left",)
 
@@ -57,17 +57,18 @@ class Passes:
 
 
 class SampleCounter(Passes):
-    """Samples one request in every ``rate``, counted over all fronts. Owns its descriptor.
+    """Samples one request in every ``rate``, counted over all fronts together. It owns the descriptor of the shared counter.
 
-    The counter holds blocks of requests that are passed over before the next request is traced. A front takes a block, and passes
-    over that many requests without another look. A request that finds no block left is traced, and puts all blocks back. If two
-    fronts find none at the same moment, both are traced, and twice as many are passed over then: over time it is one in ``rate``.
+    The shared counter says how many blocks of requests are not traced before the next request is traced. A front takes a block
+    off the counter, and lets that many requests pass untraced without looking at the counter again. A request that finds no
+    block left is traced, and puts all blocks back. If two fronts find none at the same moment, both requests are traced, and
+    twice as many requests pass untraced then. So over time one request in ``rate`` is traced.
     """
 
     __slots__ = ("_block", "_blocks", "_rest", "fd")
 
     def __init__(self, fd: int, rate: int) -> None:
-        """``fd``: of a counter that ``create`` made with this ``rate``, in any process."""
+        """Takes ownership of ``fd``, the descriptor of a counter that ``create`` made with this ``rate``, in any process."""
         self.fd = fd
         self._block = _block(rate)
         #: Requests between two traced ones: so many whole blocks, and a rest that the front of the first one passes over.
@@ -76,7 +77,7 @@ class SampleCounter(Passes):
 
     @classmethod
     def create(cls, rate: int) -> SampleCounter:
-        """Makes a counter with ``rate`` from 1 to 2^32 - 1; request number ``rate`` is the first that is sampled."""
+        """Makes a shared counter. Request number ``rate``, from 1 to 2^32 - 1, is the first that is sampled."""
         blocks = (rate - 1) // _block(rate)
         return cls(os.eventfd(blocks, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC), rate)
 
@@ -102,5 +103,5 @@ class SampleCounter(Passes):
 
 
 def _block(rate: int) -> int:
-    """Returns how many requests a front passes over for each read of the counter: an eighth of ``rate``, from 1 to 64."""
+    """Returns how many requests a front counts for each read of the shared counter: an eighth of ``rate``, from 1 to 64."""
     return min(_MAX_BLOCK, max(1, rate // 8))

@@ -42,11 +42,15 @@ class TraceFiles:
         self._seldom = Seldom()
 
     def write(self, path: str, traces: bytes, *, indexed: bool) -> None:
-        """Queues traces to be written to a file, or drops them and logs a warning beyond the limits; returns at once.
+        """Queues traces to be written to a file by a thread. Returns at once.
+
+        If too many traces are queued, or more bytes were written than the limit allows, drops the traces instead and logs a
+        warning.
 
         Args:
+          path: the path of the file, or what its name begins with.
           traces: the JSON objects of one or more traces, separated by commas.
-          indexed: whether they get a new file ``path``.N; else they are appended to ``path``.
+          indexed: True: the traces are written to a new file ``path``.N; False: they are appended to the file ``path``.
         """
         self._left -= len(traces)
         if self._left < 0:
@@ -78,7 +82,7 @@ class TraceFiles:
                     _log.error("traces cannot be written to %s: %s", path, reason)
 
     def _create(self, path: str, traces: bytes) -> None:
-        """Writes traces to the first file of the series ``path``.N that does not exist yet; drops them if all exist."""
+        """Writes traces to a new file, the first of ``path``.0, ``path``.1, ... that does not exist. Drops them if all exist."""
         for index in range(self._next_index.get(path, 0), self._max_files):
             self._next_index[path] = index + 1
             try:
@@ -102,7 +106,10 @@ class TraceFiles:
 
 
 def append(path: str, traces: bytes) -> None:
-    """Appends traces to the JSON array in a file. Raises OSError: it cannot be written; ValueError: the file holds no array."""
+    """Appends traces to the JSON array in a file.
+
+    Raises: OSError: the file cannot be written.  ValueError: the file does not end with a JSON array.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -118,7 +125,7 @@ def append(path: str, traces: bytes) -> None:
 
 
 def _put(fd: int, content: bytes, at: int) -> None:
-    """Writes all of ``content`` at offset ``at``; if a full disk takes only a part, restores the file and raises OSError."""
+    """Writes all of ``content`` at offset ``at``. If a full disk takes only a part, undoes that and raises OSError."""
     written = 0
     try:
         written = os.pwrite(fd, content, at)
@@ -132,5 +139,8 @@ def _put(fd: int, content: bytes, at: int) -> None:
 
 
 def begin(path: str) -> None:
-    """Creates an empty trace file, or empties an existing one, when the server starts. Raises OSError: it cannot be written."""
+    """Makes an empty trace file, or empties an existing one. Called when the server starts.
+
+    Raises OSError: the file cannot be written.
+    """
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _MODE))

@@ -56,11 +56,11 @@ _GOOD = {"http": "200", "grpc": "OK", "lane": "OK"}
 
 
 class Exemplars:
-    """Remembers a front's last traced request in each bucket of the duration histograms: the bucket's exemplar.
+    """Stores a front's last traced request for each bucket of the duration histograms: the bucket's exemplar.
 
         Trace.end ─▶ Exemplars ─▶ TraceExemplars, when somebody scrapes OpenMetrics ─▶ supervisor ─▶ ``# {trace_id="..."} 0.01``
 
-    ``buckets``: upper bounds of the histograms, in seconds.
+    ``buckets``: upper bounds of the histograms' buckets, in seconds.
     """
 
     def __init__(self, buckets: Sequence[float]) -> None:
@@ -69,9 +69,9 @@ class Exemplars:
         self._versions: dict[tuple[str, int], dict[tuple[int, int], tuple[str, float, float]]] = {}
 
     def note(self, model: str, version: int, trace_id: str, moments: Mapping[str, int]) -> None:
-        """Stores a traced request, answered without an error, as the exemplar of each bucket that its durations fall into.
+        """Stores a traced request, which had no error, as the exemplar of each bucket that one of its durations falls into.
 
-        ``moments``: CLOCK_MONOTONIC ns of each timestamp, by its name.
+        ``moments``: name of each timestamp -> time in ns of CLOCK_MONOTONIC.
         """
         found = self._versions.pop((model, version), {})
         while len(self._versions) >= MAX_EXEMPLARS:
@@ -84,10 +84,10 @@ class Exemplars:
                 found[kind, bisect_left(self._buckets, seconds)] = trace_id, seconds, now
 
     def told(self) -> list[tuple[str, int, list[tuple[int, int, str, float, float]]]]:
-        """Returns (model, version, exemplars) of each model version: the answer to the supervisor's ``TraceExemplars``.
+        """Returns (model, version, exemplars) of each model version, as the reply to the supervisor's ``TraceExemplars``.
 
-        An exemplar is: the kind of duration (``tensord.shm.durations``), the number of the bucket, the trace's id, the duration
-        in seconds, and when it was noted, in seconds since 1970.
+        An exemplar has: the kind of duration (``tensord.shm.durations``), the number of the bucket, the trace's id, the
+        duration in seconds, and when the exemplar was stored, in seconds since 1970.
         """
         return [
             (model, version, [(*bucket, *exemplar) for bucket, exemplar in found.items()])
@@ -96,7 +96,7 @@ class Exemplars:
 
 
 class SpanIds(NamedTuple):
-    """Identifies a span by its trace id and span id, in hexadecimal digits as in W3C Trace Context."""
+    """Identifies a span by its trace id and span id, in hexadecimal digits, in the form of W3C Trace Context."""
 
     trace_id: str
     span_id: str
@@ -109,10 +109,17 @@ class SpanIds(NamedTuple):
 
 
 class Spans:
-    """Hands the ended traces of a front or a worker to the supervisor, several at a time. Used in its loop only."""
+    """Collects the ended traces of a front or a worker, and sends several at a time to the supervisor.
+
+    Only the event loop of the process may use it.
+    """
 
     def __init__(self, hand_over: Callable[[TracesEnded], bool], later: Later | None = None) -> None:
-        """Starts without traces; ``hand_over`` and ``later`` as for ``Tracer``."""
+        """Starts without traces.
+
+        ``hand_over``: sends traces to the supervisor; returns False if it drops them. ``later``: calls a function after a
+        number of seconds; None: the running event loop does.
+        """
         self._hand_over = hand_over
         self._later = later or _in_loop
         self._waiting: list[EndedTrace] = []
@@ -123,7 +130,7 @@ class Spans:
         self._seldom = Seldom()
 
     def ended(self, trace: EndedTrace) -> None:
-        """Adds an ended trace, which is handed to the supervisor within half a second, with others."""
+        """Adds an ended trace. It is sent to the supervisor within half a second, together with others."""
         self._waiting.append(trace)
         if len(self._waiting) >= _TOGETHER:
             self.flush()
@@ -136,7 +143,10 @@ class Spans:
         self.flush()
 
     def flush(self) -> None:
-        """Hands all waiting traces to the supervisor now."""
+        """Sends all collected traces to the supervisor now.
+
+        If the supervisor does not take them, drops them and logs a warning.
+        """
         if not self._waiting:
             return
         traces, self._waiting = tuple(self._waiting), []
@@ -151,7 +161,7 @@ def _in_loop(seconds: float, call: Callable[[], None]) -> None:
 
 
 def without_tensors(timeline: Timeline) -> Timeline:
-    """Returns a timeline without tensors, also in its children, because spans do not show them."""
+    """Returns a copy of a timeline that has no tensors, nor have its children, because spans do not show tensors."""
     if timeline.tensors or timeline.children:
         children = tuple(map(without_tensors, timeline.children))
         return msgspec.structs.replace(timeline, tensors=(), children=children)
@@ -159,7 +169,7 @@ def without_tensors(timeline: Timeline) -> Timeline:
 
 
 class Tracer:
-    """Decides which requests of a process's clients are traced, by the settings of their models, and makes their traces."""
+    """Decides which requests of a process's clients are traced, by the trace settings of models, and makes the traces."""
 
     def __init__(
         self,
@@ -173,12 +183,13 @@ class Tracer:
         """Makes a tracer without settings, so that it samples nothing until ``changed`` is called.
 
         Args:
-          incarnation: the process's number, the upper bits of trace ids.
-          files: writes traces to files; the tracer closes it.
-          buckets: upper bounds of the histograms that traced requests are exemplars of, in seconds.
-          hand_over: sends traces to the collector; returns False if it drops them. None: there is no collector.
+          incarnation: the number of the process's start, which is the upper bits of trace ids.
+          files: writes traces to files; ``close`` closes it.
+          buckets: upper bounds, in seconds, of the buckets of the histograms that traced requests are exemplars of.
+          hand_over: sends traces to the supervisor, for the collector; returns False if it drops them. None: there is no
+            collector.
           protocol: "http", "grpc" or "lane".
-          later: has a function called in so many seconds; None: the running event loop does.
+          later: calls a function after a number of seconds; None: the running event loop does.
         """
         #: Traced requests that stand for buckets.
         self.exemplars = Exemplars(buckets)
@@ -195,13 +206,16 @@ class Tracer:
         self._last_id = incarnation << _ID_BITS
 
     def changed(self, record: TraceChanged, fds: list[int]) -> None:
-        """Applies the settings of a model, or of all models ("") that have none of their own; takes over ``fds``."""
+        """Sets the trace settings of a model; for model "", of all models that have none of their own.
+
+        ``fds``: the descriptors that came with the record, of which this takes ownership.
+        """
         self._forget(record.model)
         self._samplers[record.model] = Sampler(record, fds, self._files)
         self._look()
 
     def cleared(self, record: TraceCleared) -> None:
-        """Removes a model's own settings; those of all models hold for it then."""
+        """Removes a model's own trace settings, so that the settings for all models hold for the model."""
         self._forget(record.model)
         self._look()
 
@@ -211,7 +225,11 @@ class Tracer:
             former.close()
 
     def _look(self) -> None:
-        """Updates ``on`` (may any request be traced?) and ``passes`` (how many need no closer look) after settings changed."""
+        """Updates two attributes after the settings have changed: ``on`` and ``passes``.
+
+        ``on`` says whether any request may be traced. ``passes`` counts the next requests that are not traced whatever their
+        model is.
+        """
         turns = [sampler.turn for sampler in self._samplers.values() if sampler.turn is not None]
         self.on = self.joins or any(sampler.level for sampler in self._samplers.values())
         if not turns:
@@ -223,11 +241,13 @@ class Tracer:
             self.passes = Passes(0)
 
     def sample(self, model: str, traceparent: str = "", began_ns: int = 0) -> Trace | None:
-        """Returns a trace, to be filled and ended by the caller, if this request for ``model`` is sampled, else None.
+        """Decides whether to trace a request. Returns a trace, which the caller must fill and end; None: it is not traced.
 
         Args:
-          traceparent: the W3C header that the client sent, or "". If the client sampled its trace, this request is sampled, too.
-          began_ns: when the request began to arrive, CLOCK_MONOTONIC; 0: now.
+          model: the model that the request is for.
+          traceparent: the W3C header that the client sent; "": none. If the header says that the client samples its trace, and
+            spans are sent to a collector, the request is traced in any case.
+          began_ns: when the request began to arrive, in ns of CLOCK_MONOTONIC; 0: now.
         """
         sampler = self._samplers.get(model) or self._samplers.get("")
         if sampler is None:
@@ -253,7 +273,7 @@ class Tracer:
         return self._last_id
 
     def close(self) -> None:
-        """Writes and hands over the traces that were collected, and samples no more requests."""
+        """Writes the collected traces to files and sends them to the collector. Samples no more requests."""
         for model in list(self._samplers):
             self._forget(model)
         self.on = self.joins = False
@@ -264,10 +284,10 @@ class Tracer:
 
 
 class Sampler:
-    """Decides by the settings of one scope (a model, or all models) which requests are traced, and writes their traces."""
+    """Decides by the trace settings of one model, or of all models, which requests are traced, and writes their traces."""
 
     def __init__(self, settings: TraceChanged, fds: list[int], files: TraceFiles) -> None:
-        """Takes over ``fds``, the descriptors of the shared counters that came with the settings."""
+        """Takes ownership of ``fds``, the descriptors of the shared counters that came with ``settings``."""
         self.level = settings.level
         #: None: nothing is traced.
         self.turn = SampleCounter(fds[0], settings.rate) if fds else None
@@ -280,7 +300,7 @@ class Sampler:
         self._closed = False
 
     def hit(self) -> bool:
-        """Counts one request in the shared counters. Returns whether to trace the request."""
+        """Counts one request in the counters that all fronts share. Returns whether to trace the request."""
         if self.turn is None:
             return False
         return self.turn.take() and (self._budget is None or self._budget.take())
@@ -291,7 +311,10 @@ class Sampler:
         return bool(self._path and self.level)
 
     def write(self, trace: bytes) -> None:
-        """Writes a finished trace, or collects it until there are ``log_frequency``. Call it only if ``writes`` is True."""
+        """Writes a finished trace to the file or, if ``log_frequency`` is set, collects that number of traces first.
+
+        Call it only if ``writes`` is True.
+        """
         if not self._log_frequency:
             self._files.write(self._path, trace, indexed=False)
             return
@@ -305,7 +328,7 @@ class Sampler:
             self._collected = []
 
     def close(self) -> None:
-        """Writes the collected traces and closes the shared counters. Traces of requests in flight are still written."""
+        """Writes the collected traces and closes the shared counters. Traces of requests in flight can still be written."""
         self._closed = True
         self._flush()
         for counter in (self.turn, self._budget):
@@ -344,39 +367,43 @@ class Trace:
         self.error = ""
 
     def join(self, spans: Spans, parent: SpanIds | None, began_ns: int) -> None:
-        """Turns the request into a span, which is handed to ``spans`` when the request has ended.
+        """Makes a span of the request, which is given to ``spans`` when the request has ended.
 
-        ``parent``: the client's span; None: the request begins a new trace. ``began_ns``: when it began, CLOCK_MONOTONIC.
+        ``parent``: the client's span; None: the request begins a new trace. ``began_ns``: when the request began to arrive, in
+        ns of CLOCK_MONOTONIC.
         """
         self._spans, self._parent, self._began_ns = spans, parent, began_ns
         self.context = SpanIds.within(parent)
 
     @property
     def level(self) -> int:
-        """Returns what is traced of the request, a sum of 1 (timestamps) and 2 (tensors), for ``RequestRecord.trace``."""
+        """Returns what is traced of the request, the sum of 1 (timestamps) and 2 (tensors), for ``RequestRecord.trace``."""
         return self._sampler.level or _TIMESTAMPS
 
     def stamp(self, name: str, ns: int = 0) -> None:
-        """Adds the timestamp ``name``, ``ns`` of CLOCK_MONOTONIC; 0: now."""
+        """Adds a timestamp under the name ``name``. ``ns``: the time in ns of CLOCK_MONOTONIC; 0: now."""
         self._stamps.append((ns or time.monotonic_ns(), name))
 
     def sent(self, record: RequestRecord, ns: int = 0) -> None:
-        """Adds a timestamp: the request is being sent to a worker, in this record, or has come there. ``ns``: as ``stamp``."""
+        """Stores the record that is being sent to a worker, or that a worker has received, and adds a timestamp for that.
+
+        ``ns``: the time in ns of CLOCK_MONOTONIC; 0: now.
+        """
         self.client_id, self._record = record.client_id, record
         self.stamp(trace_stamps.REQUEST_START, ns)
 
     def failed(self, code: str, error: str) -> None:
-        """Notes that the request is answered with an error. ``code``: of its protocol, such as "400" or "NOT_FOUND"."""
+        """Stores the error that the request is answered with. ``code``: the protocol's code, such as "400" or "NOT_FOUND"."""
         self.code, self.error = code, error
 
     def responded(self, version: int) -> None:
-        """Stores which model version sent a response that is not the last one; 0, an error's version, is not stored."""
+        """Stores which model version sent a response that is not the last one. ``version`` 0, that of an error, is ignored."""
         self._version = version or self._version
 
     def completed(self, version: int, timeline: Timeline | None) -> None:
-        """Adds the timestamps that the worker has reported to the trace, and a timestamp for the end of the request.
+        """Adds the timestamps that the worker has reported, and a timestamp for the end of the request.
 
-        ``version``: the model version that answered; 0: none did. ``timeline``: the worker's part; None: there is none.
+        ``version``: the model version that answered; 0: none did. ``timeline``: what the worker reported; None: nothing.
         """
         self._version = version or self._version
         if timeline is not None:
@@ -385,7 +412,10 @@ class Trace:
         self.stamp(trace_stamps.REQUEST_END)
 
     def end(self) -> None:
-        """Writes the trace to its file, with those of requests that its model made, and sends it to the collector, if any."""
+        """Writes the trace to its file, with the traces of requests that the model made.
+
+        Sends it to the collector, if there is one.
+        """
         timeline = self._timeline or _UNTOLD
         if self._sampler.writes:
             entries = self._head(self._id, self._model, self._version, timeline.parameters)
@@ -438,7 +468,7 @@ class Trace:
 
 
 def _ends(timeline: Timeline) -> list[tuple[int, str]]:
-    """Returns the timestamps of the spans that the model's code has named, as (ns, NAME_START) and (ns, NAME_END)."""
+    """Returns the timestamps of the spans that the model's code has named: (ns, NAME_START) and (ns, NAME_END) for each."""
     return [
         end
         for span in timeline.spans
