@@ -21,7 +21,7 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 class _FileNames(NamedTuple):
-    """Names of a memory control group's files, and of the lines in ``memory.stat`` that count page cache and shared memory."""
+    """The names of a memory control group's files, and of the lines in ``memory.stat`` for page cache and shared memory."""
 
     limit: str
     used: str
@@ -38,24 +38,25 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class MemoryGroup:
-    """One memory control group. ``version``: the version of control groups that its files belong to, 1 or 2."""
+    """A memory control group. ``version``: 1 or 2, the version of control groups that it belongs to."""
 
     folder: Path
     version: int = 2
 
     @property
     def limit(self) -> int | None:
-        """Returns how many bytes the processes of this group may use together; None: there is no limit.
+        """Returns how many bytes of memory the processes of this group may use together; None: there is no limit.
 
-        For a version 1 group without a limit this returns a number beyond all memory instead of None.
+        A version 1 group without a limit has a number beyond all memory instead of None.
         """
         return self._number(_NAMES[self.version].limit)
 
     @property
     def left(self) -> int | None:
-        """Returns how many bytes the processes of this group may still use; None: there is no limit.
+        """Returns how many more bytes of memory the processes of this group may use; None: there is no limit.
 
-        The page cache counts as left, because the kernel frees it when memory gets short, but not the shared memory in it.
+        Page cache counts as free, because the kernel frees it when memory gets short. Shared memory in the page cache does
+        not.
         """
         names = _NAMES[self.version]
         limit, used = self.limit, self._number(names.used)
@@ -66,9 +67,9 @@ class MemoryGroup:
 
     @property
     def kills(self) -> int | None:
-        """Returns how many processes of this group the kernel has killed for want of memory; None: the group does not count them.
+        """Returns how many processes of this group the kernel has killed for want of memory; None: the group has no such count.
 
-        In version 2 those that were killed because the host had no memory left are counted as well.
+        In version 2, processes that were killed because the host had no memory left are counted as well.
         """
         return self._lines(_NAMES[self.version].events).get("oom_kill")
 
@@ -78,7 +79,10 @@ class MemoryGroup:
         return None
 
     def _lines(self, name: str) -> dict[str, int]:
-        """Reads a file of the group with a name and a number in each line; returns name -> number. ``name``: the file's name."""
+        """Reads a file of the group in which each line has a name and a number. Returns the numbers by name.
+
+        ``name``: the file's name. The result is empty if the file cannot be read.
+        """
         found: dict[str, int] = {}
         with contextlib.suppress(OSError):
             for line in (self.folder / name).read_text().splitlines():
@@ -91,8 +95,8 @@ class MemoryGroup:
 def memory_groups() -> list[MemoryGroup]:
     """Returns the memory control groups of this process: the innermost one first, then each group around it, up to the root.
 
-    Within a container the kernel may give the group's path on the host, which does not exist in the container; the container's
-    own group is the root then. A group that does not exist has no limit, and counts nothing.
+    In a container the kernel may give the group's path on the host, which does not exist in the container. The container's own
+    group is then the root. A group that does not exist has no limit and no counts.
     """
     found: list[MemoryGroup] = []
     with contextlib.suppress(OSError):
@@ -109,18 +113,18 @@ def memory_groups() -> list[MemoryGroup]:
 
 
 def arena_byte_size() -> int:
-    """Returns the default size limit of one arena: a 64th of the host's memory, from 1 to 16 GiB."""
+    """Returns the default for the most bytes of one arena: a 64th of the host's memory, but from 1 to 16 GiB."""
     return min(max(host_byte_size() // 64, _GIB), 16 * _GIB)
 
 
 def pinned_byte_size() -> int:
-    """Returns the bytes of host memory that a GPU worker may page-lock: a 16th of the host's, from 1 to 64 GiB."""
+    """Returns the default for the most bytes that a GPU worker page-locks: a 16th of the host's memory, but from 1 to 64 GiB."""
     return min(max(host_byte_size() // 16, _GIB), 64 * _GIB)
 
 
 @functools.cache
 def host_byte_size() -> int:
-    """Returns the bytes of the host's memory, or the limit of this process's memory control groups where that is less."""
+    """Returns the bytes of the host's memory or, if it is smaller, the limit of this process's memory control groups."""
     allowed = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     allowed += [limit for group in memory_groups() if (limit := group.limit) is not None]
     return min(allowed)

@@ -11,7 +11,7 @@ _PART = re.compile(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", re.ASCII)
 
 
 def parse(text: str) -> tuple[int, ...]:
-    """Parses a list of cores such as ``0-3,8``. Returns their numbers, ascending. Raises ValueError: it is no such list."""
+    """Returns the numbers of the cores in a list such as ``0-3,8``, ascending. Raises ValueError: the list is malformed."""
     cores: set[int] = set()
     for part in text.split(","):
         match = _PART.fullmatch(part.strip())
@@ -24,7 +24,7 @@ def parse(text: str) -> tuple[int, ...]:
 
 
 def describe(cores: Iterable[int]) -> str:
-    """Returns the shortest list that names these cores, such as ``0-3,8``."""
+    """Returns the shortest list with these cores, such as ``0-3,8``."""
     runs: list[list[int]] = []
     for core in sorted(cores):
         if runs and core == runs[-1][1] + 1:

@@ -19,12 +19,12 @@ MAX_STEPS = 256
 
 
 def is_ensemble(message: ModelConfig) -> bool:
-    """Returns whether a configuration is an ensemble's, correct or not: it has ensemble_scheduling or platform "ensemble"."""
+    """Returns whether a configuration has ensemble_scheduling or the platform "ensemble", even if it has mistakes."""
     return bool(message.HasField("ensemble_scheduling") or message.platform == PLATFORM)
 
 
 def check(message: ModelConfig) -> None:
-    """Raises InvalidArgument for the first mistake in an ensemble's configuration; the members' configurations are not needed."""
+    """Raises InvalidArgument for the first mistake in an ensemble's own configuration. The members are not looked at."""
     name, steps = message.name, message.ensemble_scheduling.step
     if not message.HasField("ensemble_scheduling"):
         raise InvalidArgument(f"ensemble scheduling must be set for ensemble {name} whose platform is {PLATFORM}")
@@ -104,7 +104,7 @@ def _check_tensors(message: ModelConfig) -> None:
 
 
 def in_order(message: ModelConfig) -> list[int]:
-    """Returns the numbers of the steps that can run, each after all whose outputs it reads."""
+    """Returns the numbers of the steps that can run, in an order in which each step comes after those whose outputs it reads."""
     there = {field.name for field in message.input}
     waiting, ordered = dict(enumerate(message.ensemble_scheduling.step)), list[int]()
     while ready := [number for number, step in waiting.items() if there.issuperset(step.input_map.values())]:
@@ -115,7 +115,11 @@ def in_order(message: ModelConfig) -> list[int]:
 
 
 def _unconnected(message: ModelConfig, tensor: str, written: dict[str, int], made: set[str]) -> str:
-    """Returns an input that the step which writes ``tensor`` needs and that no step can write; "": no step writes ``tensor``."""
+    """Returns why a tensor of an ensemble is not written: an input of the step that writes it, which no step can write.
+
+    "" is returned if no step writes ``tensor`` at all. ``written``: the number of the step that writes each tensor. ``made``:
+    the tensors that can be written.
+    """
     if tensor not in written:
         return ""
     step = message.ensemble_scheduling.step[written[tensor]]
@@ -127,7 +131,7 @@ def _unconnected(message: ModelConfig, tensor: str, written: dict[str, int], mad
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """One of the tensors that an ensemble's steps exchange, as the ensemble or one of its members declares it."""
+    """A tensor that an ensemble's steps exchange, as the ensemble or one of its members declares it."""
 
     model: str
     datatype: str
@@ -136,14 +140,14 @@ class _Tensor:
 
     @property
     def full(self) -> tuple[int, ...]:
-        """Returns the tensor's dims, preceded by -1 for the batch if the model has a batch dimension."""
+        """Returns the tensor's dims, with -1 for the batch before them if the model has a batch dimension."""
         return (-1, *self.dims) if self.batches else self.dims
 
 
 def check_members(message: ModelConfig, find: Callable[[str, int], ModelConfig]) -> None:
-    """Raises InvalidArgument for the first name, datatype, shape or batch size of an ensemble that does not fit its members.
+    """Raises InvalidArgument for the first name, datatype, shape or batch size in an ensemble that does not fit its members.
 
-    ``find``: returns the completed configuration of a member, by name and version; version -1 means the newest.
+    ``find``: returns the completed configuration of a member by its name and version; the version -1 means the newest.
     """
     name = message.name
     known: dict[str, _Tensor] = {}
@@ -177,7 +181,10 @@ def check_members(message: ModelConfig, find: Callable[[str, int], ModelConfig])
 
 
 def decoupled(message: ModelConfig, find: Callable[[str, int], ModelConfig]) -> bool:
-    """Returns whether an ensemble answers a request with any number of responses: whether any of its members does."""
+    """Returns whether an ensemble may answer a request with any number of responses, because one of its members may.
+
+    ``find``: returns the completed configuration of a member by its name and version; the version -1 means the newest.
+    """
     return any(
         find(step.model_name, step.model_version).model_transaction_policy.decoupled
         for step in message.ensemble_scheduling.step
@@ -206,7 +213,11 @@ def _check_names(ensemble: str, member: ModelConfig, step: Any) -> None:
 
 
 def _join(ensemble: str, known: dict[str, _Tensor], model: ModelConfig, fields: Iterable[tuple[str, Any]]) -> None:
-    """Adds the ensemble tensors that a model declares to ``known``. Raises InvalidArgument: an earlier model differs."""
+    """Adds the ensemble's tensors that a model declares to ``known``, which has them by name.
+
+    ``fields``: the names of the tensors in the ensemble, each with the model's input or output. Raises InvalidArgument: a
+    model that was added earlier declares another datatype or shape.
+    """
     for tensor, field in fields:
         said = _Tensor(model.name, data_type_name(field), tuple(field.dims), model.max_batch_size > 0)
         before = known.setdefault(tensor, said)

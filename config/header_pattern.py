@@ -9,7 +9,7 @@ from typing import Any
 
 
 def compiled(pattern: str) -> Any:
-    """Compiles an RE2 pattern so that it ignores case. Raises ValueError: the pattern is malformed; the message says how."""
+    """Compiles an RE2 pattern, which then ignores case. Raises ValueError: the pattern is malformed; the message says why."""
     # RE2 is imported late: few servers forward headers; the others, and processes that only read the configuration, need it not.
     import re2
 

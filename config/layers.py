@@ -33,12 +33,12 @@ DEFAULTS = Path(__file__).with_name("default.toml")
 
 
 class ConfigurationError(Exception):
-    """Raised when the configuration is wrong; the message names the source, the key, what was expected and what was given."""
+    """Raised if the configuration is wrong. The message names the source, the key, what is expected and what was given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value that one layer (a file, the environment, a flag) gives to one key, with its source."""
+    """The value that one source (a file, an environment variable or a flag) gives to one key."""
 
     #: The key: "http.port", or "server_name" at the top.
     key: str
@@ -51,9 +51,9 @@ class Setting:
 
 @functools.cache
 def known_keys() -> Mapping[str, Any]:
-    """Returns every key of the configuration with the type of its value, as annotated in ``Options``.
+    """Returns every key of the configuration with the type of its value, as ``Options`` declares it.
 
-    The result is cached: it is needed six times in a start, and resolving the annotations takes 2 ms.
+    The result is cached, because it is needed six times in a start, and computing it takes 2 ms.
     """
     found: dict[str, Any] = {}
     for field in msgspec.structs.fields(Options):
@@ -76,9 +76,12 @@ class Configured:
 def read(
     file: Path | None = None, environment: Mapping[str, str] | None = None, flags: Iterable[Setting] = ()
 ) -> Configured:
-    """Merges the defaults, the file, the environment and the flags (later ones win) into options with their sources.
+    """Returns the daemon's options and the source of each value that is not a default.
+
+    A value in ``file`` replaces the default, an environment variable replaces both, and a flag replaces all of these.
 
     ``environment``: usually ``os.environ``; only variables that begin with ``TENSORD_`` are read.
+
     Raises ConfigurationError: something is wrong; the message is about the first mistake found.
     """
     given = [*(read_file(file) if file is not None else ()), *read_environment(environment or {}), *flags]
@@ -89,18 +92,22 @@ def read(
 def load(
     file: Path | None = None, environment: Mapping[str, str] | None = None, flags: Iterable[Setting] = ()
 ) -> Options:
-    """Merges the defaults, the file, the environment and the flags into options, as ``read`` does."""
+    """Returns the daemon's options.
+
+    A value in ``file`` replaces the default, an environment variable replaces both, and a flag replaces all of these. Raises
+    ConfigurationError: something is wrong; the message is about the first mistake found.
+    """
     return read(file, environment, flags).options
 
 
 @functools.cache
 def defaults() -> Mapping[str, Any]:
-    """Returns every key of the configuration with its default, from the file ``DEFAULTS``."""
+    """Returns every key of the configuration with its default. They stand in the file ``DEFAULTS``."""
     return {setting.key: setting.value for setting in read_file(DEFAULTS)}
 
 
 def described_type(key: str) -> msgspec.inspect.Type:
-    """Returns msgspec's description of the type of a key's value, or of one item if the value is a list."""
+    """Returns msgspec's description of the type of a key's value. If the value is a list, it is that of an item of the list."""
     found = msgspec.inspect.type_info(known_keys()[key])
     while isinstance(found, msgspec.inspect.Metadata | _LIST):
         found = found.type if isinstance(found, msgspec.inspect.Metadata) else found.item_type
@@ -108,12 +115,15 @@ def described_type(key: str) -> msgspec.inspect.Type:
 
 
 def choices(key: str) -> tuple[str, ...]:
-    """Returns the words that a key's value (or each item of it) may be, in the order of their declaration; (): no fixed words."""
+    """Returns the words that are allowed as the value of a key, or as an item of a list, in the order of their declaration.
+
+    An empty tuple means that any text or number may be given.
+    """
     return tuple(_words(known_keys()[key]))
 
 
 def _words(wanted: Any) -> Iterator[str]:
-    """Yields the fixed words among the values of a type, which may be a union or a list."""
+    """Yields the words that a type allows as values. The type may be a union or a list."""
     if wanted is bool:
         yield from ("true", "false")
     elif typing.get_origin(wanted) is typing.Literal:
@@ -135,7 +145,7 @@ def worded(key: str) -> str:
 
 
 def _bounded(wanted: msgspec.inspect.IntType | msgspec.inspect.FloatType) -> str:
-    """Describes a type of numbers and its bounds, such as "int from 1 to 64"; an upper bound of 2**20 or more is left out."""
+    """Describes a type of numbers with its bounds, such as "int from 1 to 64". An upper bound of 2**20 or more is left out."""
     name = "int" if isinstance(wanted, msgspec.inspect.IntType) else "number"
     if wanted.gt is not None:
         name += f" above {wanted.gt:g}"
@@ -145,7 +155,10 @@ def _bounded(wanted: msgspec.inspect.IntType | msgspec.inspect.FloatType) -> str
 
 
 def merge(settings: Iterable[Setting]) -> Options:
-    """Merges settings into options; later ones of a key win. Raises ConfigurationError: a key or value is wrong."""
+    """Makes options of settings. Of several settings of one key the last one holds.
+
+    Raises ConfigurationError: a key is unknown, or a value is wrong.
+    """
     keys = known_keys()
     merged: dict[str, Any] = {}
     for setting in settings:
@@ -161,7 +174,10 @@ def merge(settings: Iterable[Setting]) -> Options:
 
 
 def read_file(path: Path) -> list[Setting]:
-    """Reads the settings in a TOML file. Raises ConfigurationError: it cannot be read, is not TOML, or has an unknown section."""
+    """Reads the settings in a TOML file.
+
+    Raises ConfigurationError: the file cannot be read, is not TOML, or has an unknown section.
+    """
     try:
         content = tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
@@ -186,7 +202,10 @@ def _flatten(content: dict[str, Any], source: str) -> Iterator[Setting]:
 
 
 def written(configured: Configured) -> str:
-    """Returns options as the text of a TOML file, as that of defaults; a set value is followed by a comment with its source."""
+    """Returns options as the text of a TOML file, with the comments of the file of defaults.
+
+    A value that the operator has set is followed by a comment with its source.
+    """
     lines: list[str] = []
     section = ""
     for line in DEFAULTS.read_text().splitlines():
@@ -202,7 +221,10 @@ def written(configured: Configured) -> str:
 
 
 def read_environment(environment: Mapping[str, str]) -> list[Setting]:
-    """Reads the settings in environment variables. Raises ConfigurationError: a ``TENSORD_`` variable names no key."""
+    """Reads the settings in environment variables that begin with ``TENSORD_``.
+
+    Variables that a container platform has set are ignored. Raises ConfigurationError: a variable belongs to no key.
+    """
     variables = _variables()
     foreign = service_variables(environment)
     found = []
@@ -216,11 +238,12 @@ def read_environment(environment: Mapping[str, str]) -> list[Setting]:
 
 
 def service_variables(environment: Mapping[str, str]) -> frozenset[str]:
-    """Returns the ``TENSORD_`` variables that a container platform has set for a service, not an operator for the daemon.
+    """Returns the names of the ``TENSORD_`` variables that a container platform has set because of a service's name.
 
     For a service named ``tensord`` Kubernetes sets ``TENSORD_SERVICE_HOST``, ``TENSORD_PORT=tcp://...`` and more in every
-    container; for one named ``tensord-http`` it sets ``TENSORD_HTTP_PORT=tcp://...``, which is also the name of a key. So values
-    are looked at, too: no key that ends in PORT takes a URL.
+    container. For a service named ``tensord-http`` it sets ``TENSORD_HTTP_PORT=tcp://...``, which is also the name of a key.
+    Therefore values are looked at, too: no key that ends in PORT takes a URL.
+
     Source: Kubernetes "Accessing the Service", environment variables; Docker "Legacy container links".
     """
     ours, keys = {name: value for name, value in environment.items() if name.startswith(PREFIX)}, _variables()
@@ -241,12 +264,12 @@ def service_variables(environment: Mapping[str, str]) -> frozenset[str]:
 
 
 def _variables() -> dict[str, str]:
-    """Returns environment variable -> key, for every key of the configuration."""
+    """Returns the keys of the configuration by the environment variables that set them."""
     return {variable(key): key for key in known_keys()}
 
 
 def variable(key: str) -> str:
-    """Returns the environment variable that sets a key of the configuration."""
+    """Returns the name of the environment variable that sets a key of the configuration."""
     return PREFIX + key.replace(".", "_").upper()
 
 
@@ -287,7 +310,10 @@ _PATHS = """
 
 
 def _at_home(setting: Setting, value: Any) -> Any:
-    """Returns a path, or each of several, with ``~`` at the start replaced by the home directory, as shells do for flags."""
+    """Returns a path in which ``~`` at the start is replaced by the home directory, as a shell does. A list of paths is allowed.
+
+    Raises ConfigurationError: the home directory is not known. ``setting``: where the path was given, for the error's message.
+    """
     if not isinstance(value, str):
         return tuple(_at_home(setting, each) for each in value)
     scheme = "unix:" if value.startswith("unix:") else ""
@@ -303,7 +329,10 @@ def _at_home(setting: Setting, value: Any) -> Any:
 
 
 def _absolute(options: Options) -> Options:
-    """Turns the paths of repositories and cache into absolute ones, because a model's code may change the working directory."""
+    """Returns the options with absolute paths of repositories and cache.
+
+    A relative path would mean another folder once a model's code has changed the working directory.
+    """
     repository, executables = options.repository, options.executables
     cache = executables.cache_directory
     return msgspec.structs.replace(
@@ -318,7 +347,7 @@ _ACCOUNTS = ("owners", "snapshot_owners", "guarded_owners", "groups")
 
 
 def _check(options: Options) -> None:
-    """Raises ConfigurationError for the first option that contradicts another one or is malformed."""
+    """Raises ConfigurationError for the first option that is malformed or contradicts another one."""
     arenas, expert = options.arenas, options.expert
     if arenas.max_byte_size < arenas.byte_size:
         raise ConfigurationError(
@@ -388,7 +417,7 @@ def _check(options: Options) -> None:
 
 
 def _check_addresses(options: Options) -> None:
-    """Raises ConfigurationError if an address is malformed, or if two servers have the same address and port."""
+    """Raises ConfigurationError if an address is malformed, or if two servers would listen on the same address and port."""
     http, grpc, metrics = options.http, options.grpc, options.metrics
     if metrics.address.startswith("unix:"):
         raise ConfigurationError(f"metrics.address: expected an address of TCP, given {shown(metrics.address)}")
@@ -412,7 +441,7 @@ def _check_addresses(options: Options) -> None:
 
 
 def _address(address: str) -> None:
-    """Raises ValueError if an address is empty, which would mean every interface, or has a port in it."""
+    """Raises ValueError if an address is empty, which would mean every interface, or contains a port."""
     if not address or address == "unix:":
         raise ValueError(
             f"expected an address or unix:PATH, given {shown(address)}; every interface is '0.0.0.0' or '::'"
@@ -424,7 +453,10 @@ def _address(address: str) -> None:
 
 
 def _explained(key: str, reader: Callable[[Any], Any], value: Any) -> None:
-    """Calls ``reader`` with a key's value. If it raises ValueError, raises ConfigurationError with the key and that message."""
+    """Calls ``reader`` with the value of a key. If ``reader`` raises ValueError, raises ConfigurationError instead.
+
+    Its message is the key, followed by the message of the ValueError.
+    """
     try:
         reader(value)
     except ValueError as error:
@@ -432,12 +464,12 @@ def _explained(key: str, reader: Callable[[Any], Any], value: Any) -> None:
 
 
 def changed_keys(old: Options, new: Options) -> list[str]:
-    """Returns the keys whose values differ between two sets of options, in the order of the file of defaults."""
+    """Returns the keys whose values differ between ``old`` and ``new``, in the order of the file of defaults."""
     return [key for key in known_keys() if value_of(old, key) != value_of(new, key)]
 
 
 def value_of(options: Options, key: str) -> Any:
-    """Returns the value of a key, such as "http.port", in the options."""
+    """Returns the value that the options have for a key, such as "http.port"."""
     value: Any = options
     for name in key.split("."):
         value = getattr(value, name)
@@ -445,7 +477,7 @@ def value_of(options: Options, key: str) -> Any:
 
 
 def shown_value_of(options: Options, key: str) -> Any:
-    """Returns the value of a key as a table may show it: header values, which are secrets, are replaced by ``...``."""
+    """Returns the value that the options have for a key, without secrets: values of headers are replaced by ``...``."""
     value = value_of(options, key)
     return restrictions.without_values(value) if key in _SECRET else value
 
@@ -456,7 +488,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Returns a value as Python writes it, cut to 100 characters, for an error message."""
+    """Returns a value as text for an error's message, as Python writes it, cut to 100 characters."""
     text = repr(value)
     return text if len(text) <= 100 else text[:97] + "..."
 
@@ -471,6 +503,9 @@ _SHOWN = 3
 
 
 def ignored_sentence(ignored: frozenset[str]) -> str:
-    """Returns the log message about environment variables that were ignored (``service_variables``), with up to three names."""
+    """Returns the log message about environment variables that are ignored, because a container platform has set them.
+
+    ``ignored``: their names, of which up to three are in the message.
+    """
     shown = ", ".join(sorted(ignored)[:_SHOWN]) + (", ..." if len(ignored) > _SHOWN else "")
     return f"environment: not read as configuration, because the container platform set it for a service: {shown}"

@@ -40,16 +40,16 @@ _find_trace: Callable[[], str] = str
 
 
 def name_traces(find: Callable[[], str]) -> None:
-    """Sets the function that gives each log line its trace id. ``find()`` returns the id for the code that logs; "": none."""
+    """Sets the function that finds the trace id for a log line. ``find()`` returns the id for the code that logs; "": none."""
     global _find_trace
     _find_trace = find
 
 
 def configure(options: Log, name: str, environment: Mapping[str, str] | None = None) -> None:
-    """Sets up this process's log, or changes it to new options.
+    """Sets up the log of this process, or changes it to new options.
 
-    ``name``: the process's name in each line, such as "worker-1". ``environment``: has JOURNAL_STREAM if standard error goes to
-    systemd's journal; None: ``os.environ``.
+    ``name``: the process's name in each line, such as "worker-1". ``environment``: None: ``os.environ``; it holds
+    JOURNAL_STREAM if standard error goes to systemd's journal.
     """
     journal = not options.file and "JOURNAL_STREAM" in (os.environ if environment is None else environment)
     handler = LogFile(options.file) if options.file else _StandardError(sys.stderr)
@@ -72,9 +72,9 @@ def configure(options: Log, name: str, environment: Mapping[str, str] | None = N
 
 
 def check_writable(options: Log) -> None:
-    """Checks that the configured log file can be written, and creates it if it does not exist.
+    """Checks that the configured log file can be written. The file is created if it does not exist.
 
-    Raises OSError: it cannot be written; ``strerror`` is a sentence with the key, the path and the reason.
+    Raises OSError: it cannot be written; ``strerror`` is a sentence with the option, the path and the reason.
     """
     try:
         if options.file:
@@ -85,10 +85,10 @@ def check_writable(options: Log) -> None:
 
 
 class LogFile(WatchedFileHandler):
-    """Appends to the log file, as all processes do at once; opens the file again after log rotation has moved it.
+    """Appends lines to the log file, as all processes do at once. When log rotation has moved the file, it is opened again.
 
-    A line that cannot be written to the file goes to standard error instead: logging never fails its caller. The reason is
-    written there at most once a minute.
+    If a line cannot be written to the file, it is written to standard error and no exception is raised. The reason is written
+    there at most once a minute.
     """
 
     def __init__(self, path: str) -> None:
@@ -120,7 +120,7 @@ class LogFile(WatchedFileHandler):
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
-    """Writes log lines to standard error, and ignores a failure there, such as a full disk: nowhere is left to report it."""
+    """Writes log lines to standard error. A failure there, such as a full disk, is ignored: it can be reported nowhere."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -128,17 +128,20 @@ class _StandardError(logging.StreamHandler[TextIO]):
 
 
 class LineRate:
-    """Limits log lines that clients can cause at will to ``lines`` a second; counts those left out. Thread-safe."""
+    """Limits to ``lines`` a second the log lines that clients can cause at will, and counts the lines left out. Thread-safe."""
 
     def __init__(self, lines: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        """``lines``: the most log lines a second. ``clock``: returns the time in nanoseconds."""
+        """Begins without lines. ``lines``: the most log lines a second. ``clock``: returns a time in nanoseconds."""
         self._most = lines
         self._clock = clock
         self._lock = threading.Lock()
         self._window_ns = self._lines = self._left_out = 0
 
     def admit(self) -> str | None:
-        """Returns text to append to the caller's line: how many were left out before it, or "". None: leave it out, too."""
+        """Returns None if the caller must leave its log line out, else text that the caller appends to the line.
+
+        The text says how many lines were left out before this one; "": none was.
+        """
         with self._lock:
             now_ns = self._clock()
             if now_ns - self._window_ns >= 10**9:
@@ -152,7 +155,10 @@ class LineRate:
 
 
 class _LevelFilter(logging.Filter):
-    """Drops log lines of the levels info, warning and error that the options turn off, each by its own switch as in Triton."""
+    """Drops log lines of the levels info, warning and error that the options turn off.
+
+    Each level has its own switch, as in Triton.
+    """
 
     def __init__(self, options: Log) -> None:
         super().__init__()
@@ -163,14 +169,17 @@ class _LevelFilter(logging.Filter):
 
 
 def _note_trace(record: logging.LogRecord) -> bool:
-    """Adds the id of the current trace to a log record, unless the caller gave one (``extra={"trace_id": ...}``)."""
+    """Adds the id of the current trace to a log record, unless the caller gave one (``extra={"trace_id": ...}``).
+
+    It is a filter of the logging module, and returns True, which keeps the record.
+    """
     if not hasattr(record, "trace_id"):
         record.trace_id = _find_trace()
     return True
 
 
 class TextFormatter(logging.Formatter):
-    """Formats log lines as text; for systemd's ``journal`` each line has its priority and no time."""
+    """Formats log lines as text. If ``journal`` is True, a line is for systemd's journal: it has its priority and no time."""
 
     def __init__(self, name: str, options: Log, journal: bool) -> None:
         super().__init__()
@@ -192,7 +201,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats each message as one JSON object on a line; for systemd's ``journal`` each line begins with its priority."""
+    """Formats each message as a JSON object on one line. If ``journal`` is True, a line begins with its priority."""
 
     def __init__(self, name: str, journal: bool = False) -> None:
         super().__init__()
@@ -232,8 +241,8 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _escaped(text: str, *, keep_lines: bool) -> str:
-    """Writes control characters as ``\\x1b``, so that no client can forge a log line.
+    r"""Returns text with control characters written as ``\x1b``, so that no client can forge a log line.
 
-    ``keep_lines``: whether line ends, as tracebacks have them, stay as they are.
+    ``keep_lines``: if True, line ends stay as they are, because tracebacks have them.
     """
     return _CONTROL.sub(lambda found: found[0] if keep_lines and found[0] == "\n" else f"\\x{ord(found[0]):02x}", text)

@@ -42,10 +42,12 @@ def check(message: ModelConfig, *, whole: bool = False, scalars: Collection[str]
     """Checks all fields of a model's configuration.
 
     Args:
-      whole: whether the configuration is completed, and so must have a known backend and a datatype and dims for every tensor.
-      scalars: the tensors that the model itself declares to have no dims, which a configuration cannot say.
-    Raises: InvalidArgument: a field is wrong; Unsupported: this server does not offer what a field asks for. The message is about
-      the first mistake found, and names the model and the values.
+      whole: True if the configuration is completed; it must then have a known backend, and a datatype and dims for every
+        tensor.
+      scalars: the names of tensors that the model itself declares without dims, which a configuration cannot express.
+
+    Raises InvalidArgument: a field is wrong; Unsupported: a field asks for something that this server does not offer. The
+    message names the model and is about the first mistake found.
     """
     name = message.name
     _check_cache(message)
@@ -199,7 +201,10 @@ def _check_instances(message: ModelConfig) -> None:
 
 
 def check_device(message: ModelConfig, gpu: int | None) -> None:
-    """Raises InvalidArgument if a completed configuration asks for GPUs only, and the worker has none (``gpu`` is None)."""
+    """Raises InvalidArgument if a completed configuration asks only for GPUs and the worker has none.
+
+    ``gpu``: the number of the worker's GPU; None: it has none.
+    """
     kinds = model_config_pb2.ModelInstanceGroup
     for group in message.instance_group:
         if gpu is None and all(each.kind == kinds.KIND_GPU for each in message.instance_group):
@@ -234,7 +239,7 @@ def _check_dynamic_batching(message: ModelConfig) -> None:
 
 
 def _check_cache(message: ModelConfig) -> None:
-    """Raises InvalidArgument (Triton's message) if a model with sequences, or a decoupled one, asks for the response cache."""
+    """Raises InvalidArgument, with Triton's message, if a model asks for the response cache and has sequences or is decoupled."""
     if not message.response_cache.enable:
         return
     if message.HasField("sequence_batching"):
@@ -249,7 +254,10 @@ def _check_cache(message: ModelConfig) -> None:
 
 
 def _check_order(message: ModelConfig) -> None:
-    """Raises InvalidArgument (Triton's message) if priorities or timeouts contradict ``preserve_ordering``."""
+    """Raises InvalidArgument, with Triton's message, if settings of a model's queues contradict ``preserve_ordering``.
+
+    These are several priorities, and a timeout after which requests are delayed.
+    """
     batching = message.dynamic_batching
     if batching.priority_levels > 1:
         raise InvalidArgument(f"Only one priority level is allowed when 'preserve_ordering' is true for {message.name}")
@@ -261,14 +269,21 @@ def _check_order(message: ModelConfig) -> None:
 
 
 def batch_buckets(message: ModelConfig) -> tuple[int, ...]:
-    """Returns the batch sizes to compile, from the parameter ``batch_buckets`` ("1,8,32"); (): it is not given."""
+    """Returns the batch sizes for which a model is compiled, as its parameter ``batch_buckets`` ("1,8,32") lists them.
+
+    An empty tuple is returned if the parameter is not given. Raises InvalidArgument: it is malformed.
+    """
     if "batch_buckets" not in message.parameters:
         return ()
     return _sizes(message, "batch_buckets", message.max_batch_size, f"max_batch_size {message.max_batch_size}")
 
 
 def axis_buckets(message: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns named axis -> sizes to compile, from parameters such as ``buckets.sequence`` ("32,128,256"); () for "auto"."""
+    """Returns, by the name of an axis, the sizes for which a model is compiled.
+
+    They come from parameters such as ``buckets.sequence`` ("32,128,256"); an empty tuple stands for "auto". Raises
+    InvalidArgument: a parameter is malformed.
+    """
     found: dict[str, tuple[int, ...]] = {}
     for name in sorted(name for name in message.parameters if name.startswith(_AXIS)):
         automatic = message.parameters[name].string_value == "auto"
@@ -293,7 +308,10 @@ _RAGGED_DATATYPES = ("TYPE_INT32", "TYPE_FP32")
 
 
 def _check_ragged(message: ModelConfig, whole: bool) -> None:
-    """Checks ``batch_input`` and ``batch_output``. ``whole``: whether the configuration has all tensors of the model."""
+    """Raises InvalidArgument for the first mistake in ``batch_input`` or ``batch_output``.
+
+    ``whole``: True if the configuration has all tensors of the model; the names in these fields are then checked, too.
+    """
     name = message.name
     inputs = {tensor.name for tensor in message.input} if message.input or whole else None
     outputs = {tensor.name for tensor in message.output} if message.output or whole else None
@@ -332,7 +350,7 @@ _CORRID_TYPES = ("TYPE_UINT64", "TYPE_INT64", "TYPE_UINT32", "TYPE_INT32", "TYPE
 
 
 def _check_sequences(message: ModelConfig) -> None:
-    """Checks ``sequence_batching`` but for its states."""
+    """Raises InvalidArgument for the first mistake in ``sequence_batching``. Its states are not checked here."""
     name, sequences = message.name, message.sequence_batching
     _check_controls(message)
     limit = message.max_batch_size
@@ -407,7 +425,10 @@ def _check_values(name: str, kind: str, control: Any) -> None:
 
 
 def _check_states(message: ModelConfig, whole: bool) -> None:
-    """Checks ``sequence_batching.state``. ``whole``: whether each state must have a datatype."""
+    """Raises InvalidArgument for the first mistake in ``sequence_batching.state``.
+
+    ``whole``: True if each state must have a datatype.
+    """
     states = message.sequence_batching.state
     if states and message.backend == "python":
         raise Unsupported(f"model '{message.name}': sequence_batching.state: a Triton Python model keeps its own state")
@@ -463,12 +484,18 @@ def _check_initial(state: Any) -> None:
 
 
 def is_isolated(message: ModelConfig) -> bool:
-    """Returns whether a model gets workers that serve no other model. Raises InvalidArgument: ``isolated`` is no boolean."""
+    """Returns whether workers serve this model alone, by its parameter ``isolated``.
+
+    Raises InvalidArgument: the parameter is no boolean.
+    """
     return wants(message, ISOLATED)
 
 
 def isolated_fraction(message: ModelConfig, default: float) -> float:
-    """Returns the fraction of a GPU's memory that XLA takes in an isolated model's process, or ``default`` if none is named."""
+    """Returns the fraction (0 to 1) of a GPU's memory that XLA takes in a worker that serves this model alone.
+
+    If the model does not name one, it is ``default``. Raises InvalidArgument: the parameter is malformed.
+    """
     if ISOLATED_FRACTION not in message.parameters:
         return default
     said = message.parameters[ISOLATED_FRACTION].string_value
@@ -484,7 +511,7 @@ def isolated_fraction(message: ModelConfig, default: float) -> float:
 
 
 def _check_isolation(message: ModelConfig) -> None:
-    """Raises InvalidArgument if ``isolated`` or ``isolated_memory_fraction`` is malformed or contradicts a model's settings."""
+    """Raises InvalidArgument if a model's parameters about its isolation are malformed or contradict its other settings."""
     isolated_fraction(message, 1.0)
     if not is_isolated(message):
         return

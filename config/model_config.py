@@ -38,7 +38,7 @@ _IN_SINGLE_QUOTES = re.compile(r"""\\.|\"""", re.DOTALL)
 
 
 def empty(model_name: str = "") -> ModelConfig:
-    """Makes a model configuration in which nothing is set but the name."""
+    """Returns a model configuration in which only the name is set."""
     return model_config_pb2.ModelConfig(name=model_name)
 
 
@@ -46,7 +46,10 @@ def empty(model_name: str = "") -> ModelConfig:
 
 
 def parse_pbtxt(text: str, model_name: str) -> ModelConfig:
-    """Parses a config.pbtxt. Raises InvalidArgument: it is none; the message has line and column, and what protobuf expected."""
+    """Parses the text of a config.pbtxt.
+
+    Raises InvalidArgument: it is malformed; the message has the line and column, and what protobuf expected there.
+    """
     message = empty()
     try:
         text_format.Parse(text, message)
@@ -61,7 +64,10 @@ def parse_pbtxt(text: str, model_name: str) -> ModelConfig:
 
 
 def parse_json(text: str, model_name: str) -> ModelConfig:
-    """Parses a model configuration in JSON; a single value may stand for a list of one. Raises InvalidArgument: it is none."""
+    """Parses a model configuration in JSON. A single value may stand for a list with one item.
+
+    Raises InvalidArgument: the configuration is malformed.
+    """
     # The import comes late: only processes that take overrides pay for it.
     from google.protobuf import json_format
 
@@ -84,7 +90,10 @@ def parse_json(text: str, model_name: str) -> ModelConfig:
 
 
 def _decoded(text: str) -> Any:
-    """Decodes JSON, or what protobuf's reader takes for it. Raises msgspec.DecodeError: it is neither; as said of JSON."""
+    """Decodes JSON, or the looser form of it that protobuf's reader accepts.
+
+    Raises msgspec.DecodeError: it is neither. The error is about JSON.
+    """
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
@@ -104,7 +113,11 @@ def _as_json(found: re.Match[str]) -> str:
 
 
 def _shaped(what: str, given: Any, described: Descriptor) -> dict[str, Any]:
-    """Returns a JSON object with its single values made lists of one wherever the protobuf message (``described``) has a list."""
+    """Returns a JSON object in which single values are lists of one item where the protobuf message has a list.
+
+    ``what``: names the object in messages. ``described``: the message's type. Raises InvalidArgument: an object is expected
+    and something else is given, or the reverse.
+    """
     if not isinstance(given, dict):
         raise InvalidArgument(f"{what}: {_kind(given)} is given, an object is expected")
     shaped: dict[str, Any] = {}
@@ -136,14 +149,14 @@ def _shaped_single(what: str, value: Any, field: FieldDescriptor) -> Any:
 
 
 def _kind(value: Any) -> str:
-    """Returns the kind of a JSON value in words, with an article: "an object"."""
+    """Returns the kind of a JSON value in words, such as "an object"."""
     return {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}.get(
         type(value), "a number"
     )
 
 
 def from_bytes(content: bytes) -> ModelConfig:
-    """Parses the serialised ModelConfig in a ``tensord.shm.control_records.Load``. Raises InvalidArgument: it is malformed."""
+    """Parses a serialised ModelConfig, such as a Load record has. Raises InvalidArgument: it is malformed."""
     message = empty()
     try:
         message.ParseFromString(content)
@@ -156,10 +169,10 @@ def from_bytes(content: bytes) -> ModelConfig:
 
 
 def complete(message: ModelConfig, gpus: Sequence[int] = ()) -> None:
-    """Fills in the defaults that Triton fills in, in place; values that are given stay.
+    """Sets, in ``message``, the defaults that Triton sets. Values that are given stay.
 
-    Inputs, outputs and ``max_batch_size`` come from the model, so call this after they are known. ``gpus``: the numbers of the
-    GPUs that the model runs on; empty: the CPU.
+    Call it when the inputs, outputs and ``max_batch_size`` are known, which come from the model. ``gpus``: the numbers of the
+    GPUs on which the model runs; empty: it runs on the CPU.
     """
     if not message.HasField("version_policy"):
         message.version_policy.latest.num_versions = 1
@@ -203,9 +216,9 @@ def _complete_instances(message: ModelConfig, gpus: Sequence[int]) -> None:
 
 
 def with_gpus_of(config: bytes, others: Iterable[bytes]) -> bytes:
-    """Returns a completed configuration whose instance groups also name the GPUs of the same groups on other workers.
+    """Returns the configuration of a model that several workers serve, with the GPUs of all of them in its instance groups.
 
-    ``config`` and ``others`` are JSON: the configuration as each worker has completed it.
+    ``config`` and ``others`` are JSON: the configuration as each of the workers has completed it.
     """
     different = {each for each in others if each != config}
     if not different:
@@ -232,12 +245,15 @@ def is_ordered(message: ModelConfig) -> bool:
 
 
 def to_json(message: ModelConfig) -> bytes:
-    """Encodes a configuration as Triton does in JSON: every field, in the proto's order, enums as names, int64 as numbers."""
+    """Encodes a configuration as JSON, as Triton does: every field in the proto's order, enums as names, int64 as numbers."""
     return msgspec.json.encode(to_dict(message))
 
 
 def to_dict(message: Any) -> dict[str, Any]:
-    """Converts a protobuf message of any type to dicts, lists and plain values, as ``to_json`` encodes them."""
+    """Converts a protobuf message of any type to dicts, lists and plain values.
+
+    Every field is in it, in the proto's order; enums are names, and int64 are numbers.
+    """
     values: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
@@ -267,9 +283,9 @@ def _plain(field: FieldDescriptor, value: Any) -> Any:
 
 
 def metadata(message: ModelConfig) -> bytes:
-    """Returns the answer to a model metadata request, without its "versions": JSON {name, platform, inputs, outputs}.
+    """Returns the answer to a model metadata request as JSON {name, platform, inputs, outputs}. "versions" is not in it.
 
-    Shapes are those that clients send: with -1 for the batch dimension, if the model has one, and before any reshape.
+    Shapes are those that clients send: they begin with -1 if the model has a batch dimension, and no reshape is applied.
     """
     batch = [-1] if message.max_batch_size > 0 else []
 
@@ -290,7 +306,10 @@ def metadata(message: ModelConfig) -> bytes:
 
 
 def data_type_name(tensor: Any) -> str:
-    """Returns the name of the data type of a ModelInput or ModelOutput, as ``TYPE_FP32``; ``TYPE_INVALID`` if none is set."""
+    """Returns the name of the data type of a model's input or output, such as ``TYPE_FP32``.
+
+    It is ``TYPE_INVALID`` if none is set.
+    """
     known = model_config_pb2.DataType.DESCRIPTOR.values_by_number.get(tensor.data_type)
     return str(known.name) if known is not None else f"TYPE_{tensor.data_type}"
 
@@ -300,7 +319,10 @@ _ANSWERS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def wants(message: ModelConfig, parameter: str) -> bool:
-    """Returns the value of a boolean model parameter; False if it is not given. Raises InvalidArgument: it is no boolean."""
+    """Returns the value of a model's boolean parameter; False if it is not given.
+
+    Raises InvalidArgument: the value is no boolean.
+    """
     if parameter not in message.parameters:
         return False
     said = message.parameters[parameter].string_value

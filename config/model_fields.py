@@ -64,14 +64,14 @@ _NEUTRAL = {"optimization.input_pinned_memory.enable": True, "optimization.outpu
 
 
 def refuse(message: ModelConfig) -> None:
-    """Raises Unsupported, with the reason, if a configuration sets a field that this server refuses (``REFUSED``)."""
+    """Raises Unsupported if a configuration sets a field that this server refuses. The message says why."""
     for path in _given(message, ""):
         if path in REFUSED:
             raise Unsupported(f"model '{message.name}': {path}: {REFUSED[path]}")
 
 
 def without_effect(message: ModelConfig) -> list[str]:
-    """Returns a sentence, for a warning, about each field and parameter that a configuration sets and that is ignored."""
+    """Returns a sentence, for a warning, about each field and parameter that a configuration sets and that has no effect."""
     paths = dict.fromkeys(path for path in _given(message, "") if path in WITHOUT_EFFECT)
     found = [f"{path} is without effect: {WITHOUT_EFFECT[path]}" for path in paths]
     if message.backend == "python":
@@ -88,7 +88,10 @@ def without_effect(message: ModelConfig) -> list[str]:
 
 
 def _given(message: Any, prefix: str) -> Iterator[str]:
-    """Yields the paths in REFUSED and WITHOUT_EFFECT (such as "a.b") of the fields that a message sets."""
+    """Yields the paths, such as "a.b", of the fields that a message sets and that are in REFUSED or WITHOUT_EFFECT.
+
+    ``prefix``: the path of the message itself, which ends with a dot; "": it is the whole configuration.
+    """
     for field in message.DESCRIPTOR.fields:
         path = prefix + field.name
         value = getattr(message, field.name)
@@ -109,7 +112,10 @@ def _says(message: Any, field: FieldDescriptor, value: Any, path: str) -> bool:
 
 
 def _parts(message: Any, field: FieldDescriptor, value: Any) -> Iterable[Any]:
-    """Returns the messages that a field holds: one, those of a list, or the values of a map if they are messages."""
+    """Returns the messages that a field holds: one message, the items of a list, or the values of a map.
+
+    ``value``: the field's value. If the values of a map are no messages, nothing is returned.
+    """
     if is_map(field) and field.message_type is not None:
         return value.values() if field.message_type.fields_by_name["value"].message_type is not None else ()
     if field.is_repeated:

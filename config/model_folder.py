@@ -32,15 +32,17 @@ _LEFT_OVER = re.compile(r"\._.*|\.#.*|#.*#|.*~|\..*\.sw[a-z]|\.nfs[0-9a-f]{8,}",
 
 
 def is_passed_over(name: str) -> bool:
-    """Returns whether a file or folder of this name is no part of a model, whatever it contains."""
+    """Returns whether a file or folder is no part of a model because of its name, whatever it contains."""
     return name in _LEFT_BESIDE or _LEFT_OVER.fullmatch(name) is not None
 
 
 def walk(path: Path) -> Iterator[tuple[str, os.stat_result | None]]:
-    """Yields what lies in a folder and below, in a fixed order: the path relative to ``path``, and its status.
+    """Yields every file and folder in a folder and below it, in a fixed order: its path relative to ``path``, and its status.
 
-    A folder's path ends with a slash; the first one is ``path`` itself, "/". The status is None for a link to nowhere. No folder
-    is entered twice, even through links. Raises OSError: the folder ``path`` cannot be read.
+    The path of a folder ends with a slash; the first one is "/", the folder itself. The status of a dangling link is None. No
+    folder is entered twice, even if links lead to it.
+
+    Raises OSError: the folder ``path`` cannot be read.
     """
     met: set[tuple[int, int]] = set()
     waiting = [""]
@@ -74,7 +76,10 @@ def walk(path: Path) -> Iterator[tuple[str, os.stat_result | None]]:
 
 
 def regular(path: str, flags: int) -> int:
-    """Opens a regular file, for ``open(path, opener=regular)``. Raises OSError: it cannot be opened, or is no regular file."""
+    """Opens a regular file, for ``open(path, opener=regular)``.
+
+    Raises OSError: the file cannot be opened, or is not a regular file.
+    """
     descriptor = os.open(path, flags | os.O_NONBLOCK)
     try:
         mode = os.fstat(descriptor).st_mode
@@ -89,7 +94,7 @@ def regular(path: str, flags: int) -> int:
 
 
 def programs(folder: Path) -> list[Path]:
-    """Returns the program files in a version's folder, sorted by name; an empty list if the folder does not exist."""
+    """Returns the program files in a version's folder, sorted by name. The list is empty if the folder does not exist."""
     if not folder.is_dir():
         return []
     return sorted(
@@ -100,5 +105,5 @@ def programs(folder: Path) -> list[Path]:
 
 
 def parameters(folder: Path) -> list[Path]:
-    """Returns the parameter files in a version's folder, all that are there: a valid model has at most one."""
+    """Returns the files in a version's folder that have a name of a parameter file. A valid model has at most one."""
     return [path for name in _PARAMETERS if (path := folder / name).exists()]

@@ -44,7 +44,7 @@ COMPRESSION_LEVELS: dict[Compression, int] = {"none": 0, "low": 1, "medium": 6, 
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base class of all sections of the options: an unknown key is an error, never ignored."""
+    """Base class of all sections of the options. An unknown key in a section is an error."""
 
 
 class Repository(Section, frozen=True):
@@ -166,7 +166,10 @@ class Workers(Section, frozen=True):
 
 
 class Arenas(Section, frozen=True):
-    """The daemon's shared memory for tensors of requests and answers (not clients' regions): its sizes, who may use how much."""
+    """The daemon's shared memory for tensors of requests and answers: its sizes, and how much of it each client may use.
+
+    Clients' regions are not part of it.
+    """
 
     byte_size: ArenaSize = 32 << 20
     max_byte_size: ArenaSize = msgspec.field(default_factory=control_groups.arena_byte_size)
@@ -197,7 +200,7 @@ class ResponseCacheOptions(Section, frozen=True):
 
 
 class RateLimit(Section, frozen=True):
-    """The resources of the rate limiter: an instance of a model executes only while it has the resources that it needs."""
+    """The resources of the rate limiter. An instance of a model executes only while it has the resources that it needs."""
 
     mode: Literal["off", "execution_count"] = "off"
     resources: tuple[str, ...] = ()
@@ -213,7 +216,7 @@ class ExecutablesOptions(Section, frozen=True):
 
 
 class RegionsOptions(Section, frozen=True):
-    """Shared memory of clients: which objects may be registered as regions, how workers access them, and limits."""
+    """Clients' shared memory: which objects can be registered as regions, how workers access them, and limits."""
 
     enabled: bool = True
     key_prefixes: tuple[str, ...] = ()
@@ -233,7 +236,7 @@ class RegionsOptions(Section, frozen=True):
 
 
 class ClientsOptions(Section, frozen=True):
-    """The unix socket for clients, and the direct connections to workers (lanes) that clients get there."""
+    """The Unix socket for local clients, and the lanes that clients get there."""
 
     socket: str = ""
     socket_mode: SocketMode = "0660"
@@ -252,7 +255,7 @@ class ClientsOptions(Section, frozen=True):
 
 
 class SupervisorOptions(Section, frozen=True):
-    """How the daemon stops, keeps pushed parameters, and is controlled."""
+    """How the daemon stops, keeps the parameters that clients have sent, and is controlled by operators."""
 
     exit_timeout: Seconds = 30.0
     drain_time: Seconds = 0.0
@@ -274,7 +277,7 @@ class Log(Section, frozen=True):
 
 
 class TraceOptions(Section, frozen=True):
-    """How requests are traced from the daemon's start on, and where traces are written."""
+    """How requests are traced after the daemon's start, and where traces are written."""
 
     level: tuple[Literal["TIMESTAMPS", "TENSORS"], ...] = ()
     rate: Annotated[int, Meta(ge=0, le=(1 << 32) - 1)] = 1000
@@ -287,7 +290,7 @@ class TraceOptions(Section, frozen=True):
 
 
 class Expert(Section, frozen=True):
-    """Settings that no operator should have to change: for measurements, for finding faults, and for our own tests."""
+    """Settings that no operator should have to change: they are for measurements, for finding faults, and for tests."""
 
     spin_us: Annotated[int, Meta(ge=0, le=10_000)] = 300
     max_prepared: PreparedCount = 1024

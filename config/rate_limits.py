@@ -17,7 +17,7 @@ _LIMIT = re.compile(r"([^:]+):([0-9]{1,10})(?::([0-9]{1,4}))?", re.ASCII)
 
 
 class Limit(NamedTuple):
-    """The amount of one of the rate limiter's resources, on one device or on each."""
+    """The amount of one of the rate limiter's resources, on one device or on every device."""
 
     #: The name in lower case: names that differ in case only are one.
     name: str
@@ -27,7 +27,10 @@ class Limit(NamedTuple):
 
 
 def parse(texts: Iterable[str]) -> tuple[Limit, ...]:
-    """Parses amounts of resources, ``NAME:COUNT`` or ``NAME:COUNT:DEVICE`` each. Raises ValueError: one is neither."""
+    """Parses amounts of the rate limiter's resources, each as ``NAME:COUNT`` or ``NAME:COUNT:DEVICE``.
+
+    Raises ValueError: an entry has another form.
+    """
     limits: list[Limit] = []
     for text in texts:
         match = _LIMIT.fullmatch(text)
@@ -38,12 +41,15 @@ def parse(texts: Iterable[str]) -> tuple[Limit, ...]:
 
 
 def limits(options: RateLimit, gpu: int | None) -> dict[str, int] | None:
-    """Returns resource -> amount for a worker's device; None: there is no rate limiter. ``gpu`` None: the CPU, as device 0."""
+    """Returns the amounts of the rate limiter's resources on a worker's device, by name; None: there is no rate limiter.
+
+    ``gpu``: the number of the worker's GPU; None: the worker runs on the CPU, which has the amounts of device 0.
+    """
     return None if options.mode == "off" else of_device(parse(options.resources), gpu or 0)
 
 
 def of_device(limits: Iterable[Limit], device: int) -> dict[str, int]:
-    """Returns resource -> amount for a device. An amount for exactly this device replaces the amount for every device."""
+    """Returns the amounts of resources on a device, by name. An amount for this device replaces the amount for every device."""
     found: dict[str, int] = {}
     for limit in sorted(limits, key=lambda limit: limit.device is not None):
         if limit.device in (None, device):

@@ -29,7 +29,7 @@ _FORM = "expected GROUP[,GROUP...]:KEY=VALUE"
 
 @dataclass(frozen=True, slots=True)
 class Restriction:
-    """The header and its value that a request needs for a restricted group of calls."""
+    """The header, with its value, that a request needs for calls of a restricted group."""
 
     #: The header's name in lower case.
     key: str
@@ -37,11 +37,12 @@ class Restriction:
 
 
 def parse(entries: Iterable[str]) -> dict[str, Restriction]:
-    """Parses entries ``GROUP[,GROUP...]:KEY=VALUE``. Returns group of calls -> the header that a request for one of them needs.
+    """Parses entries ``GROUP[,GROUP...]:KEY=VALUE``. Returns for each group of calls the header that its requests need.
 
-    A group that is not in the result is open to everybody. Groups in an entry without a colon belong to the next entry: a
-    comma-separated environment variable is split in this way.
-    Raises ValueError: an entry is wrong; the message names the first one, without its value, which is a secret.
+    A group that is not in the result is open to everybody. The groups of an entry without a colon belong to the next entry,
+    because a comma-separated environment variable is split in this way.
+
+    Raises ValueError: an entry is wrong. The message names the first wrong entry without its value, which is a secret.
     """
     found: dict[str, Restriction] = {}
     waiting: list[str] = []
@@ -66,5 +67,5 @@ def parse(entries: Iterable[str]) -> dict[str, Restriction]:
 
 
 def without_values(entries: Iterable[str]) -> tuple[str, ...]:
-    """Returns entries as they may be shown to anybody: ``...`` stands for the VALUE of each, which is a secret."""
+    """Returns the entries with ``...`` in place of each VALUE, which is a secret, so that they can be shown to anybody."""
     return tuple(re.sub(r"(:[^=]*=).*", r"\1...", entry, flags=re.DOTALL) for entry in entries)

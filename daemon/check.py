@@ -49,7 +49,7 @@ _LINES = msgspec.json.Decoder(LoadLine)
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Holds the result of checking one model: whether it can be served, and what loading it showed."""
+    """The result of checking one model: whether it can be served, and what its load printed and needed."""
 
     model: FoundModel
     #: Why it cannot be served; "": every chosen version can.
@@ -63,12 +63,12 @@ class Verdict:
 
 
 def placed(models: Iterable[FoundModel], devices: Sequence[Device], options: Options) -> list[FoundModel]:
-    """Decides on which devices each model would be loaded, and loads nothing.
+    """Decides for each model on which devices it would be loaded. Loads nothing.
 
-    Returns copies of the models with these devices in ``devices``, or with the reason why no worker can load it in ``error``.
+    Returns copies of the models. The devices are in a copy's ``devices``; if no worker can load the model, the reason is in
+    ``error``.
 
-    Args:
-      devices: the devices of all workers.
+    ``devices``: the devices of all workers.
     """
     found: list[FoundModel] = []
     taken: dict[str, float] = {}
@@ -91,14 +91,14 @@ def placed(models: Iterable[FoundModel], devices: Sequence[Device], options: Opt
 def check(
     models: Sequence[FoundModel], options: Options, devices: Sequence[Device], timeout: float, bar: ProgressBar
 ) -> Iterator[Verdict]:
-    """Loads each model, and yields its verdict: in the order of ``models``, but ensembles last.
+    """Loads each model in a separate process, and yields a verdict on each: in the order of ``models``, but ensembles last.
 
     A model whose configuration cannot be read is not loaded.
 
     Args:
       devices: the devices of all workers; a model is loaded on the first of its workers' devices.
-      timeout: seconds to load each version of a model.
-      bar: shows the progress; it is cleared whenever a verdict is yielded.
+      timeout: how many seconds the load of each version of a model may take.
+      bar: shows the progress; it is cleared before a verdict is yielded.
     """
     tried: dict[str, Verdict] = {}
     for verdict in _tried([model for model in models if not model.members], options, devices, timeout, bar):
@@ -119,10 +119,9 @@ def check(
 
 
 def _circle(name: str, waiting: Mapping[str, FoundModel]) -> str:
-    """Returns the daemon's error message for an ensemble (``name``) whose members depend on each other in a circle.
+    """Returns the daemon's error message for an ensemble whose members depend on each other in a circle.
 
-    Args:
-      waiting: ensembles by name; each, the ensemble itself too, has a member among them.
+    ``name``: the ensemble. ``waiting``: ensembles by name, including this one; each of them has a member among them.
     """
     way = [name]
     while (member := next(each for each in dict(waiting[way[-1]].members) if each in waiting)) not in way:
@@ -131,7 +130,7 @@ def _circle(name: str, waiting: Mapping[str, FoundModel]) -> str:
 
 
 def _ensemble(model: FoundModel, tried: Mapping[str, Verdict]) -> Verdict:
-    """Returns the verdict on an ensemble: whether it fits its members, by the rules that the daemon applies at a load.
+    """Returns the verdict on an ensemble. The rules are those by which the daemon checks an ensemble's members before a load.
 
     ``tried``: the verdicts on the members, by name.
     """
@@ -168,9 +167,12 @@ def _ensemble(model: FoundModel, tried: Mapping[str, Verdict]) -> Verdict:
 def _tried(
     models: Sequence[FoundModel], options: Options, devices: Sequence[Device], timeout: float, bar: ProgressBar
 ) -> Iterator[Verdict]:
-    """Loads models, none of them an ensemble, in several processes, and yields their verdicts in the order of ``models``.
+    """Loads models in several processes, and yields their verdicts in the order of ``models``. None may be an ensemble.
 
-    The arguments are those of ``check``.
+    Args:
+      devices: the devices of all workers; a model is loaded on the first of its workers' devices.
+      timeout: how many seconds the load of each version of a model may take.
+      bar: shows the progress; it is cleared before a verdict is yielded.
     """
     # A daemon beside this process may have most of a GPU's memory.
     workers = msgspec.structs.replace(options.workers, gpu_preallocate=False)
@@ -211,7 +213,7 @@ def _tried(
 
 
 def _wait(running: Sequence[_Attempt]) -> None:
-    """Waits up to ``_LOOK_SECONDS`` for one of the processes to end; then kills each process that has passed its ``deadline``."""
+    """Waits up to 0.25 s for one of the processes to end. Then kills each process that has ended or has passed its deadline."""
     poll = select.poll()
     for attempt in running:
         poll.register(attempt.pidfd, select.POLLIN)
@@ -226,9 +228,9 @@ def _wait(running: Sequence[_Attempt]) -> None:
 
 
 class _Attempt:
-    """Runs one process that loads models on a device: those versions of each model that its version policy chooses.
+    """A process that loads models on one device, those versions of each model that the model's version policy chooses.
 
-    ``end`` kills the process and all that it started.
+    ``end`` kills the process and all processes that it started.
     """
 
     def __init__(self, models: Sequence[FoundModel], options: bytes, device: Device, timeout: float) -> None:
@@ -264,19 +266,19 @@ class _Attempt:
 
     @property
     def at(self) -> str:
-        """Returns what the process is doing now, such as ``loading m``; "": it has loaded all models and is about to end."""
+        """Returns what the process is doing now, such as ``loading m``; "": it has loaded all of its models."""
         if not self.left:
             return ""
         steps = [line.at for line in self._lines() if isinstance(line, LoadStep)]
         return steps[-1] if steps else f"loading {self.left[0].name}"
 
     def _lines(self) -> list[LoadLine]:
-        """Returns the complete lines of progress and results that the process has written so far."""
+        """Returns the complete lines about progress and results that the process has written so far."""
         content = os.pread(self._answers.fileno(), os.fstat(self._answers.fileno()).st_size, 0)
         return [_LINES.decode(line) for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
 
     def end(self) -> None:
-        """Kills the process and all that it started, if they still run. A second call does nothing.
+        """Kills the process and all processes that it started, if they still run. A second call does nothing.
 
         The files with what the process wrote stay open until ``look`` is called once more.
         """
@@ -290,9 +292,9 @@ class _Attempt:
         self._process.wait()
 
     def look(self, verdicts: dict[str, Verdict]) -> bool:
-        """Adds the verdicts that are known by now to ``verdicts``, by model. Returns whether the process has ended.
+        """Adds the verdicts that are known by now to ``verdicts``, by the model's name. Returns whether the process has ended.
 
-        If it has, ``self.left`` then holds the models that it never began.
+        If it has ended, ``self.left`` holds the models whose load it had not begun.
         """
         lines = self._lines()
         outcomes = {(line.name, line.version): line for line in lines if isinstance(line, LoadOutcome)}
@@ -334,15 +336,16 @@ class _Attempt:
 
 
 def export(model: FoundModel, options: Options, device: Device, folder: Path, platforms: str) -> None:
-    """Writes the newest version of a model as a new model without Python code: a program of jax.export and its parameters.
+    """Writes the newest version of a model as a model without Python code: a program of jax.export and its parameters.
 
     What the model's code prints goes to stderr.
 
     Args:
-      device: what the model is loaded on.
-      folder: the new model's folder, which is made if it is missing.
-      platforms: the platforms that it shall run on, such as "cpu,cuda"; "": that of ``device``.
-    Raises: InvalidArgument: the model cannot be exported, or the folder has a version 1 or cannot be written.
+      device: the device on which the model is loaded for this.
+      folder: the new model's folder, which is created if it is missing.
+      platforms: the platforms on which the program can run, such as "cpu,cuda"; "": the platform of ``device``.
+
+    Raises InvalidArgument: the model cannot be exported, or the folder has a version 1 already or cannot be written.
     """
     if model.problem:
         raise InvalidArgument(f"model '{model.name}': {model.problem}")

@@ -44,7 +44,10 @@ _WATCH = (
 
 
 class _Commands(tables.CommandGroup):
-    """The group of tensord's commands: a ConfigurationError in any of them prints its message and exits with status 2."""
+    """The group of tensord's commands.
+
+    If a command raises ConfigurationError, its message is printed and the exit status is 2.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -219,12 +222,13 @@ def _require_repository(options: Options) -> None:
 
 
 def _checked_from(name: str | None) -> Path | None:
-    """Runs the check as the installed service and exits, or switches to another user and returns, if root calls.
+    """Returns the caller's working directory if this process runs the check inside the service's sandbox already; else None.
 
-    Returns the caller's working directory if this process is already the one that runs as the service; None: it is not.
+    If root calls and tensord.service is installed, the check is run as that service, and this process exits with the check's
+    status. If root names another user, this process switches to that user and returns.
 
-    Args:
-      name: the user's name, which must be the caller's own unless root calls; None: the user of the installed service, if any.
+    ``name``: the user's name; if the caller is not root, it must be the caller's own name. None: the user of the installed
+    service, if there is one.
     """
     from tensord.daemon import service_user
 
@@ -248,7 +252,10 @@ def _checked_from(name: str | None) -> Path | None:
 
 
 def _takes(footprint: Footprint) -> str:
-    """Describes a model's needs: ``1.3 s; 6 programs (2 compiled) of 210 KiB; parameters 17 KiB; largest 32 rows: 12 KiB``."""
+    """Describes what a model's version needs: time, programs, bytes of programs and parameters, and its largest program.
+
+    An example is ``1.3 s; 6 programs (2 compiled) of 210 KiB; parameters 17 KiB; largest 32 rows: 12 KiB``.
+    """
     said = [f"{footprint.seconds:.1f} s"]
     if footprint.programs:
         made = f"{footprint.programs} programs ({footprint.compiled} compiled)"
@@ -313,7 +320,7 @@ def fetch(
 
 
 def _sha256(value: str | None) -> str:
-    """Validates a SHA-256 checksum and returns it; "" for None. Raises click.BadParameter: it has not 64 hexadecimal digits."""
+    """Returns a SHA-256 checksum after checking its form; "" if it is None. Raises click.BadParameter: it is malformed."""
     if value is not None and not re.fullmatch("[0-9a-fA-F]{64}", value):
         raise click.BadParameter(f"'{value}' has not 64 hexadecimal digits")
     return value or ""
@@ -383,7 +390,7 @@ def write_man_pages(folder: Path) -> None:
 
 
 def _described(command: click.Command, ctx: click.Context) -> click.Command:
-    """Returns a copy of a command for click-man: with all of its parameters, and its first help sentence in full length."""
+    """Returns a copy of a command for click-man, with all of the command's parameters and its whole first help sentence."""
     described = copy.copy(command)
     described.params = command.get_params(ctx)
     described.short_help = " ".join((command.help or "").strip().partition("\n\n")[0].split()).removesuffix(".")

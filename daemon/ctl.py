@@ -48,7 +48,7 @@ _NO_TIME = (
 
 
 class _Command(click.Command):
-    """A command of tensorctl that accepts ``--json`` after its name, as ``tensorctl`` does before it."""
+    """A command of tensorctl. The option ``--json`` may stand after its name, as well as before it."""
 
     def __init__(self, *arguments: Any, **fields: Any) -> None:
         super().__init__(*arguments, **fields)
@@ -66,7 +66,7 @@ def _print_as_json(ctx: click.Context, _: click.Parameter, given: bool) -> None:
 
 
 class _Group(tables.CommandGroup):
-    """A group of tensorctl's commands, which all accept ``--json``; its subgroups are such groups, too."""
+    """A group of tensorctl's commands. Commands and subgroups that are added to it accept ``--json``."""
 
     command_class = _Command
     group_class = type
@@ -97,7 +97,10 @@ class _Daemon:
         self.as_json = as_json
 
     def ask(self, command: str, **words: Any) -> Any:
-        """Sends a command to the daemon and returns its answer. If the daemon refuses or is not reached, the program exits."""
+        """Sends a command with its arguments to the daemon and returns the answer.
+
+        If the daemon refuses the command or is not reached, a message is printed and the program exits, with status 1 or 2.
+        """
         try:
             return _ask(self._path, {"command": command, **words})
         except _Refused as error:
@@ -106,7 +109,10 @@ class _Daemon:
             self._fail(str(error), 2)
 
     def _fail(self, message: str, status: int) -> NoReturn:
-        """Exits with a message, which goes to standard error, or as {"error": message} to standard output if JSON is wanted."""
+        """Prints an error's message and exits with ``status``.
+
+        The message goes to standard error. If JSON is wanted, it goes to standard output, as {"error": message}.
+        """
         if self.as_json:
             _print_json({"error": message})
         else:
@@ -114,15 +120,20 @@ class _Daemon:
         sys.exit(status)
 
     def do(self, command: str, **words: Any) -> None:
-        """Sends a command as ``ask`` does, and prints the answer as JSON; a null only if JSON is wanted, as {}."""
+        """Sends a command with its arguments to the daemon, and prints the answer as JSON.
+
+        An empty answer is printed only if JSON is wanted, as {}. If the daemon refuses the command or is not reached, the
+        program exits.
+        """
         result = self.ask(command, **words)
         if result is not None or self.as_json:
             _print_json({} if result is None else result)
 
     def show(self, watch: float | None, print_: Callable[[Any], None], command: str, **words: Any) -> None:
-        """Sends a command as ``ask`` does, and prints the answer by ``print_``, or as JSON.
+        """Sends a command with its arguments to the daemon, and prints the answer with ``print_``, or as JSON if that is wanted.
 
-        ``watch``: ask and print again after so many seconds, until the user interrupts; None: only once.
+        ``watch``: the seconds after which this is repeated, until the user interrupts; None: it is done once. If the daemon
+        refuses the command or is not reached, the program exits.
         """
         while True:
             result = self.ask(command, **words)
@@ -138,18 +149,20 @@ class _Daemon:
 
 
 class _Unreachable(Exception):
-    """No daemon answers, or several do and no path chooses one of them; the message names the sockets."""
+    """Raised if no daemon answers, or if several do and the user has chosen none of them. The message names the sockets."""
 
 
 class _Refused(Exception):
-    """The daemon answered a question with an error, which is this exception's message."""
+    """Raised if the daemon answered a command with an error, whose message is this exception's."""
 
 
 def _ask(path: Path | None, question: Mapping[str, Any]) -> Any:
-    """Sends a command, the fields of ``OperatorQuestion``, to a daemon and returns its result, as decoded JSON.
+    """Sends a command to a daemon and returns its result, as decoded JSON.
 
-    ``path``: the daemon's control socket; None: it is looked for where daemons have it by default.
-    Raises Unreachable: not exactly one daemon answers; Refused: the daemon answered with an error.
+    ``path``: the daemon's control socket; None: it is searched for in the folders where daemons have it by default.
+    ``question``: the fields of ``OperatorQuestion``.
+
+    Raises _Unreachable: no daemon answers, or several do; _Refused: the daemon answered with an error.
     """
     sock = _connected(path) if path is not None else _found()
     try:
@@ -183,7 +196,10 @@ def _connected(path: Path) -> socket.socket:
 
 
 def _found() -> socket.socket:
-    """Connects to the daemon in the first of the default folders where one answers. Raises Unreachable: none or several do."""
+    """Connects to the daemon whose control socket lies in one of the default folders; the first folder with a daemon counts.
+
+    Raises _Unreachable: no daemon answers, or several do in that folder.
+    """
     reasons: list[str] = []
     for folder in runtime_directory.searched(os.environ):
         answering: dict[Path, socket.socket] = {}
@@ -208,7 +224,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _watched(command: F) -> F:
-    """Adds the option ``--watch`` (show it again every so many seconds) to a command, a decorated function; returns it."""
+    """Adds the option ``--watch``, which repeats the command every few seconds, to a command's function. Returns the function."""
     option = click.option(
         "--watch",
         type=click.FloatRange(min=0.1),
@@ -221,7 +237,10 @@ def _watched(command: F) -> F:
 
 
 def _names(command: str, read: Callable[[Any], Sequence[str]]) -> Callable[..., list[CompletionItem]]:
-    """Returns a function with which click completes names in the shell: those that ``read`` finds in the answer to a command."""
+    """Returns a function with which the shell completes a name, as click calls it.
+
+    The names are those that ``read`` finds in the daemon's answer to ``command``.
+    """
 
     def complete(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
         parent = ctx.find_root().params
@@ -358,7 +377,7 @@ def undrain(daemon: _Daemon) -> None:
 @click.argument("worker", shell_complete=_worker_name)
 @click.pass_obj
 def restart(daemon: _Daemon, worker: str) -> None:
-    """Replace WORKER (such as worker-0) by a new process, and wait until that has loaded its models.
+    """Replace WORKER (such as worker-0) by a new process, and wait until the new process has loaded its models.
 
     The old process answers its requests first. New requests for models that no other worker has wait for the new process.
     Sequences on the old one are lost.
@@ -446,7 +465,7 @@ def models_list(daemon: _Daemon, watch: float | None) -> None:
 
 
 def _with_units(version: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a model version's record with its numbers of bytes as texts such as "1.5 MiB"."""
+    """Returns a copy of a row about a model's version, with numbers of bytes as texts such as "1.5 MiB"."""
     sizes = {
         name: tables.scaled(version[name], 1024, "B") for name in _SIZES if isinstance(version.get(name), int | float)
     }

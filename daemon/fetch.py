@@ -77,17 +77,19 @@ _HERE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 def fetch(
     url: str, folder: Path, options: Options, devices: Sequence[Device], sha256: str, max_byte_size: int, timeout: float
 ) -> str:
-    """Fetches the model at ``url`` into ``folder``. Returns a sentence that says what was done. Progress goes to stderr.
+    """Fetches the model at ``url`` into ``folder``, after checking it. Returns a sentence that says what was done.
+
+    Progress is printed to stderr.
 
     Args:
-      devices: the devices of the workers, one of which loads the model to check it; empty: only its configuration and folders are
-        read, and none of its code is run.
-      sha256: the expected checksum of the archive, or of the folder's SHA256SUMS; "": unknown.
-      max_byte_size: the most bytes of the model, and of its archive.
-      timeout: seconds to load each version of the model for the check.
+      devices: the devices of the workers, one of which loads the model to check it; empty: only the model's configuration and
+        folders are read, and none of its code is run.
+      sha256: the expected checksum of the archive, or of the file SHA256SUMS in the folder; "": it is not known.
+      max_byte_size: the most bytes that the model, and an archive of it, may have.
+      timeout: how many seconds the load of each version may take in the check.
 
-    Raises: ServingError: the model is not at ``url``, cannot be downloaded, is too large, or cannot be served; OSError: the model
-      cannot be written.
+    Raises ServingError: the model is not at ``url``, cannot be downloaded, is too large, or cannot be served; OSError: the
+    model cannot be written.
     """
     folder, source = folder.absolute(), Source(url)
     if not repository.NAME.fullmatch(folder.name):
@@ -115,7 +117,10 @@ def fetch(
 
 @contextlib.contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """Makes the stage of a model's folder for this process alone, and removes it when a block has run without an error.
+    """Yields a hidden folder beside a model's ``folder``, in which only this process builds the new model.
+
+    The hidden folder is removed after the ``with`` block. If the block raises an error, it stays, and a later fetch goes on
+    with its files.
 
     Raises InvalidArgument: another process is fetching the model.
     """
@@ -134,10 +139,13 @@ def staged(folder: Path) -> Iterator[Path]:
 
 
 def fill(model: Path, source: Source, files: Sequence[File], sha256: str, max_byte_size: int) -> None:
-    """Downloads those files that are not in the stage yet, verifies checksums, and makes the staged model of them.
+    """Builds the new model in the folder ``model``: downloads missing files, and verifies their checksums.
 
-    Raises InvalidArgument: the model is too large or damaged, or a checksum is wrong; Unavailable: a file could not be read, or
-    has changed meanwhile; OSError: a file cannot be written.
+    ``files``: the model's files at the source. Files that an earlier fetch has left beside ``model`` are not downloaded again.
+    ``sha256``: the expected checksum of the archive, or of the file SHA256SUMS in the folder; "": it is not known.
+
+    Raises InvalidArgument: the model is too large or damaged, or a checksum is wrong; Unavailable: a file could not be read,
+    or the model at the source has changed meanwhile; OSError: a file cannot be written.
     """
     whole = model.with_name("files")
     whole.mkdir(exist_ok=True)
@@ -184,10 +192,12 @@ def fill(model: Path, source: Source, files: Sequence[File], sha256: str, max_by
 
 
 def swap(model: Path, folder: Path) -> None:
-    """Replaces the served model in ``folder`` by the staged one, by one rename.
+    """Replaces the served model in ``folder`` by the new one in ``model``, by one rename.
 
-    On a file system that cannot exchange two folders it takes two renames: for an instant no folder has the name, which a
-    daemon that polls ignores. Raises OSError: a rename failed; the former model is still served.
+    On a file system that cannot exchange two folders it takes two renames. For an instant no folder has the name then, which a
+    daemon that polls ignores.
+
+    Raises OSError: a rename failed; the former model is still served.
     """
     if not os.path.lexists(folder):
         model.rename(folder)
@@ -204,7 +214,7 @@ def swap(model: Path, folder: Path) -> None:
 
 
 def _exchanged(one: Path, other: Path) -> bool:
-    """Exchanges two folders by one rename. Returns False if the file system or the C library cannot.
+    """Exchanges two folders by one rename. Returns False if the file system or the C library cannot do that.
 
     Raises OSError: the rename failed.
     """
@@ -217,9 +227,9 @@ def _exchanged(one: Path, other: Path) -> bool:
 
 
 def _check_sums(model: Path, sha256: str) -> None:
-    """Checks a model's files against its list of checksums, if it has one: the files must be exactly those listed.
+    """Checks a model's files against the list SHA256SUMS in its folder, if it has one. The files must be exactly those listed.
 
-    ``sha256``: the expected checksum of the list itself; "": not checked.
+    ``sha256``: the expected checksum of the list itself; "": it is not known.
 
     Raises InvalidArgument: a checksum is wrong, or the list or a file is missing, unexpected or malformed.
     """
@@ -249,10 +259,14 @@ def _check_sum(path: Path, name: str, wanted: str) -> None:
 
 
 def _verified(model: Path, beside: Path, options: Options, devices: Sequence[Device], timeout: float) -> FoundModel:
-    """Checks a fetched model as ``tensord check`` does, an ensemble together with its members. Returns the model as it was found.
+    """Checks a fetched model as ``tensord check`` does, an ensemble together with its members. Returns the model as it was read.
 
-    ``beside``: the repository that it will belong to; members are looked for there and in the configured repositories. Raises
-    InvalidArgument: the model cannot be served; its folder stays.
+    ``beside``: the repository to which the model will belong. Members are looked for in it and in the configured repositories.
+
+    ``devices``: the devices of the workers; empty: no model is loaded. ``timeout``: how many seconds the load of each version
+    may take.
+
+    Raises InvalidArgument: the model cannot be served. Its folder stays.
     """
     found = repository.poll(model)
     repositories = list(dict.fromkeys([beside, *(Path(path).absolute() for path in options.repository.paths)]))
@@ -276,7 +290,7 @@ def _verified(model: Path, beside: Path, options: Options, devices: Sequence[Dev
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file or folder of the model at its source. A folder's name ends with a slash; an empty one may be a version."""
+    """A file or a folder of the model at its source. A folder's name ends with a slash; it may be an empty version folder."""
 
     #: Its path as its file system names it; "" of an archive, whose URL may hold a signature.
     path: str
@@ -289,10 +303,10 @@ class File:
 
 
 class Source:
-    """A folder or an archive with a model, on any file system that fsspec knows."""
+    """The place from which a model is fetched: a folder or an archive, on any file system that fsspec knows."""
 
     def __init__(self, url: str) -> None:
-        """Chooses the file system for the URL, and sends no request yet. Raises InvalidArgument: the URL cannot be used."""
+        """Chooses the file system for the URL. No request is sent yet. Raises InvalidArgument: the URL cannot be used."""
         if fsspec is None:
             raise InvalidArgument("fetching needs fsspec: pip install 'tensord[fetch]'")
         #: The URL as it may be shown: without a user's name, password and query, where signatures stand.
@@ -324,10 +338,12 @@ class Source:
         self.at_a_time = 8 if self._files.async_impl else 1
 
     def files(self) -> tuple[File, ...]:
-        """Lists the model's files at the source, sorted by name; for an archive, only the archive file.
+        """Lists the model's files at the source, sorted by name. If the source is an archive, only the archive is listed.
 
-        Raises NotFound: there is nothing; InvalidArgument: it is no model, or may not be read; Unavailable: it could not be read
-        now.
+        Raises:
+          NotFound: there is nothing at the source.
+          InvalidArgument: it is no model, or may not be read.
+          Unavailable: it could not be read now.
         """
         if self.is_archive:
             return (_file("", self.shown.rpartition("/")[2], self._ask(self._files.info, self._path)),)
@@ -350,9 +366,11 @@ class Source:
         return tuple(sorted(files, key=lambda file: file.name))
 
     def download(self, files: Sequence[File], places: Sequence[Path], stage: Path, max_byte_size: int) -> None:
-        """Brings whole files to ``places``. ``max_byte_size``: of an archive whose size nobody says.
+        """Downloads ``files`` to the paths ``places``. A path exists only once its file has arrived completely.
 
-        Raises ServingError: a file could not be read, or has another size than was listed; OSError: one cannot be written.
+        ``stage``: a folder on the same file system for incomplete files. ``max_byte_size``: the most bytes of an archive.
+
+        Raises ServingError: a file could not be read, or has another size than was listed; OSError: a file cannot be written.
         """
 
         def bring() -> None:
@@ -373,7 +391,12 @@ class Source:
         self._ask(bring)
 
     def _ask(self, ask: Callable[..., Any], *arguments: object, **named: object) -> Any:
-        """Calls the file system's library, again after a pause where another attempt may succeed. Raises ServingError."""
+        """Calls a function of the file system's library.
+
+        If it fails and another attempt may succeed, calls it again after a pause.
+
+        Raises ServingError: no attempt succeeded; OSError: this host's disk is full or broken.
+        """
         pauses = list(PAUSES)
         while True:
             try:
@@ -403,7 +426,10 @@ class Source:
 
 
 class _Coming(Callback):  # type: ignore[misc]
-    """Counts the bytes of an archive that come: ends those that are too many, and says every ten seconds how many there are."""
+    """Counts the bytes of an archive while it is downloaded. Prints the count every ten seconds.
+
+    If there are more than ``max_byte_size`` bytes, it raises InvalidArgument, which ends the download.
+    """
 
     def __init__(self, file: File, max_byte_size: int) -> None:
         super().__init__()
@@ -424,10 +450,13 @@ def _file(path: str, name: str, info: Mapping[str, Any]) -> File:
 
 
 def unpack(archive: Path, name: str, folder: Path, max_byte_size: int) -> None:
-    """Unpacks an archive of this name into ``folder``, which must not exist yet; a single folder in it becomes ``folder``.
+    """Unpacks an archive into ``folder``, which must not exist yet. ``name``: the archive's name, by which its format is known.
 
-    ``max_byte_size``: of all files in the archive together. Raises InvalidArgument: the archive is damaged, too large, or has
-    members that are not allowed; OSError: a file cannot be written.
+    If the archive holds only one folder, and that is not a version, the content of that folder becomes the content of
+    ``folder``. ``max_byte_size``: the most bytes of all files in the archive together.
+
+    Raises InvalidArgument: the archive is damaged, too large, or has members that are not allowed; OSError: a file cannot be
+    written.
     """
     left = max_byte_size
     folder.mkdir()
@@ -483,9 +512,10 @@ def _zipped(archive: Path) -> Iterator[tuple[str, int, Callable[[], IO[bytes] | 
 
 
 def is_left_out(parts: Sequence[str]) -> bool:
-    """Returns whether the path of a file at the source is no part of a model, such as what other programs leave in folders.
+    """Returns whether a file at the source is no part of a model, such as files that other programs leave in folders.
 
-    Raises InvalidArgument: the path leads out of the model's folder on some operating system.
+    ``parts``: the parts of the file's path. Raises InvalidArgument: on some operating system the path leads out of the model's
+    folder.
     """
     if any(part in ("..", "") or "\\" in part or "\0" in part for part in parts) and parts != [""]:
         raise InvalidArgument(f"'{'/'.join(parts)}' is no path in a model's folder")

@@ -51,9 +51,10 @@ Ask it, from another terminal:
 
 
 def write(folder: Path) -> str:
-    """Writes version 1 of an example model into ``folder``, whose name is the model's. Returns instructions for the user.
+    """Writes version 1 of an example model into ``folder``. Returns instructions for the user.
 
-    Raises: InvalidArgument: no model can have that name, or the folder is not empty.
+    The name of ``folder`` becomes the model's name. Raises InvalidArgument: no model can have that name, or the folder is not
+    empty.
     """
     folder = folder.absolute()
     if not NAME.fullmatch(folder.name):
@@ -69,6 +70,6 @@ def write(folder: Path) -> str:
 
 
 def _program() -> str:
-    """Returns the command that runs this program: its name, if the shell finds the program by that, or its path."""
+    """Returns the command with which the user runs this program: its name if the shell finds it by the name, else its path."""
     here = Path(sys.argv[0])
     return "tensord" if shutil.which("tensord") == str(here.absolute()) or here.name != "tensord" else str(here)

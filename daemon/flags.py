@@ -31,7 +31,7 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """Describes one command-line flag, which sets one key of the configuration."""
+    """A command-line flag, which sets one key of the configuration."""
 
     name: str
     key: str
@@ -43,12 +43,12 @@ class Flag:
 
     @property
     def is_list(self) -> bool:
-        """Returns whether the flag may be repeated: each occurrence adds to a list."""
+        """Returns whether the flag may be repeated. Each occurrence then adds to a list."""
         return isinstance(layers.defaults()[self.key], list)
 
     @property
     def is_switch(self) -> bool:
-        """Returns whether the flag may stand without a value, which then means true."""
+        """Returns whether the flag may be given without a value, which then means true."""
         return "true" in layers.choices(self.key)
 
 
@@ -180,7 +180,7 @@ _REFUSED = {
 
 
 class FlagCommand(click.Command):
-    """A click command that accepts all ``FLAGS`` besides its own parameters; ``settings`` returns what the flags set."""
+    """A click command that accepts all ``FLAGS`` in addition to its own parameters. ``settings`` returns what the flags set."""
 
     def __init__(self, *arguments: Any, **words: Any) -> None:
         super().__init__(*arguments, **words)
@@ -190,9 +190,11 @@ class FlagCommand(click.Command):
         return [*super().get_params(ctx), *_options()]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses the words of a command line into click's context. Returns the words left: none, unless a shell completes them.
+        """Parses the words of a command line into click's context. Returns an empty list.
 
-        Raises ConfigurationError: a flag or argument is refused; the message says why.
+        While a shell completes the command line, the words that are not parsed are returned instead.
+
+        Raises ConfigurationError: a flag or an argument is refused; the message says why.
         """
         if ctx.resilient_parsing:  # a shell completes them
             return super().parse_args(ctx, args)
@@ -214,7 +216,7 @@ class FlagCommand(click.Command):
 
 
 class FlagOption(click.Option):
-    """A click option for one flag. ``settings`` returns its value as the user wrote it; ``tensord.config.layers`` checks it."""
+    """A click option for one flag. Its value is stored as the user wrote it; ``tensord.config.layers`` checks it."""
 
     def __init__(self, flag: Flag) -> None:
         names = [f"--{name}" for name in (flag.name, flag.alias) if name]
@@ -241,7 +243,7 @@ class FlagOption(click.Option):
 
 
 class _KeyType(_TextType):
-    """A click type that completes the values of a flag in the shell. It checks nothing: ``tensord.config.layers`` does that."""
+    """A click type for the value of a flag. The shell completes values by it; values are checked in ``tensord.config.layers``."""
 
     name = "value"
 
@@ -264,7 +266,7 @@ _SETTINGS = f"{__name__}.settings"
 
 
 def _collect(ctx: click.Context, option: click.Parameter, value: Any) -> None:
-    """Adds a flag that was given on the command line to the settings in click's context. It is called by click."""
+    """Adds a flag from the command line to the settings in click's context. click calls it for each flag."""
     if value is None or value == () or ctx.resilient_parsing:
         return
     assert isinstance(option, FlagOption)
@@ -280,13 +282,14 @@ def settings(ctx: click.Context) -> list[Setting]:
 
 
 def canonical(arguments: Sequence[str], own: Mapping[str, bool]) -> list[str]:
-    """Rewrites the flags of a command line to ``--name=value``, from ``--name value``, or ``--name`` alone for a switch.
+    """Rewrites the flags of a command line as ``--name=value``. Flags of Triton that change nothing in tensord are left out.
 
-    Flags of Triton that change nothing in tensord are left out.
+    A flag may be given as ``--name value`` or, if it is a switch, as ``--name`` alone.
 
-    Args:
-      own: the options of the command itself -> whether each takes a value. They, and arguments, stay as they are, for click.
-    Raises: ConfigurationError: a flag is unknown, refused or lacks its value; the message is a sentence about it.
+    ``own``: the command's own options, each with whether it takes a value. These options and the arguments stay as they are,
+    for click.
+
+    Raises ConfigurationError: a flag is unknown, refused or lacks its value.
     """
     found: list[str] = []
     waiting = list(arguments)
@@ -331,11 +334,10 @@ _TRACE_FLAGS = {
 
 
 def _of_trace_config(value: str) -> str | None:
-    """Converts a value of ``--trace-config``, ``[triton,]SETTING=VALUE``, to the flag that means the same.
+    """Returns the flag that means the same as ``--trace-config=value``; None: the value asks only for the default.
 
-    Returns None if the value asks only for the default, so that no flag is needed.
-
-    Raises: ConfigurationError: the value is malformed, or asks for OpenTelemetry, which has a key and no flag.
+    ``value``: ``[triton,]SETTING=VALUE``. Raises ConfigurationError: it is malformed, or asks for OpenTelemetry, for which
+    there is a key and no flag.
     """
     mode, comma, setting = value.partition(",")
     name, equals, given = (setting if comma else mode).partition("=")
@@ -353,9 +355,9 @@ def _of_trace_config(value: str) -> str | None:
 
 
 def _of_cache_config(value: str) -> str:
-    """Converts a value of ``--cache-config``, ``local,size=BYTES``, to the flag that means the same.
+    """Returns the flag that means the same as ``--cache-config=value``. ``value``: ``local,size=BYTES``.
 
-    Raises: ConfigurationError: the value is malformed, or names another cache.
+    Raises ConfigurationError: the value is malformed or names another cache.
     """
     cache, _, setting = value.partition(",")
     name, _, size = setting.partition("=")

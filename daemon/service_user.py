@@ -35,12 +35,12 @@ _OF_SYSTEMD, _NO_EXEC = 200, 203
 
 
 class Unusable(Exception):
-    """Raised if a user does not exist, or cannot run this program; the message is a sentence for the operator."""
+    """Raised if a user does not exist, or if this program cannot be run as that user. The message is for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Describes how systemd runs the service: its user, its working directory, and the settings of its sandbox."""
+    """How systemd runs the service: as which user, in which working directory, and with which settings of its sandbox."""
 
     user: str
     #: "": the root of the file system.
@@ -50,7 +50,7 @@ class Service:
 
 
 def installed() -> Service | None:
-    """Returns the installed tensord.service with its drop-ins; None: it, or systemd, is not there."""
+    """Returns how the installed tensord.service, with its drop-ins, is run; None: the service or systemd is not installed."""
     command = ["systemctl", "show", UNIT, *(f"--property={name}" for name in _PROPERTIES)]
     try:
         done = subprocess.run(
@@ -72,7 +72,10 @@ def installed() -> Service | None:
 
 
 def settings(unit: str) -> list[str]:
-    """Returns the settings in a unit file's section [Service] that say where and how the process runs, in their order."""
+    """Returns the settings in the section [Service] of a unit file that say where and how a process runs, in their order.
+
+    ``unit``: the file's text. Settings about the service's own process, such as ExecStart=, are left out.
+    """
     found, section = [], ""
     for line in map(str.strip, unit.replace("\\\n", " ").splitlines()):
         if line.startswith("["):
@@ -83,12 +86,13 @@ def settings(unit: str) -> list[str]:
 
 
 def check_inside(service: Service, words: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Runs ``tensord check`` as the service, in a sandbox with the same settings. Returns its exit status.
+    """Runs ``tensord check`` in a sandbox with the settings of the service. Returns the exit status of the check.
 
     Args:
-      words: the arguments of ``tensord check``; relative paths among them begin in the service's working directory, but for the
-        configuration file.
-      environment: the variables of the caller, of which those that configure tensord are passed on.
+      words: the arguments of ``tensord check``; a relative path among them, except that of the configuration file, begins in
+        the service's working directory.
+      environment: the variables of the caller; those that configure tensord are passed on.
+
     Raises Unusable: systemd could not run this program there.
     """
     unit = f"tensord-check-{os.getpid()}.service"
@@ -117,10 +121,10 @@ def check_inside(service: Service, words: Sequence[str], environment: Mapping[st
 
 
 def become(name: str) -> None:
-    """Switches this process, which runs as root, to a user, with the user's groups and home directory.
+    """Switches this process, which must run as root, to the user ``name``, with the user's groups and home directory.
 
-    An environment variable that the caller has set is kept, except for those that name the caller or the caller's directories,
-    which are replaced or removed.
+    Environment variables of the caller are kept, except those that name the caller or the caller's directories: they are
+    replaced or removed.
 
     Raises Unusable: the user does not exist, or cannot use this Python or the working directory.
     """

@@ -94,7 +94,7 @@ _TOLD_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """Names the Python modules that child processes run (``python -m``)."""
+    """The Python modules that child processes run (``python -m``)."""
 
     http: str = "tensord.daemon.http"
     grpc: str = "tensord.daemon.grpc"
@@ -102,7 +102,7 @@ class Programs:
 
 
 class Supervisor:
-    """The daemon's main object, in the supervisor process: ``run`` runs the daemon and returns its exit status."""
+    """The main object of the daemon. ``run`` runs the daemon and returns its exit status."""
 
     def __init__(
         self,
@@ -113,10 +113,15 @@ class Supervisor:
         programs: Programs = Programs(),
         first_signals: FirstSignals | None = None,
     ) -> None:
-        """Creates the parts of the daemon, and starts nothing yet.
+        """Creates the parts of the daemon. Only the first workers run already; nothing else is started yet.
 
-        ``reread``: reads the configuration again, or raises ConfigurationError. ``spawned``: the first workers, already started;
-        the supervisor owns them once its sockets are bound. ``first_signals``: has handled signals until now.
+        Args:
+          configured: the options, with the source of each value.
+          reread: reads the configuration again; raises ConfigurationError if it is wrong.
+          environment: the environment variables.
+          spawned: the first workers, which were started already; the supervisor owns them once its sockets are bound.
+          programs: the modules that child processes run.
+          first_signals: what has handled signals until now; None: nothing has.
         """
         self.phase = DaemonPhase.STARTING
         options = configured.options
@@ -202,7 +207,7 @@ class Supervisor:
     async def run(self) -> int:
         """Runs the daemon, from binding its sockets to the end of its last child process. Returns the exit status.
 
-        Raises: ListenError, OSError: a socket cannot be opened or a process not started; InvalidArgument: the configuration
+        Raises ListenError or OSError: a socket cannot be opened or a process not started; InvalidArgument: the configuration
         cannot be used.
         """
         loop = asyncio.get_running_loop()
@@ -273,7 +278,10 @@ class Supervisor:
     # --------------------------------------------------------------------------------------------------------- starting
 
     def _tell(self, front: FrontProcess) -> None:
-        """Sends a new front everything that it needs; lanes come before the model states, which name the lanes' workers."""
+        """Sends a new front all that it needs: lanes to the workers, regions' GPUs, models' states and trace settings.
+
+        Lanes are sent before the models' states, because these name workers.
+        """
         for worker in self.workers.ready():
             self._open_lane(front, worker)
         for place in self._regions.places():
@@ -293,7 +301,10 @@ class Supervisor:
             worker.send(LaneOpened(front.incarnation, protocol=front.protocol), theirs.fileno())
 
     async def _join(self, worker: WorkerProcess) -> None:
-        """Sends a new worker all that it needs; regions come first, so that no request can name one that it lacks."""
+        """Sends a worker that has become ready all that it needs: regions, lanes to the fronts, trace settings and models.
+
+        Regions are registered first, so that no request can use one that the worker lacks.
+        """
         await self._regions.restore(worker)
         if not worker.alive or worker.stopping:
             return
@@ -329,7 +340,10 @@ class Supervisor:
             _log.info("try: curl %s/v2/models/%s", url, next(iter(served)))
 
     async def _all_up(self) -> None:
-        """Waits until every child is ready and has loaded its models, or the daemon stops; tells the service manager to wait."""
+        """Waits until every child process is ready and has loaded its models, or the daemon stops.
+
+        Meanwhile the service manager is asked for more time.
+        """
         told = 0.0
         while self.phase is DaemonPhase.STARTING and (missing := self._missing()):
             if time.monotonic() - told >= _TOLD_SECONDS:
@@ -339,9 +353,9 @@ class Supervisor:
             await asyncio.sleep(0.05)
 
     def _missing(self) -> list[str]:
-        """Returns the names of the fronts and workers that a start waits for.
+        """Returns the names of the fronts and workers for which the daemon's start still waits.
 
-        Not those that were ready once and whose device cannot be used any more: the other workers serve without them.
+        A worker is left out if it was ready once and its device cannot be used any more: the other workers serve without it.
         """
         usable, slots = self.workers.usable, self.workers.slots
         lost = {name for name, device in slots.items() if device not in usable and self._slots.was_filled(name)}
@@ -354,7 +368,10 @@ class Supervisor:
         _log.log(logging.INFO if self.models.readiness.ready else logging.WARNING, "%s", line)
 
     def model_changed(self, record: ModelState | ModelGone | Readiness) -> None:
-        """Passes a model's new state, or the daemon's readiness, to all fronts and to ``ClientLanes``; shows readiness."""
+        """Publishes a model's new state, or the daemon's readiness, to all fronts and to ``ClientLanes``.
+
+        Readiness is also shown on the terminal, in the log and to the service manager.
+        """
         self.fronts.publish(record)
         self.lanes.model_changed(record)
         self.parameters.tell()
@@ -370,14 +387,21 @@ class Supervisor:
     # ---------------------------------------------------------------------------------------------------------- records
 
     def _front_said(self, front: FrontProcess, record: Record, fds: list[int]) -> None:
-        """Acts on a record of a front that concerns other parts of the daemon. Owns the descriptors in it."""
+        """Handles a record of a front that concerns other parts of the daemon.
+
+        ``fds``: the descriptors that came with the record, which are closed here.
+        """
         if isinstance(record, ControlCall):
             self._tasks.spawn(self._answer(front, record, fds))
         else:
             self._child_said(record)
 
     def _worker_said(self, worker: WorkerProcess, record: Record) -> None:
-        """Acts on a record of a worker. A ``Loaded`` goes to ``Parameters``, which first sends pushed parameters."""
+        """Handles a record of a worker.
+
+        A ``Loaded`` record goes to ``Parameters``, which gives the worker the parameters that clients have sent before
+        ``Models`` gets it.
+        """
         match record:
             case Loading():
                 self.models.loading(worker.incarnation, record)
@@ -395,7 +419,10 @@ class Supervisor:
                     self._tasks.spawn(self._join(worker))
 
     def _child_said(self, record: Record) -> None:
-        """Sends ended traces to the OpenTelemetry collector, if one is configured; notes that a child process has come up."""
+        """Handles a record of a front or a worker: sends ended traces to the OpenTelemetry collector, if one is configured.
+
+        A record that a process has become ready shows that the installed version is this daemon's.
+        """
         if isinstance(record, TracesEnded) and self._spans is not None:
             self._spans.export(record.traces)
         elif isinstance(record, ChildReady):
@@ -412,13 +439,13 @@ class Supervisor:
         worker.send(await self._operations.reply_to_model(call))
 
     def _traces_changed(self, record: TraceChanged | TraceCleared, *fds: int) -> None:
-        """Sends changed trace settings to every front and worker, with duplicates of their counters' descriptors."""
+        """Sends changed trace settings to every front and worker, with duplicates of the descriptors of shared counters."""
         self.fronts.publish(record, *fds)
         for worker in self.workers:
             worker.send(record, *fds)
 
     def _log_changed(self, options: Log) -> None:
-        """Applies changed log settings to this process, to every front and worker, and to those that start later."""
+        """Applies changed log settings to this process, to every front and worker, and to processes that are started later."""
         self.configuration.take_log(options)
         log.configure(options, "supervisor", self._environment)
 
@@ -432,7 +459,7 @@ class Supervisor:
     # ----------------------------------------------------------------------------------------------------------- deaths
 
     def _worker_died(self, worker: WorkerProcess, device: Device) -> None:
-        """Tells the fronts and all parts of the daemon that a worker died, and arranges for it to be replaced."""
+        """Tells the fronts and the other parts of the daemon that a worker has died, and has it replaced if it is needed."""
         self._look(worker)
         self._regions.worker_left(worker.incarnation)
         self.lanes.worker_left(worker)
@@ -446,13 +473,16 @@ class Supervisor:
         self._shutdown.child_died()
 
     def _look(self, dead: Child) -> None:
-        """Finds out why a child process has died, and makes it known if what is installed is of another version by now."""
+        """Finds out why a child process has died. If another version of tensord is installed by now, the readiness says so."""
         self._slots.look(dead)
         if dead.is_of_other_version:
             self.models.outdated(f"{dead.name} {dead.describe_exit()}")
 
     def isolate(self, wanted: Mapping[str, float]) -> None:
-        """Starts and stops workers of isolated models. ``wanted``: devices -> the part of a GPU's memory (0 to 1)."""
+        """Starts the workers for isolated models that are wanted, and stops the others.
+
+        ``wanted``: the devices of these workers, each with the fraction (0 to 1) of a GPU's memory that the worker may take.
+        """
         if self.phase is DaemonPhase.STOPPING:
             return
         before = self.workers.slots.keys()
@@ -461,24 +491,26 @@ class Supervisor:
             self._slots.forget(name)
 
     def _front_died(self, front: FrontProcess) -> None:
-        """Arranges for a front that has died to be replaced, unless the daemon stops."""
+        """Has a front that has died replaced, unless the daemon stops."""
         self._look(front)
         self._slots.died(front, lambda: self.fronts.start(front.protocol, front.row))
         self._shutdown.child_died()
 
     def _needs(self, child: Child) -> bool:
-        """Returns whether a dead child process is to be replaced now.
+        """Returns whether a dead child process should be replaced now.
 
-        A worker is replaced while the fronts finish their requests, unless it was told to stop or its slot is gone or taken.
+        A front is not replaced once the daemon stops. A worker is still replaced while the fronts finish their requests,
+        unless it had been asked to stop, is not needed any more, or has been replaced already.
         """
         if isinstance(child, WorkerProcess):
             return self.phase is not DaemonPhase.STOPPING and not child.stopping and self.workers.is_vacant(child.name)
         return self.phase not in (DaemonPhase.STOPPING, DaemonPhase.DRAINING)
 
     def _gives_up(self, child: Child) -> bool:
-        """Stops the daemon if it is still starting, and cannot do without ``child``, which will not be replaced.
+        """Asks the daemon to stop because the process ``child`` will not be replaced, and returns True.
 
-        Returns whether it stops. False: it serves already, or lacks only the worker of an isolated model.
+        If the daemon serves already, or the process is the worker of an isolated model, the daemon goes on, and False is
+        returned.
         """
         if self.phase is not DaemonPhase.STARTING or (isinstance(child, WorkerProcess) and child.model):
             return False
@@ -488,16 +520,17 @@ class Supervisor:
     # --------------------------------------------------------------------------------------------------- reload and stop
 
     async def _hang_up(self) -> None:
-        """Reloads the configuration, because SIGHUP came. If the reload is refused, the reason is only logged."""
+        """Reloads the configuration, because SIGHUP came. A refused reload is only logged."""
         with contextlib.suppress(InvalidArgument):
             await self.reload()
 
     async def reload(self) -> list[asyncio.Future[str]]:
-        """Reads configuration and repositories again, and applies the changes that need no restart.
+        """Reads the configuration and the repositories again, and applies the changes that need no restart.
 
-        Returns a future for each model load that it began: why the load failed; "": it succeeded.
+        Returns a future for each load of a model that has begun. Its result is the reason why the load failed, or "" if it
+        succeeded.
 
-        Raises InvalidArgument: the new configuration cannot be used; nothing has changed then.
+        Raises InvalidArgument: the new configuration cannot be used. Nothing has changed then.
         """
         while self.phase is DaemonPhase.STARTING:
             await asyncio.sleep(0.1)
@@ -524,14 +557,14 @@ class Supervisor:
         self._notifier.status(self._summary())
 
     def refuse_requests(self, refuses: bool) -> None:
-        """Tells the fronts to refuse new requests, and gives clients no new lanes. False: ends both."""
+        """Sets whether the fronts refuse new requests and clients get no new lanes."""
         self.lanes.draining = refuses
         self.fronts.publish(RequestsRefused(refuses))
 
     async def _drain(self) -> None:
-        """Stops the daemon in order: serves on for ``drain.time_left`` seconds, then stops the fronts, then the workers.
+        """Stops the daemon in order: it serves on for ``drain.time_left`` seconds, then the fronts are stopped, then the workers.
 
-        Processes that still run after ``supervisor.exit_timeout``, or when a second signal comes, are killed by ``_bury``.
+        It returns after ``supervisor.exit_timeout`` or at a second signal, even if processes still run; ``_bury`` kills these.
         """
         seconds = self.drain.time_left
         if seconds and self.phase is DaemonPhase.SERVING:
@@ -561,7 +594,7 @@ class Supervisor:
 
     @property
     def options(self) -> Options:
-        """Returns the configuration options that are in force."""
+        """Returns the options that hold now."""
         return self.configuration.options
 
     def describe(self) -> dict[str, Any]:
@@ -585,7 +618,10 @@ class Supervisor:
         }
 
     async def _describe_page(self) -> dict[str, Any]:
-        """Returns what the status page for browsers shows: all of ``tensorctl status``, each model's state, and recent errors."""
+        """Returns what the status page for browsers shows.
+
+        It is what ``tensorctl status`` shows, with each model's readiness and the recent errors.
+        """
         errors = await recent_errors(self.fronts, self.workers.ready())
         standings = [
             {"name": model.name, "served": list(model.served), "reason": model.reason}
@@ -594,7 +630,7 @@ class Supervisor:
         return {**self.describe(), "standings": standings, "errors": errors}
 
     def _availability(self) -> tuple[bool, str]:
-        """Returns, for load balancers, whether the daemon drains or stops, and why it is not ready ("": it is ready)."""
+        """Returns, for load balancers, whether the daemon drains or stops, and why it is not ready; "": it is ready."""
         draining = self.drain.phase is not DrainPhase.NONE or self.phase not in (
             DaemonPhase.STARTING,
             DaemonPhase.SERVING,
@@ -609,7 +645,7 @@ class Supervisor:
 
 
 def _raise_open_files(options: Options) -> None:
-    """Raises the limit of open files for this process and its children; warns if it is less than the options allow."""
+    """Raises the limit of open files for this process and its children. Logs a warning if the options may need more."""
     allowed = descriptors.raise_limit()
     wanted = max(
         options.http.max_connections, options.grpc.max_connections, options.regions.max_count, options.clients.max_count
@@ -623,20 +659,20 @@ def _raise_open_files(options: Options) -> None:
 
 
 class Tasks:
-    """Owns the supervisor's background tasks. ``failed``: called when a task raises an exception, to stop the daemon."""
+    """Owns the supervisor's background tasks. If a task raises an exception, ``failed`` is called, which stops the daemon."""
 
     def __init__(self, failed: Callable[[], None]) -> None:
         self._failed = failed
         self._tasks: set[asyncio.Task[object]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, object]) -> None:
-        """Starts a coroutine as a background task."""
+        """Runs a coroutine as a background task, on the running event loop."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
 
     async def cancel(self) -> None:
-        """Cancels all background tasks; returns when they have ended."""
+        """Cancels all background tasks, and waits until they have ended."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -13,7 +13,7 @@ _MAX_SENTENCE = 240
 
 
 def show(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints a table: the names of the columns, and a line for each row. A column that a row lacks is blank there."""
+    """Prints a table: a line with the names of the columns, and a line for each row. A value that a row lacks is left blank."""
     cells = [[shown(row.get(column, "")) for column in columns] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
     for line in [list(columns), *cells]:
@@ -21,9 +21,9 @@ def show(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def shown(value: Any) -> str:
-    """Returns a value as the text of a table cell, on one line; "" for None.
+    """Returns a value as the text of a table's cell, on one line; "" for None.
 
-    A mapping must be what a worker runs now, with the keys "model", "version" and "seconds" (how long already).
+    A mapping must say what a worker runs now, with the keys "model", "version" and "seconds" (for how long).
     """
     if value is None:
         return ""
@@ -36,10 +36,9 @@ def shown(value: Any) -> str:
 
 
 def scaled(number: float, step: int, unit: str) -> str:
-    """Formats a number with three digits, a prefix and a unit: ``1.5 MiB``, ``12 Mflop``.
+    """Returns a number as text with three digits, a prefix and a unit, such as ``1.5 MiB`` or ``12 Mflop``.
 
-    Args:
-      step: the factor between two prefixes: 1000, or 1024 for binary ones.
+    ``step``: the factor between two prefixes, 1000 or, for binary prefixes, 1024.
     """
     for prefix in ("", "k", "M", "G", "T"):
         if number < step or prefix == "T":
@@ -50,7 +49,7 @@ def scaled(number: float, step: int, unit: str) -> str:
 
 
 def parameters(sets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Makes a table row for each parameter set, with the time of its push as text."""
+    """Returns a table's row for each parameter set, with the time of the set's last push as text."""
     return [
         {**row, "pushed_at": datetime.fromtimestamp(row["pushed_at"], UTC).isoformat(timespec="seconds")}
         if row.get("pushed_at")
@@ -60,7 +59,7 @@ def parameters(sets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def statistics(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Makes a table row for each model version in an answer of the HTTP statistics endpoint.
+    """Returns a table's row for each model's version in an answer of the HTTP statistics endpoint.
 
     A row holds the version's counts, and mean durations in microseconds.
     """
@@ -103,7 +102,7 @@ def _mean(durations: Mapping[str, Any], what: str) -> str:
 
 
 class CommandGroup(click.Group):
-    """A group of commands whose help lists each with its first sentence, over several lines where one is too short."""
+    """A group of click commands. The group's help lists each command with the whole first sentence of its help."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the section "Commands" of the group's help."""
