@@ -244,7 +244,7 @@ class ParameterPushes:
             self._let_go([parameters.leave()])
 
     def _leave(self, sets: ParameterSets, former: ParameterSet) -> None:
-        """Has the thread move replaced parameters from the device to host memory, if the set keeps former values, else free them.
+        """Has the thread move replaced parameters from the device to host memory, if the set keeps former values.
 
         The thread does so before it stages the next push.
         """

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class NoDevice(Exception):
-    """Raised if the worker's device cannot be used; the message is for the log."""
+    """Raised if the worker's device cannot be used. The message is written to the log."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceName:
-    """The name of a device: ``cpu:0``, ``cuda:1``, ``cuda:1/2``, ``cuda:1#model`` (``tensord.shm.device_names``)."""
+    """The name of a device, such as ``cpu:0``, ``cuda:1``, ``cuda:1/2`` or ``cuda:1#model`` (see ``shm.device_names``)."""
 
     platform: str
     index: int
@@ -34,7 +34,7 @@ class DeviceName:
 
     @classmethod
     def parse(cls, text: str) -> DeviceName:
-        """Parses a device's name, such as ``cuda:1/2#model``. Raises ValueError if it is malformed."""
+        """Parses a device's name, such as ``cuda:1/2#model``. Raises ValueError: the name is malformed."""
         device, model = device_names.shared(text), device_names.model_of(text)
         match = re.fullmatch(r"(cpu|cuda):(\d{1,4})(?:/(\d{1,4}))?", device, re.ASCII)
         if match is None or (match[1] == "cpu" and match[3]):
@@ -50,12 +50,15 @@ class DeviceName:
         return self.index if self.platform == "cuda" else None
 
     def prepare_environment(self) -> None:
-        """Sets in the environment which platforms JAX looks for; call before jax is imported."""
+        """Sets environment variables that tell JAX which platforms to look for. Call it before jax is imported."""
         # Beside the GPU a model has the CPU: callbacks run there, and whatever it puts there itself.
         os.environ["JAX_PLATFORMS"] = "cuda,cpu" if self.platform == "cuda" else self.platform
 
     def open(self, count: int = 1) -> jax.Device:
-        """Starts JAX's back end and returns the first device, of the ``count`` of a CPU worker. Raises NoDevice."""
+        """Starts JAX's back end and returns the first device. ``count``: how many devices a worker on the processor has.
+
+        Raises NoDevice: JAX cannot use the device.
+        """
         import jax
 
         if self.platform == "cpu":

@@ -23,7 +23,7 @@ from tensord.shm.cuda_regions import Context
 
 
 class GpuArray:
-    """An array in contiguous device memory at address ``pointer``; the object ``owner`` keeps this memory allocated."""
+    """An array in contiguous device memory at the address ``pointer``. ``owner`` is the object that keeps it allocated."""
 
     __slots__ = ("_context", "_owner", "dtype", "nbytes", "pointer", "shape")
 
@@ -37,7 +37,7 @@ class GpuArray:
 
     @property
     def whole(self) -> jax.Array | None:
-        """The ``jax.Array`` that owns the memory, if this array is all of it in the same shape and dtype; otherwise None."""
+        """The ``jax.Array`` that owns the memory, if it has the same shape and dtype as this array; otherwise None."""
         owner = self._owner
         same = isinstance(owner, jax.Array) and owner.shape == self.shape and owner.dtype == self.dtype
         return owner if same else None
@@ -60,7 +60,10 @@ class GpuArray:
         return GpuArray(self._context, made, made.unsafe_buffer_pointer(), self.dtype, self.shape)
 
     def copy_into(self, memory: memoryview) -> None:
-        """Copies this array to host memory of the same byte size, which may be a client's. Raises DeviceLost."""
+        """Copies this array to host memory of the same size in bytes, which may be a client's.
+
+        Raises DeviceLost: the GPU failed.
+        """
         if not self.nbytes:
             return
         if may_be_written(memory):
@@ -75,7 +78,7 @@ class GpuArray:
             self._context.synchronize()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """Returns a copy in host memory. Raises DeviceLost if the GPU failed."""
+        """Returns a copy in host memory. Raises DeviceLost: the GPU failed."""
         if copy is False:
             raise ValueError("GPU memory cannot be used by the host without a copy")
         array = np.empty(self.shape, self.dtype)
@@ -90,7 +93,10 @@ class GpuArray:
 
 
 def standing(array: Array) -> Array:
-    """Returns a contiguous array that the driver may read: the given one, or a copy if a client may take its memory away."""
+    """Returns a contiguous array from which the GPU's driver may read.
+
+    If a client may take the given array's memory away, this is a copy of the array; otherwise it is the array itself.
+    """
     if guard.may_be_missing(address_of(array)):
         return array.copy()
     if array.nbytes:
@@ -99,7 +105,10 @@ def standing(array: Array) -> Array:
 
 
 def may_be_written(memory: memoryview) -> bool:
-    """Returns whether the GPU's driver may write to memory; False: a client may take the memory away, so the host must copy."""
+    """Returns whether the GPU's driver may write to memory.
+
+    It may not if a client may take the memory away; the host must copy then.
+    """
     if guard.may_be_missing(address_of(memory)):
         return False
     _look(memory)
@@ -107,5 +116,5 @@ def may_be_written(memory: memoryview) -> bool:
 
 
 def _look(memory: memoryview) -> None:
-    """Reads the last byte of memory: ``shm.guard`` counts a fault if a client has truncated the memory's object."""
+    """Reads the last byte of memory. If a client has truncated the object behind it, ``shm.guard`` counts a fault."""
     memory[-1]

@@ -20,16 +20,16 @@ THREADS_VARIABLE = "PJRT_NPROC"
 
 
 def share_of_cores(cores: list[int], index: int, count: int) -> list[int]:
-    """Returns the cores of worker ``index`` among ``count`` workers. Shares are even, and each worker gets at least one core."""
+    """Returns the cores of worker ``index`` among ``count`` workers. Shares are even, and no worker gets less than one core."""
     if count <= len(cores):
         return cores[index * len(cores) // count : (index + 1) * len(cores) // count]
     return [cores[index % len(cores)]]
 
 
 def pin(index: int, count: int, lists: Sequence[str] = ()) -> None:
-    """Pins worker ``index`` of ``count`` to its share of the cores, before JAX's back end starts.
+    """Pins worker ``index`` of ``count`` workers to its share of the cores. Call it before JAX's back end starts.
 
-    ``lists``: cores for each worker, as text such as "0-3,8"; empty: equal shares, and a single worker is not pinned.
+    ``lists``: the cores of each worker, as text such as "0-3,8"; empty: equal shares, and a single worker is not pinned.
     """
     if lists:
         cores = list(core_list.parse(lists[index]))
@@ -41,7 +41,7 @@ def pin(index: int, count: int, lists: Sequence[str] = ()) -> None:
 
 
 def pin_to(cores: Sequence[int]) -> None:
-    """Restricts all threads of this process to these cores; logs a warning if the system refuses."""
+    """Restricts all threads of this process to these cores. If the system refuses, logs a warning."""
     try:
         # All threads, also those that importing numpy has started.
         for task in os.listdir("/proc/self/task"):
@@ -52,12 +52,12 @@ def pin_to(cores: Sequence[int]) -> None:
 
 
 def limit_threads(threads: int) -> None:
-    """Sets the number of threads that XLA computes with, before JAX's back end starts; 0: as many as the process has cores.
+    """Sets the number of threads with which XLA computes; 0: as many as the process has cores.
 
-    Of all settings that are said to set the number, jaxlib 0.10.2 obeys the process's affinity and ``PJRT_NPROC``, which is set
-    here (and ``NPROC``, which others read as well): with 1 its programs are not cut into parts and its pool has no second thread.
-    It does not obey ``OMP_NUM_THREADS``, nor ``--xla_cpu_multi_thread_eigen`` for kernels that are not Eigen's, which nearly all
-    are (measured).
+    Call it before JAX's back end starts. Of all settings that are said to set the number, jaxlib 0.10.2 obeys the process's
+    affinity and ``PJRT_NPROC``, which is set here (and ``NPROC``, which other libraries read as well). With 1, programs are not
+    cut into parts and the thread pool has no second thread. It does not obey ``OMP_NUM_THREADS``, nor
+    ``--xla_cpu_multi_thread_eigen`` for kernels that are not Eigen's, which nearly all are (measured).
     """
     if threads:
         os.environ[THREADS_VARIABLE] = str(threads)
@@ -65,7 +65,10 @@ def limit_threads(threads: int) -> None:
 
 @functools.cache
 def thread_count() -> int:
-    """Returns how many threads XLA computes with here. Looked up once, before a model can change the environment."""
+    """Returns with how many threads XLA computes in this process.
+
+    It is looked up once, before a model can change the environment.
+    """
     for name in (THREADS_VARIABLE, "NPROC"):
         given = os.environ.get(name, "")
         if given.isdecimal() and int(given) > 0:

@@ -47,7 +47,10 @@ GatheredPart = tuple[str, np.dtype[Any], tuple[int, ...], Sequence[Array]]
 
 
 def prepare_environment(options: Workers) -> None:
-    """Limits XLA's part of the GPU's memory by environment variables that are not set, before JAX's back end starts."""
+    """Limits how much of the GPU's memory XLA takes, by environment variables. Variables that are set already stay as they are.
+
+    Call it before JAX's back end starts.
+    """
     if not os.environ.keys() & {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}:
         # Workers that share a GPU take equal parts, however many of them run already.
         os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{options.gpu_memory_fraction / options.per_gpu:g}"
@@ -55,7 +58,7 @@ def prepare_environment(options: Workers) -> None:
 
 
 class CudaDevice:
-    """Moves inputs and outputs to and from a GPU, for one thread, which runs one program after the other."""
+    """Moves inputs to a GPU and outputs from it, for one thread, which runs one program after the other."""
 
     def __init__(self, context: Context, device: jax.Device, pieces: StagingPool) -> None:
         self.context = context
@@ -72,13 +75,13 @@ class CudaDevice:
         self._views: OrderedDict[tuple[int, np.dtype[Any], tuple[int, ...]], jax.Array] = OrderedDict()
 
     def beside(self) -> CudaDevice:
-        """Returns another ``CudaDevice`` for the same GPU, for another thread, with staging memory of its own."""
+        """Returns another ``CudaDevice`` for the same GPU, for use by another thread. It has staging memory of its own."""
         return CudaDevice(self.context, self._device, self._pieces)
 
     # ------------------------------------------------------------------------------------------------------- inputs
 
     def gather(self, parts: Sequence[GatheredPart]) -> tuple[dict[str, jax.Array], int]:
-        """Gathers the inputs of a batch on the device. Returns them as arguments of the program, and how many bytes were copied.
+        """Gathers the inputs of a batch on the device. Returns the program's arguments by name, and how many bytes were copied.
 
         Raises: InvalidArgument: a region cannot be read any more.  Unavailable: there is no memory.  DeviceLost: the GPU failed.
         """
@@ -123,7 +126,10 @@ class CudaDevice:
 
     @property
     def host(self) -> HostStaging:
-        """Page-locked host memory for small tensors that cross the bus in one transfer. Raises DeviceLost if the GPU failed."""
+        """Page-locked host memory, through which small tensors cross the bus in one transfer.
+
+        Raises DeviceLost: the GPU failed.
+        """
         if self._host is None:
             self._host = self._pieces.take()
         return self._host
@@ -131,7 +137,7 @@ class CudaDevice:
     def send(
         self, parts: Sequence[tuple[str, np.dtype[Any], tuple[int, ...], int]], byte_size: int
     ) -> dict[str, jax.Array]:
-        """Transfers the first ``byte_size`` bytes of ``host`` to the device at once. Returns the arguments of the program.
+        """Sends the first ``byte_size`` bytes of ``host`` to the device in one transfer. Returns the program's arguments by name.
 
         ``parts``: name, dtype and shape of each input, and its offset in ``host``, a multiple of ``ALIGNMENT``.
         """
@@ -157,7 +163,10 @@ class CudaDevice:
         self._staging_byte_size = size
 
     def _fill_together(self, staged: Sequence[tuple[GatheredPart, int]], byte_size: int) -> int:
-        """Queues one transfer of all tensors in host memory, then copies within the device. Returns the bytes copied."""
+        """Queues one transfer of all tensors in host memory, then copies within the device.
+
+        Returns the number of bytes copied.
+        """
         content, copied, of_host = self.host.content, 0, False
         of_device: list[tuple[int, CudaTensor | GpuArray]] = []
         for (_, dtype, shape, arrays), at in staged:
@@ -192,9 +201,9 @@ class CudaDevice:
     def _fill(
         self, pointer: int, dtype: np.dtype[Any], shape: tuple[int, ...], arrays: Sequence[Array], sources: list[Array]
     ) -> int:
-        """Queues the copies of one input to device memory at ``pointer``. Returns the bytes copied.
+        """Queues the copies of one input to device memory at ``pointer``. Returns the number of bytes copied.
 
-        ``sources`` gets the host arrays that the copies read, to be kept until the copies are done.
+        The host arrays from which the copies read are appended to ``sources``; the caller keeps them until the copies are done.
         """
         total, at = _byte_size(dtype, shape), 0
         row_shape = shape[1:]
@@ -218,7 +227,7 @@ class CudaDevice:
         return at
 
     def _copy_within(self, pointer: int, tensor: CudaTensor | GpuArray) -> None:
-        """Queues the copy of a tensor on the device to device memory at ``pointer``."""
+        """Queues the copy of a tensor that is on the device to device memory at ``pointer``."""
         if isinstance(tensor, GpuArray):
             self.context.within_device(pointer, tensor.pointer, tensor.nbytes)
             return
@@ -243,7 +252,10 @@ class CudaDevice:
     # ------------------------------------------------------------------------------------------------------ outputs
 
     def keep(self, made: jax.Array) -> GpuArray:
-        """Returns an output as an array that stays on the device. The output must be computed already: this does not wait."""
+        """Returns an output as an array that stays on the device.
+
+        The output must have been computed: this does not wait for it.
+        """
         kept = self._seen(made)
         if self._staging <= kept.pointer < self._staging + self._staging_byte_size:
             # The program has returned an input as it is, which the next batch will overwrite.
@@ -254,10 +266,11 @@ class CudaDevice:
         return GpuArray(self.context, made, made.unsafe_buffer_pointer(), np.dtype(made.dtype), made.shape)
 
     def take(self, made: Sequence[jax.Array], cuts: Sequence[tuple[int, int]] = ()) -> list[bytes] | None:
-        """Copies outputs to host memory, with one wait for all; they need not be computed yet. Returns their bytes.
+        """Copies outputs to host memory and returns the bytes of each. It waits once, also for outputs still being computed.
 
-        None: they are too large for the staging memory. ``cuts``: ranges of bytes of the single output; empty: all are whole.
-        Raises DeviceLost: the GPU failed; or what the run of the program raised.
+        Returns None if the outputs are too large for the staging memory. ``cuts``: the ranges of bytes to return, if there is a
+        single output; empty: each output is returned whole. Raises DeviceLost: the GPU failed. An error of the program's run is
+        raised unchanged.
         """
         ends = list(itertools.accumulate([-(-byte_size_of(array) // _LINE) * _LINE for array in made]))
         if ends and ends[-1] > TOGETHER:
@@ -278,10 +291,13 @@ class CudaDevice:
     def deliver(
         self, made: Mapping[str, jax.Array], places: Mapping[str, memoryview | tuple[CudaRegion, int]]
     ) -> dict[str, GpuArray | Array]:
-        """Copies outputs to their places, with one wait for all; they need not be computed yet.
+        """Copies outputs to their places. It waits once, also for outputs still being computed.
 
-        Those without a place are copied to host memory if they are small. Returns all of them, the rest as arrays on the device.
-        Raises: InvalidArgument: a region cannot be written any more.  DeviceLost: the GPU failed; or what the run raised.
+        Returns all outputs. Outputs without a place are returned as host arrays if they are small together, else as arrays on the
+        device.
+        Raises: InvalidArgument: a region cannot be written any more.  DeviceLost: the GPU failed. An error of the program's run
+          is
+        raised unchanged.
         """
         left = [(name, array) for name, array in made.items() if name not in places and byte_size_of(array)]
         little = sum([byte_size_of(array) for _, array in left]) <= TOGETHER
@@ -313,14 +329,14 @@ class CudaDevice:
         return {name: found[name] if name in found else self.keep(array) for name, array in made.items()}
 
     def _follow(self, made: jax.Array) -> Any:
-        """Delays all that the thread queues on the worker's stream from now on, until XLA has computed ``made``.
+        """Delays everything that the thread queues on the worker's stream from now on, until XLA has computed ``made``.
 
             XLA's stream    | program ▸ its event |
             the worker's                          └▶ waits for it ▸ copy ▸ the one event that a thread waits for
 
         DLPack's stream argument does this. The reverse, XLA waiting for copies, costs more than it saves: XLA takes the stream
         only with each import of memory by DLPack, which takes longer than a small transfer. Returns an object to keep until the
-        queued work is done. Raises what computing ``made`` has raised so far.
+        queued work is done. An error of computing ``made`` that is known by now is raised.
         """
         if self._waits:
             try:
@@ -354,18 +370,18 @@ class CudaDevice:
 
 
 def room(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
-    """Returns how many bytes an input takes in the staging buffer: its size, rounded up to ``ALIGNMENT``."""
+    """Returns how many bytes an input takes in the staging buffer: the size of the input, rounded up to ``ALIGNMENT``."""
     return -(-_byte_size(dtype, shape) // ALIGNMENT) * ALIGNMENT
 
 
 def _dlpack_device_of(device: jax.Device) -> tuple[int, int]:
-    """Returns DLPack's names of a JAX device: DLDeviceType and device number."""
+    """Returns what DLPack calls a JAX device: DLDeviceType and device number."""
     kind, number = jax.device_put(np.zeros(1, np.float32), device).__dlpack_device__()
     return int(kind), int(number)
 
 
 def _lies_there(array: object) -> TypeGuard[CudaTensor | GpuArray]:
-    """Returns whether a tensor can be copied within the device.
+    """Returns whether a tensor lies on the device and can be copied there.
 
     A client's BOOL tensor cannot: its bytes may have any value, and only the host turns them into 0 and 1.
     """

@@ -18,7 +18,7 @@ from tensord.shm.errors import Internal
 
 
 def check(model: str, what: str, byte_size: int, devices: Sequence[jax.Device]) -> None:
-    """Raises Internal: a device has less than ``byte_size`` bytes left, which the model needs on each.
+    """Raises Internal if a device has less memory left than the ``byte_size`` bytes that the model needs on each device.
 
     ``what``: the words before the number of bytes in the error, such as "its parameters need".
     """
@@ -30,7 +30,7 @@ def check(model: str, what: str, byte_size: int, devices: Sequence[jax.Device]) 
 
 
 def _left(device: jax.Device) -> int | None:
-    """Returns the bytes of memory that a device has left, or None if the device does not tell."""
+    """Returns how many bytes of memory are left on a device; None: the device does not report it."""
     if device.platform == "cpu":
         return _host_left()
     figures = device.memory_stats() or {}

@@ -25,10 +25,10 @@ def _interface() -> Any:
 
 
 def host_put(arrays: Sequence[Any], device: jax.Device, committed: bool = True) -> list[jax.Array]:
-    """Returns arrays of a processor's device, with the values and datatypes of numpy or JAX arrays.
+    """Converts numpy or JAX arrays to arrays of a processor's device, with the same values and datatypes.
 
-    An array whose memory begins at a multiple of 64 bytes is not copied, and nobody may write to it afterwards; any other one has
-    been copied when this returns. ``committed``: whether the arrays are bound to the device, as by ``jax.device_put``.
+    An array whose memory begins at a multiple of 64 bytes is not copied, and nobody may write to it afterwards. Any other array
+    has been copied when this returns. ``committed``: whether the arrays are bound to the device, as by ``jax.device_put``.
     """
     found, sharding = _interface(), SingleDeviceSharding(device)
     made: list[jax.Array] = []

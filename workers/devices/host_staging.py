@@ -24,7 +24,7 @@ TOGETHER = 1 << 18
 
 
 class HostStaging:
-    """A piece of host memory through which small tensors go to and from a GPU: ``TOGETHER`` bytes, page-locked if possible."""
+    """Host memory through which small tensors go to and from a GPU: ``TOGETHER`` bytes, page-locked if possible."""
 
     __slots__ = ("address", "content", "locked")
 
@@ -38,7 +38,7 @@ class HostStaging:
 
 
 class StagingPool:
-    """Hands out host memory through which a worker's threads move small tensors to and from a GPU: a piece for each thread."""
+    """Lends pieces of host memory through which a worker's threads move small tensors to and from a GPU, one to each thread."""
 
     def __init__(self, context: Context, budget: PinnedBudget) -> None:
         self._context = context
@@ -47,24 +47,27 @@ class StagingPool:
         self._closed = False
 
     def prepare(self) -> None:
-        """Allocates and page-locks one piece in advance: the thread that gets it need not wait for the driver."""
+        """Allocates and page-locks one piece in advance, so that the thread that takes it need not wait for the driver."""
         self._free.append(self._made())
 
     def take(self) -> HostStaging:
-        """Returns a piece of host memory for the calling thread: a free one, or a new one. Raises DeviceLost."""
+        """Returns a piece of host memory for the calling thread: a free piece, or a new one.
+
+        Raises DeviceLost: the GPU failed.
+        """
         with contextlib.suppress(IndexError):
             return self._free.pop()
         return self._made()
 
     def give_back(self, piece: HostStaging) -> None:
-        """Frees a piece for use by another thread; no queued copy may use the piece any more."""
+        """Frees a piece for use by another thread. No queued copy may use the piece any more."""
         if self._closed:
             self._let_go(piece)
         else:
             self._free.append(piece)
 
     def close(self) -> None:
-        """Unlocks all free pieces; pieces in use are unlocked when they are given back. Idempotent."""
+        """Unlocks all free pieces. Pieces in use are unlocked when they are given back. Idempotent."""
         self._closed = True
         while self._free:
             self._let_go(self._free.pop())

@@ -21,7 +21,7 @@ INTERVAL = 1.0
 
 
 class Marker:
-    """A CUDA event that ``set`` records in the calling thread's stream, and that ``reached`` asks about without waiting."""
+    """A CUDA event in the calling thread's stream, which can be recorded (``set``) and polled (``reached``) without waiting."""
 
     def __init__(self, context: Context) -> None:
         """Creates the event. Raises CudaError: the driver refused the call; DeviceLost: the device failed."""
@@ -30,13 +30,19 @@ class Marker:
         self._event = context.call(self._driver.cuEventCreate, self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 
     def set(self) -> None:
-        """Records the event behind all work that the calling thread has queued. Raises CudaError, DeviceLost."""
+        """Records the event behind all work that the calling thread has queued.
+
+        Raises: CudaError: the driver refused the call.  DeviceLost: the device failed.
+        """
         self._context.enter()
         self._context.call(self._driver.cuEventRecord, self._event, self._context.stream())
 
     @property
     def reached(self) -> bool:
-        """Returns whether the device has done all that was queued before the last ``set``. Raises DeviceLost: any work failed."""
+        """Returns whether the device has done all work that was queued before the last ``set``.
+
+        Raises DeviceLost: any work failed.
+        """
         self._context.enter()
         try:
             self._context.call(self._driver.cuEventQuery, self._event)
@@ -47,13 +53,13 @@ class Marker:
         return True
 
     def close(self) -> None:
-        """Destroys the event; call this once."""
+        """Destroys the event. Call it only once."""
         with contextlib.suppress(CudaError, DeviceLost):
             self._context.call(self._driver.cuEventDestroy, self._event)
 
 
 class IdleLook:
-    """Checks the GPU of one worker at intervals, on the worker's loop, while the loop is idle."""
+    """Checks at intervals, in the worker's loop while it is idle, whether the worker's GPU still works."""
 
     def __init__(
         self,
@@ -63,11 +69,12 @@ class IdleLook:
         patience: float,
         interval: float = INTERVAL,
     ) -> None:
-        """
+        """Starts the checks.
+
         Args:
           idle: returns whether the loop has nothing else to do.
-          post: asks the loop to call a function; for any thread.
-          patience: seconds after which a GPU that has not reached the last mark has failed; 0: it never has.
+          post: asks the loop to call a function; any thread may call it.
+          patience: seconds after which a GPU that has not reached the last recorded event counts as failed; 0: it never does.
         """
         self._idle, self._post, self._patience_ns = idle, post, int(patience * 1e9)
         try:
@@ -89,9 +96,9 @@ class IdleLook:
                 self._post(self.look)
 
     def look(self) -> None:
-        """Checks, if the loop is idle, whether the GPU has reached the last mark (an event) in its queue, and sets another.
+        """If the loop is idle, checks whether the GPU has reached the last recorded event, and if so records another one.
 
-        Raises DeviceLost: the GPU has failed, or has not reached the mark for too long.
+        Raises DeviceLost: the GPU has failed, or has not reached the event for too long.
         """
         self._asked = False
         if self._ends.is_set() or not self._idle():

@@ -19,7 +19,7 @@ from tensord.shm.regions import SnapshotRegion
 
 
 class LateTensor:
-    """A tensor of fixed-size elements at an offset of a region, whose bytes are read when somebody asks for them."""
+    """A tensor of fixed-size elements at an offset of a region. Its bytes are read only when they are needed."""
 
     __slots__ = ("dtype", "nbytes", "offset", "region", "shape")
 
@@ -46,7 +46,10 @@ class LateTensor:
         return type(self)(self.region, self.offset, self.dtype, shape)
 
     def copy_into(self, array: Array) -> None:
-        """Copies this tensor to a contiguous host array of the same size. Raises InvalidArgument: its memory is gone."""
+        """Copies this tensor to a contiguous host array of the same size.
+
+        Raises InvalidArgument: the region's memory cannot be read any more.
+        """
         if self.nbytes:
             self._read(array)
             if self.dtype == np.bool_:
@@ -69,7 +72,7 @@ class LateTensor:
 
 
 class CudaTensor(LateTensor):
-    """A tensor in a client's GPU memory; its range is checked when the object is made."""
+    """A tensor in a client's GPU memory. The constructor checks that it lies inside its region."""
 
     __slots__ = ("pointer",)
     region: CudaRegion
@@ -85,7 +88,10 @@ class CudaTensor(LateTensor):
 
 
 class RegionTensor(LateTensor):
-    """A tensor in a snapshot region, which is not mapped but read through its descriptor; the caller has checked its range."""
+    """A tensor in a region that is not mapped here but read through its file descriptor.
+
+    The caller has checked that the tensor lies inside the region.
+    """
 
     __slots__ = ()
     region: SnapshotRegion

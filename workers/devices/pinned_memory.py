@@ -31,24 +31,30 @@ _log = logging.getLogger(__name__)
 
 
 class PinnedBudget:
-    """Counts the bytes of host memory that a GPU worker has page-locked (``workers.pinned_byte_size``); for any thread."""
+    """Counts the bytes of host memory that a GPU worker has page-locked, up to a limit. Any thread may use it.
+
+    The limit is ``workers.pinned_byte_size``.
+    """
 
     def __init__(self, limit: int) -> None:
-        """``limit``: the bytes that may be locked at a time."""
+        """``limit``: the number of bytes that may be locked at a time."""
         self.limit = limit
         #: Bytes that are locked now, or about to be.
         self.byte_size = 0
         self._lock = threading.Lock()
 
     def take(self, byte_size: int) -> bool:
-        """Reserves bytes that are about to be locked. Returns False, and reserves nothing, if they would exceed the limit."""
+        """Reserves a number of bytes that are about to be locked.
+
+        If they would exceed the limit, reserves none and returns False.
+        """
         with self._lock:
             fits = self.byte_size + byte_size <= self.limit
             self.byte_size += byte_size if fits else 0
         return fits
 
     def give_back(self, byte_size: int) -> None:
-        """Frees reserved bytes that are no longer locked."""
+        """Frees a number of reserved bytes that are no longer locked."""
         with self._lock:
             self.byte_size -= byte_size
 
@@ -57,7 +63,7 @@ class PinnedBudget:
 
 
 class _PinnedMapping:
-    """A mapping of host memory that was passed to ``PinnedMemory.pin``: to be page-locked, or locked already."""
+    """A mapping of host memory that was given to ``PinnedMemory.pin``: it is to be page-locked, or is locked already."""
 
     __slots__ = ("address", "byte_size", "hold", "locked", "unwanted", "view", "what")
 
@@ -75,10 +81,13 @@ class _PinnedMapping:
 
 
 class PinnedMemory:
-    """Page-locks host memory, which the GPU of one worker then accesses directly, and unlocks it. Used by the worker's loop."""
+    """Page-locks host memory, so that the GPU of one worker can access it directly, and unlocks it.
+
+    Only the thread of the worker's loop may use it.
+    """
 
     def __init__(self, context: Context, budget: PinnedBudget, thread: WorkThread) -> None:
-        """``thread``: does the locking and unlocking, and nothing else."""
+        """``thread``: locks and unlocks memory, and does nothing else."""
         self._context = context
         #: Memory that is about to be unlocked is given back already: it is unlocked before other memory is locked.
         self._budget = budget
@@ -88,11 +97,11 @@ class PinnedMemory:
         self._logged: set[str] = set()
 
     def pin(self, view: memoryview, what: str, hold: Callable[[bool], None] | None = None) -> None:
-        """Asks the thread to page-lock memory until ``unpin``. If this fails, the reason is logged, once for each kind of reason.
+        """Asks the thread to page-lock memory until ``unpin``. A failure is logged, once for each kind of reason.
 
         Args:
           what: names the memory in the log.
-          hold: called in the thread that locks: with True when the memory is locked, with False before it is unlocked.
+          hold: the thread calls it with True when the memory is locked, and with False before it is unlocked.
         """
         memory, budget = _PinnedMapping(view[:], what, hold), self._budget
         if not budget.take(memory.byte_size):
@@ -106,7 +115,10 @@ class PinnedMemory:
         self._thread.do(functools.partial(self._lock, memory), functools.partial(self._tried, memory))
 
     def unpin(self, view: memoryview) -> None:
-        """Asks the thread to unlock memory, if ``pin`` got it. Its owner may close it at once; the mapping stays until then."""
+        """Asks the thread to unlock memory; ignores memory that ``pin`` did not get.
+
+        The owner of the memory may close it immediately: the mapping stays until the memory is unlocked.
+        """
         memory = self._wanted.pop(address_of(view), None)
         if memory is None:
             return
@@ -115,7 +127,7 @@ class PinnedMemory:
         self._thread.do(functools.partial(self._unlock, memory), functools.partial(self._let_go, memory))
 
     def pin_segment(self, segment: Segment) -> None:
-        """Asks the thread to page-lock an arena's segment, until the segment is closed."""
+        """Asks the thread to page-lock a segment of an arena, until the segment is closed."""
         self.pin(segment.view, "an arena's segment")
         segment.before_close = lambda: self.unpin(segment.view)
 

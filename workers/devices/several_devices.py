@@ -28,14 +28,14 @@ class SeveralDevices:
         self._everywhere = NamedSharding(Mesh(self.devices, ("devices",)), PartitionSpec())
 
     def sharding(self, leaf: Any) -> Any:
-        """Returns the sharding that the model's author has given a parameter, or None if the author has given it none."""
+        """Returns the sharding that the model's author has set for a parameter; None: the author has set none."""
         laid = isinstance(leaf, jax.Array) and (len(leaf.sharding.device_set) > 1 or leaf.committed)
         return leaf.sharding if laid else None
 
     def place(self, model: str, parameters: Any, compiled: jax.stages.Compiled) -> Any:
-        """Puts parameters on the devices where a program needs them, or on all; those that the author has sharded stay.
+        """Puts parameters on the devices where a program needs them, and parameters that the program does not use on all devices.
 
-        Raises Internal: a device has no room for its part of the parameters.
+        Parameters that the author has sharded keep their sharding. Raises Internal: a device has no room for its part.
         """
         ((wanted, *_), _) = compiled.input_shardings
         leaves, structure = jax.tree.flatten(parameters)
@@ -51,18 +51,24 @@ class SeveralDevices:
 
     @staticmethod
     def order(compiled: jax.stages.Compiled) -> tuple[int, ...]:
-        """Returns the ids of a program's devices, in its order. Raises any exception: this version of JAX does not tell them."""
+        """Returns the ids of a program's devices, in the program's order.
+
+        If this version of JAX does not reveal them, raises whatever exception the attempt raises.
+        """
         shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
         # The attribute is private but needed: a program that is loaded for another order ends the process when it is run.
         return tuple(device.id for device in shardings[0]._device_assignment)
 
     def ordered(self, ids: Any) -> list[jax.Device]:
-        """Returns the devices with these ids, in this order. Raises KeyError."""
+        """Returns the devices with these ids, in this order. Raises KeyError: the model has no device with an id."""
         known = {device.id: device for device in self.devices}
         return [known[number] for number in ids]
 
     def alone(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a program so that no other one on several devices runs meanwhile; a call returns when outputs are computed."""
+        """Wraps a program so that no other program on several devices runs meanwhile.
+
+        A call of the wrapped program returns when its outputs are computed.
+        """
 
         @functools.wraps(call, updated=())
         def run(*arguments: Any) -> Any:

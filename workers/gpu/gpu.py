@@ -39,7 +39,7 @@ from tensord.workers.tensors.signature import Signature
 
 
 class Gpu(ExecutionDevice):
-    """A GPU as one thread uses it: makes the thread's executables, and copies inputs to the GPU and outputs from there."""
+    """A GPU as used by one thread: makes the thread's executables, and copies inputs to the GPU and outputs from it."""
 
     remote = True
 
@@ -73,13 +73,13 @@ class Gpu(ExecutionDevice):
 class DeviceInputs:
     """The inputs of one executable on a GPU, laid out in host memory.
 
-    All executables of a thread share this memory: inputs are gathered and sent before those of the next executable are gathered.
+    All executables of a thread share this memory, so the inputs of one are sent before those of the next are gathered.
     """
 
     __slots__ = ("_byte_size", "_device", "_parts")
 
     def __init__(self, device: CudaDevice, inputs: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]]) -> None:
-        """Lays the inputs out. ``inputs``: name, dtype, and shape in the program of each input."""
+        """Computes the layout. ``inputs``: name, dtype and shape of each input of the program."""
         self._device = device
         self._parts: list[tuple[str, np.dtype[Any], tuple[int, ...], int]] = []
         at = 0
@@ -95,7 +95,7 @@ class DeviceInputs:
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """The arrays in host memory to gather the inputs in, by name. Raises DeviceLost if the GPU failed."""
+        """The arrays in host memory in which the inputs are gathered, by name. Raises DeviceLost: the GPU failed."""
         content = self._device.host.content
         found: dict[str, Array] = {}
         for name, dtype, shape, at in self._parts:
@@ -104,7 +104,10 @@ class DeviceInputs:
         return found
 
     def send(self) -> dict[str, jax.Array]:
-        """Sends the gathered inputs to the GPU. Returns them as arguments of the program. Raises Unavailable, DeviceLost."""
+        """Sends the gathered inputs to the GPU. Returns the program's arguments by name.
+
+        Raises: Unavailable: there is no memory.  DeviceLost: the GPU failed.
+        """
         return self._device.send(self._parts, self._byte_size)
 
     def __repr__(self) -> str:
@@ -112,7 +115,7 @@ class DeviceInputs:
 
 
 class GpuExecutable(Executable):
-    """A compiled program that runs on a GPU, with the copying of its inputs to the GPU and of its outputs from there."""
+    """A compiled program that runs on a GPU. It also copies the inputs to the GPU and the outputs from it."""
 
     delivers = True
 
@@ -131,7 +134,10 @@ class GpuExecutable(Executable):
         return [np.asarray(made[name]) for name in self._signature.outputs] if found is None else [*found]
 
     def _fetch(self, made: Mapping[str, Any]) -> list[bytes] | None:
-        """Fetches the contents of all outputs, packed or not, with one wait; None: they are too large for the staging memory."""
+        """Copies the contents of all outputs to host memory, with one wait; the program may have packed them into one array.
+
+        Returns None if they are too large for the staging memory.
+        """
         packed = made.get(PACKED)
         if packed is None:
             return self._cuda.take([made[name] for name in self._signature.outputs])
@@ -141,7 +147,7 @@ class GpuExecutable(Executable):
         return self._cuda.take([packed], self._cuts)
 
     def _arrays_in(self, contents: Sequence[bytes], made: Mapping[str, Any]) -> dict[str, Array]:
-        """Returns the outputs as arrays by name: views of ``contents``, which ``_fetch`` has returned for ``made``."""
+        """Returns the outputs as arrays by name, which are views of ``contents``, the result of ``_fetch`` for ``made``."""
         if self._fetched is None:
             arrays = {name: made[name] for name in self._signature.outputs}
             self._fetched = [(name, np.dtype(array.dtype), array.shape) for name, array in arrays.items()]
@@ -180,7 +186,10 @@ class GpuExecutable(Executable):
         return RunOutputs(dict(zip(self._signature.outputs, kept, strict=True)), None)
 
     def _delivered(self, made: Mapping[str, Any], request: RequestTensors, places: Places) -> RunOutputs:
-        """Copies a single request's outputs from the GPU to ``places``."""
+        """Copies the outputs of a single request from the GPU to ``places``, as far as the GPU can reach them.
+
+        Returns all outputs.
+        """
         reached = places.reached()
         outputs = self._cuda.deliver({name: made[name] for name in self._signature.outputs}, reached)
         places.written = reached.keys()

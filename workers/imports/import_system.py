@@ -19,7 +19,10 @@ from tensord.workers.python_backend import interface
 
 
 def prepare() -> None:
-    """Has each model's code import its own modules, and ``triton_python_backend_utils``. Idempotent."""
+    """Patches Python's import system so that each model's code imports its own modules. Idempotent.
+
+    The code can then also import ``triton_python_backend_utils``.
+    """
     sys.modules["triton_python_backend_utils"] = interface
     sys.modules["c_python_backend_utils"] = interface
     if OwnModules in sys.meta_path:
@@ -46,7 +49,7 @@ def _import_module_for(usual: Callable[[str, str | None], ModuleType]) -> Callab
 class LoadedModels:
     """Lets a process that a model's code starts import the modules of loaded models.
 
-    It is pickled in the worker and unpickled in that process, which makes the models' packages there.
+    It is pickled in the worker. When the new process unpickles it, the models' packages are made there.
     """
 
     def __reduce__(self) -> tuple[Callable[..., LoadedModels], tuple[tuple[tuple[str, tuple[str, ...]], ...]]]:

@@ -47,9 +47,10 @@ _OF_ITS_OWN = frozenset({"__class__", "__loader__", "__name__", "__package__", "
 
 
 class SourceLoader(SourceFileLoader):
-    """Loads a .py file of a model: the module gets the builtins of its model, and the source is compiled at every load.
+    """Loads a .py file of a model. The module gets the model's own builtins, and the source is compiled at every load.
 
-    No compiled copies are read or written: they are checked by time stamp and size only, and would lie in the model's folder.
+    Compiled copies (.pyc) are neither read nor written: Python checks them by time stamp and size only, and they would lie in the
+    model's folder.
     """
 
     def __init__(self, builtins: dict[str, Any], name: str, path: str) -> None:
@@ -57,7 +58,10 @@ class SourceLoader(SourceFileLoader):
         self._builtins = builtins
 
     def get_code(self, fullname: str) -> CodeType:
-        """Compiles the module's source file. Raises OSError: the file cannot be read; SyntaxError: it is not valid Python."""
+        """Compiles the module's source file.
+
+        Raises: OSError: the file cannot be read.  SyntaxError: the file is not valid Python.
+        """
         path = self.get_filename(fullname)
         return self.source_to_code(self.get_data(path), path)
 
@@ -67,7 +71,7 @@ class SourceLoader(SourceFileLoader):
 
 
 class BytecodeLoader(SourcelessFileLoader):
-    """Loads a .pyc file of a model that comes without its source; the module gets the builtins of its model."""
+    """Loads a .pyc file of a model that comes without its source. The module gets the model's own builtins."""
 
     def __init__(self, builtins: dict[str, Any], name: str, path: str) -> None:
         super().__init__(name, path)
@@ -79,13 +83,16 @@ class BytecodeLoader(SourcelessFileLoader):
 
 
 class ModelImports:
-    """The package of one loaded version's modules. It is also the package's ``__loader__``, by which ``of`` finds it."""
+    """The package that holds the modules of one loaded model version.
+
+    It is also the package's ``__loader__``, through which ``of`` finds it.
+    """
 
     #: Numbers in packages' names. None is used twice in a process: remains of an unloaded model must not find another's code.
     _serials = itertools.count(1)
 
     def __init__(self, package: str, folders: Sequence[Path] | Sequence[str]) -> None:
-        """``folders``: those of the package's modules, in the order in which they are searched."""
+        """Makes a package. ``folders``: the folders that hold its modules, in the order in which they are searched."""
         self.package = package
         self.folders = tuple(str(folder) for folder in folders)
         self._prefix = f"{package}."
@@ -108,33 +115,36 @@ class ModelImports:
 
     @classmethod
     def of_version(cls, model: str, folders: Sequence[Path]) -> ModelImports:
-        """Makes a package with a new name for the code of a version of ``model`` that is being loaded."""
+        """Makes a package with a new name for the code of a version of ``model`` that is about to be loaded."""
         return cls(f"tensord_model_{next(cls._serials)}_{_NOT_A_NAME.sub('_', model)}", folders)
 
     @staticmethod
     def of(package: str) -> ModelImports | None:
-        """Returns the ``ModelImports`` of a package; None: the package is not loaded, or is no model's."""
+        """Returns the ``ModelImports`` of a package; None: the package is not loaded, or does not belong to a model."""
         module = sys.modules.get(package)
         imports = vars(module).get("__loader__") if type(module) is ModuleType else None
         return imports if isinstance(imports, ModelImports) else None
 
     @property
     def port(self) -> ModelPort:
-        """The ``ModelPort`` by which the model's code reaches the worker."""
+        """The ``ModelPort`` through which the model's code reaches the worker."""
         assert self._port is not None
         return self._port
 
     @property
     def processes(self) -> EndsLater | None:
-        """The processes that the model's code has started; None: none are known."""
+        """The object that ends the processes which the model's code has started; None: no process is known."""
         return None if self._port is None else self._port.processes
 
     def join(self, port: ModelPort) -> None:
-        """Puts ``port`` among the builtins of the model's code, so that the worker can tell which model's code calls it."""
+        """Puts ``port`` into the builtins of the model's code, so that the worker can tell which model's code calls it."""
         self._port = self._builtins[PORT] = port
 
     def run(self, path: Path) -> ModuleType:
-        """Runs a model.py as a module of the package and returns it. Raises InvalidArgument: unreadable; or what it raises."""
+        """Runs a file such as model.py as a module of the package, and returns the module.
+
+        Raises InvalidArgument: the file cannot be read. Any exception of the module's code is raised unchanged.
+        """
         stem = path.stem.replace(".", "_")
         loader = SourceLoader(self._builtins, self._prefix + stem, str(path))
         try:
@@ -149,12 +159,12 @@ class ModelImports:
         return module
 
     def hold(self) -> None:
-        """Keeps the model's modules until ``release``, because code of the model runs that cannot be stopped."""
+        """Keeps the model's modules until ``release``, because code of the model is running that cannot be stopped."""
         with self._lock:
             self._holders += 1
 
     def release(self) -> None:
-        """Undoes one ``hold``; after the last one the modules are removed if ``forget`` was called."""
+        """Undoes one ``hold``. After the last one the modules are removed, if ``forget`` was called."""
         with self._lock:
             self._holders -= 1
             forgotten = self._forgotten and not self._holders
@@ -162,7 +172,10 @@ class ModelImports:
             self.forget()
 
     def forget(self) -> None:
-        """Removes the modules and closes what their code has made, now or after the last ``release``. Idempotent."""
+        """Removes the modules and closes the resources that their code has made, now or after the last ``release``.
+
+        Idempotent.
+        """
         with self._lock:
             self._forgotten = True
             if self._holders:
@@ -181,9 +194,11 @@ class ModelImports:
         fromlist: Sequence[str] = (),
         level: int = 0,
     ) -> ModuleType:
-        """Imports a module for an import statement of the model's code: its own modules come first, then the environment's.
+        """Imports a module for an import statement of the model's code.
 
-        Raises ModuleNotFoundError: neither has it; the message has the module's short name.
+        The model's own modules come first, then the modules of the environment. The arguments are those of ``__import__``.
+
+        Raises ModuleNotFoundError: there is no such module; the message has the module's short name.
         """
         # An empty list is how C code asks (PyImport_Import): a library's code that runs on behalf of the model, say an
         # unpickler. It means the environment's modules, and what is not there is found by the model's plain names.
@@ -202,7 +217,7 @@ class ModelImports:
             raise
 
     def module(self, name: str) -> ModuleType:
-        """Imports a module by name as the model's code would."""
+        """Imports a module by name, as an import statement of the model's code would."""
         return self.import_(name, fromlist=("__name__",))
 
     def own_module(self, name: str) -> ModuleType | None:
@@ -245,7 +260,7 @@ class ModelImports:
         return module
 
     def find_spec(self, name: str, path: Sequence[str]) -> ModuleSpec | None:
-        """Finds a module of the package by its full name, in the folders of ``path``; None: there is none."""
+        """Finds a module of the package by its full name in the folders ``path``; None: there is no such module."""
         portions: list[str] = []
         for folder in path:
             spec = self._finder(folder).find_spec(name)
@@ -275,7 +290,7 @@ class ModelImports:
 
 
 class OwnModules:
-    """Finds modules of models' packages and sets their model's builtins; it must be the first on ``sys.meta_path``."""
+    """Finds modules of models' packages and gives them their model's builtins. It must be the first on ``sys.meta_path``."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -284,7 +299,10 @@ class OwnModules:
 
 
 class PlainName(ModuleType):
-    """A placeholder for all models' modules of a short name: its attributes are those of the module of whose code asks."""
+    """A placeholder in ``sys.modules`` for modules of several models that have the same short name.
+
+    When a model's code reads an attribute, it gets the attribute of its own module with that name.
+    """
 
     def __getattribute__(self, name: str) -> Any:
         if name in _OF_ITS_OWN:
@@ -297,7 +315,10 @@ class PlainName(ModuleType):
 
 
 class PlainNames:
-    """Finds and makes placeholders (``PlainName``); last on ``sys.meta_path``, so that the environment's modules come first."""
+    """Finds and makes placeholders (``PlainName``).
+
+    It is the last on ``sys.meta_path``, so the environment's modules come first.
+    """
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -330,7 +351,7 @@ def asking_model() -> ModelImports | None:
 
 
 def importer_of(builtins: dict[str, Any]) -> ModelImports | None:
-    """Returns the ``ModelImports`` of the model whose code has these builtins, or None if they are no model's."""
+    """Returns the ``ModelImports`` of the model whose code has these builtins; None: the builtins are not a model's."""
     function = builtins.get("__import__")
     if type(function) is MethodType and isinstance(function.__self__, ModelImports):
         return function.__self__
@@ -338,7 +359,7 @@ def importer_of(builtins: dict[str, Any]) -> ModelImports | None:
 
 
 def python_source(folder: Path) -> bytes:
-    """Returns names and contents of all Python files in a version's folder, to be part of the cache key of compiled programs."""
+    """Returns names and contents of all Python files in a version's folder. They are part of the key of cached programs."""
     pieces: list[bytes] = []
     there = itertools.islice(model_folder.walk(folder), model_folder.MAX_ENTRIES)
     files = [Path(name) for name, status in there if status is not None and stat.S_ISREG(status.st_mode)]

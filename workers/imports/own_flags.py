@@ -48,13 +48,16 @@ _thread = threading.local()
 
 
 class WholeProcess:
-    """Counts updates of JAX's configuration that apply to the whole process, so that a check for changes is one comparison."""
+    """Counts updates of JAX's configuration that apply to the whole process.
+
+    By comparing the count one finds out whether anything has changed.
+    """
 
     updates = 0
 
 
 class OwnFlags:
-    """The settings of JAX's configuration that the code of one loaded version has made for itself."""
+    """The settings of JAX's configuration that the code of one loaded model version has made for itself."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -67,7 +70,10 @@ class OwnFlags:
 
     @contextlib.contextmanager
     def code(self) -> Iterator[None]:
-        """Applies the model's settings in this thread during the block; settings that code makes there become the model's."""
+        """Applies the model's settings in this thread during the block.
+
+        Settings that code makes in the block become the model's.
+        """
         former = getattr(_thread, "own", None)
         with contextlib.ExitStack() as stack:
             for name, value in self._values.items():
@@ -79,7 +85,10 @@ class OwnFlags:
                 _thread.own = former
 
     def applied(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a function so that it runs with the model's settings, but for 64-bit types: its signature decides about them."""
+        """Wraps a function so that it runs with the model's settings. If there are none, returns the function itself.
+
+        Enabling 64-bit types alone does not count as a setting here, because the function's signature decides about them.
+        """
         if not self._values.keys() - {_WIDE}:
             return function
 
@@ -91,7 +100,10 @@ class OwnFlags:
         return apply
 
     def take(self, name: str, value: Any, stack: contextlib.ExitStack) -> None:
-        """Applies a JAX setting that the model's code has made: until ``stack`` is closed, and in all later ``code`` blocks."""
+        """Applies a JAX setting that the model's code has made until ``stack`` is closed, and again in each later ``code`` block.
+
+        Does nothing if the setting has this value already.
+        """
         if jax.config.values.get(name) != value:
             stack.enter_context(_context(name)(value))
             _log.warning("model '%s' sets %s = %r, which holds for this model alone", self._model, name, value)

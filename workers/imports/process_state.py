@@ -35,7 +35,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 
 
 class ProcessState:
-    """Restores process-wide state that models' code has changed. To be used outside of ``OwnFlags.code`` blocks."""
+    """Restores process-wide state that models' code has changed. It may be used only outside of ``OwnFlags.code`` blocks."""
 
     def __init__(self) -> None:
         self._known = False
@@ -45,9 +45,9 @@ class ProcessState:
 
     @contextlib.contextmanager
     def kept(self, who: str) -> Iterator[None]:
-        """Restores the process-wide state at the start and the end of the block, in which the model ``who`` is loaded.
+        """Restores the process-wide state at the start and at the end of the block, in which the model ``who`` is loaded.
 
-        Changes found at the start are logged as those of models that run, changes found at the end as those of ``who``.
+        Changes found at the start are logged as made by models that run, changes found at the end as made by ``who``.
         """
         with self._lock:
             if self._known:
@@ -63,7 +63,10 @@ class ProcessState:
                 self._loading.remove(who)
 
     def watch(self, who: str) -> Callable[[], None]:
-        """Returns a function to call each time after code of ``who`` has run: restores the state, and logs the first change."""
+        """Returns a function to be called each time after code of the model ``who`` has run.
+
+        The function restores the process-wide state. It logs changes only the first time it finds any.
+        """
         logged = False
 
         def ran() -> None:
@@ -82,7 +85,7 @@ class ProcessState:
         return ran
 
     def _ran(self) -> list[str]:
-        """Restores what models' code has changed while it worked on requests. Returns descriptions of the changes."""
+        """Restores state that models' code has changed while it worked on requests. Returns descriptions of the changes."""
         with self._lock:
             if self._loading:
                 return []  # a model that is being loaded may have, which is looked at when it is
@@ -96,7 +99,7 @@ class ProcessState:
             return changed
 
     def _look(self) -> None:
-        """Records the process-wide state before the first model is loaded, to restore it later."""
+        """Records the process-wide state before the first model is loaded, so that it can be restored later."""
         self._known = True
         self._flags: dict[str, Any] = dict(jax.config.values)
         self._settings = {name: ask() for name, (ask, _) in _SETTINGS.items()}
@@ -106,7 +109,7 @@ class ProcessState:
         self._accept()
 
     def _accept(self) -> None:
-        """Records the present process-wide state as unchanged, so that only later changes are noticed."""
+        """Takes the current process-wide state as unchanged, so that only later changes are noticed."""
         self._updates = WholeProcess.updates
         self._known_filters = list(warnings.filters)
         self._known_path = list(sys.path)
@@ -138,7 +141,10 @@ class ProcessState:
                 yield f"{name} was {found!r} instead of {value!r}"
 
     def _put_back_warnings(self) -> Iterator[str]:
-        """Removes new filters that turn warnings into errors; others stay: they make no code fail."""
+        """Removes new filters that turn warnings into errors. Other new filters stay, because they make no code fail.
+
+        Yields a description of each change.
+        """
         raising = [entry for entry in warnings.filters if entry[0] == "error" and entry not in self._errors]
         if not raising:
             return
@@ -149,7 +155,7 @@ class ProcessState:
         yield f"warnings were errors ({', '.join(sorted(str(entry[2]) for entry in raising))})"
 
     def _put_back_path(self) -> Iterator[str]:
-        """Restores entries that are missing from sys.path; entries that were added stay."""
+        """Restores entries that were removed from sys.path. Entries that were added stay. Yields a description of each change."""
         gone = [entry for entry in self._path if entry not in sys.path]
         if gone:
             sys.path[:] = [*(entry for entry in sys.path if entry not in self._path), *self._path]

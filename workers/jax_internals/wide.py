@@ -12,7 +12,7 @@ import jax.experimental
 
 
 def enable_x64(wanted: bool = True) -> contextlib.AbstractContextManager[object]:
-    """Returns a context in which JAX's 64-bit mode is on (``wanted``) or off for the calling thread."""
+    """Returns a context that sets JAX's 64-bit mode for the calling thread: on if ``wanted``, else off."""
     # Older versions have it among what is experimental.
     library: Any = jax if hasattr(jax, "enable_x64") else jax.experimental
     made: contextlib.AbstractContextManager[object] = library.enable_x64(wanted)
@@ -20,15 +20,15 @@ def enable_x64(wanted: bool = True) -> contextlib.AbstractContextManager[object]
 
 
 def precisions(wide: bool) -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """Returns a function that returns a new context: JAX's 64-bit mode is on in it (``wide``), or nothing changes."""
+    """Returns a function that makes contexts: if ``wide``, contexts with JAX's 64-bit mode on, else contexts without effect."""
     return enable_x64 if wide else contextlib.nullcontext
 
 
 def precision(wide: bool) -> contextlib.AbstractContextManager[object]:
-    """Returns a context in which JAX's 64-bit mode is on if a model needs it (``wide``); otherwise it changes nothing."""
+    """Returns a context in which JAX's 64-bit mode is on if ``wide``, that is if a model needs it; else one without effect."""
     return precisions(wide)()
 
 
 def byte_size_of(array: jax.Array) -> int:
-    """Returns the bytes of an array. Outside of 64-bit mode JAX 0.6's ``nbytes`` counts 64-bit elements as 32 bits."""
+    """Returns the number of bytes of an array. Outside of 64-bit mode ``nbytes`` of JAX 0.6 counts 64-bit elements as 32 bits."""
     return math.prod(array.shape) * array.dtype.itemsize
