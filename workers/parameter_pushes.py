@@ -107,7 +107,7 @@ class ParameterPushes:
 
     @staticmethod
     def _sets(version: ModelVersion) -> ParameterSets:
-        """Returns a version's parameter sets. Raises Unsupported if the version has none."""
+        """Returns a version's parameter sets. Raises Unsupported: the version has none."""
         if version.sets is None:
             kind = "an ensemble" if version.loaded.ensemble is not None else "a Triton Python model"
             raise Unsupported(f"model '{version.name}' is {kind}, which has no parameters that the server knows")

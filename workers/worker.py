@@ -510,7 +510,7 @@ class Worker:
             self._close_lane(submitter)
 
     def end_idle_lanes(self) -> int:
-        """Ends all clients' lanes on which neither a request nor an answer is in flight. Returns how many are left."""
+        """Ends all clients' lanes on which neither a request nor an answer is in flight. Returns how many lanes remain."""
         for submitter in list(self._clients.values()):
             if not (submitter.in_flight or submitter.lane.channel.waiting or submitter.lane.ready(0)):
                 self._close_lane(submitter)
@@ -628,7 +628,7 @@ class Worker:
         return not self._models.draining
 
     def close(self) -> None:
-        """Closes all lanes, regions and descriptors of the worker. Its threads may still be inside models."""
+        """Closes all lanes, regions and descriptors of the worker. Threads may still be running models."""
         for submitter in list(self._submitters.values()):
             self._close_lane(submitter)
         self.lanes.close()

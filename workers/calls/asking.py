@@ -48,7 +48,7 @@ class BegunCall:
 
 
 def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> BegunCall:
-    """Implements ``tensord.models.begin``."""
+    """Sends a request to another model and returns its call immediately. It implements ``tensord.models.begin``."""
     call = _call(model, inputs, outputs, own, streams=False)
     call.begin()
     return BegunCall(call)
@@ -57,7 +57,10 @@ def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **
 def stream(
     model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]
 ) -> Iterator[dict[str, Array]]:
-    """Implements ``tensord.models.stream``. The request is sent immediately, before the caller takes the first response."""
+    """Sends a request to another model immediately, and returns an iterator over the responses.
+
+    It implements ``tensord.models.stream``.
+    """
     call = _call(model, inputs, outputs, own, streams=True)
     call.begin()
     return _responses(call)
@@ -129,7 +132,10 @@ class NotAllowed(InvalidArgument):
 
 
 def load(name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
-    """Implements ``tensord.models.load_model``. Raises NotAllowed: the running code may not load models."""
+    """Loads another model, and waits until it is loaded. It implements ``tensord.models.load_model``.
+
+    Raises NotAllowed: the running code may not load models.
+    """
     given = {path.removeprefix("file:"): bytes(content) for path, content in (files or {}).items()}
     total = sum(map(len, given.values()))
     if len(given) > _MAX_FILES or total > _MAX_BYTE_SIZE:
@@ -140,12 +146,18 @@ def load(name: str, config: str = "", files: Mapping[str, bytes] | None = None) 
 
 
 def unload(name: str, dependents: bool = False) -> None:
-    """Implements ``tensord.models.unload_model``. Raises NotAllowed: the running code may not unload models."""
+    """Begins to unload another model. It implements ``tensord.models.unload_model``.
+
+    ``dependents``: if True, an ensemble's models are unloaded too. Raises NotAllowed: the running code may not unload models.
+    """
     _ask(UnloadModel(name, dependents))
 
 
 def is_ready(name: str, version: int = 0) -> bool:
-    """Implements ``tensord.models.is_ready``. Raises NotAllowed: the running code may not ask."""
+    """Returns whether another model answers requests; version 0: in any version. It implements ``tensord.models.is_ready``.
+
+    Raises NotAllowed: the running code may not ask.
+    """
     return bool(json.loads(_ask(ModelReady(name, version))))
 
 

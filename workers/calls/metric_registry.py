@@ -32,7 +32,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class MetricKind(enum.Enum):
-    """The kinds of metrics; all metrics of a family are of one kind."""
+    """The kinds of metrics. All metrics of a family are of the same kind."""
 
     #: It only grows.
     COUNTER = "counter"

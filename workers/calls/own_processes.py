@@ -153,7 +153,7 @@ def _worker_mark() -> str:
 
 
 def _owner() -> OwnProcesses | None:
-    """Returns the ``OwnProcesses`` of the model whose code starts a process in this thread now; None: no model's code does."""
+    """Returns the ``OwnProcesses`` of the model whose code is starting a process in this thread; None: no model's code is."""
     found = caller()
     port: ModelPort | None = getattr(threading.current_thread(), _PORT, None) if found is None else found.port
     if port is None:

@@ -60,7 +60,7 @@ class LateTensor:
         raise NotImplementedError
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """Returns a copy in host memory. Raises InvalidArgument if the region's memory cannot be read any more."""
+        """Returns a copy in host memory. Raises InvalidArgument: the region's memory cannot be read any more."""
         if copy is False:
             raise ValueError("a region's memory cannot be used by the host without a copy")
         array = np.empty(self.shape, self.dtype)

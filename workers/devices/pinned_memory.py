@@ -132,7 +132,7 @@ class PinnedMemory:
         segment.before_close = lambda: self.unpin(segment.view)
 
     def close(self) -> None:
-        """Unlocks all memory, and waits until this is done."""
+        """Unlocks all memory, and waits until all is unlocked."""
         for memory in list(self._wanted.values()):
             self.unpin(memory.view)
         self._thread.finish()

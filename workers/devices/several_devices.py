@@ -21,7 +21,7 @@ _RUNNING = threading.Lock()
 
 
 class SeveralDevices:
-    """The devices of one model version that runs on several devices, or on a single one that is not its worker's first."""
+    """The devices of one model version that runs on several devices, or on one device other than its worker's first."""
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
         self.devices = tuple(devices)

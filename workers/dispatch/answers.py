@@ -287,7 +287,10 @@ class _Queued:
         self._sources: list[Array | GpuArray] = []
 
     def write(self, region: CudaRegion, offset: int, content: Content) -> None:
-        """Begins to copy an output. Raises InvalidArgument: the region is no longer writable; DeviceLost: the GPU failed."""
+        """Begins to copy an output into GPU memory, at ``offset`` bytes of a region.
+
+        Raises: InvalidArgument: the region is no longer writable.  DeviceLost: the GPU failed.
+        """
         if not _byte_size(content):
             return
         self._regions.append(region)
@@ -314,7 +317,7 @@ class _Queued:
 
 
 def _write(view: memoryview, content: Content) -> None:
-    """Copies an output into mapped memory."""
+    """Copies an output into mapped memory of the same size."""
     if isinstance(content, bytes):
         view[:] = content
     elif isinstance(content, GpuArray):

@@ -60,10 +60,13 @@ def path(call: ModelCall) -> list[str]:
 
 
 class CallCircles:
-    """Finds deadlocked calls between a worker's models."""
+    """Finds calls between a worker's models that are deadlocked, because each waits for another one to end."""
 
     def __init__(self, calls: dict[ModelCall, InnerRequest], ensembles: EnsembleRuns, limiter: RateLimiter) -> None:
-        """``calls``: each call that has not ended, with the request made for it, oldest first; the caller keeps it up to date."""
+        """``calls``: all calls that have not ended, oldest first, each with the request made for it.
+
+        The caller keeps this dict up to date.
+        """
         self._calls = calls
         self._ensembles = ensembles
         self._limiter = limiter

@@ -180,7 +180,7 @@ class EnsembleRuns:
         self._work()
 
     def steps(self, request: Request) -> list[InnerRequest] | None:
-        """Returns the step requests that a request to an ensemble waits for, or None if it has not begun or has ended."""
+        """Returns the requests of steps for which a request to an ensemble waits; None: it has not begun, or has ended."""
         run = self._runs.get(request)
         return None if run is None else list(run.waiting)
 
@@ -440,7 +440,7 @@ def told_by(
 
 
 def _has_set(member: ModelVersion, name: str) -> bool:
-    """Returns whether a model has a parameter set with that name; True for an ensemble, whose own steps check it."""
+    """Returns whether a model has a parameter set with that name. For an ensemble it is True, as its steps check it again."""
     if member.loaded.ensemble is not None:
         return True
     return member.sets is not None and member.sets.newest(name) is not None

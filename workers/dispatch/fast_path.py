@@ -115,7 +115,7 @@ class _Batch:
         return run, program.rows, program.clears, memory
 
     def count(self, done: NativeRuns) -> None:
-        """Adds requests that the C extension has answered to the statistics of the model version."""
+        """Counts requests that the C extension has answered in the statistics of the model version."""
         self.version.statistics.add(done)
         if isinstance(self.model, EnsemblePipeline):
             self.model.credit(done)
@@ -142,7 +142,7 @@ class _Alone:
         return _native_batch(self, self._version, self.executable.share / self.executable.rows, (-1,) * max(1, most))
 
     def count(self, done: NativeRuns) -> None:
-        """Adds requests that the C extension has answered to the statistics of the model version."""
+        """Counts requests that the C extension has answered in the statistics of the model version."""
         self._version.statistics.add(done)
         # Marks the executable as used, so that it is not dropped as the one that was not used for longest.
         self._model.executables.find(self.executable.wanted)
@@ -158,14 +158,17 @@ def _native_batch(
     grouped: bool = False,
     sequences: _native.Sequences | None = None,
 ) -> _native.Batch:
-    """Returns the tuple that describes a group of repeated requests to the C extension (``Batch`` of _native.pyi)."""
+    """Returns the tuple by which requests that repeat earlier ones are described to the C extension: ``Batch`` of _native.pyi."""
     most_waiting, sets = version.loaded.queue_rules.max_size, version.sets
     told = owner, version.page_key, most_waiting, share, *waits, grouped, sets is not None and sets.stack is not None
     return *told, programs, by_rows, sequences, version.statistics.histograms
 
 
 class FastPath(Poller):
-    """Answers requests that repeat earlier ones, in C, while the worker's loop waits for events; belongs to the loop's thread."""
+    """Answers requests that repeat earlier requests, in C, while the worker's loop waits for events.
+
+    Only the thread of the loop may use it.
+    """
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ from tensord.workers.scheduling.planner import RUN, WaitUntil
 
 
 class InstanceRuns:
-    """Gives batches to the instances of one worker's models, each of which runs them in its own thread."""
+    """Gives batches to the instances of one worker's models. Each instance runs its batches in its own thread."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class InstanceRuns:
         return not (instance.given and (version.planner.next_tick_ns or version.queue.replaceable))
 
     def withdraw(self, version: ModelVersion, now_ns: int) -> None:
-        """Releases resources that instances without a due batch hold or wait for, so that other instances may run."""
+        """Has instances that have no due batch release the resources they hold or wait for, so that other instances may run."""
         for number, instance in enumerate(version.loaded.instances):
             due_ns = None if instance.busy else version.planner.due_ns(number)
             if instance.needs and not instance.busy and (due_ns is None or due_ns > now_ns):

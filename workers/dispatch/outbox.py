@@ -334,7 +334,7 @@ class Outbox:
         return min(self._options.byte_size, submitter.segments.limits.response_byte_size // _MAX_BLOCKED)
 
     def no_room(self, request: Request, byte_size: int, now_ns: int) -> Unavailable:
-        """Returns the error for an answer of ``byte_size`` bytes that found no room in time; counts the refusal and logs it."""
+        """Returns the error for an answer of ``byte_size`` bytes that found no room in time. Counts and logs the refusal."""
         self._note(request, Refusal.ANSWER_ROOM, now_ns)
         return Unavailable(_describe_full(request.submitter, byte_size))
 

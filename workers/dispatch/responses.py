@@ -169,7 +169,7 @@ class Responses(ResponseReceiver):
         return free and not sender.request.outputs and sender.leaves_as_it_is
 
     def taken(self, request: Request, byte_size: int) -> None:
-        """Counts ``byte_size`` more bytes of a request's responses as taken by its client, so that its model may send more."""
+        """Counts ``byte_size`` more bytes of a request's responses as taken by the client, so that the model may send more."""
         sender = request.version.senders.get(request)
         if sender is not None:
             sender.settle(byte_size)

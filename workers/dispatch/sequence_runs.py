@@ -106,7 +106,7 @@ class SequenceRuns:
         return run
 
     def _ran(self) -> None:
-        """Marks the chosen requests as run, successfully or not. Must be called before any answer leaves."""
+        """Marks the chosen requests as run, successfully or not. It must be called before any of their answers is sent."""
         self._sequences.table.have_run(self._chosen, time.monotonic_ns())
         self._chosen = []
         if self._register.changed:

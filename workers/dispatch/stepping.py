@@ -302,7 +302,7 @@ class Stepping:
         return [(step, chosen)]
 
     def _begin(self, requests: list[Request], now_ns: int) -> None:
-        """Opens a sender for each request that has got a slot, and inserts the requests into the device's state."""
+        """Opens a sender for each request that was given a slot, and inserts the requests into the device's state."""
         self._responses.open(requests, now_ns)
         for request in requests:
             # No function of the model has to notice a cancellation, so the request may be ended at once.

@@ -221,7 +221,7 @@ class ModelImports:
         return self.import_(name, fromlist=("__name__",))
 
     def own_module(self, name: str) -> ModuleType | None:
-        """Imports the model's own module with this short name and returns it; None: the model has no such module."""
+        """Imports the model's own module with this short name and returns the module; None: the model has no such module."""
         try:
             return builtins.__import__(self._prefix + name, fromlist=("__name__",))
         except ModuleNotFoundError as error:

@@ -28,14 +28,14 @@ class ErrorCode(enum.Enum):
 
     @classmethod
     def of(cls, code: str) -> ErrorCode:
-        """Returns Triton's code for the code of a ``tensord.shm.errors.ServingError``, such as "NOT_FOUND"."""
+        """Returns Triton's code for the code of a ``ServingError``, such as "NOT_FOUND"."""
         if code == "DEADLINE_EXCEEDED":  # Triton has no code for it
             return cls.CANCELLED
         return cls.INVALID_ARG if code == "INVALID_ARGUMENT" else cls[code]
 
     @property
     def serving_code(self) -> str:
-        """The code of the ``tensord.shm.errors.ServingError`` that this code stands for."""
+        """The code of the ``ServingError`` that corresponds to this code."""
         return "INVALID_ARGUMENT" if self is ErrorCode.INVALID_ARG else self.name
 
 

@@ -43,7 +43,7 @@ class PlannedOutput(NamedTuple):
 
 
 class AnswerPlan(NamedTuple):
-    """Describes how answers to requests with one prepared request are built from a run's outputs."""
+    """Describes how answers to requests that share one prepared request are built from the outputs of a run."""
 
     #: As the record has it: its number, or all of it where it has none.
     said: int | PreparedAnswer
@@ -97,7 +97,7 @@ Inputs = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 class Checked(NamedTuple):
-    """The result of checking inputs of certain names, datatypes and shapes for one load of a model version."""
+    """The result of checking inputs with certain names, datatypes and shapes against one load of a model version."""
 
     #: What requests must have in common to run together.
     key: Hashable
@@ -114,7 +114,7 @@ class CheckedInputs(dict[Inputs, Checked]):
     __slots__ = ()
 
     def learn(self, inputs: Inputs, checked: Checked) -> None:
-        """Stores the result of checking valid inputs. Clears the cache first if it is full."""
+        """Stores the result of checking valid inputs. If the cache is full, clears it first."""
         if len(self) >= _MAX_CHECKED:
             self.clear()
         self[inputs] = checked

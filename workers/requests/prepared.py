@@ -270,7 +270,7 @@ def fitting(array: Array, dims: tuple[int, ...], batches: bool) -> Array:
 
 
 class _Shaped(NamedTuple):
-    """Stands for an array where a batch key is made from shapes only."""
+    """Stands in for an array where a batching key is computed, which needs only the array's shape."""
 
     shape: tuple[int, ...]
 

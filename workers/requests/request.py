@@ -208,7 +208,7 @@ def named(client_id: str) -> str:
 
 
 def traced(requests: Iterable[Request]) -> dict[str, str]:
-    """Returns the ``extra`` argument for a log line about these requests: the ids of the traces that they belong to."""
+    """Returns the ``extra`` argument for a log line about these requests: the ids of the traces to which the requests belong."""
     return {"trace_id": trace_id_of(request.timeline for request in requests)}
 
 

@@ -26,7 +26,7 @@ _DIGEST_BYTE_SIZE = 16
 
 
 class Input(NamedTuple):
-    """One input tensor of a request, as the response cache compares it."""
+    """One input tensor in a key of the response cache."""
 
     name: str
     dtype: str
@@ -40,7 +40,7 @@ class Input(NamedTuple):
 
 
 class Question(NamedTuple):
-    """The part of a request that its answer depends on; the response cache finds answers by it."""
+    """A key of the response cache: everything in a request on which its answer depends."""
 
     digest: bytes
     #: Stands for the load of the model version that is asked: another load may answer differently.

@@ -77,7 +77,7 @@ def describe(
 
 
 class ResponseKind:
-    """Encodes small responses of one model version to one submitter that all have the same output datatypes and shapes."""
+    """Encodes small responses of one model version to one submitter, which all have the same output datatypes and shapes."""
 
     __slots__ = ("_number", "_parts", "_sizes", "byte_size", "numbered")
 
@@ -90,7 +90,10 @@ class ResponseKind:
         self.byte_size = response_byte_size(()) + sum(self._sizes)
 
     def encode(self, request_id: int, contents: Iterable[bytes]) -> bytes:
-        """Encodes a response as a record. ``contents``: the bytes of each output, in this kind's order."""
+        """Encodes a response as a record.
+
+        ``contents``: the bytes of each output, in the order in which this object has the outputs.
+        """
         return answers(self._number, [request_id], self._sizes, b"".join(contents))[0]
 
     def record(self, request: Request, result: Mapping[str, Array]) -> bytes | None:
@@ -135,7 +138,7 @@ class EncodedResponses:
         return not self.taken
 
     def take(self) -> list[bytes]:
-        """Returns the records that the loop has not taken yet. Called by the loop."""
+        """Returns the records that the loop has not taken yet. Only the loop calls it."""
         # Said before it looks: whoever adds one looks afterwards.
         self.taken = True
         records = self._records[:]
@@ -310,7 +313,7 @@ class ResponseSender:
             self._receiver.put(self, sent, self._closed, size)
 
     def fail(self, error: ServingError) -> None:
-        """Ends the request with an error, unless it has ended."""
+        """Ends the request with an error. Does nothing if the request has ended."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -327,7 +330,7 @@ class ResponseSender:
                 self._receiver.put(self, None, True, 0, wake)
 
     def hold(self) -> None:
-        """Counts one more holder: a part of the model's code that may answer the request until it calls ``let_go``."""
+        """Counts one more part of the model's code that may answer the request, until that part calls ``let_go``."""
         with self._lock:
             self._holders += 1
 
@@ -467,7 +470,7 @@ class ResponseSender:
         return self._posted - self._settled
 
     def catch_up(self) -> None:
-        """Counts responses that were sent together with those of other requests, and that this sender has not counted yet."""
+        """Counts responses of this sender that were sent together with responses to other requests and not counted yet."""
         if self.counted is not None:
             self.counted()
 

@@ -50,7 +50,7 @@ NEVER_LOOKED = -1
 
 @dataclass(frozen=True, slots=True)
 class BlockedAnswer(Generic[R]):
-    """An answer for which the response arena had no room, or that has to wait behind another such answer."""
+    """An answer for which the response arena has had no room, or that must wait behind another answer without room."""
 
     request: R
     result: dict[str, Array] | ServingError
@@ -269,7 +269,7 @@ class LaneOwner(Budget):
         self.waiting_byte_size = 0
 
     def leave(self, submitter: SubmitterLink[Any]) -> bool:
-        """Removes a lane that has ended. Returns whether it was the user's last one."""
+        """Removes a lane that has ended. Returns whether it was the user's last lane."""
         self.submitters.discard(submitter)
         return not self.submitters
 

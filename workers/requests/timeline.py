@@ -55,7 +55,7 @@ class Span:
     error: str = ""
 
     def end(self, error: BaseException | None = None) -> None:
-        """Ends the span. ``error``: the exception that left the span's block; None: there was none."""
+        """Ends the span. ``error``: the exception that left the span's block; None: the block ended without an exception."""
         self.error = "" if error is None else type(error).__name__
         self.ended_ns = time.monotonic_ns()
 
@@ -154,7 +154,7 @@ class RequestTimeline:
         self._within.append(within)
 
     def told(self) -> Timeline:
-        """Returns the timeline as a record, which ends at the moment of this call."""
+        """Returns the timeline as a record. The recorded timeline ends at the moment of this call."""
         ran = any(name == trace_stamps.COMPUTE_START for name, _ in self._moments)
         moments = [*self._moments, (trace_stamps.COMPUTE_END, time.monotonic_ns())] if ran else self._moments
         stamps = tuple(moments) if self.level & TIMESTAMPS else ()

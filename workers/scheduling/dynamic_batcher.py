@@ -54,7 +54,7 @@ class Company(NamedTuple):
 
 
 class DynamicBatcher(QueuePlanner[W]):
-    """Makes batches of the requests in the queue of one model version; delays requests as ``BatchRules`` say, to fill batches."""
+    """Makes batches of the requests in the queue of one model version. Delays requests to fill batches, within ``BatchRules``."""
 
     def __init__(self, rules: BatchRules, queue: RequestQueue[W]) -> None:
         super().__init__(queue)

@@ -48,7 +48,7 @@ class WaitUntil(NamedTuple):
 
 
 class Refuse(NamedTuple, Generic[P]):
-    """A planner's decision to answer requests that waited too long with an error."""
+    """A planner's decision to answer requests that have waited too long with errors."""
 
     answers: list[tuple[P, ServingError]]
 
@@ -69,7 +69,7 @@ class Planner(ABC, Generic[P]):
 
     @abstractmethod
     def cancelled(self, request: P) -> list[tuple[P, ServingError]]:
-        """Cancels a waiting request; a running one goes on. Returns all requests that will not run now, each with its error."""
+        """Cancels a waiting request. A request that is running continues. Returns all requests that will not run, with errors."""
 
     @abstractmethod
     def tick(self, now_ns: int) -> list[tuple[P, ServingError]]:

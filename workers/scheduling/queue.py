@@ -340,7 +340,7 @@ class RequestQueue(Generic[W]):
         return min(late_ns, request.deadline_ns or late_ns)
 
     def head(self) -> W | None:
-        """Returns the request that is to run next, without removing it, or None if none waits."""
+        """Returns the request that is to run next, without removing it; None: no request waits."""
         for number in self._order:
             line = self._lines[number]
             if line:

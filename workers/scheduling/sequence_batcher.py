@@ -72,7 +72,7 @@ class DirectBatcher(Generic[S]):
         return () if self._delay_ns else (range(1, self._limits.get(key, self._rules.slots) + 1),)
 
     def end_delays(self) -> None:
-        """Stops delaying requests for fuller batches."""
+        """Stops delaying requests for fuller batches, because no more requests will come."""
         self._delay_ns = 0
 
     def due_ns(self) -> int | None:

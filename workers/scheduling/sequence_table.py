@@ -55,7 +55,10 @@ class Expiries(Generic[S]):
             heapq.heapify(self._moments)
 
     def next(self, now_ns: int) -> tuple[S, ServingError] | None:
-        """Removes and returns one request whose time is up, with its error. The caller has to cancel the request's sequence."""
+        """Removes and returns one request whose time is up, with its error; None: there is none.
+
+        The caller has to cancel the request's sequence.
+        """
         while self._moments and self._moments[0][0] <= now_ns:
             _, _, request = heapq.heappop(self._moments)
             if request.line < 0:
@@ -68,7 +71,7 @@ class Expiries(Generic[S]):
 
     @property
     def earliest_ns(self) -> int | None:
-        """The earliest time at which ``next`` may find a request, in ns; None while none has a deadline or a timeout."""
+        """The earliest time, in ns, at which ``next`` may find a request; None: no request has a deadline or a timeout."""
         # Requests that wait no more are let go of, with the memory that they are in, unless one that waits is before them.
         while self._moments and self._moments[0][2].line < 0:
             heapq.heappop(self._moments)
@@ -162,17 +165,17 @@ class SequenceTable(Generic[S]):
         self.stopping = False
 
     def __len__(self) -> int:
-        """Returns how many requests wait."""
+        """Returns how many requests of sequences wait."""
         return self._waiting
 
     @property
     def live(self) -> int:
-        """How many sequences have a slot or wait for one."""
+        """How many sequences have a slot of an instance or wait for one."""
         return len(self._holders) + len(self._backlog)
 
     @property
     def backlog(self) -> int:
-        """How many sequences wait for a slot."""
+        """How many sequences wait for a slot of an instance."""
         return len(self._backlog)
 
     def with_slot(self, now_ns: int) -> int:
@@ -186,7 +189,7 @@ class SequenceTable(Generic[S]):
 
     @property
     def free_slots(self) -> int:
-        """How many slots are free."""
+        """How many slots of the model version's instances are free."""
         return self._slots.free
 
     def find(self, correlation_id: int | str) -> LiveSequence[S] | None:
@@ -463,7 +466,7 @@ class SequenceTable(Generic[S]):
         return [live for slot, live in self._holders.items() if slot.instance == instance and live.begun]
 
     def sequences(self) -> Iterable[LiveSequence[S]]:
-        """Iterates over the sequences with a slot, then over those that wait for one, in their order."""
+        """Iterates over the sequences that have a slot, then in order over the sequences that wait for a slot."""
         yield from self._holders.values()
         yield from self._backlog
 

@@ -157,11 +157,11 @@ class StepBatcher(QueuePlanner[W]):
     # ------------------------------------------------------------------------------------------------------------ slots
 
     def slot(self, request: W) -> int:
-        """Returns the slot of a request that has one."""
+        """Returns the slot of the device's state that a request has. Call it only if the request has a slot."""
         return self._holders[request].number
 
     def with_slots(self) -> list[W]:
-        """Returns the requests that have a slot."""
+        """Returns the requests that have a slot of the device's state."""
         return list(self._holders)
 
     def _leave(self, request: W, known: bool = False) -> bool:
@@ -261,7 +261,10 @@ class StepBatcher(QueuePlanner[W]):
         return SlotAnswer(request, row, said & EMITS > 0, over)
 
     def failed(self) -> list[W]:
-        """Frees all slots, because the device's state is lost. Returns the requests that had a slot, all of which fail."""
+        """Frees all slots because the device's state is lost.
+
+        Returns the requests that had a slot; all of these requests fail.
+        """
         lost = list(self._holders)
         self.done(lost, 0)
         # The device begins anew, and knows of nobody.
