@@ -43,7 +43,7 @@ OnSegment = Callable[[Segment], None]
 
 
 class Lease(msgspec.Struct, eq=False):
-    """The right to use one block of an arena: to write to it and to send it, until its holder releases it.
+    """The right to use one block of an arena: to write to the block and to send it, until the holder releases the lease.
 
     It is a Struct, because one is made for every large request and answer.
     """
@@ -65,7 +65,7 @@ class Lease(msgspec.Struct, eq=False):
         return (self.place.segment, self.place.offset, self.generation)
 
     def release(self) -> None:
-        """Frees the leased block in its arena. Idempotent."""
+        """Frees the block that is leased, so that the arena can use it again. Idempotent."""
         if self._arena is not None:
             self._arena.take_back(self)
 
@@ -177,7 +177,7 @@ class Arena:
         self.returned = 0
 
     def loan(self, byte_size: int) -> Lease | None:
-        """Allocates a block of at least ``byte_size`` bytes. Returns its lease; None: there is no room now.
+        """Allocates a block of at least ``byte_size`` bytes and returns its lease; None: there is no room now.
 
         Raises: InvalidArgument: the arena could not hold so many bytes even if it were empty.  Unavailable: the host has no
           memory left.
@@ -202,7 +202,7 @@ class Arena:
         return lease
 
     def take_back(self, lease: Lease) -> None:
-        """Frees the block of a lease, which must not be used any more. Idempotent."""
+        """Frees the block of a lease. The lease must not be used any more. Idempotent."""
         if lease._arena is None:
             return
         lease._arena = None

@@ -35,7 +35,7 @@ class IncompleteString(InvalidArgument):
 
 
 def datatype_of(dtype: np.dtype[Any]) -> str | None:
-    """Returns the protocol's datatype for a numpy dtype; None if it has none. Strings and objects are BYTES."""
+    """Returns the protocol's datatype, such as "FP32", for a numpy dtype; None: there is none. Strings and objects are BYTES."""
     return "BYTES" if dtype.kind in "SUO" else _DATATYPES.get(dtype)
 
 
@@ -198,5 +198,5 @@ def address_of(memory: Array | memoryview) -> int:
 
 
 def as_strings(array: Array) -> Array:
-    """Copies an array of str or bytes into a new object array of bytes objects (str as UTF-8), as BYTES tensors have them."""
+    """Copies an array of str or bytes to a new object array, whose elements are bytes objects (str as UTF-8)."""
     return np.asarray(Strings(byte_content(array), array.shape))

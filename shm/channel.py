@@ -71,7 +71,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 def new_buffer() -> bytearray:
-    """Makes a buffer for a channel to receive datagrams in."""
+    """Makes a buffer that a channel can receive datagrams in."""
     return bytearray(MAX_DATAGRAM + 1)
 
 
@@ -206,7 +206,7 @@ class Channel:
         """Sends as many queued records as the socket accepts.
 
         Returns True if none is left. False: call it again when the socket is writable. If the other end is gone, the records
-          are dropped and True is returned; ``receive`` then raises ChannelClosed.
+        are dropped and True is returned; ``receive`` then raises ChannelClosed.
         """
         while True:
             if self._unsent is None:
@@ -240,7 +240,7 @@ class Channel:
         """Receives the next datagram. Returns its records, and its file descriptors, which the caller must close.
 
         Returns None if no datagram is waiting. The list of records is empty if the datagram is one part of a large record that
-          is not complete yet.
+        is not complete yet.
 
         Raises: ChannelClosed: the other end is gone.  InvalidArgument: the datagram is malformed; its descriptors are closed.
           DescriptorsLost: the datagram came without its descriptors, as this process may open no more.

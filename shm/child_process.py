@@ -128,6 +128,9 @@ def enable_stack_report(fd: int) -> None:
 
 
 def read_stack_report(fd: int) -> list[str]:
-    """Returns the lines of the stacks that a process wrote to ``fd`` before it died, at most 32 KiB; empty if it wrote none."""
+    """Returns the lines of the stacks that a process wrote to ``fd`` before it died; empty: it wrote none.
+
+    At most 32 KiB are read.
+    """
     text = os.pread(fd, _MAX_STACK_BYTE_SIZE, 0).decode(errors="replace")
     return [line for line in text.splitlines() if line.strip()]

@@ -49,7 +49,7 @@ class Footprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Readiness(Record, frozen=True, tag="readiness"):
-    """Says whether the daemon is ready, and which of the models that should be served are not."""
+    """Tells fronts whether the daemon is ready, and which of the models that should be served are not served."""
 
     ready: bool = False
     #: The number of models that should be served, and of those that are not.
@@ -65,7 +65,7 @@ class Readiness(Record, frozen=True, tag="readiness"):
     outdated: str = ""
 
     def sentence(self) -> str:
-        """Returns a sentence on why the daemon is not ready, or may not stay ready, such as which models are not served."""
+        """Returns a text that says why the daemon is not ready or may not stay ready, such as which models are not served."""
         if self.draining:
             return "the server is draining"
         return "; ".join(filter(None, (self._unserved(), self.outdated)))

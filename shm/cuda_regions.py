@@ -149,7 +149,7 @@ def driver_version() -> int:
 
 
 def _name(driver: Any, code: Any) -> str:
-    """Returns the name of a result code, e.g. CUDA_ERROR_ILLEGAL_ADDRESS; its number if the bindings do not know it."""
+    """Returns the driver's name for a result code, e.g. CUDA_ERROR_ILLEGAL_ADDRESS; the number if the bindings do not know it."""
     return getattr(code, "name", f"CUDA error {code}")
 
 
@@ -252,7 +252,7 @@ class Context:
             raise Unavailable(f"the GPU has no {byte_size} bytes left for inputs ({error.name})") from error
 
     def free(self, pointer: int) -> None:
-        """Frees device memory; call it only when no queued work uses the memory."""
+        """Frees device memory. Call it only when no queued work uses the memory."""
         self.enter()
         self.call(self._lasting.free, pointer)
 

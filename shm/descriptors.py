@@ -21,12 +21,12 @@ _RESERVE = 256
 
 
 def limit() -> int:
-    """Returns how many file descriptors this process may have open."""
+    """Returns how many file descriptors this process may have open at a time."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def close(fds: Iterable[int]) -> None:
-    """Closes all of these file descriptors."""
+    """Closes the given file descriptors."""
     for fd in fds:
         os.close(fd)
 

@@ -72,7 +72,7 @@ Instruction = RequestRecord | Prepare | Cancel | Taken | TraceContext | EndSeque
 
 
 class LaneEnd:
-    """One end of a lane; base class of the submitter's and the worker's. It has a channel, and an arena of its own.
+    """One end of a lane; base class of the submitter's end and the worker's end. It has a channel, and an arena of its own.
 
     It also knows which segments of that arena the other end has mapped, and maps the segments of the other end's arena.
 
@@ -378,7 +378,7 @@ class WorkerLane(LaneEnd):
         """Receives a datagram and returns, in their order, the requests and other records in it that the dispatcher handles.
 
         Returns None if no datagram is waiting. The list is empty if the datagram had only records that this method handles
-          itself: leases that are given back, and messages about segments.
+        itself: leases that are given back, and messages about segments.
 
         Raises: ChannelClosed: the submitter has closed its end or exited.  InvalidArgument: the datagram is malformed or of
           another version, or gives back a lease that is not outstanding.

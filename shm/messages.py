@@ -140,7 +140,7 @@ class TracedTensor(Record, frozen=True, tag="tt"):
 
 
 class OwnSpan(Record, frozen=True, tag="os"):
-    """A section of a traced request's run that the model's code has named with ``tensord.models.span``."""
+    """A part of a traced request's run to which the model's code has given a name with ``tensord.models.span``."""
 
     name: str
     #: CLOCK_MONOTONIC ns.
@@ -253,7 +253,7 @@ class RequestRecord(Record, frozen=True, tag="q"):
 
 
 class Release(Record, frozen=True, tag="L"):
-    """Gives leases of the worker's response arena back to the worker. A lease is named by (segment, offset, generation)."""
+    """Gives leases of the worker's response arena back to the worker. Each lease is named by (segment, offset, generation)."""
 
     leases: tuple[tuple[int, int, int], ...]
 
@@ -336,7 +336,7 @@ def is_mark(prepared: PreparedAnswer, answer: AnswerRecord) -> bool:
 
 
 def all_parameters(prepared: PreparedRequest, own: RequestRecord) -> dict[str, Parameter]:
-    """Returns the parameters that a client gave with a request, without those that schedule it, such as priority and timeout.
+    """Returns the parameters that a client gave with a request, except those for scheduling, such as priority and timeout.
 
     ``prepared``: the part that the request shares with others; ``own``: the rest of the request.
     """

@@ -364,26 +364,32 @@ class EndIdleLanes(Record, frozen=True, tag="c.idlelanes"):
 
 
 class TakeProfile(Record, frozen=True, tag="c.profile"):
-    """Tells a worker to record a profile for ``seconds`` and to write it below ``folder``. Reply: empty, once it is written."""
+    """Tells a worker to record a profile with JAX's profiler for ``seconds``, and to write it below ``folder``.
+
+    Reply: empty, once the profile is written.
+    """
 
     seconds: float
     folder: str
 
 
 class SequenceRecords(Record, frozen=True, tag="c.seqrec"):
-    """Asks a worker for its live sequences. Reply: JSON array with an object for each, at most 1,000 of each model version."""
+    """Asks a worker for its live sequences. Reply: JSON array with an object for each sequence.
+
+    It has at most 1,000 sequences of each model version.
+    """
 
 
 class ConnectionRecords(Record, frozen=True, tag="c.connrec"):
-    """Asks a front for its clients' connections. Reply: JSON array with an object for each, at most 1,000."""
+    """Asks a front for its clients' connections. Reply: JSON array with an object for each connection, at most 1,000."""
 
 
 class RecentErrors(Record, frozen=True, tag="c.errors"):
-    """Asks a front, or a worker with clients' lanes, for the last errors that clients got. Reply: JSON array, at most 100."""
+    """Asks a front, or a worker that has clients' lanes, for the last errors that clients got, at most 100. Reply: JSON array."""
 
 
 class TraceExemplars(Record, frozen=True, tag="c.exemplars"):
-    """Asks a front for its histograms' exemplars. Reply: JSON, as ``tensord.shm.tracer.Exemplars.told`` returns them."""
+    """Asks a front for the exemplars of its histograms. Reply: JSON, in the form of ``tensord.shm.tracer.Exemplars.told``."""
 
 
 class ChangeLog(Record, frozen=True, tag="c.log"):

@@ -97,7 +97,7 @@ class Numbers(Generic[T]):
         """Returns a prepared request or answer with its number. Assigns a number when this is called with it for the second time.
 
         Returns None when this is called with it for the first time, because many prepared requests and answers are used only
-          once.
+        once.
         """
         key = encoder.encode(prepared)
         known = self._known.get(key)

@@ -102,8 +102,8 @@ class HeldResults:
 class AnswerLease:
     """The right to use the worker's memory that the outputs of one answer lie in.
 
-    The arrays of the answer keep the lease alive. It ends when the last of these arrays is garbage-collected. If no array of
-    the answer was made yet, ``release`` ends it earlier.
+    The arrays of the answer keep the lease alive. It ends when the last of the arrays is garbage-collected. If no array of the
+    answer was made yet, ``release`` ends it earlier.
     """
 
     __slots__ = ("__array_interface__", "_key", "_memory", "_segment")
@@ -251,7 +251,7 @@ class AnswerMemory:
         return AnswerLease(self, answer.lease, segment)
 
     def explained(self, error: ServingError) -> ServingError:
-        """Returns ResultsHeld if a request failed because the program holds too many answers; else returns ``error``."""
+        """Returns ResultsHeld if a request failed with ``error`` because the program holds too many answers; else ``error``."""
         return self.held.explained(error, self, self._byte_size)
 
     def judged(self, answer: AnswerRecord) -> tuple[AnswerRecord, AnswerLease | None] | ServingError:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class AsyncClient:
-    """A connection to a server for programs on an event loop; any number of requests may be in flight.
+    """A connection to a server, for programs on an event loop. Any number of requests may be in flight.
 
     Made by ``connect_async``.
     """
@@ -59,20 +59,24 @@ class AsyncClient:
         shape: Sequence[int] | None = None,
         device: str = "",
     ) -> Any:
-        """Makes an array in memory that the server reads and writes without a copy, as ``Client.empty`` does.
+        """Makes an array for an input or an output (``out``) in memory that the server reads and writes without a copy.
+
+        Where the server shares no memory with this process (HTTP, or a model served by this process), it is an ordinary array.
 
         Args:
-          tensor: an entry of ``AsyncModel.inputs`` or ``outputs``, or a shape, which needs ``dtype``.
-          shape: the complete shape, where a size of the entry varies.
-          device: a GPU, such as "cuda:0"; "": host memory.
+          tensor: an entry of ``AsyncModel.inputs`` or ``AsyncModel.outputs``, with every size that varies (-1) taken as 1; or a
+            shape.
+          dtype: the numpy dtype, needed where ``tensor`` is a shape and ignored otherwise.
+          shape: the complete shape, where a size of the entry varies; ignored where ``tensor`` is a shape.
+          device: a GPU, such as "cuda:0", as this process counts GPUs; "": host memory.
 
-        Raises: InvalidArgument: the server cannot share such an array.  Unavailable: there is no memory for it now.
-          Unsupported: a GPU was asked for, and this process serves the models itself.
+        Raises: InvalidArgument: the server cannot share such an array.  Unavailable: there is no memory for the array now, or
+          this process has no CUDA driver.  Unsupported: a GPU was asked for, and this process serves the models itself.
         """
         return self._client.empty(tensor, dtype, shape=shape, device=device)
 
     async def close(self) -> None:
-        """Closes the connection; models that this process serves itself are unloaded. Idempotent."""
+        """Closes the connection. If this process serves models itself, they are unloaded. Idempotent."""
         await asyncio.to_thread(self._client.close)
 
     async def __aenter__(self) -> AsyncClient:
@@ -98,7 +102,7 @@ class AsyncModel(Calls):
 
         ``outputs``: names of the outputs to return; empty: all. ``own``: the request's other fields, such as ``priority``.
 
-        Raises: InvalidArgument: an input cannot be an array.  DeadlineExceeded: no answer came within ``timeout``.
+        Raises: InvalidArgument: an input cannot be an array.  DeadlineExceeded: no answer came within the model's ``timeout``.
           ServingError: any other error of the server.
         """
         return await self._connection.ask(self.call(inputs, outputs, own))
@@ -173,9 +177,9 @@ class AsyncModel(Calls):
         return AsyncModelParameters(self._connection.parameters(self.name, self._asked_version))
 
     def sequence(self, sequence_id: SequenceId = 0) -> AsyncModelSequence:
-        """Returns a new sequence: requests that share state in the model and are sent one after the other. Nothing is sent here.
+        """Returns a new sequence: requests that share state in the model and are sent one after the other.
 
-        Each call of the returned object sends one request.
+        No request is sent yet. Each call of the returned object sends one request.
 
         ``sequence_id``: the sequence's id; 0 or "": a new random one.
         """
@@ -259,8 +263,10 @@ class AsyncLatest(Newest[Answer]):
     async def get(self, timeout: float | None = None) -> Answer:
         """Waits until there is an answer newer than the last one that ``get`` returned, and returns the newest.
 
-        ``timeout``: seconds to wait; None: without limit. Raises: ServingError: the newest answer is an error.
-        DeadlineExceeded: no answer came in time.  Cancelled: ``close`` was called.
+        ``timeout``: seconds to wait; None: without limit.
+
+        Raises: ServingError: the newest answer is an error.  DeadlineExceeded: no answer came in time.  Cancelled: ``close``
+          was called.
         """
         until = None if timeout is None else time.monotonic() + timeout
         while not self._has_newer():

@@ -40,7 +40,10 @@ Place = Union[str, "os.PathLike[str]"]
 
 
 class Client:
-    """A connection to a server; ``model`` looks up its models. Thread-safe; after a fork the child process connects anew."""
+    """A connection to a server; ``model`` looks up the server's models.
+
+    Thread-safe. After a fork the child process connects anew by itself.
+    """
 
     def __init__(self, connection: Connection) -> None:
         """Makes a client of a connection that is open already; programs call ``connect`` instead."""
@@ -100,7 +103,7 @@ class Client:
         return self._connection.empty_on(device, wanted, dtype) if device else self._connection.empty(wanted, dtype)
 
     def close(self) -> None:
-        """Closes the connection; models that this process serves itself are unloaded. Idempotent."""
+        """Closes the connection. If this process serves models itself, they are unloaded. Idempotent."""
         self._connection.close()
 
     def __enter__(self) -> Client:
@@ -123,12 +126,14 @@ def connect(address: Place | None = None, *, wait: float = 0.0, patience: float 
 
     Args:
       address: where the server is: a folder with a daemon's sockets, the path of a socket, ``unix:PATH``, ``HOST:PORT`` or
-        ``http://HOST:PORT``; or a repository of models, a folder that this process then serves by itself. None: ``$TENSORD`` if
-        it is set, else the first that answers of: the service of this host (/run/tensord), the user's own daemon, localhost:8000.
+        ``http://HOST:PORT``; or a repository of models, a folder that this process then serves by itself. None: ``$TENSORD``
+        or, if it is not set, the first that answers of: the service of this host (/run/tensord), the user's own daemon,
+        localhost:8000.
       wait: seconds to wait for a server to appear at the address; 0: each address is tried once.
       patience: seconds that a call waits, within its own timeout, for a server that has gone away to come back.
 
-    Raises: Unavailable: no server answers; the message lists what was tried.  InvalidArgument: the text is no address.
+    Raises: Unavailable: no server answers; the message lists the addresses that were tried.  InvalidArgument: the text is no
+      address.
     """
     return Client(connection(address, wait, patience))
 
@@ -289,9 +294,9 @@ def _over_http(path: str, told: Mapping[str, Any], patience: float) -> Connectio
 
 
 def _over_tcp(address: str, patience: float) -> HttpConnection:
-    """Connects to an HTTP server over TCP. If the host's name stands for several addresses, the first that answers is used.
+    """Connects to an HTTP server over TCP. If the host's name stands for several addresses, uses the first that answers.
 
-    Raises: Unavailable: none of the addresses answers; InvalidArgument: the text is no HOST:PORT.
+    Raises: Unavailable: none of the addresses answers.  InvalidArgument: ``address`` is no HOST:PORT.
     """
     text = (address[len("http://") :] if address.startswith("http://") else address).rstrip("/")
     host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")

@@ -91,7 +91,7 @@ class ClientsSocket:
         return answer, [socket.socket(fileno=fd) for fd in came]
 
     def close(self) -> None:
-        """Closes the connection; the daemon then ends all lanes that were opened over it. Idempotent."""
+        """Closes the connection. The daemon then ends all lanes that were opened over it. Idempotent."""
         self._sock.close()
 
     @property

@@ -157,7 +157,7 @@ class DeviceArray:
             raise InvalidArgument(f"{dtype}{list(shape)} cannot be copied to {self.dtype}{list(self.shape)}")
 
     def numpy(self) -> Array:
-        """Copies the values to the host. Returns a new numpy array of the same shape and dtype."""
+        """Copies the values to the host. Returns them as a new numpy array of the same shape and dtype."""
         made = np.empty(self.shape, self.dtype)
         with self.memory.driver.on(self._ordinal):
             self.memory.driver.to_host(made.ctypes.data, self._address, self.nbytes)

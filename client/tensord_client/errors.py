@@ -43,7 +43,10 @@ class ResultsHeld(ServingError):
 
 
 def too_many_waiting(count: int, most: int) -> Unavailable:
-    """Makes the error for a request that cannot be queued: ``count`` requests wait in this process, and at most ``most`` may."""
+    """Makes the error for a request that cannot be queued.
+
+    ``count``: how many requests wait in this process. ``most``: how many may wait.
+    """
     return Unavailable(f"{count} requests wait in this process to be sent, at most {most} may: wait for answers first")
 
 

@@ -60,8 +60,8 @@ class HttpResponse:
     def __init__(self, streams: bool = False) -> None:
         """Starts an answer of which no byte has arrived.
 
-        ``streams``: True: if the status is 200, the body is read while it arrives, from ``stream``; False: it is read at the
-        end.
+        ``streams``: whether the caller reads the body from ``stream`` while it arrives, if the status is 200. Otherwise the
+        body is there once the answer is complete.
         """
         self._streams = streams
         self.status = 0
@@ -263,9 +263,9 @@ class HttpResponse:
 
 
 class HttpChannel:
-    """An HTTP connection to a server, for one request at a time.
+    """An HTTP connection to a server, over which one request at a time is sent.
 
-    It must not be used after one of its methods raised an OSError.
+    Once a method has raised an OSError, the connection must not be used any more, but closed.
     """
 
     def __init__(self, address: Address) -> None:

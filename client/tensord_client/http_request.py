@@ -258,8 +258,8 @@ class HttpRequest(Pending[Any]):
         """Connects, sends and receives as much as is possible without waiting.
 
         Returns the poll events to wait for on ``fileno()`` before the next call. Returns 0 if there is nothing to poll for: a
-          result has arrived, the request has ended, it waits for a connection, or it is to be tried again at the time
-          ``_again_at``.
+        result has arrived, the request has ended, it waits for a connection, or it is to be tried again at the time
+        ``_again_at``.
         """
         if self._arrived or self.done():
             return 0

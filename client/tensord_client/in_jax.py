@@ -79,9 +79,10 @@ def jax(
 
 
 def _shape(tensor: Tensor, rows: int, known: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns the shape of an output of a request with ``rows`` rows. ``rows`` 0: the model has no batch dimension.
+    """Returns the shape of an output of a request.
 
-    ``known``: output name -> shape, where the caller knows it.
+    ``rows``: how many rows the request has; 0: the model has no batch dimension. ``known``: output name -> shape, where the
+    caller knows it.
 
     Raises: InvalidArgument: ``known`` lacks the output, and the output is BYTES or the metadata leave one of its sizes open.
     """

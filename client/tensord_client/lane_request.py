@@ -42,7 +42,7 @@ _ASIDE = 0.005
 class LaneRequest(Submission, Pending[Answer]):
     """A request over a lane. If the lane ends, or the worker refuses the request, the request may be sent again.
 
-    Until it is sent again, it has no lane and is called *astray*.
+    Until it is sent again, the request has no lane; the code calls it *astray*.
     """
 
     lane: ClientLane | None = None
@@ -164,9 +164,9 @@ class LaneRequest(Submission, Pending[Answer]):
         self.astray = True
 
     def claim(self) -> bool:
-        """Returns whether the calling thread is to send this request again. If several threads call this, one of them gets True.
+        """Returns whether the calling thread is to send this request again. If several threads call this, only one gets True.
 
-        Returns False if the request is not astray.
+        Returns False if the request has a lane.
         """
         with self._lock:
             astray, self.astray = self.astray, False
@@ -176,9 +176,10 @@ class LaneRequest(Submission, Pending[Answer]):
         return astray
 
     def watch_again(self) -> None:
-        """Has the new lane of this request, which was sent again, read by whoever read the former lane for it.
+        """Arranges that the new lane of this request, which was sent again, is read for it.
 
-        If the request was cancelled meanwhile, tells the new worker so.
+        If callbacks wait for the answer, the lane's thread reads the lane; if a task waits, the task's event loop does. If the
+        request was cancelled meanwhile, tells the new worker so.
         """
         lane = self.lane
         if lane is None:
@@ -196,9 +197,9 @@ class LaneRequest(Submission, Pending[Answer]):
     # ------------------------------------------------------------------------------------------------ from whoever waits
 
     def wait(self, until: float | None) -> None:
-        """Waits a while for an answer: reads the lane, or sleeps while another thread reads it. If astray, is sent again first.
+        """Waits for an answer: reads the lane, or sleeps while another thread reads it. It may return before an answer has come.
 
-        May return before an answer has come. ``until``: seconds of ``time.monotonic()``; None: without limit.
+        If the request has no lane, it is first sent again. ``until``: seconds of ``time.monotonic()``; None: without limit.
 
         Raises: WaitEnded: ``until`` has passed.  ServingError: the request could not be sent again.
         """
@@ -220,8 +221,10 @@ class LaneRequest(Submission, Pending[Answer]):
     def settle(self, until: float | None) -> None:
         """Waits until the worker has sent the last answer to this request, which its caller has cancelled, or the lane has ended.
 
-        ``until``: seconds of ``time.monotonic()``; None: without limit. Raises DeadlineExceeded, or ResultsHeld if held answers
-        are the cause: ``until`` has passed.
+        ``until``: seconds of ``time.monotonic()``; None: without limit.
+
+        Raises: DeadlineExceeded: ``until`` has passed.  ResultsHeld: ``until`` has passed, and the worker has no room for the
+          answer because the program holds too many answers.
         """
         try:
             while not self._ended and self.lane is not None and not self.lane.ended:
@@ -232,7 +235,10 @@ class LaneRequest(Submission, Pending[Answer]):
             raise self.late() from None
 
     def attach(self, loop: Any) -> None:
-        """Asks an event loop to read this request's lane. If the request is astray, has a background thread send it instead."""
+        """Asks an event loop to read this request's lane.
+
+        If the request has no lane, a background thread sends it again instead.
+        """
         if self._read:
             self._acknowledge()
         lane = self.lane
@@ -242,7 +248,7 @@ class LaneRequest(Submission, Pending[Answer]):
             lane.attach(loop)
 
     def watch(self) -> None:
-        """Asks the lane's thread to read the lane. If this request is astray, has a background thread send it instead."""
+        """Asks the lane's thread to read the lane. If this request has no lane, a background thread sends it again instead."""
         lane = self.lane
         if self.astray:
             self._connection.send_again_soon(self)

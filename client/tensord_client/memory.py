@@ -175,7 +175,7 @@ class Memory:
         return sum([segment.byte_size for segment in list(self.segments.values())])
 
     def empty(self, shape: int | Sequence[int], dtype: Any) -> np.ndarray:
-        """Returns a C-contiguous array in shared memory, aligned to 64 bytes, with any content.
+        """Makes a C-contiguous array in shared memory, aligned to 64 bytes, with any content, and returns it.
 
         Raises: InvalidArgument: the array is larger than the daemon allows, or its dtype or shape is impossible.  Unavailable:
           there is no room for the array now, or ``close`` was called.

@@ -32,7 +32,10 @@ Buffer = Union[bytes, memoryview]
 
 
 class ModelParameters:
-    """Lists, changes and drops the parameter sets of one model; a request names the set that it is answered with. Thread-safe."""
+    """Lists, changes and drops the parameter sets of one model. Thread-safe.
+
+    A request names the parameter set that it is answered with.
+    """
 
     def __init__(self, manage: Callable[..., dict[str, Any]], model: str, version: int) -> None:
         """Sends nothing yet. ``manage``: lists or changes parameter sets on the server, such as ``HttpConnection.manage``.

@@ -88,7 +88,7 @@ class Slots:
             return slot
 
     def add(self, slot: Slot) -> None:
-        """Keeps a request's memory for a later request. If too many bytes are kept then, drops other memory, never this one."""
+        """Keeps a request's memory for a later request. If too many bytes are kept then, drops memory that was kept before."""
         with self._lock:
             self._free.setdefault(slot.kind, []).append(slot)
             self._free.move_to_end(slot.kind)
@@ -188,7 +188,10 @@ class Layout:
 
 
 class Placement:
-    """Puts requests' inputs where workers can read them: in a connection's shared memory or in the request. Thread-safe."""
+    """Puts the inputs of requests where workers can read them: in memory that the connection shares, or in the request itself.
+
+    Thread-safe.
+    """
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
@@ -196,7 +199,9 @@ class Placement:
         self.slots = Slots(memory)
 
     def place(self, call: Call, model: OpenedModel) -> Placed:
-        """Puts the inputs of a request where the worker can read them, by copies where needed. Returns the fields to send.
+        """Puts the inputs of a request where the worker can read them. Returns the fields of the request to send.
+
+        Inputs that lie in shared memory already are not copied.
 
         Raises: InvalidArgument: the request cannot be sent.  Unavailable: there is no room in shared memory now.
         """

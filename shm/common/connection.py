@@ -86,8 +86,8 @@ class Connection(Protocol):
     def ask(self, call: Call) -> Pending[Answer]:
         """Sends a request. Returns a ``Pending``, an object that waits for the answer.
 
-        With ``call.detached`` the caller may write to the input arrays as soon as this returns. Without it, no input array may
-        be written to until the answer has come. Arrays of ``empty`` may never be written to before the answer has come.
+        With ``call.detached`` the caller may write to ordinary input arrays as soon as this returns; without it, only once the
+        answer has come. To arrays of ``empty`` the caller may write only once the answer has come, in either case.
 
         Raises: ServingError: the request cannot be sent.
         """

@@ -61,13 +61,13 @@ class Unsupported(ServingError):
 
 
 class Replaced(ServingError):
-    """A newer request with the same ``replace_key`` took this one's place, or a newer push of parameters overtook this push."""
+    """A newer request with the same ``replace_key`` replaced this request in the queue, or a newer push replaced this push."""
 
     code = "REPLACED"
 
 
 class Cancelled(ServingError):
-    """The request was cancelled by its caller, or its client was closed or has gone away while the request was under way."""
+    """The request was cancelled by its caller, or its client was closed or has gone away before the answer was sent."""
 
     code = "CANCELLED"
 

@@ -127,7 +127,7 @@ class Newest(Generic[A]):
 
     @property
     def behind(self) -> int:
-        """Returns how many inputs have been given to ``put`` for which ``get`` may still return an answer.
+        """Returns for how many inputs given to ``put`` an answer may still be returned by ``get``.
 
         Inputs that newer inputs replaced do not count.
         """

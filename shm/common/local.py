@@ -76,7 +76,7 @@ class LocalRequest(Pending[Answer]):
         """Stores a response, and wakes whoever waits for it. The worker's loop calls this.
 
         Args:
-          request: the worker's object of this request; None: an error came before there was one.
+          request: the worker's object of this request; None where ``fail`` stores an error.
           result: the outputs by name, or an error that has a ``code``; None: there is no response, and none follows.
           moments: when the run began, when its inputs were there and when it had computed, in ns; None: that was not measured.
           final: True: no further response follows.
@@ -98,10 +98,10 @@ class LocalRequest(Pending[Answer]):
     # ------------------------------------------------------------------------------------------------ from whoever waits
 
     def made(self, arrived: tuple[Any, tuple[int, int, int] | None]) -> Answer | ServingError:
-        """Converts a response to an answer with copies of the outputs, which the caller may change.
+        """Converts a response to an answer, and tells the worker that the response was taken. Returns an error if that fails.
 
-        Returns an error if that fails. Tells the worker that the response was taken. ``arrived``: the outputs by name, and
-          times of the run or None.
+        The answer has copies of the outputs, which the caller may change. ``arrived``: the outputs by name, and the times of
+        the run or None.
         """
         result, moments = arrived
         call, request = self._call, self.request
@@ -145,7 +145,7 @@ class LocalConnection:
         self._thread: threading.Thread | None = None
 
     def open(self, model: str, version: int = 0) -> Description:
-        """Returns a model's description; first loads the model if it is not loaded. ``version`` 0: the newest version.
+        """Returns a model's description. If the model is not loaded, loads it first. ``version`` 0: the newest version.
 
         Raises: ServingError: loading failed.
         """
@@ -165,7 +165,7 @@ class LocalConnection:
             return found
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        """Returns a model's configuration with defaults filled in; first loads the model if it is not loaded."""
+        """Returns a model's configuration with defaults filled in. If the model is not loaded, loads it first."""
         return self._loaded(model, version).config
 
     def ask(self, call: Call) -> LocalRequest:
@@ -200,7 +200,7 @@ class LocalConnection:
         raise Unsupported(f"memory on '{device}' is shared with a daemon, and this process serves the model itself")
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Ends a sequence in all loaded versions of the model, without a further request."""
+        """Ends a sequence in all versions of the model that are loaded, without a further request."""
         with self._lock:
             loaded = [each for (name, _), each in self._models.items() if name == model]
         for each in loaded:

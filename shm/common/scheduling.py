@@ -128,9 +128,10 @@ def checked_set_name(name: str) -> str:
 
 
 def sampled(traceparent: str) -> tuple[str, str] | None:
-    """Returns the trace id and the span id in a ``traceparent``; None: it is malformed, or its sender has not sampled the trace.
+    """Returns the trace id and the span id in a ``traceparent``.
 
-    Source: W3C Trace Context.
+    Returns None if the ``traceparent`` is malformed, or says that its sender does not sample the trace. Source: W3C Trace
+    Context.
     """
     found = _TRACEPARENT.fullmatch(traceparent)
     if found is None:

@@ -44,7 +44,7 @@ class Tensors(tuple[Tensor, ...]):
 
 
 class Timing(NamedTuple):
-    """How long one request was queued and executed in the server (nanoseconds), and how many bytes were copied for it."""
+    """For how many nanoseconds a request was queued and executed in the server, and how many bytes were copied for it."""
 
     queue_ns: int
     compute_ns: int
@@ -69,7 +69,8 @@ def check_place(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], place: 
 def flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
     """Flattens nested mappings and sequences of inputs. Returns input name -> value.
 
-    The keys on the way to a value are joined by "/", or by "." if the model has an input with that name but not with "/".
+    A name has the keys on the way to the value, joined by "/". If the model has no input with that name, but one with "." in
+    place of "/", that one is the name.
 
     ``known``: the datatype of each input of the model, by name.
 
