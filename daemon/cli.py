@@ -345,10 +345,10 @@ def init_model(folder: Path) -> None:
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--platforms", default="", help="What it may run on, such as cpu,cuda; without it, what runs this.")
 def export_model(model: Path, folder: Path, platforms: str) -> None:
-    """Write the JAX model in the folder MODEL into FOLDER, as a model without Python files.
+    """Write the newest version of the JAX model in the folder MODEL into FOLDER, as a model without Python files.
 
-    Its newest version is written as a program of jax.export and a file of parameters, which any tensord can serve and any JAX can
-    call. This runs the model's code as the user who calls it.
+    It becomes a program of jax.export and a file of parameters, which any tensord can serve and any JAX can call. This runs
+    the model's code as the user who calls it.
     """
     from tensord.daemon import check as model_check
     from tensord.daemon.models import repository

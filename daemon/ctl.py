@@ -351,10 +351,11 @@ def reload(daemon: _Daemon, no_wait: bool) -> None:
 )
 @click.pass_obj
 def drain(daemon: _Daemon, seconds: float | None, wait: bool) -> None:
-    """Take this daemon out of service behind a balancer: it is not ready at once, and refuses new requests when the time is over.
+    """Take this daemon out of service behind a load balancer: it is reported as not ready, and later refuses requests.
 
-    Do not drain before a restart where there is no balancer: behind systemd's sockets `systemctl restart` alone loses no request,
-    and a drain refuses some. Accepted requests are answered, and the daemon's processes keep running. `undrain` ends this.
+    It is not ready from now on, and refuses new requests when the time is over. Accepted requests are answered, and the
+    daemon's processes keep running. `undrain` ends this. Do not drain before a restart where there is no balancer: behind
+    systemd's sockets `systemctl restart` alone loses no request, and a drain refuses some.
     """
     result = daemon.ask("drain", wait=False, **({} if seconds is None else {"seconds": seconds}))
     # A daemon that is older than this program says nothing.
@@ -434,7 +435,7 @@ def trace(
     log_frequency: int | None,
     inherit: bool,
 ) -> None:
-    """Show which requests are traced, of MODEL or of all models, or change that."""
+    """Show which requests are traced, for MODEL or for all models, or change these settings."""
     numbers = {"trace_rate": rate, "trace_count": count, "log_frequency": log_frequency}
     settings: dict[str, list[str]] = {name: [str(value)] for name, value in numbers.items() if value is not None}
     if level:
@@ -460,7 +461,7 @@ def models() -> None:
 @_watched
 @click.pass_obj
 def models_list(daemon: _Daemon, watch: float | None) -> None:
-    """List every model version with its state, and what it takes on a device: bytes, and how many programs."""
+    """List every model version with its state, and how many bytes and programs it takes on a device."""
     daemon.show(watch, lambda rows: tables.show(_MODEL_COLUMNS, [_with_units(row) for row in rows]), "models")
 
 
@@ -476,7 +477,10 @@ def _with_units(version: Mapping[str, Any]) -> dict[str, Any]:
 @click.argument("name", shell_complete=_model_name)
 @click.pass_obj
 def models_show(daemon: _Daemon, name: str) -> None:
-    """Show a model's versions: where each is, what it takes, why it is slow, its inputs and outputs; --json: all of it."""
+    """Show a model's versions: where each is loaded, what it takes, why it is slow, its inputs and outputs.
+
+    With --json everything that is known of them is printed.
+    """
     daemon.show(None, _print_model, "model", name=name)
 
 
@@ -558,7 +562,7 @@ def connections(daemon: _Daemon, watch: float | None) -> None:
 @_watched
 @click.pass_obj
 def errors(daemon: _Daemon, watch: float | None) -> None:
-    """List the last errors that clients got, newest first, at most 100: when, from which front or (on lanes) worker, and why."""
+    """List the last errors that clients got, at most 100, newest first: when, why, and from which front or worker."""
     daemon.show(watch, lambda rows: tables.show(_ERROR_COLUMNS, rows), "errors")
 
 
@@ -566,7 +570,10 @@ def errors(daemon: _Daemon, watch: float | None) -> None:
 @_watched
 @click.pass_obj
 def sequences(daemon: _Daemon, watch: float | None) -> None:
-    """List live sequences by worker and model: their slots and waiting requests; at most 1,000 of each model version."""
+    """List live sequences by worker and model, with each one's slot in the batch and its waiting requests.
+
+    At most 1,000 sequences of each model version are listed.
+    """
     daemon.show(watch, lambda rows: tables.show(_SEQUENCE_COLUMNS, rows), "sequences")
 
 

@@ -397,10 +397,10 @@ class Supervisor:
             self._child_said(record)
 
     def _worker_said(self, worker: WorkerProcess, record: Record) -> None:
-        """Handles a record of a worker.
+        """Handles a record of a worker: passes it to the part of the daemon that it concerns.
 
-        A ``Loaded`` record goes to ``Parameters``, which gives the worker the parameters that clients have sent before
-        ``Models`` gets it.
+        A ``Loaded`` record goes to ``Parameters``, which first gives the worker the parameters that clients have sent, and
+        then passes the record to ``Models``.
         """
         match record:
             case Loading():
@@ -419,9 +419,10 @@ class Supervisor:
                     self._tasks.spawn(self._join(worker))
 
     def _child_said(self, record: Record) -> None:
-        """Handles a record of a front or a worker: sends ended traces to the OpenTelemetry collector, if one is configured.
+        """Handles a record of a front or a worker that is about ended traces or about its start.
 
-        A record that a process has become ready shows that the installed version is this daemon's.
+        Ended traces are sent to the OpenTelemetry collector, if one is configured. A process that has become ready shows that
+        the installed version is this daemon's.
         """
         if isinstance(record, TracesEnded) and self._spans is not None:
             self._spans.export(record.traces)
@@ -479,9 +480,10 @@ class Supervisor:
             self.models.outdated(f"{dead.name} {dead.describe_exit()}")
 
     def isolate(self, wanted: Mapping[str, float]) -> None:
-        """Starts the workers for isolated models that are wanted, and stops the others.
+        """Starts the workers that are wanted for isolated models, and stops the other workers of such models.
 
-        ``wanted``: the devices of these workers, each with the fraction (0 to 1) of a GPU's memory that the worker may take.
+        A model is isolated if workers serve it alone. ``wanted``: the devices of these workers, each with the fraction (0 to
+        1) of a GPU's memory that the worker may take.
         """
         if self.phase is DaemonPhase.STOPPING:
             return
@@ -557,14 +559,15 @@ class Supervisor:
         self._notifier.status(self._summary())
 
     def refuse_requests(self, refuses: bool) -> None:
-        """Sets whether the fronts refuse new requests and clients get no new lanes."""
+        """Sets whether the fronts refuse new requests and clients get no new lanes. False: both are accepted again."""
         self.lanes.draining = refuses
         self.fronts.publish(RequestsRefused(refuses))
 
     async def _drain(self) -> None:
         """Stops the daemon in order: it serves on for ``drain.time_left`` seconds, then the fronts are stopped, then the workers.
 
-        It returns after ``supervisor.exit_timeout`` or at a second signal, even if processes still run; ``_bury`` kills these.
+        It returns after ``supervisor.exit_timeout`` or at a second signal, even if processes still run. ``_bury`` kills such
+        processes.
         """
         seconds = self.drain.time_left
         if seconds and self.phase is DaemonPhase.SERVING:
@@ -620,7 +623,7 @@ class Supervisor:
     async def _describe_page(self) -> dict[str, Any]:
         """Returns what the status page for browsers shows.
 
-        It is what ``tensorctl status`` shows, with each model's readiness and the recent errors.
+        It shows what ``tensorctl status`` shows, and also each model's readiness and the recent errors.
         """
         errors = await recent_errors(self.fronts, self.workers.ready())
         standings = [

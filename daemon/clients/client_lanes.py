@@ -42,7 +42,7 @@ _MAX_NEW_LANES = 253
 
 @dataclass(slots=True, eq=False)
 class ClientConnection:
-    """A client's connection to the clients' socket, with the lanes that were opened for it and end with it."""
+    """A client's connection to the clients' socket, and the lanes that were opened for it. They end with the connection."""
 
     peer: Peer
     #: Incarnation of a worker -> the number of the lane to it.
@@ -127,7 +127,7 @@ class ClientLanes:
     async def find(self, connection: ClientConnection, wanted: OpenLanes) -> ModelState:
         """Waits until a worker serves the model's version that a client wants, and returns the version's state.
 
-        Before that it waits until the lanes which the client reports as ended are closed. A client may know earlier than the
+        Before that it waits until the lanes that the client reports as ended are closed. A client may know earlier than the
         supervisor that a worker has died, and would otherwise be given another lane to that worker.
 
         Raises:
@@ -332,7 +332,7 @@ class ClientLanes:
         return Counter(lane.worker.name for lane in self._lanes.values() if lane.connection is not None)
 
     def statistics(self) -> dict[str, Any]:
-        """Returns the number of client connections and of lanes, in total and by user, and of lanes that were refused."""
+        """Returns the numbers of client connections and of lanes, in total and by user, and the number of refused lanes."""
         connections = Counter(connection.peer.owner for connection in self._connections)
         lanes = Counter(lane.owner for lane in self._lanes.values() if lane.connection is not None)
         owners: Iterable[str] = sorted(connections | lanes)

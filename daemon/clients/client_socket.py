@@ -358,7 +358,7 @@ def _operation(question: ClientQuestion, fds: list[int]) -> Operation:
 
 
 def _refuse(client: socket.socket, error: ServingError) -> None:
-    """Sends a client the error because of which its connection is refused, and closes the connection."""
+    """Sends an error to a client whose connection is refused, and closes the connection."""
     with client, contextlib.suppress(OSError):
         client.send(msgspec.json.encode(ClientError.of(error)))
         # What the client has sent is taken: else it would read of a reset connection first.

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class TlsError(Exception):
-    """A PEM file for TLS cannot be used. The message names the option that names the file."""
+    """Raised if a PEM file for TLS cannot be used. The message names the option that names the file."""
 
 
 def tls_context(options: Http | Grpc) -> ssl.SSLContext | None:
@@ -56,9 +56,9 @@ class Certificates:
         self.context = tls_context(options)
 
     def look(self) -> None:
-        """Reads the PEM files again if one of them has changed. If the changed files cannot be used, the former context stays.
+        """Reads the PEM files again if one of them has changed, and makes a new TLS context for later connections.
 
-        The failure is logged.
+        If the changed files cannot be used, this is logged and the former context stays.
         """
         if self.context is None or (stamps := self._stamps()) == self._seen:
             return

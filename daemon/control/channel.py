@@ -170,8 +170,8 @@ class ControlCalls:
 
         Args:
           peer: the client.
-          end: a file descriptor that is sent with the call, which the caller must close. When it becomes readable, a region is
-            unregistered; or it is the memory of pushed parameters. -1: none is sent.
+          end: a file descriptor that is sent with the call, and that the caller must close; -1: none is sent. It is the memory
+            of a push, or a descriptor that becomes readable when a region should be unregistered.
 
         Raises Unavailable: too many calls wait for replies; ServingError: the error with which the supervisor replied.
         """

@@ -82,7 +82,8 @@ class SharedCounters:
     def prepared_requests(self, row: int) -> tuple[int, int, int]:
         """Returns three counts of prepared requests of the front in row ``row``.
 
-        They are the number of requests that have a number now, that were ever given one, and that ever lost theirs to others.
+        They count the requests that have a number now, the requests that were ever given one, and the requests that ever lost
+        their number to others.
         """
         at = row * _WORDS + _PREPARED
         return self._words[at], self._words[at + 1], self._words[at + 2]

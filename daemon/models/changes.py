@@ -176,9 +176,9 @@ class Models:
         self._given.drop_unused(name, self.lifecycle.folders(name))
 
     def forget_served(self) -> None:
-        """Removes the file that names the models served, which only a daemon that follows a crash needs.
+        """Deletes the file with the names of the models that were served. Call it when the daemon stops in order.
 
-        Call it at an orderly stop.
+        Only a daemon that is started after a crash needs the file.
         """
         self._before.forget()
 
@@ -194,9 +194,12 @@ class Models:
     async def index(self, ready: bool, detailed: bool = False) -> list[dict[str, str | int]]:
         """Returns Triton's repository index: an entry (name, version, state, reason) for each version.
 
-        The repositories are listed first, so that new models are in it. ``ready``: if True, list only versions that serve.
-        ``detailed``: if True, each entry also has the number of bytes that the version's parameters, programs and largest
-        batch take.
+        The repositories are read for this, so that new models are in the index.
+
+        Args:
+          ready: if True, only versions that serve are listed.
+          detailed: if True, an entry also has the version's number of programs, and the number of bytes that its parameters,
+            its programs and its largest batch take.
         """
         folders = Counter(folder.name for folder in await asyncio.to_thread(repository.readable_folders, self._paths()))
         self.lifecycle.known = set(folders)
@@ -391,7 +394,7 @@ class Models:
             self._wanted.add(found.name)
 
     async def _followed(self, name: str) -> None:
-        """Waits until all ensembles that use a model have been loaded again, so that a client is answered only after that."""
+        """Waits until all ensembles that use a model have been loaded again. Only after that a client's load is answered."""
         while True:
             users = self.ensembles.followers(name)
             coming = [each for user in users for each in (self._again.get(user), self._outcomes.coming(user)) if each]
@@ -434,9 +437,9 @@ class Models:
         self._check_readiness()
 
     def outdated(self, why: str) -> None:
-        """Stores why a process that dies cannot be replaced; "": it can.
+        """Stores why processes that die cannot be replaced, and publishes the readiness; "": they can be replaced.
 
-        A reason is that a different tensord version is installed.
+        Such a reason is that another version of tensord was installed than this daemon runs.
         """
         self._readiness.outdated = why
         self._check_readiness()
@@ -448,7 +451,7 @@ class Models:
 
     @property
     def readiness(self) -> Readiness:
-        """Returns the readiness of the daemon that the fronts were sent last."""
+        """Returns the daemon's readiness as it was last sent to the fronts."""
         return self._readiness.readiness
 
     # ----------------------------------------------------------------------------------------------- workers and fronts
@@ -461,9 +464,9 @@ class Models:
         self._begin(self.lifecycle.worker_joined(incarnation, device))
 
     def worker_left(self, incarnation: int, how: str, usable: Sequence[str]) -> None:
-        """Tells the fronts that a dead worker process serves nothing.
+        """Tells the fronts that a dead worker process serves nothing any more.
 
-        Its unanswered loads go to the process that replaces it, or fail.
+        Loads that the process had not answered are sent to the process that replaces it, or fail.
 
         Args:
           incarnation: the number of the dead worker process.
@@ -475,9 +478,9 @@ class Models:
         self._begin([*left, *self.lifecycle.stranded(usable, self._readiness.outdated)])
 
     def worker_dismissed(self, incarnation: int) -> None:
-        """Notes that a worker process which no model needs any more has ended, so that it serves no version.
+        """Notes that a worker process is stopped on purpose, so that no version counts as served by it any more.
 
-        Unlike a crash, this end does not count against the models that the process was loading. ``incarnation``: the process's
+        Unlike a crash, this does not count against the models that the process is loading. ``incarnation``: the process's
         number.
         """
         self._begin(self.lifecycle.worker_left(incarnation, dismissed=True))

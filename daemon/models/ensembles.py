@@ -132,7 +132,7 @@ class Ensembles:
     def users(self, name: str) -> list[str]:
         """Returns the ensembles that use a model, directly or through other ensembles.
 
-        If one of the ensembles uses another one, it stands before that one.
+        An ensemble stands before the ensembles that it uses.
         """
         found: dict[str, None] = {}
         for user in self._direct(name):

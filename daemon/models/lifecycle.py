@@ -81,9 +81,10 @@ Instruction = Send | Publish | Forget | Retry | Settled
 
 
 class Lifecycle:
-    """State machine of all models. Each event is a method; its instructions must be carried out in order by the caller.
+    """State machine of all models. Each event is a method that returns instructions, such as to send a record to a worker.
 
-    ``known``: the names of the models that are in the repositories now. Models that are loaded need not be among them.
+    The caller must carry the instructions out in order. ``known``: the names of the models that are in the repositories now.
+    Models that are loaded need not be among them.
     """
 
     def __init__(self) -> None:
@@ -109,7 +110,7 @@ class Lifecycle:
         """Queues an unload of a model, and begins it if no other load or unload of the model runs.
 
         The returned instructions must be carried out. A Settled instruction with ``token`` follows once all workers have
-        answered; it is among the returned ones if the model is unknown.
+        answered. If the model is unknown, that instruction is returned at once.
         """
         if name not in self.models:
             return [Settled(token)]
@@ -149,9 +150,9 @@ class Lifecycle:
         return any(v.loading or v.postponed or v.state is IndexState.LOADING for v in brought)
 
     def _give_up(self, name: str, model: ModelEntry, heir: FoundModel | None) -> list[Instruction]:
-        """Drops a model's running load without an outcome, and sends CancelLoad to the workers that load.
+        """Ends a model's running load without an outcome. Versions that serve keep serving.
 
-        What serves keeps serving.
+        Returns instructions, which the caller must carry out, such as CancelLoad for the workers that load.
 
         ``heir``: the model as the next operation will load it; None: the next operation is an unload.
         """
@@ -170,9 +171,10 @@ class Lifecycle:
         return out
 
     def forget(self, name: str, present: Collection[int]) -> list[Instruction]:
-        """Drops the versions of a model that serve nothing and are not in the repository, whose version numbers are ``present``.
+        """Drops the versions of a model that serve nothing and are not in ``present``, the version numbers in the repository.
 
-        Does nothing while a load or unload of the model runs. Returns instructions to tell the fronts.
+        Does nothing while a load or unload of the model runs. Returns instructions, which the caller must carry out, to tell
+        the fronts.
         """
         model = self.models.get(name)
         if model is None or model.running is not None:
@@ -191,7 +193,7 @@ class Lifecycle:
     def _advance(self, name: str) -> list[Instruction]:
         """Begins the model's queued loads and unloads in order, up to the first that has to wait for workers.
 
-        Returns instructions.
+        Returns instructions, which the caller must carry out.
         """
         model, out = self.models[name], list[Instruction]()
         while model.running is None and model.waiting:
@@ -243,7 +245,7 @@ class Lifecycle:
         return [i for number in sorted(model.versions) for i in self._retire(name, number)]
 
     def _retire(self, name: str, number: int) -> list[Instruction]:
-        """Begins to unload a version if it serves, and returns the instructions.
+        """Begins to unload a version if it serves. Returns instructions, which the caller must carry out.
 
         A version that failed to load stays in the repository index with its reason, as in Triton.
         """
@@ -266,9 +268,10 @@ class Lifecycle:
         return [self._publish(number, version)]
 
     def _finish(self, name: str, model: ModelEntry) -> list[Instruction]:
-        """Ends the model's running load or unload if every worker has answered. Returns instructions.
+        """Ends the model's running load or unload if every worker has answered.
 
-        If a load replaced versions, they are unloaded before the load ends.
+        If a load replaced versions, they are unloaded before the load ends. Returns instructions, which the caller must carry
+        out.
         """
         operation = model.running
         if operation is None:
@@ -329,13 +332,14 @@ class Lifecycle:
         return [i for version in sorted(wanted, key=lambda v: v.suspect) for i in self._send_load(worker, version)]
 
     def _homes(self, version: VersionEntry) -> set[int]:
-        """Returns the numbers of the worker processes on whose devices a version is to be loaded."""
+        """Returns the numbers of the worker processes on whose devices a version should be loaded."""
         return {worker for worker, device in self._workers.items() if version.belongs(device)}
 
     def fill(self, name: str, number: int) -> list[Instruction]:
-        """Returns the loads of a version for workers that failed to load it because parameters that clients send were missing.
+        """Returns instructions to load a version on the workers that failed to load it for lack of parameters.
 
-        Returns nothing while the version is being loaded.
+        The parameters are those that clients send in a push. Call it when they have arrived. Nothing is returned while the
+        version is being loaded.
         """
         version = self.version(name, number)
         if version is None or version.given_up or self.models[name].running is not None:
@@ -351,10 +355,12 @@ class Lifecycle:
         return out
 
     def retry(self, name: str, number: int, deaths: int) -> list[Instruction]:
-        """Has one worker load a version that was given up. Call it when the time of a ``Retry`` instruction has come.
+        """Returns instructions with which one worker loads a version that was given up.
 
-        Does nothing if the version's number of deaths is not ``deaths`` any more. If every worker is loading something else,
-        the next worker that starts loads the version.
+        Call it when the time of a ``Retry`` has come.
+
+        Nothing is returned if the version's number of deaths is not ``deaths`` any more. If every worker is loading something
+        else, the next worker that starts loads the version.
         """
         version = self.version(name, number)
         if version is None or not version.given_up or version.deaths != deaths:
@@ -367,16 +373,15 @@ class Lifecycle:
         return self._send_load(free[0][1], version)
 
     def worker_left(self, worker: int, how: str = "died", dismissed: bool = False) -> list[Instruction]:
-        """Notes that a worker process has ended and serves nothing. Returns instructions.
+        """Notes that a worker process has ended or is stopped on purpose, so that it serves nothing.
 
-        Loads that the process had not answered are sent to the process that replaces it, or are given up if too many processes
-        died while loading the version.
+        Returns instructions, which the caller must carry out. Loads that the process had not answered are sent to the process
+        that replaces it, or are given up if too many processes died while loading the version.
 
         Args:
           worker: the number of the process.
           how: how it ended, as the end of a sentence, such as "died".
-          dismissed: True if it was stopped because no model needs it; its end is then not blamed on the versions it was
-            loading.
+          dismissed: True if it is stopped on purpose; its end is then not blamed on the versions that it was loading.
         """
         self._workers.pop(worker, None)
         out: list[Instruction] = []
@@ -411,7 +416,7 @@ class Lifecycle:
         return out
 
     def loaded(self, worker: int, answer: Loaded) -> list[Instruction]:
-        """Notes that a worker serves a version, or failed to load it. Returns instructions.
+        """Notes that a worker serves a version, or failed to load it. Returns instructions, which the caller must carry out.
 
         If the version is not wanted on that worker any more, the worker unloads it. ``worker``: the number of the worker
         process.
@@ -458,7 +463,9 @@ class Lifecycle:
         return out + self._send_postponed(worker) + self._after_answer(answer.name)
 
     def unloaded(self, worker: int, name: str, number: int) -> list[Instruction]:
-        """Notes that a worker has unloaded a version; the last worker's answer ends the unload. Returns instructions.
+        """Notes that a worker has unloaded a version; the last worker's answer ends the unload.
+
+        Returns instructions, which the caller must carry out.
 
         ``worker``: the number of the worker process.
         """
@@ -498,7 +505,7 @@ class Lifecycle:
     def _send_postponed(self, worker: int) -> list[Instruction]:
         """Begins the loads on a worker that had to wait for another load there, or for the members of an ensemble.
 
-        Returns instructions. ``worker``: the number of the worker process.
+        Returns instructions, which the caller must carry out. ``worker``: the number of the worker process.
         """
         out: list[Instruction] = []
         for name, model in list(self.models.items()):
@@ -515,10 +522,10 @@ class Lifecycle:
     def stranded(self, usable: Collection[str], why: str = "") -> list[Instruction]:
         """Gives up the versions none of whose devices is in ``usable``, the devices that workers can use now.
 
-        Returns instructions.
+        Such a version is loaded by the first worker that starts on one of its devices. Returns instructions, which the caller
+        must carry out.
 
-        Such a version is loaded by the first worker that starts on one of its devices. ``why``: the reason if no worker can
-        start on any device; "": the reason is that the version's own devices are broken.
+        ``why``: the reason if no worker can start on any device; "": only some devices are broken.
         """
         out: list[Instruction] = []
         for name, model in list(self.models.items()):
@@ -540,7 +547,7 @@ class Lifecycle:
     # ------------------------------------------------------------------------------------------------------ questions
 
     def isolated(self, options: Workers) -> dict[str, float]:
-        """Returns the devices of the workers that each serve one isolated model alone.
+        """Returns the devices of the workers that each serve a single model, because the model is isolated from others.
 
         Each device has the fraction (0 to 1) of a GPU's memory that its worker may take. A model's devices are listed while
         the model is wanted, and after that as long as their workers serve or unload it.
@@ -565,8 +572,8 @@ class Lifecycle:
           refused: why models were refused before a worker was asked to load them, by name.
           waits: the seconds until a version that was given up is loaded again, by name and version.
           ready: if True, only versions that serve are listed.
-          detailed: if True, an entry also has the number of bytes that the version's parameters, programs and largest batch
-            take.
+          detailed: if True, an entry also has the version's number of programs, and the number of bytes that its parameters,
+            its programs and its largest batch take.
         """
         found: list[dict[str, str | int]] = []
         models = self.models

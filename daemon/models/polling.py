@@ -19,7 +19,10 @@ _log = logging.getLogger(__name__)
 
 
 def _state(model: FoundModel) -> tuple[str, tuple[int, ...], str]:
-    """Returns what a poll reads from a model's folder (fingerprint, chosen versions, error). A change of it reloads the model."""
+    """Returns what a poll compares of a model's folder: fingerprint, chosen versions and error.
+
+    A model is loaded again only if one of these has changed.
+    """
     return model.fingerprint, model.chosen, model.error
 
 

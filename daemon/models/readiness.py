@@ -85,9 +85,7 @@ def _standing(name: str, refused: str, lifecycle: Lifecycle) -> Standing:
 
 
 def readiness(standing: Iterable[Standing], strict: bool, counted: Collection[str]) -> Readiness:
-    """Decides whether the daemon is ready: every model that counts must be served.
-
-    The result also names models that do not serve.
+    """Decides whether the daemon is ready, which it is if every model that counts is served. Also names unserved models.
 
     A model whose devices are broken does not count as long as another model is served. If the devices of all models are
     broken, all models count.
@@ -108,10 +106,7 @@ def readiness(standing: Iterable[Standing], strict: bool, counted: Collection[st
 
 
 class ReadinessCheck:
-    """Publishes the daemon's readiness to the fronts when it changes.
-
-    While a model is not served, the progress of loads is in it.
-    """
+    """Publishes the daemon's readiness to the fronts when it changes, and when a load proceeds while a model is not served."""
 
     def __init__(self, standings: Callable[[], Iterable[Standing]], publish: Callable[[Readiness], None]) -> None:
         """Begins without models.

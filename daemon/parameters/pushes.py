@@ -69,7 +69,7 @@ _NAMED = 3
 
 
 class _NoWorker(Exception):
-    """Raised if no worker is left that serves the model's version whose parameters are to change."""
+    """Raised if no worker is left that serves the model's version whose parameters should change."""
 
 
 class Parameters:
@@ -106,7 +106,7 @@ class Parameters:
     # ------------------------------------------------------------------------------------------------ clients' operations
 
     async def push(self, wanted: PushParameters, peer: Peer, memory: int) -> bytes:
-        """Sends new values of a parameter set to every worker that serves a version. They come into force on all of them or none.
+        """Sends new values of a parameter set to every worker that serves a version. All workers use them, or none does.
 
         ``peer``: the client. ``memory``: the descriptor of the memory that the client sent, which the caller must close; -1:
         it sent none.
@@ -143,7 +143,7 @@ class Parameters:
         return _answer(key, wanted.set, content)
 
     async def revert(self, wanted: RevertParameters, peer: Peer) -> bytes:
-        """Brings the former values of a parameter set into force again, on every worker that serves the version.
+        """Has every worker that serves the version use the former values of a parameter set again.
 
         ``peer``: the client. Returns JSON: model, version, set, number of the push and size in bytes.
 
@@ -317,10 +317,11 @@ class Parameters:
             raise
 
     async def _brought_back(self, key: VersionKey, wanted: PushParameters, content: Content, memory: int) -> Content:
-        """Carries out a push into a version that does not serve, because earlier values of its sets were lost. Loads it again.
+        """Carries out a push into a version that does not serve because earlier values of its sets were lost.
 
-        Returns once the version serves. ``content``: the push's record; its memory is set here. ``memory``: a descriptor of
-        the memory that the client sent.
+        The version is then loaded again, and the method returns once it serves.
+
+        ``content``: the push's record; its memory is set here. ``memory``: a descriptor of the memory that the client sent.
 
         Raises Unavailable: the push does not bring all values as sealed memory, or has a checksum; InvalidArgument: the load
         failed.
@@ -552,9 +553,9 @@ class Parameters:
         self.tell()
 
     def worker_left(self, worker: int) -> None:
-        """Forgets which versions a dead worker had loaded that still lacked pushed values.
+        """Forgets the versions that a dead worker held back until it was given pushed values.
 
-        ``worker``: the number of the process.
+        ``worker``: the process's number.
         """
         self._held = {(held, key) for held, key in self._held if held != worker}
 
@@ -575,9 +576,10 @@ class Parameters:
             self._pass_on(worker, answer)
 
     async def _restore(self, worker: WorkerProcess, key: VersionKey) -> None:
-        """Gives a worker that has loaded a version the values that clients have pushed into it, and passes its answer on.
+        """Gives a worker that has loaded a version the values that clients have pushed into it.
 
-        If the worker cannot be given the values, the load counts as failed.
+        Then passes the worker's answer to the Load record on to ``Models``. If the worker cannot be given the values, the load
+        counts as failed.
         """
         waiting = self._restoring[worker.incarnation, key]
         try:

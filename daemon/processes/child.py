@@ -251,8 +251,8 @@ class Child:
         """Returns why the process died, one of ``CAUSES``.
 
         "memory": the kernel killed it for want of memory. "hung": ``kill`` was called with a reason. "version": another
-        version of tensord is installed. "exit": it exited by itself. Otherwise it is the name of the signal, or "signal" for a
-        rare one.
+        version of tensord is installed. "exit": it exited by itself. A name of a signal: the signal ended it. "signal":
+        another signal ended it.
         """
         if self.out_of_memory:
             return "memory"
@@ -315,14 +315,20 @@ class FrontProcess(Child):
         self._waiting: dict[int, asyncio.Future[None]] = {}
 
     def ask(self, edition: int) -> None:
-        """Asks the front to acknowledge all published records up to number ``edition``. Call it when these were sent."""
+        """Asks the front to acknowledge all published records up to number ``edition``.
+
+        Call it only after these records were sent to the front.
+        """
         self.asked_ns = time.monotonic_ns()
         self.owes_since_ns = self.owes_since_ns or self.asked_ns
         self._asked = edition
         self.send(StatePublished(edition))
 
     def acknowledge(self, edition: int) -> None:
-        """Notes that the front has applied all published records up to number ``edition``. Waits for this end."""
+        """Notes that the front has applied all published records up to number ``edition``.
+
+        Calls of ``wait_acknowledged`` that wait for one of these records return.
+        """
         self.acknowledged = max(self.acknowledged, edition)
         if edition >= self._asked:
             self.owes_since_ns = 0

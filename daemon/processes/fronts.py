@@ -79,11 +79,12 @@ class Fronts:
     # --------------------------------------------------------------------------------------------------------- starting
 
     def listen(self, environment: Mapping[str, str], beside: Path | None = None) -> None:
-        """Binds the listening sockets of each protocol, or takes over those that the service manager passed.
+        """Binds the listening sockets of each protocol, or takes over the sockets that the service manager passed.
 
-        ``environment``: holds the variables with which the service manager passes sockets (LISTEN_FDS and others). ``beside``:
-        the path of one more Unix socket for HTTP; it is bound only if HTTP is served, and a failure of it is only logged.
-        None: there is none.
+        Args:
+          environment: holds the variables with which the service manager passes sockets (LISTEN_FDS and others).
+          beside: the path of a further Unix socket for HTTP, which is bound if HTTP is served; None: there is none. If it
+            cannot be bound, that is only logged.
 
         Raises ListenError: a socket cannot be bound or taken over; OSError: there is no memory for the fronts' shared
         counters.
@@ -130,7 +131,7 @@ class Fronts:
 
         More fronts at a time than there are free cores would delay each other and the workers, which import JAX meanwhile.
 
-        Raises OSError: no memory, process slot or file descriptor is free.
+        Raises OSError: no memory, process id or file descriptor is free.
         """
         self._unstarted = [(protocol, row) for protocol in self._listeners for row in range(self._rows(protocol))]
         for _ in range(at_once):
@@ -156,7 +157,7 @@ class Fronts:
         return self._automatic if asked == "auto" else asked
 
     def start(self, protocol: str, row: int) -> None:
-        """Starts front number ``row`` of a protocol. Raises OSError: no memory, process slot or file descriptor is free."""
+        """Starts front number ``row`` of a protocol. Raises OSError: no memory, process id or file descriptor is free."""
         front = FrontProcess(protocol, row, self._next_incarnation(), self._received, self._exited)
         counters = self._counters[protocol].fd
         sockets = [listener.socket.fileno() for listener in self._listeners[protocol]]
@@ -191,8 +192,8 @@ class Fronts:
     def ask_idle(self, now_ns: int, interval_ns: int) -> None:
         """Asks each serving front that was not asked for ``interval_ns`` nanoseconds to acknowledge its state.
 
-        By the missing answer the watchdog notices a front whose event loop hangs. ``interval_ns`` 0: no front is asked.
-        ``now_ns``: the time of CLOCK_MONOTONIC.
+        If the event loop of a front hangs, the acknowledgement does not come, which the watchdog notices. ``interval_ns`` 0:
+        no front is asked. ``now_ns``: the time of CLOCK_MONOTONIC.
         """
         for front in self.by_incarnation.values():
             if interval_ns and front.serves and not front.owes_since_ns and now_ns - front.asked_ns > interval_ns:

@@ -32,7 +32,7 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)
 
 
 class ListenError(Exception):
-    """A listening socket cannot be bound or taken over. ``key``: the option at fault, "address" or "port"."""
+    """Raised if a listening socket cannot be bound or taken over. ``key``: the option at fault, "address" or "port"."""
 
     def __init__(self, message: str, key: str = "address") -> None:
         super().__init__(message)
@@ -53,9 +53,9 @@ def named(section: str, port: str = "port") -> Iterator[None]:
 
 
 def bind_each(*binds: Callable[[], None]) -> None:
-    """Calls all functions ``binds``, which bind sockets, even if one of them fails.
+    """Calls all functions ``binds``, each of which binds sockets, even if one of them fails.
 
-    Raises ListenError, after all calls: functions have failed; the message has the reason of each.
+    Raises ListenError, after all calls: at least one function has failed; the message has the reason of each failure.
     """
     refused: list[str] = []
     for bind in binds:

@@ -48,7 +48,7 @@ class Notifier:
     def extend_timeout(self, seconds: float) -> None:
         """Asks the service manager for ``seconds`` more until the start or the shutdown must end.
 
-        It does so while models are compiled, for example.
+        The daemon does so while models are compiled, for example.
         """
         self._send(f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
 

@@ -102,16 +102,16 @@ class ProcessSlots:
         return name in self._filled
 
     def deaths_by_cause(self, names: Iterable[str]) -> dict[tuple[str, str], int]:
-        """Returns how many processes that were still needed have died, by name (each of ``names``) and cause.
+        """Returns how many processes have died while they were still needed, by name and cause; 0 for a cause without deaths.
 
-        Zeros are included.
+        ``names``: the names of the processes.
         """
         return {(name, cause): self._deaths[name, cause] for name in names for cause in CAUSES}
 
     def look(self, dead: Child) -> None:
-        """Finds out whether a dead process was killed for want of memory, and notes it there.
+        """Finds out whether a dead process was killed for want of memory, and sets its ``out_of_memory``.
 
-        Counts the death if it was still needed.
+        The death is counted if the process was still needed.
         """
         dead.out_of_memory = self._memory.grew() and dead.killed_by_others
         if self._needs(dead):
@@ -128,8 +128,10 @@ class ProcessSlots:
     def died(self, dead: Child, start: Callable[[], None], doing: str = "") -> None:
         """Calls ``start`` after a delay, to replace a dead process, if a process of its name is still needed then.
 
-        If ``start`` raises OSError, it is called again after another delay. The daemon is stopped instead if no process of
-        this name was ever ready, and the process reports that it cannot use its device or is the fifth in a row that has died.
+        If ``start`` raises OSError, it is called again after another delay.
+
+        While no process of this name has been ready, the daemon is stopped instead in two cases: the dead process has reported
+        that it cannot use its device, or it is the fifth in a row that has died.
 
         ``doing``: what the process did, for the log, such as " while loading model 'm' version 1"; "": that is not known.
         """
@@ -172,7 +174,10 @@ class ProcessSlots:
 
 
 class Backoff:
-    """Decides how long to wait before a dead process is replaced. Each delay is twice as long as the one before. Does no I/O."""
+    """Decides how long to wait before a dead process is replaced. Does no I/O.
+
+    Each delay is twice as long as the one before, up to a maximum.
+    """
 
     def __init__(self, first: float, maximum: float, chance: random.Random) -> None:
         """Begins without deaths. ``first`` and ``maximum``: the first and the longest delay in seconds.

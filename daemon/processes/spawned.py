@@ -51,7 +51,7 @@ def spawn(
       environment: variables that the child gets in addition to those of this process.
       pass_fds: descriptors that the child inherits, under the same numbers.
 
-    Raises OSError: no memory, process slot or file descriptor is free.
+    Raises OSError: no memory, process id or file descriptor is free.
     """
     ours, theirs = pair()
     stack_fd = -1
@@ -78,7 +78,7 @@ def spawn(
 def spawn_worker(module: str, device: Device) -> Spawned:
     """Starts a worker process for this device. ``module``: the Python module that the worker runs.
 
-    Raises OSError: no memory, process slot or file descriptor is free.
+    Raises OSError: no memory, process id or file descriptor is free.
     """
     words = ["--device", device.name, *(("--cores", device.cores) if device.cores else ())]
     return spawn(module, words, {**device.environment, MARK: secrets.token_hex(8)})
@@ -91,7 +91,7 @@ def spawn_workers(
 
     ``environment``: holds CUDA_VISIBLE_DEVICES. ``module``: the Python module that the workers run.
 
-    Raises MissingDevice: a GPU or core that the options ask for cannot be used; OSError: no memory, process slot or file
+    Raises MissingDevice: a GPU or core that the options ask for cannot be used; OSError: no memory, process id or file
     descriptor is free.
     """
     # Children inherit the limit: what a shell allows at first is less than the connections and regions of a busy day.

@@ -68,10 +68,7 @@ class Pauses:
         self._late: deque[tuple[int, int]] = deque(maxlen=_MAX_PAUSES)
 
     def looked(self, due_ns: int, now_ns: int) -> None:
-        """Notes that a check which was due at ``due_ns`` is made at ``now_ns``.
-
-        If it is more than 0.1 s late, that was a pause.
-        """
+        """Notes that a check which was due at ``due_ns`` is made at ``now_ns``. A check that is over 0.1 s late shows a pause."""
         if now_ns - due_ns > _LATE_NS:
             self._late.append((due_ns, now_ns))
 

@@ -61,7 +61,7 @@ class WorkerPool:
           next_incarnation: returns a number for a new process.
           said: called with a worker and a record that concerns others as well, such as that the worker is ready.
           died: called with each worker that has ended, and its device.
-          dismissed: called with each worker that is asked to stop because it is not needed any more.
+          dismissed: called with each worker that is stopped on purpose, because it is not needed any more or is restarted.
         """
         self._options = options
         self._next_incarnation = next_incarnation
@@ -92,7 +92,7 @@ class WorkerPool:
 
     @property
     def devices(self) -> list[str]:
-        """Returns the devices of the workers that models share. Devices of isolated models are not among them."""
+        """Returns the devices of the workers that models share, without those that serve an isolated model alone."""
         return [device.name for device in self._shared_slots.values()]
 
     @property
@@ -111,10 +111,10 @@ class WorkerPool:
         return name in self.slots and not there
 
     def isolate(self, wanted: Mapping[str, float]) -> None:
-        """Starts a worker for an isolated model on each device in ``wanted`` that has none, and stops those on other devices.
+        """Starts a worker on each device in ``wanted`` that has none. Such a worker serves one isolated model alone.
 
-        ``wanted``: the devices, named as by ``tensord.shm.device_names.alone``, each with the fraction (0 to 1) of a GPU's
-        memory that its worker may take.
+        Workers of this kind on other devices are stopped. ``wanted``: the devices, named as by
+        ``tensord.shm.device_names.alone``, each with the fraction (0 to 1) of a GPU's memory that its worker may take.
         """
         known = {device.name: name for name, device in self._isolated.items()}
         for name in [name for device, name in known.items() if device not in wanted]:
@@ -127,7 +127,10 @@ class WorkerPool:
             self._fill(name)
 
     def _fill(self, name: str) -> None:
-        """Starts the worker of an isolated model by the worker's name, unless it runs. If that fails, tries again 1 s later."""
+        """Starts a worker that serves one isolated model, unless it runs. If that fails, tries again 1 s later.
+
+        ``name``: the worker's name.
+        """
         if not self.is_vacant(name):
             return
         try:
@@ -138,9 +141,9 @@ class WorkerPool:
             asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._fill, name)
 
     def _dismiss(self, name: str) -> None:
-        """Stops the worker of an isolated model, by the worker's name, once the requests that it accepted are finished.
+        """Stops a worker that serves one isolated model, once the requests that it accepted are finished. It is not replaced.
 
-        The worker is not replaced.
+        ``name``: the worker's name.
         """
         device = self._isolated.pop(name)
         self._without_use.pop(device.name, None)
@@ -185,7 +188,7 @@ class WorkerPool:
         self._dismissed(worker)
 
     def start(self, name: str, device: Device) -> None:
-        """Starts a worker with this name. Raises OSError: no memory, process slot or file descriptor is free."""
+        """Starts a worker with this name. Raises OSError: no memory, process id or file descriptor is free."""
         self._adopt(name, device, spawn_worker(self._program, device))
 
     def _adopt(self, name: str, device: Device, spawned: Spawned) -> None:
@@ -301,7 +304,7 @@ class Orphans:
         self._own = own
 
     def watch(self) -> None:
-        """Waits for orphans that have ended, now and whenever a child process ends (SIGCHLD)."""
+        """Begins to wait for orphans that have ended: now, and whenever a child process ends (SIGCHLD)."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
         self._reap()
 

@@ -192,5 +192,5 @@ class Accounts:
 
 
 def part(options: Arenas, share: float) -> int:
-    """Returns how many bytes of an arena a share is (0 to 1). A share of 1 has no limit: ``sys.maxsize`` is returned."""
+    """Returns how many bytes a share (0 to 1) of an arena is. A share of 1 has no limit: it is ``sys.maxsize``."""
     return int(options.max_byte_size * share) if share < 1 else sys.maxsize

@@ -55,7 +55,7 @@ class WorkerLink:
 
 
 class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
-    """A request of any protocol, from its sending until its final answer. (It is a Struct, because every request has one.)"""
+    """A request of any protocol, from its sending until its final answer. (A Struct is quick to make; each request needs one.)"""
 
     #: With its id; 0: it is not sent, so far.
     record: RequestRecord = _UNSENT
@@ -96,7 +96,7 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def holds_up(self) -> bool:
-        """Returns whether answers to later requests cannot be sent before the answer to this one. They hold memory meanwhile."""
+        """Returns whether answers to later requests, which hold memory, can be sent only after the answer to this request."""
         return False
 
     @property
@@ -107,7 +107,7 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
     def left_line(self) -> None:
         """Called when the request no longer waits for arena memory, because it was sent or answered.
 
-        Not called if it was cancelled.
+        It is not called for a request that was cancelled.
         """
 
     def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:

@@ -48,11 +48,14 @@ class Unconverted(Protocol):
         """Returns the largest number of bytes that the tensor can have."""
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:
-        """Converts the tensor's JSON and writes the tensor into ``place``. Yields after each piece; returns the bytes written."""
+        """Converts the tensor's JSON and writes the tensor into ``place``. Yields after each piece.
+
+        Returns how many bytes were written.
+        """
 
 
 class UnsentRequest(msgspec.Struct):
-    """A parsed request of either protocol, until it is sent. (It is a Struct, because one is made for every request.)"""
+    """A parsed request of either protocol, until it is sent. (A Struct is quick to make, and each request needs one.)"""
 
     #: The constant part of the request, which many requests have in common: all but id, scheduling and contents.
     prepared: PreparedRequest

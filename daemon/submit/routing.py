@@ -92,7 +92,7 @@ class Routing:
         self._forget()
 
     def find(self, request: InFlight, state: ModelState | None = None) -> WorkerLink | None:
-        """Returns the worker that a request should be sent to; None: no worker can run it now.
+        """Returns the worker to which a request should be sent; None: no worker can run it now.
 
         ``state``: the state of the request's model; None: it is looked up.
 

@@ -74,8 +74,9 @@ class SequenceRouting:
         return model
 
     def find(self, request: InFlight, model: SequencedModel, gpu: str) -> WorkerLink | None:
-        """Returns the worker for a request of a sequence; None: no worker, or not the sequence's own worker, can run it now.
+        """Returns the worker for a request of a sequence.
 
+        None is returned if the worker that has the sequence cannot be used now or, for a new sequence, if there is no worker.
         ``gpu``: the GPU on which the request's regions lie; "": any. It counts only for the first request of a sequence,
         because a sequence stays on its worker.
 
@@ -108,8 +109,9 @@ class SequenceRouting:
     def bury(self, worker: WorkerLink, orphans: Iterable[InFlight]) -> set[InFlight]:
         """Reads from a dead worker's page which sequences the worker had, and remembers them as lost.
 
-        ``orphans``: the worker's requests without an answer. Returns those that must not be run on another worker, because
-        their sequence is lost. If the dead worker had run no request of a sequence, the sequence's requests may run elsewhere.
+        ``orphans``: the worker's requests without an answer. Returns the requests among them that must not be run on another
+        worker, because their sequence is lost. If the dead worker had run no request of a sequence, the sequence's requests
+        may run elsewhere.
         """
         runs: dict[Key, list[InFlight]] = {}
         for request in orphans:

@@ -133,9 +133,7 @@ class Submitter:
     # ------------------------------------------------------------------------------------------------ sending
 
     def send(self, request: InFlight, state: ModelState | None = None) -> None:
-        """Sends a request to a worker or, if none can run it now, when one can.
-
-        The submitter owns the request's leases from now on.
+        """Sends a request to a worker or, if none can run it now, when one can. Owns the request's leases from now on.
 
         The request's inputs must lie in its record, in regions or in its leases. Its method ``completed`` gets exactly one
         final answer, never before ``send`` returns.
@@ -213,10 +211,7 @@ class Submitter:
             self._fail(request, Internal(DEFECT))
 
     def _send_waiting(self) -> None:
-        """Sends the waiting requests for which there is a worker now.
-
-        The other requests wait on, until the same time as before.
-        """
+        """Sends the waiting requests for which there is a worker now. For the others the time at which they give up stays."""
         waiting, self._waiting = self._waiting, {}
         for request, gives_up in waiting.items():
             if request.record.request_id in self._in_flight:
@@ -410,10 +405,9 @@ class Submitter:
         return True
 
     def _take(self, worker: WorkerLink, prepared: PreparedAnswer, own: AnswerRecord) -> None:
-        """Passes on an error, or a response that is not the last one, to its request.
+        """Passes an error, or a response that is not the last one, to its request. Two kinds of errors are not passed on.
 
-        Two errors are not passed on: the request was withdrawn before it began, and waits again; or its model has moved to
-        another worker, to which the request is sent instead.
+        If a request was withdrawn before it began, it waits again. If its model has moved to another worker, it is sent there.
         """
         take = worker.in_flight.pop if prepared.final else worker.in_flight.get
         request, lease = take(own.request_id, None), own.lease
@@ -465,9 +459,10 @@ class Submitter:
             self._fail(request, from_code(answer.code, answer.message))
 
     def _note_lease(self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, own: AnswerRecord) -> None:
-        """Counts an answer's lease for its connection and client until ``release``. If they now hold their share, throttles them.
+        """Counts an answer's lease for its connection and client, until ``release`` is called.
 
-        ``request``: the request that was answered; None: it is not in flight any more, and the lease counts for nobody.
+        If the connection or the client now holds its share of response memory, its other requests are throttled. ``request``:
+        the request that was answered; None: it is not in flight any more, and the lease counts for nobody.
         """
         size = 0
         for content in own.contents:
