@@ -73,7 +73,7 @@ def _load(path: Path, sharding: Any) -> Any:
 
 
 def _check_folder(path: Path) -> None:
-    """Checks the folder of a checkpoint. Raises ValueError: something in it is neither a file nor a folder."""
+    """Checks the folder of a checkpoint. Raises ValueError: it contains something that is neither a file nor a folder."""
     for name, status in itertools.islice(model_folder.walk(path), model_folder.MAX_ENTRIES):
         if status is not None and not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
             raise ValueError(f"{path.name} is no Orbax checkpoint: '{name}' in it is no regular file")

@@ -160,8 +160,8 @@ class Acceptor:
 class AcceptLimit:
     """Decides how many connections a front accepts in one iteration of the event loop; does no I/O.
 
-    After a single connection, a second ``accept`` costs a system call that mostly finds none: the more often it found none, the
-    more seldom it is tried. While many connections come, more of them are accepted in each iteration.
+    After a single connection, a second ``accept`` costs a system call that mostly finds no further connection. The more often it
+    found none, the more seldom it is tried. While many connections come, more of them are accepted in each iteration.
 
         single:  1 | 1, 2? | 1 1 1, 2? | 1 x 7, 2? | ...
         many:    2 | 4 | 8 | ... | 64
@@ -207,7 +207,7 @@ class ListeningSocket:
     def accept(self) -> tuple[socket.SocketType, object]:
         """Accepts a connection. Returns its socket, which is in blocking mode, and its client's address.
 
-        Raises BlockingIOError: no connection waits; OSError: as of accept(2).
+        Raises BlockingIOError: no connection waits; any other OSError: the system call accept failed.
         """
         fd, address = self._listener._accept()  # type: ignore[attr-defined]
         return socket.SocketType(self._family, self._kind, self._proto, fd), address

@@ -53,7 +53,10 @@ CALLS: Mapping[str, str] = {
 
 
 class Restricted(Unavailable):
-    """Raised when a call needs a key that the client did not send. It becomes HTTP status 403, or UNAVAILABLE over gRPC."""
+    """Raised when a call needs an access key that the client did not send.
+
+    It becomes HTTP status 403, or UNAVAILABLE over gRPC.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +108,13 @@ class Access:
 
 
 def http_access(restrictions: Mapping[str, Restriction]) -> Access:
-    """Returns the access rules for HTTP: a restricted call needs the header ``Restriction.key`` with ``Restriction.value``."""
+    """Returns the access rules for HTTP. A restricted call needs the header ``Restriction.key`` with ``Restriction.value``."""
     return Access(restrictions, "This API is restricted, expecting header")
 
 
 def grpc_access(restrictions: Mapping[str, Restriction]) -> Access:
-    """Returns the access rules for gRPC: a restricted call needs the metadata ``triton-grpc-protocol-`` + ``Restriction.key``."""
+    """Returns the access rules for gRPC. A restricted call needs a metadata field with the value ``Restriction.value``.
+
+    The name of the field is ``triton-grpc-protocol-``, followed by ``Restriction.key``.
+    """
     return Access(restrictions, "This protocol is restricted, expecting header", "triton-grpc-protocol-")

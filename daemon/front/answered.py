@@ -34,10 +34,10 @@ _CLIENTS = frozenset(
 
 
 class Answered:
-    """Counts the answers that one front has sent, by status; writes the front's access log; and remembers its last errors."""
+    """Counts the answers that one front has sent, by status. Writes the front's access log, and remembers its last errors."""
 
     def __init__(self, counters: FrontCounters, refusals: Refusals, protocol: str, access: int = 0) -> None:
-        """Begins with no errors; the counts are those in shared memory.
+        """Begins with no remembered errors.
 
         Args:
           counters: the front's counters in shared memory.
@@ -58,7 +58,7 @@ class Answered:
     def log_every(self, access: int) -> None:
         """Changes what is logged: every ``access``-th inference answer that is no error, and at most 10 errors a second.
 
-        0: nothing is logged.
+        If ``access`` is 0, nothing is logged.
         """
         self._log.log_every(access, self._words[self._good])
 
@@ -67,7 +67,7 @@ class Answered:
 
         Args:
           version: the model version that has answered; 0: it is not known.
-          answer: the bytes to send, for their number.
+          answer: the bytes to send, whose number is logged.
         """
         words, at = self._words, self._good
         words[at] = count = words[at] + 1
@@ -84,7 +84,7 @@ class Answered:
         self._words[self._places.get(code, self._other)] += 1
 
     def failed(self, code: str, message: str, request: InFlight | None = None, account: Account | None = None) -> None:
-        """Counts an answer that is an error, remembers it, and logs it if the access log is on.
+        """Counts an answer that is an error, and remembers the error. If the access log is on, the error is logged too.
 
         Args:
           code: the HTTP status in digits, or the name of the gRPC status.

@@ -18,7 +18,7 @@ V = TypeVar("V")
 class BoundedCache(dict[K, V | None]):
     """Caches values by key: at least the last ``count`` that were stored or found, at most twice as many.
 
-    If ``count`` is 0, it stores nothing. ``cache[key]`` returns the value, or None if the value is not cached or not any more. A
+    If ``count`` is 0, it stores nothing. ``cache[key]`` returns the value; None if the value was never stored, or was evicted. A
     recently stored value is found without running Python code.
     """
 

@@ -139,13 +139,13 @@ class Endpoints:
     # -------------------------------------------------------------------------------------------- repository
 
     async def load(self, model: str, parameters: Mapping[str, Any], peer: Peer = ANONYMOUS) -> None:
-        """Loads a model. Returns once it is loaded.
+        """Loads a model, and returns once it is loaded.
 
-        Raises ServingError: the parameters are wrong, or the model could not be loaded.
         Args:
           parameters: ``config`` (JSON text) and ``file:<version>/<name>`` (bytes). If files are given, the model consists of
             these files alone, and ``config`` is needed.
           peer: the client that asks.
+        Raises ServingError: the parameters are wrong, or the model could not be loaded.
         """
         config, files = "", {}
         for key, value in sorted(parameters.items()):
@@ -168,10 +168,12 @@ class Endpoints:
         await self.ask(LoadModel(model, config, files), peer)
 
     async def unload(self, model: str, parameters: Mapping[str, Any], peer: Peer = ANONYMOUS) -> None:
-        """Unloads a model. Raises ServingError: a parameter is wrong, or the model could not be unloaded.
+        """Unloads a model.
 
-        ``parameters``: ``unload_dependents``, whether an ensemble's members that no other model uses are unloaded too. ``peer``:
-        the client that asks.
+        Args:
+          parameters: ``unload_dependents``, whether an ensemble's members that no other model uses are unloaded too.
+          peer: the client that asks.
+        Raises ServingError: a parameter is wrong, or the model could not be unloaded.
         """
         dependents = parameters.get("unload_dependents", False)
         if not isinstance(dependents, bool):
@@ -188,10 +190,10 @@ class Endpoints:
         Args:
           name: the region's name.
           key: the name of the shared-memory object.
-          offset: the first byte of the part, unsigned like ``byte_size``.
+          offset: the offset of the part in the object, in bytes; unsigned, like ``byte_size``.
           peer: the client that asks.
           end: a file descriptor that becomes readable when the region is to be removed, and that the caller closes; -1: the
-            region is not removed by itself.
+            region stays until it is unregistered.
         Raises ServingError: the region cannot be registered.
         """
         if offset > _INT64 or byte_size > _INT64:
@@ -204,6 +206,9 @@ class Endpoints:
     # ---------------------------------------------------------------------------------------------- settings
 
     async def check_traced(self, model: str) -> None:
-        """Raises InvalidArgument if a model is unknown whose trace settings are to be read. The name "" stands for all models."""
+        """Checks that a model is known whose trace settings are to be read. The name "" stands for all models.
+
+        Raises InvalidArgument: the model is unknown.
+        """
         if model:
             await self.ask(ChangeTrace(model))

@@ -42,11 +42,11 @@ class LingeringClose:
         self._lingering: dict[Lingering, None] = {}
 
     def see_out(self, transport: asyncio.Transport) -> None:
-        """Ends the sending side of a connection in the loop's next iteration, and closes it once the client has closed.
+        """Ends the sending side of a connection, and closes the connection once the client has closed its side.
 
-        If the client is too slow, the connection is closed without waiting. The connection's protocol gets no more data, and its
-        ``connection_lost`` is called together with the end of the sending side. Call it only if all bytes that were written are
-        with the kernel, or with the transport (TLS).
+        The sending side is ended in the next iteration of the event loop. From then on the connection's protocol gets no more
+        data: its ``connection_lost`` is called. If the client is too slow, the connection is closed without waiting for it. Call
+        it only if all bytes that were written are with the kernel, or with the transport (TLS).
         """
         asyncio.get_running_loop().call_soon(self._begin, transport)
 
@@ -103,7 +103,10 @@ class Lingering(asyncio.Protocol):
         self._lingering_close.forget(self)
 
     def is_late(self, now: float, min_rate: int) -> bool:
-        """Returns whether the client has taken at most ``min_rate`` bytes a second for ``LINGER_SECONDS``."""
+        """Returns whether the client has received at most ``min_rate`` bytes a second on average, over ``LINGER_SECONDS``.
+
+        ``now``: monotonic seconds.
+        """
         untaken = _waiting(self._transport, termios.TIOCOUTQ)
         return self._pace.is_slow(self._since, untaken, now, LINGER_SECONDS, min_rate)
 

@@ -100,7 +100,7 @@ class ConnectionEnd:
             os.close(reader)
 
     def close(self) -> None:
-        """Makes all descriptors readable, because the connection has ended. Idempotent."""
+        """Signals that the connection has ended, by which all its descriptors become readable. Idempotent."""
         self._closed = True
         self._release()
 

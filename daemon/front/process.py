@@ -145,7 +145,10 @@ class Front(ABC):
 
     @abstractmethod
     async def open(self, options: Options, endpoints: Endpoints) -> None:
-        """Starts to serve clients. Returns once connections are accepted."""
+        """Starts to serve clients. Returns once connections are accepted.
+
+        ``endpoints``: carries out requests other than inference.
+        """
 
     def accept(
         self,
@@ -177,7 +180,7 @@ class Front(ABC):
             self.lingering.check(now)
 
     async def drain(self, grace_ns: int) -> None:
-        """Stops accepting connections, and ends open ones once their clients have received the answers that they wait for.
+        """Stops accepting connections. Ends open connections once their clients have received the answers that they wait for.
 
         Connections that are still open after ``grace_ns`` nanoseconds are closed at once.
         """
@@ -198,8 +201,8 @@ class Front(ABC):
     def end(self, connection: Any, at_once: bool) -> None:
         """Ends a connection as soon as it is idle, because the front stops.
 
-        Called again and again until the connection has ended. ``at_once``: True: requests that begin now are refused. False: the
-        client is only told that the connection will end.
+        Called again and again until the connection has ended. ``at_once``: True: requests that begin now are refused. False: they
+        are accepted, and the client is only told that the connection will end.
         """
 
     @abstractmethod
@@ -261,7 +264,8 @@ class Front(ABC):
     async def _answer(self, call: ControlCall) -> None:
         """Carries out a call of the supervisor and sends the reply.
 
-        The result is a JSON list or, for AwaitIdle, empty and sent once no request is unanswered. An unknown call gets an error.
+        The reply has a JSON list, or an error if the call is unknown. The reply to AwaitIdle is empty, and is sent once every
+        request is answered.
         """
         result = b""
         match call.operation:

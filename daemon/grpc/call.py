@@ -24,11 +24,11 @@ class Call(ABC):
     __slots__ = ()
 
     def arriving(self, byte_size: int, on_room: Callable[[], None]) -> ArrivingMessage | None:
-        """Called when a large message begins to arrive. Returns an object that receives the message, or None.
+        """Called when a large message begins to arrive. Returns an object that receives the message into the arena, or None.
 
-        With None the stream buffers the message and passes it to ``message``; so it is if the receiver did not put the message
-        into the arena. If it did, the call must drop the message (``drop``), or take its parts and the lease of its memory
-        (``take``).
+        If it is None, the stream buffers the message and passes the message to ``message``. It does so too if the receiver did
+        not put the message into the arena. If the receiver did, the call must drop the message (``drop``), or take its parts and
+        the lease of its memory (``take``).
         ``on_room``: the receiver calls it once its wait for arena memory has ended, with memory or with a refusal.
         Raises CallRefused: the call accepts no further message.
         """
@@ -43,7 +43,7 @@ class Call(ABC):
 
     @abstractmethod
     def half_closed(self) -> None:
-        """Is called once the client has ended its sending side: no further message follows."""
+        """Called once the client has ended its sending side, so that no further message follows."""
 
     @property
     @abstractmethod

@@ -576,21 +576,21 @@ class Http2:
         self.write(frames.rst_stream(number, code))
 
     def reset(self, stream: Stream, code: int) -> None:
-        """Ends a stream with RST_STREAM because the client broke a rule on it: a stream error (5.4.2)."""
+        """Ends a stream with RST_STREAM because the client broke a rule on it: a stream error (RFC 9113, 5.4.2)."""
         stream.abandon()
         self.rst_stream(stream.id, code)
 
     # -------------------------------------------------------------------------------------------------------- 6.8: the end
 
     def goaway(self, violation: Violation) -> None:
-        """Sends GOAWAY, which tells the client why the connection ends now (5.4.1)."""
+        """Sends GOAWAY with the code and reason of ``violation``, because of which the connection ends now (RFC 9113, 5.4.1)."""
         last = self.numbers.last if self._last_told is None else self._last_told
         self.write(frames.goaway(last, violation.code, violation.reason))
 
     def announce_end(self) -> None:
         """Sends the first GOAWAY of a graceful end, and a PING.
 
-        The client's acknowledgement of it shows that it has read both.
+        The client's acknowledgement of the PING shows that the client has read both frames.
         """
         self.phase = ConnectionPhase.ANNOUNCED
         self.write(frames.goaway(STREAM_ID, frames.NO_ERROR) + frames.frame(frames.PING, 0, 0, _LAST_CALL))
@@ -616,7 +616,7 @@ class Http2:
         call_each([stream.abandon for stream in self.streams.values()], "leaving a call")
 
     def connection_lost(self) -> None:
-        """Drops all queued bytes and ends all streams, because the transport is gone."""
+        """Drops all queued bytes and ends all streams, because the client has disconnected."""
         self.phase = CLOSED
         self.out.clear()
         self.abandon_streams()

@@ -219,7 +219,7 @@ class Infer:
         Args:
           waited_ns: when the call began to wait for the message, CLOCK_MONOTONIC; 0: no trace is begun here.
           read_ns: when the message was complete, CLOCK_MONOTONIC; 0: now.
-          sampled: the request's trace, if it was begun before.
+          sampled: the request's trace, if it was begun before; None: it was not.
           lease: the arena memory with the request's tensors; None: they are not in the arena.
         Raises: RefusedRequest: the request was not sent, and ``lease`` is given back.
         """
@@ -273,9 +273,12 @@ class Infer:
     def _trace_refused(
         self, refused: RefusedRequest, call: InferCall, waited_ns: int, read_ns: int, sampled: Trace | None
     ) -> None:
-        """Adds a trace to ``refused``, a request that was refused while it was decoded, if it is sampled and names a model.
+        """Adds a trace to a request that was refused while it was decoded, if the request is sampled and names a model.
 
-        ``sampled``: the request's trace, if it was begun before; else None.
+        Args:
+          waited_ns: when the call began to wait for the message, CLOCK_MONOTONIC; 0: no trace is begun here.
+          read_ns: when the message was complete, CLOCK_MONOTONIC; 0: now.
+          sampled: the request's trace, if it was begun before; None: it was not.
         """
         if sampled is None and waited_ns and refused.model:
             sampled = self._sample(refused.model, call.stream.head, waited_ns, read_ns)

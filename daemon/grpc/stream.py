@@ -242,8 +242,8 @@ class Stream:
     def frame_arrived(self, flags: int) -> None:
         """Called when a DATA or HEADERS frame has arrived completely. ``flags``: the flags of the frame.
 
-        If the frame ends the client's side of the stream, the call is told so; but if a message is incomplete, the call is
-        refused. Otherwise, if much of the stream's window is used up, the client is granted more.
+        If the frame ends the client's side of the stream, the call is told so. If a message is incomplete then, the call is
+        refused instead. After any other frame, the client is granted more window if much of the stream's window is used up.
         """
         if not flags & frames.END_STREAM:
             if self.ungranted > MUCH_OF_STREAM:
@@ -343,7 +343,10 @@ class Stream:
         self.call.message(content, start, end)
 
     def _counts(self, byte_size: int) -> bool:
-        """Counts received bytes against the request's content-length. If they exceed it, resets the stream and returns False."""
+        """Counts received bytes against the request's content-length. Returns True if they stay within it.
+
+        If they exceed it, resets the stream and returns False.
+        """
         assert self._promised is not None
         self._promised -= byte_size
         if self._promised < 0 and not self.ended:

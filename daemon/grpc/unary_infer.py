@@ -250,7 +250,7 @@ class StepOrder:
         return False
 
     def leave(self, step: UnaryInfer, sent: bool) -> None:
-        """Removes a call that no longer waits; it does nothing if the call is not held here.
+        """Removes a call from this object, because its request was sent or never will be. If the call is not held, does nothing.
 
         ``sent``: True: the call's request was sent to a worker, so the requests that waited for it are sent. False: it will never
         be sent, so the requests of its sequence that waited for it are refused.

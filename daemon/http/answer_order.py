@@ -70,7 +70,7 @@ class AnswerOrder:
         self._unwritten: list[Exchange | Generation] = []
 
     def append(self, request: HttpRequest, expects_continue: bool = False) -> None:
-        """Adds a request whose head has arrived, which will be answered after the earlier requests. Its body arrives next.
+        """Adds a request whose head has arrived. It will be answered after the earlier requests. Its body arrives next.
 
         Args:
           expects_continue: True: the client sends the body only after ``100 Continue``, which ``ask_for_body`` sends. False: the
@@ -94,7 +94,7 @@ class AnswerOrder:
 
     @property
     def between(self) -> bool:
-        """Returns whether no request is open, so that the next bytes begin the head of a new one."""
+        """Returns whether no request is arriving or unanswered, so that the next bytes begin a request."""
         return not (self.requests or self.receiving or self.times.head_since)
 
     # ------------------------------------------------------------------------------------------------ answers
@@ -114,8 +114,8 @@ class AnswerOrder:
     def answer_pieces(self, pieces: list[Buffer]) -> bool:
         """Writes the whole answer to the oldest request, removes the request, and lets the next request be answered.
 
-        Returns True if the transport needs no more memory of the answer. Returns False if the transport's buffer is full: then
-        the request's ``written`` is called once the buffer has drained.
+        Returns True if the transport no longer needs the memory of the answer. Returns False if the transport's buffer is full:
+        then the request's ``written`` is called once the buffer has drained.
         """
         if len(pieces) == 1:
             self.transport.write(pieces[0])
@@ -211,7 +211,11 @@ class AnswerOrder:
         self.flow.pause_reading()
 
     def resume_writing(self) -> None:
-        """Called when the transport's buffer has drained: continues unfinished answers, then reads and answers new requests."""
+        """Called when the transport's buffer has drained.
+
+        Writes the rest of unfinished answers, and resumes what waited for that. Then the next request is answered, and reading
+        from the client resumes, unless the buffer is full again.
+        """
         self.times.stalled_since = 0.0
         unwritten, self._unwritten = self._unwritten, []
         self.flow.write_paused = False
@@ -347,7 +351,7 @@ class AnswerOrder:
             self._hang_up()
 
     def lost(self) -> None:
-        """Cancels all unanswered requests of the connection, because the client is gone."""
+        """Cancels all unanswered requests of the connection, because the client has disconnected."""
         if self.requests or self._unwritten:
             call_each([request.abandon for request in {*self.requests, *self._unwritten}], "leaving a request")
             self.requests.clear()

@@ -42,7 +42,7 @@ class _Error(msgspec.Struct):
 
 
 class AsgiRequest:
-    """One HTTP request that the ASGI application answers: any request other than inference."""
+    """One HTTP request that the ASGI application answers, which is any request that is no inference request."""
 
     def __init__(self, serving: HttpServing, scope: dict[str, Any], order: AnswerOrder, keep_alive: bool) -> None:
         self._serving = serving

@@ -72,7 +72,7 @@ class CollectedBody:
             self._more += chunk
 
     def whole(self) -> bytes | memoryview:
-        """Returns all bytes received so far."""
+        """Returns all bytes received so far: a view of the memory pages if the body is large, else a bytes object."""
         if self._pages is not None:
             return self._pages[: self.received]
         if self._more is not None:
@@ -118,12 +118,12 @@ class TextBody:
             self.drop()
 
     def drop(self) -> None:
-        """Frees the memory of the body; bytes of the body that still arrive are discarded."""
+        """Frees the memory of the body. Bytes of the body that still arrive are discarded."""
         self._kept = False
         self._memory = memoryview(bytearray(min(_THROWN_AWAY, self._byte_size - self.received)))
 
     def whole(self) -> memoryview:
-        """Returns all bytes received so far. Must not be called after ``drop``."""
+        """Returns a view of all bytes received so far. Must not be called after ``drop``."""
         return self._memory[: self.received]
 
 

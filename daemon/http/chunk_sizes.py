@@ -16,7 +16,7 @@ _SIZE = re.compile(rb"[0-9A-Fa-f]+")
 
 
 class ChunkRefused(Exception):
-    """Raised when a chunked body is refused; its arguments are the status and the text of the HTTP response."""
+    """Raised when a chunked body is refused. Its arguments are the status and the text of the HTTP response."""
 
 
 class _Phase(enum.Enum):

@@ -222,7 +222,10 @@ class Http1Connection(asyncio.Protocol):
         order.reader.receive(body.rest()[:_PIECE_BYTE_SIZE] if isinstance(body, TextBody) else body.rest())
 
     def _leave_reader(self) -> None:
-        """Removes the ``BodyReader`` from the connection, because the client sends small requests again."""
+        """Removes the ``BodyReader`` from the connection, because the client sends small requests again.
+
+        While reading is paused it does nothing.
+        """
         order = self.order
         if order.reader is not None and not order.flow.read_paused:
             order.reader.leave()
@@ -254,7 +257,7 @@ class Http1Connection(asyncio.Protocol):
         self.order.resume_writing()
 
     def check(self, now: float) -> None:
-        """Checks the client's deadlines at the monotonic time ``now``, in seconds; called about once a second.
+        """Checks the client's deadlines. Called about once a second. ``now``: monotonic seconds.
 
         A request that comes too slowly is refused with 408. The connection of a client that reads no answers is aborted, and an
         idle connection is closed.
@@ -285,7 +288,7 @@ class Http1Connection(asyncio.Protocol):
             order.refuse(503, "the server is stopping, and the rest of the request does not come")
 
     def abort(self) -> None:
-        """Cuts the connection at once; bytes that are not sent yet are dropped."""
+        """Closes the connection at once. Bytes that are not sent yet are dropped."""
         self.transport.abort()
 
     def _came(self) -> int:

@@ -283,7 +283,7 @@ class Exchange(InFlight):
     def _go_on(self) -> None:
         """Submits the request, provided that its body is complete and in its place and that earlier requests are answered.
 
-        If the body was refused, the client is sent the error. Until then it does nothing.
+        If the body was refused, the client is sent the error instead. While one of the conditions is not met, it does nothing.
         """
         if self.phase is not _RECEIVED or not self.my_turn or self._gone or self._job is not None:
             return
@@ -570,7 +570,10 @@ class Exchange(InFlight):
         return self._head.origin_lines + self._timing_line + lines
 
     def written(self) -> None:
-        """Releases the answer's shared memory, which the transport needs no longer, and ends the request's trace."""
+        """Called when the transport no longer needs the answer's shared memory.
+
+        Releases that memory, and ends the request's trace.
+        """
         unwritten, self._unwritten = self._unwritten, None
         if unwritten is not None:
             self._serving.submitter.release(*unwritten)
@@ -593,7 +596,7 @@ class Exchange(InFlight):
     def _refused(self, error: Exception) -> None:
         """Answers the request with ``error``. An exception that is no ``ServingError`` is a defect of the server, and is logged.
 
-        If a part of an answer was already written, the connection is aborted instead.
+        After a defect, the connection is aborted instead if a part of an answer was already written.
         """
         if isinstance(error, ServingError):
             self._answer_error(http_status(error), error.message)

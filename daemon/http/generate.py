@@ -192,7 +192,7 @@ class Generation(InFlight):
         self._go_on()
 
     def _admit(self) -> ModelState:
-        """Begins a trace if the request is sampled, and returns the state of the model that the request names.
+        """Begins a trace if the request is sampled. Returns the state of the model that the request names.
 
         Raises NotFound: the model version does not serve; InvalidArgument: the body is compressed.
         """
@@ -241,8 +241,8 @@ class Generation(InFlight):
     def _take(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
         """Writes one response to the client and acknowledges it to its worker.
 
-        While the client does not read, it is queued instead. ``lane``: the lane over which the response came; None if this front
-        has made the response, which is then an error.
+        While the client does not read, the response is queued instead. ``lane``: the lane over which the response came; None if
+        this front has made the response, which is then an error.
         """
         if self._blocked:
             self._held.append((prepared, own, lane))
@@ -453,7 +453,7 @@ class GenerateStream(Generation):
         self._say(b"data: %b\n\n" % _encode({"error": error.message}), 400)
 
     def _say(self, event: bytes, status: int) -> None:
-        """Sends one event. For a client of HTTP/1.0 it is kept, and all events are sent together at the end.
+        """Sends one event. For a client of HTTP/1.0 the event is stored, and all events are sent together at the end.
 
         ``status``: the HTTP status of the answer, if this event is the first one; otherwise without effect.
         """

@@ -95,7 +95,7 @@ class JsonArray:
     def fill(self, place: memoryview) -> Generator[None, None, int]:
         """Writes the tensor's bytes into ``place``, and yields after each piece. Returns how many bytes were written.
 
-        Raises: InvalidArgument: the text is no JSON array for this datatype and shape; the message is in Triton's words.
+        Raises: InvalidArgument: the text is no JSON array for this datatype and shape. The message is worded as Triton's.
         """
         nested = yield from self._check_nesting()
         out = np.frombuffer(place, DTYPES[self.datatype]) if self.datatype != "BYTES" else np.empty(0)
@@ -174,10 +174,11 @@ class JsonArray:
 
 
 def _dimensions(structure: bytes, rank: int) -> Generator[None, None, list[int]]:
-    """Returns the lengths of nested lists, outermost first. Returns an empty list if lists at one depth have different lengths.
+    """Returns the lengths of nested lists, outermost first, of which only brackets and commas are given.
 
-    The result is also empty if they are nested far too deep for ``rank``. It takes the length of the first innermost list, and
-    removes all lists like that one. If all were alike, a structure with one level less is left. It yields after each level.
+    Returns an empty list if lists at one depth have different lengths, or if the lists are nested far deeper than ``rank``.
+    It takes the length of the first innermost list, and removes all lists like that one. If all were alike, a structure with one
+    level less is left. It yields after each level.
     Args:
       structure: brackets and commas alone, such as ``[[,,],[,,]]``.
     """

@@ -104,7 +104,7 @@ class Messages:
         self.body_left = 0
 
     def close(self) -> None:
-        """Drops the parser, because the connection is closed."""
+        """Drops the parser, because the connection is closed. Signals the end of the connection to processes that watch it."""
         self._connection_end.close()
         del self.parser  # which refers to this object
 
@@ -417,8 +417,8 @@ class ParserFeed:
     def _refuse_empty_line(self) -> None:
         """Refuses the client if it has sent a line feed without a carriage return between two requests.
 
-        Inside a request it does nothing. Such a line feed is no empty line. Another server on the way might take it for the
-        beginning of a different request.
+        Such a line feed is no empty line, and another server on the way might take it for the beginning of a different request.
+        If the line feed lies inside a request, this method does nothing.
         """
         if not self.messages.inside:
             self._order.refuse(400, "malformed HTTP request")

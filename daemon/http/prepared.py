@@ -242,8 +242,9 @@ class PreparedKind:
         return self.numbered
 
     def answer(self, prepared: PreparedAnswer, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> AnswerText:
-        """Returns the encoder of those answers to requests of this kind that have ``prepared`` in common. It is created once.
+        """Returns the encoder of those answers to requests of this kind that have ``prepared`` in common.
 
+        The first call creates the encoder, and later calls return the same one.
         Args:
           own: the record of the present answer.
           view: returns the bytes of a slice of the response arena.
@@ -329,8 +330,9 @@ class AnswerText:
         return b"".join((self._head, *contents))
 
     def pieces(self, client_id: str, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> list[Buffer] | None:
-        """Returns an answer with tensors in shared memory as pieces: HTTP head and JSON, then views of the tensors, uncopied.
+        """Returns an answer with tensors in shared memory as pieces: HTTP head and JSON, then each tensor.
 
+        Tensors in shared memory are not copied: their pieces are views of it.
         Returns None if there is no cached head, or if the tensors' sizes differ from those of the first answer.
         Raises InvalidArgument: a tensor is outside the arena.
         """

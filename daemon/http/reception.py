@@ -75,7 +75,7 @@ class Reception(Receiver):
         """Prepares memory for the body, by the length in the request's head.
 
         It may pause reading until there is room in the arena.
-        Raises InvalidArgument: by the head, the JSON is longer than the body, or the body could never fit into the arena;
+        Raises InvalidArgument: the head gives the JSON more bytes than the body, or the body could never fit into the arena;
         Unavailable: the host has no memory left.
         """
         length, json_size = self._head.content_length, self._head.json_size

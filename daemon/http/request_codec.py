@@ -178,7 +178,9 @@ def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | No
 def read_values(entry: InputHead | ExactInput, apart: json_cut.Cut | None) -> Values:
     """Converts the JSON ``data`` of an input to a tensor's bytes. The input's shape must have been checked.
 
-    For large data it returns an object that converts it later, in steps.
+    For large data it returns an object instead that converts the data later, in steps.
+    Args:
+      apart: the large data that was cut out of the JSON; None: nothing is cut out.
     Raises: InvalidArgument: the data is wrong or does not fit the shape; UnusualText: only the exact parser can convert it.
     """
     count = prod(entry.shape)
@@ -211,7 +213,7 @@ def _count(entry: InputHead | ExactInput, text: memoryview | None) -> int:
 def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, count: int) -> Values:
     """Converts large data that was cut out of the JSON to a tensor's bytes.
 
-    If that takes long, it returns an object that converts the data later, in steps.
+    If that takes long, it returns an object instead that converts the data later, in steps.
     Args:
       number: the index of the data in ``apart.spans``.
       count: how many values the input has.
@@ -368,7 +370,7 @@ def _requested(entry: OutputHead | ExactOutput, decoded: DecodedRequest) -> Requ
 def _region(parameters: dict[str, Any]) -> RegionSlice:
     """Returns the slice of a shared memory region that the parameters of an input or output name.
 
-    Raises: InvalidArgument: a parameter has a wrong type, or offset and size are impossible.
+    Raises: InvalidArgument: a parameter has a wrong type, or offset and size are not possible numbers.
     """
     region = text("shared_memory_region", parameters["shared_memory_region"])
     offset = _unsigned("shared_memory_offset", parameters.get("shared_memory_offset", 0))

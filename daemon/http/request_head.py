@@ -95,7 +95,7 @@ class ExactInput:
 
 @dataclass(slots=True)
 class ExactOutput:
-    """Holds one entry of ``outputs``, as the exact parser read it: its parameters may be any JSON values."""
+    """Holds one entry of ``outputs``, as the exact parser read it. Its parameters may be any JSON values."""
 
     name: str
     parameters: dict[str, Any]

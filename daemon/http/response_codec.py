@@ -38,7 +38,7 @@ def encode(
     view: Callable[[Slice], memoryview],
     in_steps: bool = False,
 ) -> tuple[bytes, list[Buffer]]:
-    """Encodes an answer to an inference request that is no error. Returns its JSON head and its binary tensors.
+    """Encodes an answer that is no error. Returns its JSON head and its binary tensors.
 
     Args:
       prepared: the names, datatypes and shapes of the outputs.

@@ -58,7 +58,7 @@ TRACE_SETTINGS = ("trace_file", "trace_level", "trace_rate", "trace_count", "log
 
 
 class Routes:
-    """Answers all requests to an HTTP front other than inference; creates the ASGI application that serves them."""
+    """Answers all requests to an HTTP front that are no inference requests, and creates the ASGI application that serves them."""
 
     def __init__(self, endpoints: Endpoints, access: Access) -> None:
         self._endpoints = endpoints
@@ -197,9 +197,9 @@ class Routes:
         return _answer(await self._endpoints.model_config(*_target(request)))
 
     async def infer(self, request: Request) -> Response:
-        """Raises NotFound always, because a connection answers inference requests itself and they never get here.
+        """Raises NotFound always. A connection answers inference requests itself, so that none of them reaches this handler.
 
-        The handler exists because the table of routes needs one.
+        It exists because the table of routes needs a handler for their path.
         """
         raise NotFound("Not Found")
 

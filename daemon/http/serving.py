@@ -55,7 +55,7 @@ class CrossOrigin:
     def lines(self, fields: Sequence[tuple[bytes, bytes]]) -> bytes:
         """Returns the CORS header lines of the answer to a request with the header fields ``fields``.
 
-        Returns no bytes if the request has no Origin header.
+        Returns an empty bytes object if the request has no Origin header.
         """
         origin = next((value for name, value in fields if name == b"origin"), None)
         if origin is None:

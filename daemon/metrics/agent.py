@@ -79,8 +79,8 @@ def line(draining: bool, unreadiness: str, busy: float) -> bytes:
     Args:
       draining: whether the daemon is being drained.
       unreadiness: why the daemon is not ready; "": it is ready.
-      busy: the part of the time in which the workers run models, 0 to 1. The weight in the line falls with it, to 1 and not to 0,
-        which would mean to drain.
+      busy: the part of the time in which the workers run models, 0 to 1. The more it is, the smaller is the weight in the line;
+        but the weight is at least 1, because HAProxy takes 0 as an order to drain.
     """
     if draining:
         return b"drain\n"

@@ -173,7 +173,7 @@ def render(snapshot: MetricsSnapshot, accept: str) -> tuple[bytes, str]:
 
 
 def wants_openmetrics(accept: str) -> bool:
-    """Returns whether a request asks for OpenMetrics by its header ``Accept``."""
+    """Returns whether the Accept header of a request names the OpenMetrics format."""
     return "application/openmetrics-text" in {kind.partition(";")[0].strip().lower() for kind in accept.split(",")}
 
 
@@ -183,7 +183,10 @@ def families(snapshot: MetricsSnapshot, is_openmetrics: bool) -> bytes:
 
 
 def _durations(snapshot: MetricsSnapshot, exemplars: bool) -> bytes:
-    """Returns the text of the histograms of durations, which is most of a scrape with many models."""
+    """Returns the text of the histograms of durations. With many models that is most of the answer.
+
+    ``exemplars``: whether a traced request is added to a bucket as an example.
+    """
     found: list[str] = []
     bounds = (*map(str, snapshot.buckets), "+Inf")
     row = len(bounds) + 1

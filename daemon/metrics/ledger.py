@@ -26,7 +26,7 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """The counters of one model version, summed over all workers."""
+    """Holds the counters of one model version, summed over all workers."""
 
     name: str
     version: int
@@ -50,8 +50,8 @@ class Total:
 class Ledger:
     """Adds up each model version's counters over all workers, for the daemon's life.
 
-    A worker process is known by its incarnation, an id that no other process gets. So counters of processes that were replaced
-    stay.
+    A worker process is known by its incarnation, an id that no other process gets. The counters of processes that were replaced
+    are kept in the sums.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Ledger:
             self._ended[key] = counts + version.counts, total(durations, version.durations), _moved(moves, version)
 
     def totals(self, served: Iterable[Key]) -> list[Total]:
-        """Returns the counters of each version in ``served``, summed over all workers, with those that have ended."""
+        """Returns the counters of each version in ``served``, summed over all workers, including workers that have ended."""
         found = []
         for key in served:
             counts, durations, moves = self._ended.get(key, _NOTHING)

@@ -44,7 +44,10 @@ class ControlSocket:
         self._clients: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Binds the control socket and begins to serve. Raises InvalidArgument: the configured path cannot be used."""
+        """Binds the control socket and begins to answer tensorctl.
+
+        Raises InvalidArgument: the path in the configuration cannot be used.
+        """
         sock = self._bound() if self.path is not None else self._bound_by_default()
         if sock is not None:
             self._server = await asyncio.start_unix_server(self._serve, sock=sock, limit=_MAX_LINE)

@@ -27,7 +27,7 @@ _LANES_POLL_SECONDS = 0.05
 
 
 class DrainPhase(enum.Enum):
-    """The phases of a drain: not begun; requests still accepted; new requests refused; no request unanswered any more."""
+    """The phases of a drain: none has begun, requests are still accepted, new requests are refused, every request is answered."""
 
     #: Nothing is drained.
     NONE = "none"
@@ -57,7 +57,8 @@ class Drain:
     def begin(self, seconds: float | None = None) -> None:
         """Begins a drain. The daemon reports at once that it is not ready, and refuses new requests after ``seconds``.
 
-        ``seconds`` None: the option ``supervisor.drain_time``. If a drain has begun already, it does nothing.
+        If ``seconds`` is None, the option ``supervisor.drain_time`` says how long. If a drain has begun already, this method does
+        nothing.
         """
         if self.phase is not DrainPhase.NONE:
             return

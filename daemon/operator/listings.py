@@ -81,9 +81,9 @@ def _listed(names: list[str]) -> str:
 
 
 def of_models(models: Models) -> dict[str, Any]:
-    """Returns a description of the models: whether the daemon is ready, and how many models are served.
+    """Returns a description of the models: whether the daemon is ready, how many models are served, and which are not.
 
-    It also lists each model that is not, or not completely, served, with the reason.
+    Each model that is not served, or of which a version is not served, is listed with the reason.
     """
     readiness = models.readiness
     return {
@@ -138,7 +138,10 @@ def of_model(
 
 
 def of_fronts(fronts: Fronts, slots: ProcessSlots, now_ns: int) -> list[dict[str, Any]]:
-    """Returns a description of each front process, with its number of client connections. ``now_ns``: CLOCK_MONOTONIC."""
+    """Returns a description of each front process, with the number of its client connections.
+
+    ``slots``: knows how often each front has died. ``now_ns``: CLOCK_MONOTONIC.
+    """
     return [_entry(front, slots, now_ns) | {"connections": fronts.connections(front)} for front in fronts]
 
 

@@ -76,7 +76,8 @@ class Operations:
 
         A failure is not raised: its code and message are in the reply.
         Args:
-          end: a file descriptor that came with the operation and that the caller closes; -1: none. See ``answer``.
+          end: a file descriptor that came with the operation and that the caller closes; -1: none. With a registration it becomes
+            readable when the region is to be unregistered; with a push it is the memory of the parameters.
           by_model: True: a model asks, so that ``call.peer`` has no meaning. False: a client or an operator asks.
         """
         call_id, operation = call.call_id, call.operation
@@ -172,9 +173,10 @@ class Operations:
         return listings.of_model(self._models, name, index, workers, slow)
 
     async def _slow(self, worker: WorkerProcess, name: str) -> dict[int, dict[str, int]]:
-        """Returns why a worker answered requests for a model in Python instead of C: by version, counts of requests by reason.
+        """Returns why a worker has answered requests for a model in Python instead of C.
 
-        Returns an empty dict if the worker does not answer in time.
+        The result has, for each version, the number of such requests by reason. It is an empty dict if the worker does not answer
+        in time.
         """
         try:
             figures = msgspec.json.decode(await worker.result_of(WorkerFigures(), _READY_SECONDS), type=Figures)

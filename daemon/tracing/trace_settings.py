@@ -90,7 +90,7 @@ class Values:
     log_frequency: int
 
     def check(self, target: str) -> None:
-        """Raises InvalidArgument if tracing is on but the rate is 0, or if there is no ``target`` (a file or a collector)."""
+        """Raises InvalidArgument if tracing is on although the rate is 0 or there is no ``target``, a file or a collector."""
         if not self.level:
             return
         if not self.rate:
@@ -194,7 +194,10 @@ class TraceSettings:
         ), own
 
     def _record(self, name: str) -> tuple[Any, ...]:
-        """Returns the record that tells fronts the settings of a model, or of all models (""), followed by its descriptors."""
+        """Returns the record that tells fronts the settings of a model, or of all models (""), followed by file descriptors.
+
+        The descriptors are those of the counters that all fronts share.
+        """
         scope = self._scopes[name]
         values = scope.values
         return TraceChanged(name, values.level, values.rate, values.log_frequency, self._file), *scope.fds
