@@ -24,9 +24,9 @@ class Engine:
     def __init__(
         self, options: Options, inbox: Inbox, regions: RegionTable, gpu: int | None, check: CheckDevice = works
     ) -> None:
-        """``gpu``: the number of the device's GPU;
+        """Makes the parts. ``gpu``: the number of the device's GPU; None: the device is a processor.
 
-        None: the device is a processor. ``check``: raises DeviceLost if it has failed.
+        ``check``: raises DeviceLost if the device has failed.
         """
         most = options.requests.max_sequences
         self._buckets = options.metrics.buckets

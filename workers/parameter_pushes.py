@@ -53,7 +53,10 @@ class _Staged(NamedTuple):
 
 
 class ParameterPushes:
-    """Stages pushes: checks the new parameters and places them on the device. Then commits or aborts them. Also drops sets."""
+    """Stages pushes, which checks the new parameters and places them on the device, and then commits or aborts the pushes.
+
+    It also removes parameter sets.
+    """
 
     def __init__(
         self, models: ModelTable, regions: RegionTable, thread: WorkThread, options: Workers, agenda: Agenda[AgendaPart]

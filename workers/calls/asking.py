@@ -48,7 +48,7 @@ class BegunCall:
 
 
 def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> BegunCall:
-    """Sends a request to another model and returns its call immediately. It implements ``tensord.models.begin``."""
+    """Sends a request to another model, and returns the call without waiting. It implements ``tensord.models.begin``."""
     call = _call(model, inputs, outputs, own, streams=False)
     call.begin()
     return BegunCall(call)

@@ -381,7 +381,7 @@ def _dlpack_device_of(device: jax.Device) -> tuple[int, int]:
 
 
 def _lies_there(array: object) -> TypeGuard[CudaTensor | GpuArray]:
-    """Returns whether a tensor lies on the device and can be copied there.
+    """Returns whether a tensor lies on the device and can be used there without the host.
 
     A client's BOOL tensor cannot: its bytes may have any value, and only the host turns them into 0 and 1.
     """

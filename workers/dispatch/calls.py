@@ -175,9 +175,9 @@ class CallCircles:
         return threads
 
     def _taker(self, request: Request) -> Instance | None:
-        """Returns the instance whose model receives a request's responses;
+        """Returns the instance whose model receives a request's responses.
 
-        None: a client, or a thread of the model's own, does.
+        Returns None if a client receives them, or a thread that a model has started itself.
         """
         origin: Request | None = request
         while isinstance(origin, InnerRequest):
@@ -199,8 +199,7 @@ MAX_DEPTH = 16
 class Calls:
     """Serves calls between models of one worker: queues a request for each call, and passes the responses to the caller.
 
-    Any thread may use the methods of ``CallServer``, which stand from ``begin`` to ``ask``; only the thread of the worker's loop
-    may use the others.
+    Any thread may use the methods of ``CallServer``. Only the thread of the worker's loop may use the other methods.
     """
 
     def __init__(

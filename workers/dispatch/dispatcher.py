@@ -504,11 +504,10 @@ class Dispatcher:
         self.agenda.wake(version)
 
     def _gone(self, request: Request, now_ns: int) -> bool:
-        """Answers a request that was cancelled, or whose lane has ended, before it has run.
+        """Answers a request that will not run because it was cancelled or its lane has ended.
 
-        Returns whether it was such a request.
-
-        The requests that the planner drops with it are answered with errors too.
+        Returns False, and does nothing, if neither is so. Requests that the planner drops with the request are answered with
+        errors too.
         """
         if not request.submitter.closed and not request.cancelled:
             return False

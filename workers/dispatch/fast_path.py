@@ -61,7 +61,10 @@ Regions = dict[str, Region]
 
 
 class _Batch:
-    """Describes to the C extension requests that can share a run: to one load of a model version, with inputs of one shape."""
+    """Describes to the C extension requests that can share a run.
+
+    The requests are to one load of a model version, and one row of their inputs has the same shapes in all of them.
+    """
 
     def __init__(
         self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Shapes, runs: SequenceRuns | None = None
@@ -125,7 +128,10 @@ class _Batch:
 
 
 class _Alone:
-    """Describes to the C extension large requests that run alone: to one load of a model version, with inputs of one shape."""
+    """Describes to the C extension large requests each of which runs alone.
+
+    The requests are to one load of a model version, and their inputs have the same shapes.
+    """
 
     def __init__(self, version: ModelVersion, model: JaxModel, executable: Executable) -> None:
         self._version = version
@@ -483,7 +489,10 @@ def _says_what_holds(request: Request, execution: Execution) -> bool:
 
 
 def _timeline_end(version: ModelVersion) -> bytes | None:
-    """Returns the encoded end of a traced request's timeline, behind the timestamps; it names the version of the set ``main``."""
+    """Returns the encoded part of a traced request's timeline that follows the timestamps.
+
+    It names the version of the parameter set ``main``.
+    """
     main = None if version.sets is None else version.sets.main
     return timeline_end((main.name, main.number) if main is not None and main.number else None)
 

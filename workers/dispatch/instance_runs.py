@@ -141,9 +141,9 @@ class InstanceRuns:
 
 
 def _count_ahead(version: ModelVersion) -> None:
-    """Sets how many batches a version's instance was given ahead of running them: they still count as queued.
+    """Sets in a version's queue how many batches its instance holds but does not run yet, because they count as queued.
 
-    Does nothing if the instance gets no batches ahead.
+    Does nothing if the instance gets no batches in advance.
     """
     if version.runs_ahead:
         version.queue.ahead = max(0, len(version.loaded.instances[0].given) - 1)

@@ -82,7 +82,7 @@ class LaneAnswers:
         self.let_pass()
 
     def log_every(self, access: int) -> None:
-        """Logs every ``access``-th good answer from now on, and at most ten errors a second. 0: logs neither."""
+        """Logs every ``access``-th good answer from now on, and up to ten errors a second; 0: logs neither answers nor errors."""
         self.passed()
         self._log.log_every(access, self.counts["OK"] + self._passed)
         self.let_pass()

@@ -190,11 +190,10 @@ class Outbox:
 
     @staticmethod
     def _hand_over(request: Request, result: Result, moments: Moments | None) -> Result:
-        """Hands the result to the model's call or the ensemble's step that made the request;
+        """Hands a result to the model's call or the ensemble's step that made the request, and returns the result.
 
-        Cancelled if the request was cancelled.
-
-        Returns what it has handed over. ``moments``: the timestamps of the run; None: they are not wanted.
+        If the request was cancelled, the result is replaced by Cancelled. ``moments``: the timestamps of the run; None: not
+        wanted.
         """
         if request.cancelled:
             result = Cancelled()
@@ -248,8 +247,8 @@ class Outbox:
     def answer(self, request: Request, result: Result, now_ns: int, places: Places | None = None) -> Result:
         """Answers a request with a result, or queues the answer until the response arena has room for it.
 
-        Returns what the client gets: the result, or an error instead. ``places``: what ``prepare`` has reserved, or None; the
-        caller releases them.
+        Returns what the client gets: the result, or an error instead. ``places``: the places that ``prepare`` has reserved,
+        which the caller releases; None: none are reserved.
         """
         if isinstance(result, ServingError):
             self.fail(request, result)

@@ -56,7 +56,7 @@ class Poller:
         """Drops what ``learn`` stored for a submitter's prepared request, because its number stands for another request now."""
 
     def forget_all(self, submitter: SubmitterLink[Request]) -> None:
-        """Drops everything that ``learn`` has stored for a submitter's requests. Later executions are stored again."""
+        """Drops everything that ``learn`` has stored for a submitter's requests. ``learn`` may store it again."""
 
     def forget_gone(self) -> None:
         """Drops everything that ``learn`` has stored, because some of it belongs to model versions that were unloaded."""

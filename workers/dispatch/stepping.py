@@ -75,7 +75,7 @@ class _Lane(NamedTuple):
 
 
 class StepRows:
-    """Sends each step's responses together, with one record per submitter, to all requests that take part.
+    """Sends each step's responses at once to all requests that take part.
 
     ``joined[slot]`` is whether the request in that slot of the device's state takes part.
     """
@@ -312,9 +312,9 @@ class Stepping:
         self._insert(requests, now_ns)
 
     def _insert(self, requests: list[Request], now_ns: int) -> None:
-        """Inserts requests into their slots in one call.
+        """Inserts requests into their slots in one call. If the call fails, inserts the requests one by one.
 
-        If that fails, inserts them one by one, so that only one of them fails.
+        So a request that makes the call fail is the only one that gets an error.
         """
         try:
             sets = self._model.executables.sets
@@ -380,8 +380,8 @@ class Stepping:
         Args:
           answers: the requests, each with the number of its row in ``rows``.
           rows: the outputs.
-          join: whether requests that go on get their responses together from the next step on; row numbers must be slot numbers
-            then.
+          join: whether requests that go on get their responses together from the next step on. Row numbers must then be slot
+            numbers.
         """
         if not answers:
             return

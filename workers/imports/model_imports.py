@@ -290,7 +290,10 @@ class ModelImports:
 
 
 class OwnModules:
-    """Finds modules of models' packages and gives them their model's builtins. It must be the first on ``sys.meta_path``."""
+    """Finds modules of models' packages, and gives each module the builtins of its model.
+
+    It must be the first on ``sys.meta_path``.
+    """
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:

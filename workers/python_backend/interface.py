@@ -94,9 +94,9 @@ class ModelConfig:
         return self._config
 
     def set_max_batch_size(self, max_batch_size: int) -> None:
-        """Sets max_batch_size, unless a value is configured, which remains.
+        """Sets max_batch_size. If a value is configured already, that value remains.
 
-        Raises ValueError: a value is configured, and the given one is neither 0 nor the same.
+        Raises ValueError: a value is configured, and the given value is neither 0 nor equal to it.
         """
         given = self._config.get("max_batch_size", 0)
         if given and max_batch_size and given != max_batch_size:

@@ -70,10 +70,7 @@ class Places:
         return found
 
     def take_lease(self) -> LeaseKey | None:
-        """Passes the lease on to the submitter, and returns the key by which the submitter gives it back;
-
-        None: there is no lease.
-        """
+        """Passes the lease on to the submitter. Returns the key by which the submitter gives the lease back; None: no lease."""
         lease, self.lease = self.lease, None
         return None if lease is None else lease.key
 

@@ -32,9 +32,9 @@ class RegionTable:
     def __init__(
         self, policy: RegionPolicy, driver: Driver, gpu: int | None, pinned: PinnedMemory | None = None
     ) -> None:
-        """``gpu``: the daemon's number of the worker's first GPU;
+        """Makes an empty table. ``gpu``: the daemon's number of the worker's first GPU.
 
-        None: a worker on the processor, which opens regions of any GPU.
+        ``gpu`` None: the worker computes on the processor, and opens regions of any GPU.
         """
         self._pinned = pinned
         self._policy = policy
@@ -326,9 +326,9 @@ class RegionPolicy:
             )
 
     def access(self, request: RegisterSystemRegion, found: os.stat_result) -> str:
-        """Returns how shared memory is used: "guarded" (mapped;
+        """Returns how shared memory is used: "guarded" or "snapshot".
 
-        SIGBUS shows lost pages) or "snapshot" (not mapped, only copied).
+        "guarded": the memory is mapped, and SIGBUS shows lost pages. "snapshot": it is not mapped, only copied.
         """
         if not guard.available:
             return "snapshot"

@@ -223,11 +223,9 @@ class InnerRequest(Request):
     __slots__ = ("_answered", "ahead", "may_stop", "origin", "sink")
 
     def made_for(self, sink: Sink, origin: Request | None) -> InnerRequest:
-        """Sets the function that takes the responses (``sink``), and the request on whose behalf this one is made;
+        """Sets the function ``sink`` that takes the responses, and the request on whose behalf this request is made.
 
-        None: no request.
-
-        Returns this request.
+        ``origin`` None: there is no such request. Returns this request.
         """
         self.sink: Sink = sink
         self.origin: Request | None = origin

@@ -267,10 +267,7 @@ class ResponseSender:
         return bool(self._on_room)
 
     def begin(self, now_ns: int) -> None:
-        """Records when the model began to work on the request.
-
-        Only the first call counts, as the model may run on it repeatedly.
-        """
+        """Records when the model began to work on the request. Only the first call counts, as a model may run several times."""
         if not self.begun:
             self.begun = True
             self.began_ns = self.last_ns = now_ns

@@ -201,7 +201,7 @@ class SubmitterLink(Generic[R]):
 
     @property
     def answers_byte_size(self) -> int:
-        """How many bytes answers to this client hold: in the response arena, waiting for room, or not read from the socket."""
+        """How many bytes answers to this client occupy in the response arena, while they wait for room, and before they are sent."""
         return self.lane.arena.held_byte_size + self._waiting_byte_size
 
     def count_waiting(self) -> None:

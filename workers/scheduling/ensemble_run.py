@@ -185,7 +185,10 @@ class EnsembleRun(Generic[T]):
         return StepStart(number, iteration, inputs, controls)
 
     def _controls_of(self, tensors: Collection[str], iteration: int) -> Controls | None:
-        """Returns the sequence controls that belong to the first of these tensors that has any in this iteration, or None."""
+        """Returns the sequence controls that belong to these tensors in an iteration; None: there are none.
+
+        If several tensors have controls, those of the first tensor count.
+        """
         keys = ((tensor, iteration if self._dynamic(tensor) else 0) for tensor in tensors)
         return next((self._controls[key] for key in keys if key in self._controls), None)
 

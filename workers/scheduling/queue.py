@@ -219,9 +219,9 @@ class RequestQueue(Generic[W]):
         return bool(self._replaceable)
 
     def push(self, request: W) -> Replacement[W] | None:
-        """Appends a request. If a request with the same replace key waits, the newer of the two gets its place.
+        """Appends a request. If a request with the same replace key waits, the newer of the two gets its place in the queue.
 
-        Returns the two if one was discarded, which is ``request`` itself if it arrived earlier than the waiting request.
+        Returns the pair if the older request was discarded, else None. The discarded request may be ``request`` itself.
         Raises Unavailable: the queue is full. Nothing has changed then.
         """
         if request.replace_key or self._rules.replaces:
@@ -582,11 +582,10 @@ class ParkedRequests(Generic[W]):
         return len(self.requests)
 
     def add(self, request: W) -> Replacement[W] | None:
-        """Adds a request that has just arrived.
+        """Adds a request that has just arrived. Of two requests with the same replace key only the newer one is held.
 
-        If a request with the same replace key is held, only the newer of the two remains.
-
-        Returns the two if one was discarded. Raises Unavailable: as many requests are held as may wait in the queue.
+        Returns the pair if the older request was discarded, else None. Raises Unavailable: as many requests are held as may
+        wait in the queue.
         """
         at = self._at.get(request.replace_key)
         if at is not None:

@@ -179,7 +179,10 @@ class SequenceTable(Generic[S]):
         return len(self._backlog)
 
     def with_slot(self, now_ns: int) -> int:
-        """Returns how many sequences have a slot, without sequences whose idle time is over but which have not been ended yet."""
+        """Returns how many sequences have a slot.
+
+        Sequences whose idle time is over, but which have not been ended yet, do not count.
+        """
         silent = 0
         for since_ns in self._idle.values():
             if since_ns + self._rules.idle_ns > now_ns:
