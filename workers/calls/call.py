@@ -83,7 +83,7 @@ class ModelCall:
 
     @property
     def is_awaited(self) -> bool:
-        """True while a thread or a coroutine waits for a response."""
+        """True while a thread or a coroutine of the caller waits for a response."""
         return self._asked > self._answered
 
     def answered(self, result: Result | None, final: bool) -> None:

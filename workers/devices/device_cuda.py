@@ -370,7 +370,7 @@ class CudaDevice:
 
 
 def room(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
-    """Returns how many bytes an input takes in the staging buffer: the size of the input, rounded up to ``ALIGNMENT``."""
+    """Returns how many bytes an input takes in the staging buffer: its size in bytes, rounded up to ``ALIGNMENT``."""
     return -(-_byte_size(dtype, shape) // ALIGNMENT) * ALIGNMENT
 
 

@@ -74,10 +74,10 @@ class CallCircles:
         self._by_thread = False
 
     def find(self, now_ns: int) -> tuple[ModelCall | None, int]:
-        """Returns a deadlocked call, or None if there is none, and the time (monotonic, ns) at which to search again.
+        """Returns a deadlocked call, and the time (monotonic, ns) at which to search again.
 
-        Of several deadlocked calls it is the one that began last. The time is ``NEVER`` if no search is needed before another
-        call begins, is answered or ends.
+        Of several deadlocked calls the one that began last is returned; None: no call is deadlocked. The time is ``NEVER`` if
+        no search is needed before another call begins, is answered or ends.
         """
         again_ns = NEVER
         for call in reversed(self._calls):

@@ -447,7 +447,7 @@ def _has_set(member: ModelVersion, name: str) -> bool:
 
 
 def _check_set(request: Request, members: Iterable[ModelVersion]) -> None:
-    """Raises NotFound unless a model of the ensemble has the parameter set that a request names, or the request names none."""
+    """Raises NotFound if a request names a parameter set that no model of the ensemble has."""
     name = request.own.parameter_set
     if name and not any(_has_set(member, name) for member in members):
         raise NotFound(f"{request.label}no model of the ensemble has a parameter set '{name}'")

@@ -406,9 +406,9 @@ class FastPath(Poller):
         return None
 
     def _found(self, places: Sequence[RegionSlice | None], submitter: SubmitterLink[Request]) -> Regions | None:
-        """Returns the regions in which these places lie.
+        """Returns the regions in which these places lie; a place of None lies in no region.
 
-        Returns None if a region is not mapped in this process, or a place is empty.
+        Returns None if a region is not mapped in this process, or if a place has no bytes.
         """
         regions: RegionTable | LaneSegments = submitter.segments or self._regions
         found: Regions = {}
@@ -453,7 +453,7 @@ class FastPath(Poller):
 
 
 def _plan_single(execution: Execution, preparation: Preparation) -> tuple[AnswerPlan, Mapping[int, str]] | None:
-    """Plans the answers to repeats of a prepared request from an execution of a single one.
+    """Plans the answers to repeats of a prepared request, from an execution of one request that uses it.
 
     Returns the plan, and a dict from ``PlannedOutput.content`` to the output's name. Returns None if no plan is possible.
     """
@@ -532,6 +532,6 @@ def _take_back(submitter: SubmitterLink[Request], datagram: bytes) -> bool:
 def _address(place: RegionSlice | None, byte_size: int, regions: Regions) -> int:
     """Returns a tensor's address in a region; 0: the tensor is in the record.
 
-    Raises InvalidArgument: it is not inside the region.
+    Raises InvalidArgument: the tensor is not inside the region.
     """
     return 0 if place is None else address_of(regions[place.region].view(place.offset, byte_size))

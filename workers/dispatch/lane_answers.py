@@ -100,7 +100,7 @@ class LaneAnswers:
         self.let_pass()
 
     def close(self) -> None:
-        """Writes the traces that wait, at the process's end, and hands them over."""
+        """Writes the traces that have not been written yet and hands them over, because the process ends."""
         self.tracer.close()
         if self._channel is not None:
             with contextlib.suppress(ChannelClosed):

@@ -407,7 +407,10 @@ class Outbox:
         return min([submitter.blocked[0].give_up_ns for submitter in self.blocked], default=NEVER)
 
     def drop(self, submitter: SubmitterLink[Request]) -> None:
-        """Ends all requests of a submitter, whose lane has closed, that are held back or whose answers wait. Sends no answer."""
+        """Ends, without an answer, all requests of a submitter that are held back or whose answers wait for room.
+
+        Call it when the submitter's lane has closed.
+        """
         for waiting in submitter.blocked:
             self.end(waiting.request)
         for request in submitter.held:

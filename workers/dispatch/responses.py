@@ -88,7 +88,8 @@ class Responses(ResponseReceiver):
     def _sender(self, request: Request, now_ns: int, single: bool = False) -> ResponseSender:
         """Creates the sender of a request's responses. ``single``: whether it sends exactly one response.
 
-        The limit of a client's lane for bytes sent and not taken is divided among the most requests that may be in flight there.
+        On a client's lane each request may send so many bytes ahead of the client that all requests in flight together stay
+        within the limit of the lane.
         """
         segments, max_ahead = request.submitter.segments, self.max_ahead
         if segments is not None:

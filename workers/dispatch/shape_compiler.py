@@ -70,10 +70,10 @@ class ShapeCompiler:
         self._grouped: deque[tuple[ModelVersion, GroupedCalls, Executable]] = deque()
 
     def park(self, version: ModelVersion, batch: list[Request], wanted: Wanted) -> None:
-        """Has a thread compile a batch's program. The batch's requests wait outside the queue until then.
+        """Has a thread compile the program that a batch needs. The requests of the batch wait outside the queue until then.
 
-        Requests in the queue with the same batching key wait with them. If too many shapes are compiled already, the requests are
-        answered with Unavailable.
+        Requests in the queue with the same batching key wait too. If too many shapes are being compiled already, all these
+        requests are answered with Unavailable instead.
         """
         model = version.jitted
         if model is None:

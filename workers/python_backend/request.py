@@ -542,9 +542,9 @@ class ResponseIterator:
             return self._kept[self._at - 1]
 
     def cancel(self) -> None:
-        """Asks the called model to stop. The iterator still returns responses that the model sends after that.
+        """Asks the called model to stop. The iterator still returns responses that the model sends afterwards.
 
-        If the model has not begun, the iterator returns an error.
+        If the model has not begun to work on the request, the iterator returns an error.
         """
         call = self._call
         if call is not None:

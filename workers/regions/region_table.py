@@ -167,7 +167,8 @@ class RegionTable:
     def find(self, name: str) -> AnyRegion:
         """Returns the region of this name.
 
-        Raises: NotFound: there is no such region.  InvalidArgument: it has lost its memory, or cannot be opened here.
+        Raises: NotFound: there is no region of this name.  InvalidArgument: the region has lost its memory, or cannot be opened
+          here.
         """
         region = self._regions.get(name)
         if region is None:
@@ -313,7 +314,10 @@ class RegionPolicy:
         )
 
     def check(self, request: RegisterSystemRegion, found: os.stat_result) -> None:
-        """Raises InvalidArgument if the client may not register this shared memory. ``found``: its owner, group and mode."""
+        """Raises InvalidArgument if the client may not register this shared memory.
+
+        ``found``: owner, group and mode of the shared memory.
+        """
         welcome = found.st_uid in self._owners or (_group_may(found) and found.st_gid in self._groups)
         if not welcome:
             raise InvalidArgument(

@@ -443,7 +443,7 @@ class ResponseSender:
         request.version.statistics.responded_more(self, len(records), now_ns)
 
     def ahead(self, byte_size: int) -> None:
-        """Adds to the count of bytes that the client has not taken yet what the worker's loop has sent."""
+        """Adds the number of bytes that the loop has sent to the count of bytes that the client has not taken yet."""
         self._posted += byte_size
 
     @property

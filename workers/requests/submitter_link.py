@@ -186,7 +186,7 @@ class SubmitterLink(Generic[R]):
         self._count(byte_size)
 
     def forget(self, request_id: int) -> None:
-        """Ends the count of a client's request that ``keep`` has counted. Does nothing if it has not."""
+        """Ends the count of a client's request. Does nothing if ``keep`` has not counted the request."""
         self._count(-self._sizes.pop(request_id, 0))
 
     def leave(self) -> None:
@@ -201,7 +201,7 @@ class SubmitterLink(Generic[R]):
 
     @property
     def answers_byte_size(self) -> int:
-        """How many bytes answers to this client occupy in the response arena, while they wait for room, and before they are sent."""
+        """How many bytes answers to this client occupy in the response arena, while they wait for room or are not sent yet."""
         return self.lane.arena.held_byte_size + self._waiting_byte_size
 
     def count_waiting(self) -> None:
@@ -233,9 +233,9 @@ class SubmitterLink(Generic[R]):
         return kind
 
     def known_kind(self, version: int, described: Described) -> ResponseKind | None:
-        """Returns the object that encodes small responses with these outputs, if there is one; any thread may call it.
+        """Returns the object that encodes small responses with these outputs; None: there is no such object yet.
 
-        It encodes all responses but the last of a request. Returns None if there is no such object yet.
+        The object encodes all responses of a request but the last. Any thread may call this.
         """
         return self._response_kinds.get((version, False, described))
 

@@ -112,7 +112,7 @@ class EnsembleRun(Generic[T]):
         return len(held | {at for origin, at in self._open if origin == step})
 
     def full(self, step: int) -> bool:
-        """Returns whether as many responses of a streaming step are in use as allowed."""
+        """Returns whether the number of a streaming step's responses in use has reached the limit."""
         return bool(self._graph.most) and self.worked_on(step) >= self._graph.most
 
     @property
@@ -185,9 +185,9 @@ class EnsembleRun(Generic[T]):
         return StepStart(number, iteration, inputs, controls)
 
     def _controls_of(self, tensors: Collection[str], iteration: int) -> Controls | None:
-        """Returns the sequence controls that belong to these tensors in an iteration; None: there are none.
+        """Returns the sequence controls that belong to these tensors in an iteration; None: no tensor has any.
 
-        If several tensors have controls, those of the first tensor count.
+        If several tensors have controls, the controls of the first such tensor are returned.
         """
         keys = ((tensor, iteration if self._dynamic(tensor) else 0) for tensor in tensors)
         return next((self._controls[key] for key in keys if key in self._controls), None)

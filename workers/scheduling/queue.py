@@ -317,7 +317,7 @@ class RequestQueue(Generic[W]):
         return replacements
 
     def _watch(self, request: W, policy: QueuePolicy) -> None:
-        """Registers a request with ``expire``, if it can expire by its deadline or by the policy's timeout."""
+        """Has ``expire`` check a request, if the request can expire by its deadline or by the policy's timeout."""
         expires_ns = self._expiry(request, policy)
         if expires_ns:
             self._push_expiry(expires_ns, request)
@@ -437,7 +437,7 @@ class RequestQueue(Generic[W]):
             heapq.heappop(expiries)
 
     def expire(self, now_ns: int) -> list[W]:
-        """Removes and returns the expired requests, except those that may be delayed, which are queued again behind others."""
+        """Removes and returns the expired requests. Expired requests that may be delayed are queued again behind the others."""
         refused: list[W] = []
         while self.expiries and self.expiries[0][0] <= now_ns:
             *_, request = heapq.heappop(self.expiries)

@@ -103,9 +103,9 @@ class IterativeIds:
         self._numbers = itertools.count(1)
 
     def first_round(self, controls: Controls) -> Controls:
-        """Returns the controls for a request's first run, which never have END.
+        """Returns the sequence controls for a request's first run.
 
-        If the client gave no correlation id, they have a new id and START.
+        They have a new correlation id and START if the client gave no correlation id, and never END.
         """
         if not controls.correlation_id:
             return Controls(next(self._numbers), True, False)

@@ -388,8 +388,8 @@ class SequenceTable(Generic[S]):
     def cancel(self, live: LiveSequence[S]) -> tuple[list[S], LiveSequence[S] | None]:
         """Ends a sequence, because one of its requests was cancelled, has failed or has expired.
 
-        Returns the sequence's waiting requests, which it no longer holds, and the sequence that gets its slot now. The latter
-        is None if no sequence waits for a slot, or if a request of the ended sequence is still running.
+        Returns the requests of the sequence that waited, and the other sequence that gets the slot now. The latter is None if no
+        sequence waits for a slot, or if a request of the ended sequence is still running.
         """
         refused = list(live.waiting)
         live.waiting.clear()

@@ -15,7 +15,7 @@ _BESIDE = 3
 
 
 class Turns:
-    """Lets one of many threads work at a time, in the order in which they came.
+    """Lets one thread after the other do some work, in the order in which the threads asked.
 
     If a thread's work takes very long, another thread may work beside it; at most four work at the same time.
     """
