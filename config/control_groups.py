@@ -55,8 +55,8 @@ class MemoryGroup:
     def left(self) -> int | None:
         """Returns how many more bytes of memory the processes of this group may use; None: there is no limit.
 
-        Page cache counts as free, because the kernel frees it when memory gets short. Shared memory in the page cache does
-        not.
+        Page cache counts as free, because the kernel frees it when memory gets short. Shared memory, which is in the page
+        cache, does not count as free.
         """
         names = _NAMES[self.version]
         limit, used = self.limit, self._number(names.used)

@@ -115,10 +115,10 @@ def in_order(message: ModelConfig) -> list[int]:
 
 
 def _unconnected(message: ModelConfig, tensor: str, written: dict[str, int], made: set[str]) -> str:
-    """Returns why a tensor of an ensemble is not written: an input of the step that writes it, which no step can write.
+    """Finds out why a tensor of an ensemble is not written. Returns an input of the step for ``tensor`` that no step can write.
 
-    "" is returned if no step writes ``tensor`` at all. ``written``: the number of the step that writes each tensor. ``made``:
-    the tensors that can be written.
+    "" is returned if no step has ``tensor`` as an output. ``written``: the number of the step that has each tensor as an
+    output. ``made``: the tensors that can be written.
     """
     if tensor not in written:
         return ""

@@ -107,7 +107,7 @@ def defaults() -> Mapping[str, Any]:
 
 
 def described_type(key: str) -> msgspec.inspect.Type:
-    """Returns msgspec's description of the type of a key's value. If the value is a list, it is that of an item of the list."""
+    """Returns msgspec's description of the type of a key's value or, if the value is a list, of the list's items."""
     found = msgspec.inspect.type_info(known_keys()[key])
     while isinstance(found, msgspec.inspect.Metadata | _LIST):
         found = found.type if isinstance(found, msgspec.inspect.Metadata) else found.item_type
@@ -310,7 +310,7 @@ _PATHS = """
 
 
 def _at_home(setting: Setting, value: Any) -> Any:
-    """Returns a path in which ``~`` at the start is replaced by the home directory, as a shell does. A list of paths is allowed.
+    """Returns a path, or a list of paths, in which ``~`` at the start is replaced by the home directory, as a shell does.
 
     Raises ConfigurationError: the home directory is not known. ``setting``: where the path was given, for the error's message.
     """

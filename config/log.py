@@ -48,8 +48,10 @@ def name_traces(find: Callable[[], str]) -> None:
 def configure(options: Log, name: str, environment: Mapping[str, str] | None = None) -> None:
     """Sets up the log of this process, or changes it to new options.
 
-    ``name``: the process's name in each line, such as "worker-1". ``environment``: None: ``os.environ``; it holds
-    JOURNAL_STREAM if standard error goes to systemd's journal.
+    Args:
+      name: the process's name in each line, such as "worker-1".
+      environment: the environment variables, among which JOURNAL_STREAM says that standard error goes to systemd's journal;
+        None: ``os.environ``.
     """
     journal = not options.file and "JOURNAL_STREAM" in (os.environ if environment is None else environment)
     handler = LogFile(options.file) if options.file else _StandardError(sys.stderr)
@@ -201,7 +203,10 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats each message as a JSON object on one line. If ``journal`` is True, a line begins with its priority."""
+    """Formats each message as a JSON object on one line.
+
+    If ``journal`` is True, the line is for systemd's journal and begins with its priority.
+    """
 
     def __init__(self, name: str, journal: bool = False) -> None:
         super().__init__()

@@ -113,10 +113,12 @@ def _as_json(found: re.Match[str]) -> str:
 
 
 def _shaped(what: str, given: Any, described: Descriptor) -> dict[str, Any]:
-    """Returns a JSON object in which single values are lists of one item where the protobuf message has a list.
+    """Returns a JSON object in which a single value is put into a list where the protobuf message has a list.
 
-    ``what``: names the object in messages. ``described``: the message's type. Raises InvalidArgument: an object is expected
-    and something else is given, or the reverse.
+    ``what``: names the object in messages. ``described``: the message's type.
+
+    Raises InvalidArgument: an object is expected and something else is given, or an object or list is given for a single
+    value.
     """
     if not isinstance(given, dict):
         raise InvalidArgument(f"{what}: {_kind(given)} is given, an object is expected")

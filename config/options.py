@@ -60,7 +60,7 @@ class Repository(Section, frozen=True):
 
 
 class Http(Section, frozen=True):
-    """The HTTP servers (fronts), and the limits of what they accept from a connection."""
+    """The HTTP fronts, and the limits of what they accept from a connection."""
 
     enabled: bool = True
     processes: Processes = "auto"
@@ -90,7 +90,7 @@ class Http(Section, frozen=True):
 
 
 class Grpc(Section, frozen=True):
-    """The gRPC servers (fronts), and the limits of what they accept from a connection."""
+    """The gRPC fronts, and the limits of what they accept from a connection."""
 
     enabled: bool = True
     processes: Processes = "auto"
@@ -277,7 +277,7 @@ class Log(Section, frozen=True):
 
 
 class TraceOptions(Section, frozen=True):
-    """How requests are traced after the daemon's start, and where traces are written."""
+    """How requests are traced from the daemon's start until an operator or client changes that, and where traces are written."""
 
     level: tuple[Literal["TIMESTAMPS", "TENSORS"], ...] = ()
     rate: Annotated[int, Meta(ge=0, le=(1 << 32) - 1)] = 1000

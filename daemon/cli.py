@@ -156,9 +156,9 @@ def check(
 ) -> None:
     """Check a configuration FILE, and that the models in its repositories load, without serving anything.
 
-    Each model is loaded and compiled as by a worker, in a process that only checks, on the first of the devices that would serve
-    it. That runs the models' code as the user who calls this. If root does, it runs in tensord.service's sandbox, as its user
-    and with its cache, where the service finds what was compiled when it starts.
+    Each model is loaded and compiled as by a worker, in a process that only checks, on the first of the devices that would
+    serve it. That runs the models' code as the user who calls this. If root calls this, the check runs in tensord.service's
+    sandbox, as its user and with its cache, where the service finds what was compiled when it starts.
 
     Exit status 0: all good. 1: a model cannot be served. 2: the configuration is wrong.
     """
@@ -301,9 +301,9 @@ def fetch(
 ) -> None:
     """Bring the model at URL into FOLDER, whose name is the model's, such as models/digits.
 
-    URL is a folder (s3://, gs://, hf://, a path) or an archive (https:// and all of those; .tar, .tar.gz, .zip). The model is
-    downloaded next to FOLDER, checked as by `tensord check`, and then replaces FOLDER by one rename. A fetch that was interrupted
-    goes on with the files that are missing. If FOLDER already holds what is at URL, nothing is done.
+    URL names a folder (s3://, gs://, hf://, a path) or an archive (.tar, .tar.gz or .zip, at one of these or https://). The
+    model is downloaded next to FOLDER, checked as by `tensord check`, and then replaces FOLDER by one rename. A fetch that was
+    interrupted goes on with the files that are missing. If FOLDER already holds what is at URL, nothing is done.
 
     Exit status 0: the model is in FOLDER. 1: it is not, and FOLDER is unchanged. 2: the configuration is wrong.
     """
@@ -409,8 +409,8 @@ def _described(command: click.Command, ctx: click.Context) -> click.Command:
 def print_config(ctx: click.Context, config: Path | None, short: bool) -> None:
     """Print a configuration file that holds every key with its value and what it means.
 
-    After a value that is not the default stands where it comes from: the file, an environment variable or a flag. If there is
-    none of these, the output is the file of defaults. Your own file only needs the keys that differ from them.
+    A value that is not the default is followed by its source: the file, an environment variable or a flag. If there is none of
+    these, the output is the file of defaults. Your own file only needs the keys that differ from them.
     """
     configured = layers.read(config, os.environ, flags.settings(ctx))
     if short:

@@ -316,7 +316,7 @@ def health(daemon: _Daemon) -> None:
 def config(daemon: _Daemon, everything: bool) -> None:
     """Show the configuration in force: keys that differ from their default, and where each value came from.
 
-    Files, variables and flags are read again for this: `next` is the value that they give now, if that is another one, and
+    Files, variables and flags are read again for this. If a key has another value there now, `next` shows that value, and
     `waits` says what would bring it into force.
     """
 
@@ -335,7 +335,10 @@ def config(daemon: _Daemon, everything: bool) -> None:
 @click.option("--no-wait", is_flag=True, help="Do not wait for the models that are loaded then.")
 @click.pass_obj
 def reload(daemon: _Daemon, no_wait: bool) -> None:
-    """Read configuration and repositories again, and wait for the models that are loaded then; fails if that is refused."""
+    """Read configuration and repositories again, and wait for the models that are loaded then.
+
+    The command fails if the new configuration is refused.
+    """
     daemon.do("reload", wait=not no_wait)
 
 
@@ -538,7 +541,7 @@ def regions() -> None:
 @_watched
 @click.pass_obj
 def regions_list(daemon: _Daemon, watch: float | None) -> None:
-    """List every registered region: its owner, since when, how it is accessed, which workers map it, and its tensors in use."""
+    """List every registered region: its owner, since when it is there, how it is accessed, which workers map it, and its use."""
     daemon.show(watch, lambda rows: tables.show(_REGION_COLUMNS, rows), "regions")
 
 
@@ -546,7 +549,10 @@ def regions_list(daemon: _Daemon, watch: float | None) -> None:
 @click.argument("name", shell_complete=_region_name)
 @click.pass_obj
 def regions_unregister(daemon: _Daemon, name: str) -> None:
-    """Unregister the region NAME, of whatever kind, once no request uses it; "" unregisters all regions."""
+    """Unregister the region NAME, of whatever kind; "" unregisters all regions.
+
+    Requests that use a region already can finish; no later request can use it.
+    """
     daemon.do("unregister", name=name)
 
 
@@ -554,7 +560,10 @@ def regions_unregister(daemon: _Daemon, name: str) -> None:
 @_watched
 @click.pass_obj
 def connections(daemon: _Daemon, watch: float | None) -> None:
-    """List clients' connections by front: owner, requests, bytes that they hold, and lanes; at most 1,000 of each front."""
+    """List clients' connections by front: owner, requests, the number of bytes that they hold, and lanes.
+
+    At most 1,000 connections of each front are listed.
+    """
     daemon.show(watch, lambda rows: tables.show(_CONNECTION_COLUMNS, rows), "connections")
 
 
@@ -594,7 +603,7 @@ _of_set = click.option("--set", "name", default="main", show_default=True, help=
 @_watched
 @click.pass_obj
 def parameters_list(daemon: _Daemon, model: str, watch: float | None) -> None:
-    """List every parameter set: the number of its last push, its bytes, when and by whom it was pushed, where it is kept."""
+    """List every parameter set: the number and size of its last push, when and by whom it was pushed, and where it is kept."""
     daemon.show(watch, lambda rows: tables.show(_PARAMETER_COLUMNS, tables.parameters(rows)), "parameters", name=model)
 
 

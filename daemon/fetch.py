@@ -119,8 +119,8 @@ def fetch(
 def staged(folder: Path) -> Iterator[Path]:
     """Yields a hidden folder beside a model's ``folder``, in which only this process builds the new model.
 
-    The hidden folder is removed after the ``with`` block. If the block raises an error, it stays, and a later fetch goes on
-    with its files.
+    The hidden folder is removed after the ``with`` block. If the block raises an error, the hidden folder stays, and a later
+    fetch goes on with its files.
 
     Raises InvalidArgument: another process is fetching the model.
     """

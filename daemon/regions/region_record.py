@@ -118,13 +118,13 @@ class EndWatch:
     def pause(self) -> None:
         """Suspends the callback until ``resume`` is called.
 
-        Nothing is lost: a descriptor that is readable by then counts after that.
+        If the descriptor becomes readable meanwhile, ``ended`` is called after ``resume``.
         """
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
 
     def resume(self) -> None:
-        """Ends a ``pause``. If the descriptor is readable by now, the event loop calls ``ended``."""
+        """Ends a ``pause``. If the descriptor is readable now, the event loop calls ``ended`` soon."""
         if self._fd >= 0:
             self._loop.add_reader(self._fd, self._readable)
 

@@ -86,13 +86,13 @@ class RegionRegistry:
           end: a descriptor that becomes readable when the region should be unregistered; -1: there is none.
           sealed: a memfd, whose seals were checked, that is used instead of the object with the request's key; -1: there is
             none.
-        The caller must close both descriptors.
+
+        The caller must close both descriptors. After an error the regions are as before.
 
         Raises:
           AlreadyExists: the name belongs to another region.
           InvalidArgument, Unsupported, Unavailable: the request is wrong, not allowed or beyond a limit.
           ServingError: the error of a worker.
-        After an error the regions are as before.
         """
         region_checks.check_form(self._options, request)
         while (there := self._regions.get(request.name)) is not None:
@@ -286,13 +286,13 @@ class RegionRegistry:
     # ----------------------------------------------------------------------------------------------------- unregister
 
     async def unregister(self, request: UnregisterRegion, peer: Peer) -> None:
-        """Unregisters a region, or all regions of a client. Returns when no later request can use them.
+        """Unregisters a region, or all regions of a client. Returns when no later request can use such a region.
 
-        Requests that use a region already can finish. The region is listed until the last of them has ended. A name that is
-        not registered is no error.
+        Requests that use a region already can finish. The region is listed until the last of these requests has ended. A name
+        that is not registered is no error.
 
-        In ``request`` the kind "" means any kind. The name "" means all regions that the client may unregister: those of its
-        user on a Unix socket, all that came over TCP on TCP, and all regions for the operator. ``peer``: the client.
+        In ``request`` the kind "" means any kind. The name "" means all regions that the client ``peer`` may unregister: on a
+        Unix socket the regions of its user, on TCP all regions that came over TCP, and for the operator all regions.
 
         Raises Unsupported: regions are not allowed; InvalidArgument: the region belongs to another user.
         """
@@ -344,7 +344,7 @@ class RegionRegistry:
 
     @property
     def _all(self) -> list[RegisteredRegion]:
-        """Returns every region; those that were unregistered while requests used them come last."""
+        """Returns every region. Regions that were unregistered while requests used them come last."""
         return [*self._regions.values(), *self._leaving]
 
     def status(self, request: RegionStatus) -> bytes:
@@ -453,8 +453,8 @@ async def _tell(worker: WorkerProcess, request: UnregisterRegion | AwaitRegion) 
 async def _ask_use(worker: WorkerProcess, name: str) -> dict[str, tuple[int, int]]:
     """Asks a worker how many tensors of requests are in regions of this name; ``name`` "": in every region.
 
-    Returns by name the number of tensors in the region, and in unregistered regions of the same name. It is empty if the call
-    failed.
+    Returns two numbers by name: of tensors in the region, and of tensors in unregistered regions of the same name. Nothing is
+    returned if the call failed.
     """
     try:
         answer, fds = await worker.call(RegionRecords(name))

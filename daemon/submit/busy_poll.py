@@ -50,8 +50,7 @@ class BusyPoll:
         meanwhile.
 
         Args:
-          ready: takes a timeout; returns a true value if something can be read from the worker's lane
-            (``SubmitterLane.ready``).
+          ready: takes a timeout, and returns a true value if something can be read from the worker's lane.
           receive: reads from ``worker``; returns False if the answer has come, or cannot come any more.
         """
         self._lone += 1
