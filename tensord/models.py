@@ -189,7 +189,7 @@ def gauge(name: str, description: str = "", labels: Mapping[str, str] | None = N
     """Makes a metric of this model that goes up and down.
 
     The returned object has ``set(to)``, ``increment(by=1)``, where ``by`` may be negative, and ``value``. The server shows the
-    metric at /metrics for as long as the model keeps the returned object.
+    metric at /metrics for as long as the model keeps the returned object. ``labels``: values by name.
 
     Raises: InvalidArgument: the name or a label is not valid, a metric of another kind has this name, or no model runs this code.
     """
@@ -205,6 +205,7 @@ def histogram(
 
     The server shows the metric at /metrics for as long as the model keeps the returned object. ``buckets``: upper bounds,
     ascending.
+    ``labels``: values by name.
 
     Raises: InvalidArgument: name, labels or buckets are not valid, another metric has this name, or no model runs this code.
     """

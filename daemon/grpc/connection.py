@@ -44,7 +44,10 @@ _PING = b"tensord\0"
 
 
 class Http2Connection(asyncio.BufferedProtocol):
-    """Moves bytes between one client's socket and the connection's ``Http2``, which parses them. It owns the transport."""
+    """Moves bytes between one client's socket and the connection's ``Http2``, which parses them. It owns the transport.
+
+    ``owner``: the client (a host, or a user on a unix socket) whose share of the arenas this connection's memory counts against.
+    """
 
     def __init__(self, serving: GrpcServing, owner: str) -> None:
         self.serving = serving
@@ -361,7 +364,10 @@ class Http2Connection(asyncio.BufferedProtocol):
         return self._check_age(now)
 
     def _is_alive(self, now: float) -> bool:
-        """Returns whether the client still answers. If nothing has come from the client for long, it is sent a PING."""
+        """Returns whether the client still answers. If nothing has come from the client for long, it is sent a PING.
+
+        ``now``: seconds of the event loop's clock.
+        """
         options, heard_at = self.serving.options, self.http2.heard_at
         if self._asked_at:
             if heard_at >= self._asked_at:

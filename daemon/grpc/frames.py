@@ -50,7 +50,7 @@ DEFAULT_FRAME_SIZE = 16384
 
 
 class Violation(Exception):
-    """Raised when the client breaks the HTTP/2 protocol. Its connection ends with a GOAWAY that has the error ``code``."""
+    """Raised when the client breaks the HTTP/2 protocol. Its connection ends with a GOAWAY that has ``code`` and ``reason``."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -65,7 +65,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def head(kind: int, flags: int, stream: int, size: int) -> bytes:
-    """Returns the nine-byte header of a frame whose payload has ``size`` bytes."""
+    """Returns the nine-byte header of a frame of type ``kind`` whose payload has ``size`` bytes."""
     return write_head(size >> 16, size & 0xFFFF, kind, flags, stream)
 
 

@@ -57,7 +57,10 @@ class CallHead(NamedTuple):
 
 
 class HeaderBlocks:
-    """Decodes the header blocks that a client sends on one connection."""
+    """Decodes the header blocks that a client sends on one connection.
+
+    ``max_byte_size``: the most bytes of the decoded fields of one block.
+    """
 
     def __init__(self, max_byte_size: int) -> None:
         self._decode = decoder(max_byte_size).decode

@@ -241,9 +241,10 @@ class Http2:
         return size
 
     def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> int:
-        """Handles a complete frame. Returns what handling it cost, beyond its arrival, in units of the arrival of one frame.
+        """Handles a complete frame of type ``kind`` on the stream ``number`` (0: the connection).
 
-        Such costs limit how many frames are handled in one iteration of the event loop.
+        Returns what handling it cost, beyond its arrival, in units of the arrival of one frame. Such costs limit how many frames
+        are handled in one iteration of the event loop.
         """
         if kind == HEADERS:
             return self._headers(number, flags, payload)
@@ -327,10 +328,10 @@ class Http2:
                 stream.frame_arrived(self._data_flags)
 
     def _data_target(self, number: int, size: int) -> Stream | None:
-        """Counts the ``size`` bytes of a DATA frame against the windows of the connection and the stream. Returns the stream.
+        """Counts a DATA frame of ``size`` bytes against the windows of the connection and of the stream ``number``.
 
-        Returns None if the stream has ended, so that the data must be dropped. Raises Violation: the client may not send that
-        frame.
+        Returns the stream. Returns None if the stream has ended, so that the data must be dropped. Raises Violation: the client
+        may not send that frame.
         """
         stream = self.streams.get(number)
         # Granted again so early, and frames so much smaller than the window, that no client can exceed it.
@@ -361,7 +362,10 @@ class Http2:
     # -------------------------------------------------------------------------- 6.2: HEADERS, 6.10: CONTINUATION, 8.1
 
     def _headers(self, number: int, flags: int, payload: bytes) -> int:
-        """Handles a HEADERS frame. Returns what decoding it cost, in units of the arrival of one frame."""
+        """Handles a HEADERS frame on the stream ``number``.
+
+        Returns what decoding it cost, in units of the arrival of one frame.
+        """
         if not number:
             raise Violation(frames.PROTOCOL_ERROR, "HEADERS for stream 0")
         if flags & frames.PADDED:
@@ -390,11 +394,11 @@ class Http2:
         return self._header_block(number, first_flags, b"".join(pieces))
 
     def _header_block(self, number: int, flags: int, block: bytes) -> int:
-        """Handles a complete header block, which opens a new stream or ends the request of an open stream.
+        """Handles a complete header block, which opens the stream ``number`` or, if that is open, ends its request.
 
         Returns what that cost, in units of the arrival of one frame.
-        Raises Violation: the block cannot be decoded, after which the state of the compression table is unknown (4.3), or the
-        client may not use that stream identifier.
+        Raises Violation: the block cannot be decoded, after which the state of the compression table is unknown (RFC 9113, 4.3),
+        or the client may not use that stream identifier.
         """
         numbers, cost = self.numbers, len(block) // HEADER_BYTES_A_FRAME
         if number < numbers.next:

@@ -403,7 +403,10 @@ class CallRequest(InFlight):
 
 
 class Sent:
-    """Callback for when a traced answer was written to the client: releases the answer's memory and ends its trace."""
+    """Callback for when a traced answer was written to the client: releases the answer's memory and ends its trace.
+
+    ``release``: releases that memory; None: the answer has none.
+    """
 
     __slots__ = ("_release", "_trace")
 

@@ -71,7 +71,13 @@ _MIN_COMPRESSED = 512
 
 
 class Stream:
-    """Carries one gRPC call over HTTP/2. ``Http2`` owns it until ``ended`` is True."""
+    """Carries one gRPC call over HTTP/2. ``Http2`` owns it until ``ended`` is True.
+
+    Args:
+      number: the stream's identifier.
+      head: the decoded headers of the call.
+      send_window: how many bytes may be sent to the client on this stream, until the client grants more.
+    """
 
     # What nearly every call leaves as it is costs nothing here.
     call: Call | None = None
@@ -580,7 +586,10 @@ class Stream:
                 self.refuse(UNAVAILABLE, f"a message came at fewer than {options.min_rate} bytes a second")
 
     def _is_stalled(self, now: float) -> bool:
-        """Returns whether the client takes response bytes too slowly, so that a window or the socket stops the stream."""
+        """Returns whether the client takes response bytes too slowly, so that a window or the socket stops the stream.
+
+        ``now``: seconds of the event loop's clock.
+        """
         if not self.blocked:
             return False
         if self._pace is None:

@@ -61,7 +61,7 @@ class StreamNumbers:
         self.next = number + 2
 
     def past(self, number: int) -> Past:
-        """Returns why a stream is not open.
+        """Returns why the stream with the identifier ``number`` is not open.
 
         If the stream ended too long ago to be remembered, returns CUT, the most lenient reason.
         """
@@ -75,9 +75,10 @@ class StreamNumbers:
         return Past.CUT if number <= self._forgotten else Past.CLOSED
 
     def remember(self, number: int, past: Past) -> None:
-        """Remembers that a stream ended early: the client has reset it (RESET), or the server has ended it (CUT).
+        """Remembers that the stream ``number`` ended early.
 
-        ``past`` will return that reason.
+        ``past``: RESET: the client has reset the stream; CUT: the server has ended it. The method ``past`` will return that
+        reason.
         """
         self._ended[number] = past
         if len(self._ended) > _MAX_REMEMBERED:

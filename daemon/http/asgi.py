@@ -42,7 +42,10 @@ class _Error(msgspec.Struct):
 
 
 class AsgiRequest:
-    """One HTTP request that the ASGI application answers, which is any request that is no inference request."""
+    """One HTTP request that the ASGI application answers, which is any request that is no inference request.
+
+    ``keep_alive``: whether the connection stays open after the answer.
+    """
 
     def __init__(self, serving: HttpServing, scope: dict[str, Any], order: AnswerOrder, keep_alive: bool) -> None:
         self._serving = serving

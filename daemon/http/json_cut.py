@@ -214,8 +214,9 @@ def _is_odd(text: bytes) -> bool:
 
 
 def find(view: memoryview, what: bytes, start: int, end: int, enough: int | None = None) -> int:
-    """Searches a memory view as ``bytes.find`` searches bytes, in pieces that are small enough for the processor's cache.
+    """Searches ``view[start:end]`` for ``what``. Returns the offset in ``view``; -1 if it is not found, as ``bytes.find`` does.
 
+    The view is searched in pieces that are small enough for the processor's cache.
     ``enough``: after so many bytes the search may give up and return -1; None: it searches up to ``end``.
     """
     size, begin = _GLANCE_BYTE_SIZE, start

@@ -254,7 +254,10 @@ class Messages:
             generation.take_turn()
 
     def _begin_asgi_request(self, version: str, keep_alive: bool) -> None:
-        """Begins a request other than inference, which the ASGI application will answer."""
+        """Begins a request that is no inference request, which the ASGI application will answer.
+
+        ``keep_alive``: whether the connection stays open after the answer.
+        """
         order = self._order
         if any(name == b"transfer-encoding" for name, _ in self.headers):
             # Each of them bounds its body itself; that of pushed parameters may be larger than any request's.

@@ -178,6 +178,11 @@ class PreparedKind:
     """Holds what the inference requests of one kind have in common: they differ only in id, scheduling and tensor values.
 
     It also caches the JSON heads of answers to these requests. All connections of a front share it.
+
+    Args:
+      head: the parsed head of the first such request.
+      asked: the decoded JSON of the first such request.
+      inline_byte_size: the largest tensor, in bytes, that is sent to a worker within the request's record.
     """
 
     __slots__ = (

@@ -178,7 +178,10 @@ def wants_openmetrics(accept: str) -> bool:
 
 
 def families(snapshot: MetricsSnapshot, is_openmetrics: bool) -> bytes:
-    """Returns the text of all metrics except the histograms of durations."""
+    """Returns the text of all metrics except the histograms of durations.
+
+    ``is_openmetrics``: True: in the OpenMetrics format. False: in the older text format of Prometheus.
+    """
     return "".join([family.text(is_openmetrics) for family in _families(snapshot)]).encode()
 
 
@@ -480,7 +483,10 @@ class Family:
         self.lines.append(f"{self.name}{suffix}{_labelled(tuple(names), tuple(values))} {floatToGoString(value)}\n")
 
     def text(self, is_openmetrics: bool) -> str:
-        """Returns the family as text; "" if it has no samples, because a metric that is described is expected to have some."""
+        """Returns the family as text; "" if it has no samples, because a metric that is described is expected to have some.
+
+        ``is_openmetrics``: True: in the OpenMetrics format. False: in the older text format of Prometheus.
+        """
         if not self.lines:
             return ""
         name, kind, said = self.name, self.kind, self._help

@@ -39,7 +39,10 @@ _MAX_TEXT = 200
 
 
 class Audit:
-    """Logs each control operation that can change something, and which client asked for it, at a limited rate."""
+    """Logs each control operation that can change something, and which client asked for it, at a limited rate.
+
+    ``clock``: returns the present time in ns, for the rate.
+    """
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._regions, self._others = LineRate(_MAX_LINES, clock), LineRate(_MAX_LINES, clock)

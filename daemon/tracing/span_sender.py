@@ -32,7 +32,8 @@ _COMPRESSIONS: Mapping[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, 
 class SpanSender:
     """Sends messages of spans to a collector in a thread of its own, in the order in which ``send`` was called.
 
-    ``done``: called in that thread after each message, with the number of its spans and whether the collector has accepted it.
+    ``url``: the collector's address. ``done``: called in that thread after each message, with the number of its spans and whether
+    the collector has accepted it.
     """
 
     def __init__(self, url: str, done: Callable[[int, bool], None]) -> None:
