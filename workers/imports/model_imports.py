@@ -246,9 +246,11 @@ class ModelImports:
 
     def _import_other(self, name: str, top: str, fromlist: Sequence[str]) -> ModuleType:
         try:
+            if not isinstance(sys.modules.get(top), PlainName):
+                module = builtins.__import__(name, fromlist=fromlist)
+            # The import above makes a placeholder, too, and so may another model's thread meanwhile.
             if isinstance(sys.modules.get(top), PlainName):
                 raise ModuleNotFoundError(f"No module named {name!r}", name=top)
-            module = builtins.__import__(name, fromlist=fromlist)
         except ModuleNotFoundError as error:
             if error.name != top or self.find_spec(self._prefix + top, self.folders) is None:
                 raise

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -112,3 +114,34 @@ def test_a_new_process_learns_of_the_models_that_are_loaded(tmp_path: Path) -> N
     finally:
         adopted.forget()
     assert imports.package.encode() not in pickle.dumps(LoadedModels())
+
+
+def test_two_models_import_a_name_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder without files of its own is looked for in the environment first; another model finds it there meanwhile."""
+    import_system.prepare()
+    models = []
+    for owner in "ab":
+        (tmp_path / owner / "a_folder_of_models").mkdir(parents=True)
+        (tmp_path / owner / "a_folder_of_models/part.py").write_text(f"OWNER = {owner!r}")
+        models.append(ModelImports.of_version(owner, [tmp_path / owner]))
+    code = compile("import a_folder_of_models.part", "model.py", "exec")
+    first, second = ({"__builtins__": model._builtins} for model in models)
+    usual = builtins.__import__
+
+    def slow(name: str, *arguments: Any, **more: Any) -> ModuleType:
+        if name == "a_folder_of_models.part":
+            monkeypatch.undo()
+            exec(code, first)
+        return usual(name, *arguments, **more)
+
+    monkeypatch.setattr(builtins, "__import__", slow)
+    try:
+        exec(code, second)
+        for owner, found in (("a", first), ("b", second)):
+            exec("found = a_folder_of_models.part.OWNER", found)
+            assert found["found"] == owner
+    finally:
+        for model in models:
+            model.forget()
+        for name in ("a_folder_of_models", "a_folder_of_models.part"):
+            sys.modules.pop(name, None)
