@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import select
 import socket
-from typing import Any
+from typing import Any, get_args
 
 from tensord.shm import descriptors
 from tensord.shm.arena import Arena, ArenaMap, Budget, Lease, LeaseKey, OnSegment
@@ -37,7 +37,7 @@ from tensord.shm.messages import (
     AnswerRecord,
     Cancel,
     Content,
-    EndSequence,
+    ForDispatcher,
     Prepare,
     PrepareAnswer,
     PreparedAnswer,
@@ -66,9 +66,9 @@ MAX_CLIENT_RECORD = 1 << 20
 CLIENT_BYTE_SIZE = 256 << 10
 #: Bytes that a response counts besides its tensors, against the limit of responses that no client has taken yet.
 _RESPONSE_BYTE_SIZE = 256
-_REQUESTS = (RequestRecord, Prepare, Cancel, Taken, TraceContext, EndSequence)
+_REQUESTS = get_args(ForDispatcher)
 #: The records that a submitter sends to a worker's dispatcher; SegmentClosed on a client's lane only.
-Instruction = RequestRecord | Prepare | Cancel | Taken | TraceContext | EndSequence | SegmentClosed
+Instruction = ForDispatcher | SegmentClosed
 
 
 class LaneEnd:

@@ -344,7 +344,9 @@ def all_parameters(prepared: PreparedRequest, own: RequestRecord) -> dict[str, P
 
 
 _ToBoth = WireVersion | SegmentOpened | SegmentClosed | SegmentRefused
-ToWorker = _ToBoth | Prepare | TraceContext | RequestRecord | Release | Taken | Cancel | EndSequence
+#: The records for a worker's dispatcher; the lane itself takes the others.
+ForDispatcher = RequestRecord | Prepare | Cancel | Taken | TraceContext | EndSequence
+ToWorker = _ToBoth | ForDispatcher | Release
 ToSubmitter = _ToBoth | PrepareAnswer | AnswerRecord
 
 

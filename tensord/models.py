@@ -75,8 +75,7 @@ def call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **o
     Args:
       inputs: the arrays by input name, in the shapes that clients send: with the batch dimension.
       outputs: the names of the outputs to return; empty: all outputs.
-      own: further fields of the request: ``version``, ``parameters``, ``request_id``, ``priority``, ``timeout_us``,
-        ``sequence_id``, ``sequence_start``, ``sequence_end``, ``replace_key``.
+      own: further fields of the request, such as ``version`` and ``priority``; ``Asked`` has them all.
 
     Returns: the outputs by name, as read-only numpy arrays.
 

@@ -129,14 +129,23 @@ static void put_place(tensord__writer *to, PyObject *place) {
     tensord__put_uints(to, numbers, 2);
 }
 
-static PyObject *numbers(PyObject *module, PyObject *arguments) {
-    const char *tag;
-    uint64_t given[2];
+/* Writes a field of a record: a text, True or False, or a number that is not negative. */
+static void put_field(tensord__writer *to, PyObject *value) {
+    uint64_t number;
+    if (PyUnicode_Check(value))
+        put_str(to, value);
+    else if (PyBool_Check(value))
+        tensord__put_bool(to, value == Py_True);
+    else if (as_uint(value, &number))
+        tensord__put_uint(to, number);
+    else
+        to->full = 1;
+}
+
+static PyObject *record(PyObject *module, PyObject *fields) {
     WRITER(to);
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "sO&|O&", &tag, as_uint, &given[0], as_uint, &given[1]))
-        return NULL;
-    tensord__put_numbers(&to, tag, given, (int)PyTuple_Size(arguments) - 1);
+    put_each(&to, fields, put_field);
     return made(&to);
 }
 
@@ -144,34 +153,6 @@ static PyObject *integer(PyObject *module, PyObject *value) {
     WRITER(to);
     (void)module;
     put_int(&to, value);
-    return made(&to);
-}
-
-static PyObject *end_sequence(PyObject *module, PyObject *arguments) {
-    PyObject *model, *sequence;
-    WRITER(to);
-    (void)module;
-    if (!PyArg_ParseTuple(arguments, "OO", &model, &sequence))
-        return NULL;
-    tensord__put_end_sequence(&to);
-    put_str(&to, model);
-    put_value(&to, sequence);
-    return made(&to);
-}
-
-static PyObject *trace_context(PyObject *module, PyObject *arguments) {
-    uint64_t id;
-    const char *traceparent;
-    WRITER(to);
-    (void)module;
-    if (!PyArg_ParseTuple(arguments, "O&s", as_uint, &id, &traceparent))
-        return NULL;
-    if (strlen(traceparent) != 55) {
-        PyErr_SetString(PyExc_ValueError, "a traceparent has 55 characters");
-        return NULL;
-    }
-    tensord__text trace_id = {traceparent + 3, 32}, span_id = {traceparent + 36, 16};
-    tensord__put_trace_context(&to, id, trace_id, span_id);
     return made(&to);
 }
 
@@ -264,36 +245,23 @@ static PyObject *request(PyObject *module, PyObject *arguments) {
     return made(&to);
 }
 
-static PyObject *own_fields(PyObject *module, PyObject *arguments, PyObject *named) {
-    static char *names[] = {"client_id",      "deadline_ns",  "priority",    "timeout_us",    "sequence_id",
-                            "sequence_start", "sequence_end", "replace_key", "parameter_set", NULL};
-    PyObject *client_id = NULL, *sequence = NULL, *replace_key = NULL, *parameter_set = NULL;
-    tensord__own own;
+static PyObject *own_fields(PyObject *module, PyObject *arguments) {
+    PyObject *client_id, *scheduling;
+    uint64_t deadline_ns;
     WRITER(to);
     (void)module;
-    memset(&own, 0, sizeof own);
-    own.trace = TENSORD_TIMING;
-    if (!PyArg_ParseTupleAndKeywords(arguments, named, "|UO&O&O&OppUU", names, &client_id, as_uint, &own.deadline_ns, as_uint, &own.priority, as_uint,
-                                     &own.timeout_us, &sequence, &own.sequence_start, &own.sequence_end, &replace_key, &parameter_set))
+    if (!PyArg_ParseTuple(arguments, "OO&O!", &client_id, as_uint, &deadline_ns, &PyTuple_Type, &scheduling))
         return NULL;
-    int is_text = sequence != NULL && PyUnicode_Check(sequence);
-    if (sequence != NULL && !is_text && !as_uint(sequence, &own.sequence_id))
-        return NULL;
-    PyObject *given[] = {client_id, is_text ? sequence : NULL, replace_key, parameter_set}, *encoded[4] = {NULL, NULL, NULL, NULL};
-    tensord__text *texts[] = {&own.client_id, &own.sequence_text, &own.replace_key, &own.parameter_set};
-    for (int i = 0; i < 4 && !to.full; i++) {
-        if (given[i] == NULL)
-            continue;
-        encoded[i] = PyUnicode_AsUTF8String(given[i]);
-        to.full = encoded[i] == NULL;
-        if (!to.full) {
-            texts[i]->at = PyBytes_AsString(encoded[i]);
-            texts[i]->size = (size_t)PyBytes_Size(encoded[i]);
+    put_str(&to, client_id);
+    tensord__put_u64(&to, deadline_ns);
+    tensord__put_uint(&to, 0);
+    for (Py_ssize_t i = 0; i < PyTuple_Size(scheduling) && !to.full; i++) {
+        if (i == TENSORD_FIRST_SCHEDULING) {
+            tensord__put_uint(&to, TENSORD_TIMING);
+            tensord__put_uint(&to, 0);
         }
+        put_field(&to, PyTuple_GetItem(scheduling, i));
     }
-    tensord__put_own(&to, &own);
-    for (int i = 0; i < 4; i++)
-        Py_XDECREF(encoded[i]);
     return made(&to);
 }
 
@@ -666,17 +634,15 @@ static PyMethodDef functions[] = {
     {"arrays", arrays, METH_VARARGS, NULL},
     {"datagram", datagram, METH_O, NULL},
     {"datagrams", datagrams, METH_O, NULL},
-    {"end_sequence", end_sequence, METH_VARARGS, NULL},
     {"integer", integer, METH_O, NULL},
-    {"numbers", numbers, METH_VARARGS, NULL},
-    {"own_fields", (PyCFunction)(void (*)(void))own_fields, METH_VARARGS | METH_KEYWORDS, NULL},
+    {"own_fields", own_fields, METH_VARARGS, NULL},
     {"prepare", prepare, METH_VARARGS, NULL},
     {"prepared_request", prepared_request, METH_VARARGS, NULL},
+    {"record", record, METH_VARARGS, NULL},
     {"records", records, METH_VARARGS, NULL},
     {"release", release, METH_O, NULL},
     {"request", request, METH_VARARGS, NULL},
     {"small_inputs", small_inputs, METH_VARARGS, NULL},
-    {"trace_context", trace_context, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -2,6 +2,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tensord_client.common.results import Answer, Array
+from tensord_client.common.scheduling import Scheduling
 
 # What other modules define stands here by its form: these modules import this one.
 _Place = tuple[int | str, int, int]
@@ -30,8 +31,11 @@ def datagrams(record: bytes) -> list[bytes]:
 def integer(value: int) -> bytes:
     """Encodes an integer, such as a prepared request's number. Raises OverflowError: it needs more than 64 bits."""
 
-def numbers(tag: str, one: int, other: int = ..., /) -> bytes:
-    """Encodes a record that is its tag ("V", "S+", "S-", "S!", "T" or "X", as in tensord_wire.h) and one or two numbers."""
+def record(tag: str, /, *fields: int | str) -> bytes:
+    """Encodes a record of numbers and texts behind its tag, such as "T", "X" or "E" (tensord_wire.h lists them).
+
+    Raises: ValueError, TypeError, OverflowError: a field has no encoding.
+    """
 
 def prepared_request(
     model: str,
@@ -64,39 +68,18 @@ def request(request_id: int, prepared: bytes, contents: list[bytes], own: bytes,
       own: the request's other fields, such as its deadline and priority, encoded by ``own_fields``.
     """
 
-def own_fields(
-    client_id: str = "",
-    deadline_ns: int = 0,
-    priority: int = 0,
-    timeout_us: int = 0,
-    sequence_id: int | str = 0,
-    sequence_start: bool = False,
-    sequence_end: bool = False,
-    replace_key: str = "",
-    parameter_set: str = "",
-) -> bytes:
+def own_fields(client_id: str, deadline_ns: int, scheduling: Scheduling, /) -> bytes:
     """Encodes the fields of a request that follow its contents. The deadline, behind the client's id, always takes nine bytes.
 
     Args:
       client_id: the id that the caller gave the request; "": none.
       deadline_ns: nanoseconds of the monotonic clock; 0: none.
-      priority: 1 is the first to run; 0: the model's default.
-      timeout_us: microseconds that the request may wait in the model's queue; 0: as the model's queue policy says.
-      sequence_id: the sequence that the request belongs to; 0 or "": none.
-      replace_key: a later request with the same key replaces this one in the queue; "": none does.
-      parameter_set: the set that the answer is computed with; "": ``main``.
 
     Raises: ValueError, TypeError, OverflowError: a value has no encoding.
     """
 
-def trace_context(request_id: int, traceparent: str, /) -> bytes:
-    """Encodes the record that says, right before a request's, which trace the request belongs to, by its ``traceparent``."""
-
 def release(leases: list[tuple[int, int, int]], /) -> bytes:
     """Encodes the record that gives memory of answers back to the worker: (segment, offset, generation) of each lease."""
-
-def end_sequence(model: str, sequence_id: int | str, /) -> bytes:
-    """Encodes the record that ends a sequence without a request, once its waiting requests have run."""
 
 # ---------------------------------------------------------------------------------------------------------------- reading
 

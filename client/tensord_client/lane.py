@@ -120,7 +120,7 @@ class LaneConnection(Sender):
         self.placement: Placement = Placement(self.memory)
         self._ids = itertools.count(_FIRST_ID)
         #: The encoded fields of a request that has none of its own; without a part in C there are no lanes.
-        self._bare: bytes = b"" if wire is None else wire.own_fields()
+        self._bare: bytes = b"" if wire is None else wire.own_fields("", 0, UNSCHEDULED)
         self.held = HeldResults(self.max_results)
         #: Lanes by their numbers at the daemon, and those of a daemon that has gone, whose numbers the next one gives anew.
         self._lanes: dict[int, ClientLane] = {}
@@ -478,7 +478,7 @@ class LaneConnection(Sender):
         """
         lane = self._sequences.pop((model, sequence_id), None)
         if lane is not None:
-            lane.say(wire.end_sequence(model, sequence_id))
+            lane.say(wire.record("E", model, sequence_id))
 
     def _send(self, pending: LaneRequest, max_waiting: int | None = None) -> bool:
         """Sends a request on the lane that ``lane_for`` chooses. Returns True; returns False if no lane is usable.

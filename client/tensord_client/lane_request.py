@@ -278,7 +278,7 @@ class LaneRequest(Submission, Pending[Answer]):
         """
         if self._read >= _ACKNOWLEDGED and self.lane is not None:
             read, self._read = self._read, 0
-            self.lane.say(wire.numbers("T", self.request_id, read))
+            self.lane.say(wire.record("T", self.request_id, read))
 
     def made(self, arrived: tuple[AnswerRecord, AnswerLease | None]) -> Answer | ServingError:
         """Converts a received record to an answer; returns an error if the record cannot be read.

@@ -402,6 +402,6 @@ def own_fields(call: Call) -> bytes:
     """
     deadline_ns = 0 if call.deadline is None else max(1, int(call.deadline * 1e9))
     try:
-        return wire.own_fields(call.request_id, deadline_ns, *call.scheduling)
+        return wire.own_fields(call.request_id, deadline_ns, call.scheduling)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidArgument(f"the request to model '{call.model}' cannot be sent: {error}") from None

@@ -117,7 +117,7 @@ class ClientLane:
         #: Sends requests of threads that wait, and receives their answers; None: the worker has not told its edition.
         self.exchange: wire.Exchange | None = None
         try:
-            self.socket.send(wire.datagram((wire.numbers("V", wire.WIRE_VERSION),)))
+            self.socket.send(wire.datagram((wire.record("V", wire.WIRE_VERSION),)))
         except LaneEnded:
             self.socket.close()
             raise
@@ -160,7 +160,7 @@ class ClientLane:
                 raise InvalidArgument(f"a request of {len(record)} bytes, at most {wire.MAX_RECORD - 1} are allowed")
             busy = bool(self.in_flight)
             if traceparent:
-                self._contexts[request_id] = wire.trace_context(request_id, traceparent)
+                self._contexts[request_id] = wire.record("tc", request_id, traceparent[3:35], traceparent[36:52])
             self.in_flight[request_id] = request
             if waits:
                 self.queued[request_id] = record
@@ -187,13 +187,13 @@ class ClientLane:
             for gone in [number for number in self._announced if self.memory.segments.get(number) is None]:
                 self._announced.discard(gone)
                 self._flush_outgoing()
-                self.socket.send(wire.datagram((wire.numbers("S-", gone),)))
+                self.socket.send(wire.datagram((wire.record("S-", gone),)))
         for number in segments:
             if number not in self._announced:
                 segment = self.memory.segments.get(number)
                 assert segment is not None, "a request holds its arrays, and these their segments"
                 self._flush_outgoing()
-                self.socket.send(wire.datagram((wire.numbers("S+", number, segment.byte_size),)), segment.fd)
+                self.socket.send(wire.datagram((wire.record("S+", number, segment.byte_size),)), segment.fd)
                 self._announced.add(number)
 
     def _number(self, prepared: bytes) -> bytes:
@@ -318,7 +318,7 @@ class ClientLane:
             if request is not None:
                 self._contexts.pop(request_id, None)
         if request is None:
-            self.say(wire.numbers("X", request_id))
+            self.say(wire.record("X", request_id))
         else:
             request.lane_ended(False, Cancelled("the request was cancelled"))
 
@@ -387,7 +387,7 @@ class ClientLane:
             pass
         elif tag == "S+":
             if not self.answers.open(record[1], record[2], fds, lost):
-                self.say(wire.numbers("S!", record[1]))
+                self.say(wire.record("S!", record[1]))
         elif tag == "S-":
             self.answers.close(record[1])
         elif tag == "S!":

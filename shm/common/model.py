@@ -149,10 +149,7 @@ class Model(Calls):
           inputs: input name -> array, with the batch dimension where the model has one. Nested mappings are flattened, with "/"
             between their keys. Anything that is no array, such as a list of numbers, becomes an array of the input's datatype.
           outputs: names of the outputs to return; empty: all of them.
-          own: the request's other fields: ``parameters`` (name -> bool, number or text, for the model), ``request_id`` (a text
-            that the server notes), ``priority`` (1 runs first), ``timeout_us`` (microseconds in the model's queue),
-            ``sequence_id``, ``sequence_start``, ``sequence_end``, ``traceparent`` (of W3C Trace Context), and ``replace_key`` (a
-            later request with this key replaces this one in the queue).
+          own: the request's other fields, such as ``parameters`` and ``priority``; ``Own`` has them all.
 
         Raises: InvalidArgument: an argument is wrong, or the model gives several responses (use ``stream``).
           DeadlineExceeded: no answer came within the model's ``timeout``.  ServingError: any other error of the server.

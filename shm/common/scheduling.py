@@ -3,7 +3,8 @@
     HTTP, gRPC   parameters {"timeout": 500} ─▶ Scheduling(timeout_us=500) ─▶ the last fields of the request's record
     Python       model(x, timeout_us=500) ────▶
 
-A parameter that is added here, as the last one, and as the last field of ``shm.messages.RequestRecord`` reaches the worker.
+A parameter that is added here, as the last one, as the last field of ``shm.messages.RequestRecord`` and in tensord_wire.h reaches
+the worker: both fronts, the client and calls of models go by these tables.
 """
 
 from __future__ import annotations

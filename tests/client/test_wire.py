@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensord_client.answer_memory import PreparedAnswer as ReadAnswer
 from tensord_client.common.results import Answer
+from tensord_client.common.scheduling import UNSCHEDULED, Scheduling
 from tensord_client.native import wire
 
 from tensord.shm import messages
@@ -259,7 +260,8 @@ def test_a_prepared_request_is_written_as_msgspec_writes_it(
 def test_a_request_is_what_msgspec_means(
     request_id: int, contents: list[bytes], client_id: str, deadline_ns: int, sequence_id: Any, start: bool
 ) -> None:
-    own = wire.own_fields(client_id, deadline_ns, 7, 9, sequence_id, start, not start, client_id, client_id[::-1])
+    scheduling = Scheduling(7, 9, sequence_id, start, not start, client_id, client_id[::-1])
+    own = wire.own_fields(client_id, deadline_ns, scheduling)
     (decoded,) = _REQUESTS.decode(wire.datagram([wire.request(request_id, wire.integer(5), contents, own)])[1:])
     assert decoded == RequestRecord(
         request_id,
@@ -282,17 +284,16 @@ def test_a_request_is_what_msgspec_means(
 def test_the_other_records_are_written_as_msgspec_writes_them(
     one: int, other: int, leases: list[tuple[int, int, int]], sequence_id: int | str
 ) -> None:
-    traceparent = f"00-{one:032x}-{other:016x}-01"
     for encoded, expected in (
-        (wire.numbers("V", messages.WIRE_VERSION), WireVersion(messages.WIRE_VERSION)),
-        (wire.numbers("S+", one, other), SegmentOpened(one, other)),
-        (wire.numbers("S-", one), SegmentClosed(one)),
-        (wire.numbers("S!", one), SegmentRefused(one)),
+        (wire.record("V", messages.WIRE_VERSION), WireVersion(messages.WIRE_VERSION)),
+        (wire.record("S+", one, other), SegmentOpened(one, other)),
+        (wire.record("S-", one), SegmentClosed(one)),
+        (wire.record("S!", one), SegmentRefused(one)),
         (wire.release(leases), Release(tuple(leases))),
-        (wire.numbers("T", one, other), Taken(one, other)),
-        (wire.numbers("X", one), Cancel(one)),
-        (wire.end_sequence("total", sequence_id), EndSequence("total", sequence_id)),
-        (wire.trace_context(one, traceparent), TraceContext(one, f"{one:032x}", f"{other:016x}")),
+        (wire.record("T", one, other), Taken(one, other)),
+        (wire.record("X", one), Cancel(one)),
+        (wire.record("E", "total", sequence_id), EndSequence("total", sequence_id)),
+        (wire.record("tc", one, f"{one:032x}", f"{other:016x}"), TraceContext(one, f"{one:032x}", f"{other:016x}")),
     ):
         assert encoded == encoder.encode(expected)
 
@@ -300,16 +301,16 @@ def test_the_other_records_are_written_as_msgspec_writes_them(
 @pytest.mark.parametrize(
     "given",
     [
-        lambda: wire.own_fields(priority=-1),
-        lambda: wire.own_fields(deadline_ns=1 << 64),
-        lambda: wire.own_fields(client_id="\ud800"),
-        lambda: wire.own_fields(sequence_id=-1),
+        lambda: wire.own_fields("", 0, Scheduling(priority=-1)),
+        lambda: wire.own_fields("", 1 << 64, UNSCHEDULED),
+        lambda: wire.own_fields("\ud800", 0, UNSCHEDULED),
+        lambda: wire.own_fields("", 0, Scheduling(sequence_id=-1)),
         lambda: wire.prepared_request("m", 0, [], [], {"p": None}),  # type: ignore[dict-item]
         lambda: wire.prepared_request("m", 0, [], [], {"p": 1 << 64}),
         lambda: wire.prepared_request("m", 0, [], [("y", (0, -1, 8))], {}),
         lambda: wire.prepared_request("m", 0, [("x", "FP32", (np.int64(3),), None)], [], {}),
-        lambda: wire.numbers("S+", 0, -1),
-        lambda: wire.trace_context(1, "00-1-2-01"),
+        lambda: wire.record("S+", 0, -1),
+        lambda: wire.record("E", "m", 1.5),  # type: ignore[arg-type]
     ],
 )
 def test_what_has_no_encoding_is_an_error(given: Any) -> None:

@@ -13,9 +13,11 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
+import msgspec
+
 from tensord.shm.arrays import Array
 from tensord.shm.errors import Cancelled, Internal, InvalidArgument, NotFound, ServingError, from_code
-from tensord.shm.messages import Parameter, PreparedRequest, RequestRecord
+from tensord.shm.messages import Parameter, PreparedRequest
 from tensord.shm.status_page import LOOP_SLOT, StatusPage
 from tensord.workers.calls.asking import check_sequence
 from tensord.workers.dispatch.outbox import Outbox
@@ -221,18 +223,16 @@ class EnsembleRuns:
         if start.controls is not None and member.sequences is not None:
             member = self._models.home(member, controls.correlation_id, controls.start)
         prepared = PreparedRequest(member.name, member.version, parameters=request.prepared.parameters)
-        said = RequestRecord(
-            request.request_id,
-            prepared,
-            (),
-            request.client_id,
-            request.deadline_ns,
-            now_ns,
-            request.priority,
-            own.timeout_us,
-            *controls,
-            0 if request.timeline is None else request.timeline.level,
-            own.strikes,
+        said = msgspec.structs.replace(
+            own,
+            prepared=prepared,
+            contents=(),
+            received_ns=now_ns,
+            sequence_id=controls.correlation_id,
+            sequence_start=controls.start,
+            sequence_end=controls.end,
+            trace=0 if request.timeline is None else request.timeline.level,
+            replace_key="",
             # Where the model has no such set it is another step's.
             parameter_set=own.parameter_set if own.parameter_set and _has_set(member, own.parameter_set) else "",
         )

@@ -6,7 +6,7 @@
  * 1. The clients' socket (clients.sock in $RUNTIME_DIRECTORY, in $XDG_RUNTIME_DIR/tensord or in /tmp/tensord-UID): AF_UNIX,
  *    SOCK_SEQPACKET. A message is a JSON object, requests are answered in order.
  *
- *      {"hello": {}}                           {"server": "tensord", "version": "...", "wire": 3, "lanes": true, "http": [...]}
+ *      {"hello": {}}                           {"server": "tensord", "version": "...", "wire": TENSORD_WIRE, "lanes": true, "http": [...]}
  *      {"open": {"model": "m", "version": 0,   {"model": "m", "version": 3, "metadata": {...}, "max_batch_size": 8, "streams": false,
  *        "ended": [17], "wait": 5.0}}           "sequences": false, "pure": true, "lanes": [{"lane": 18, "device": "cpu:0",
  *                                               "new": true}], "limits": {"in_flight": n, "segments": n, "segment_byte_size": n,

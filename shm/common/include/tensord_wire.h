@@ -69,6 +69,8 @@
 #define TENSORD_LAST_PART 3
 /* Asks in a request's ``trace`` for its times. */
 #define TENSORD_TIMING 4
+/* How many of the parameters that schedule a request come before its ``trace``; the others follow its ``strikes``. */
+#define TENSORD_FIRST_SCHEDULING 5
 /* What a response counts besides its contents where it is said how much was taken. */
 #define TENSORD_RESPONSE_SIZE 256
 
