@@ -37,7 +37,7 @@ class AccessLog:
         self._window_ns = self._logged = self._left_out = 0
 
     def log_every(self, every: int, count: int) -> None:
-        """Sets that one answer in ``every`` without an error is logged, and that errors are; ``every`` 0: nothing is logged.
+        """Logs errors, and one in ``every`` answers without an error, from now on; ``every`` 0: logs nothing.
 
         ``count``: how many answers without an error there were so far.
         """

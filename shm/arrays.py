@@ -106,9 +106,9 @@ class Strings:
         return Strings(self.content, (self.size,) if isinstance(shape, int) else shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """Returns a new object array of bytes objects.
+        """Returns a new object array of bytes objects. They are decoded in slices, and other threads may run between the slices.
 
-        They are decoded in slices, and other threads may run between the slices.
+        ``dtype``, ``copy``: numpy's arguments.
         """
         values, at = np.empty(self.size, np.object_), 0
         for start in range(0, self.size, SLICE):

@@ -180,9 +180,10 @@ class LaneClient(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fi
 class LaneOpened(Record, frozen=True, tag="lane"):
     """Gives a front or a worker its end of a new lane: the descriptor of a SEQPACKET socket comes with the record.
 
-    To a front, ``peer`` is the number of the worker's start, and ``device`` the name of the worker's device ("cpu:0",
-    "cuda:1"); two more descriptors are the worker's status page and its sequence page. To a worker, ``peer`` is the number of a
-    front's start or of a client's lane; both kinds of numbers come from the same counter.
+    To a front: ``peer`` is the number of the worker's start, and ``device`` the name of the worker's device ("cpu:0",
+    "cuda:1"). Two more descriptors come with the record: those of the worker's status page and its sequence page.
+
+    To a worker: ``peer`` is the number of a front's start, or the number of a client's lane. Both come from the same counter.
     """
 
     peer: int
@@ -215,7 +216,7 @@ class LogChanged(Record, frozen=True, tag="log"):
 
 
 class TraceChanged(Record, frozen=True, tag="trace"):
-    """Changes which requests for a model a front traces; if sent to a worker, which requests of the worker's clients.
+    """Changes which requests for a model a front traces. Sent to a worker, it changes this for requests on clients' lanes.
 
     ``model`` "": the settings hold for all models that have no settings of their own.
 

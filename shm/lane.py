@@ -232,7 +232,7 @@ class SubmitterLane(LaneEnd):
         self.channel.put(record)
 
     def submit_at_once(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> bool:
-        """Sends a request at once if no record is queued, else queues it. Returns False if ``flush`` must be called.
+        """Sends a request at once if no record is queued, else queues it. Returns False if ``flush`` must be called, else True.
 
         Call it once the request's inputs are written and their segments announced. ``numbered``: the prepared request that
         ``record`` names by number; if the worker does not know it yet, it is sent first. None: ``record`` contains its prepared

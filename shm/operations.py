@@ -86,7 +86,7 @@ class Peer(Record, frozen=True, tag="peer"):
 
     @property
     def owner(self) -> str:
-        """Returns the name under which quotas count this client: that of its user or, for a TCP client, of its host.
+        """Returns the name under which quotas count this client: the name of its user or, for a TCP client, of its host.
 
         (Clients of one TCP host cannot be told apart for longer than a connection.)
         """

@@ -132,7 +132,7 @@ class Numbers(Generic[T]):
 class PublishedNumbers(set[Numbered[T]]):
     """The prepared requests or answers that the other end of a lane knows by their numbers.
 
-    If a number is assigned to another request or answer, the former one is removed from this set.
+    If a number is assigned anew, the request or answer that had the number before is removed from this set.
     """
 
     def __init__(self, channel: Channel, record: Callable[[int, T], Record]) -> None:

@@ -78,7 +78,7 @@ class HeldResults:
         self.sizes: dict[tuple[AnswerMemory, LeaseKey], int] = {}
 
     def too_many(self) -> ResultsHeld | None:
-        """Returns a ``ResultsHeld`` error if the program holds as many answers as it may; None if it holds fewer."""
+        """Returns a ``ResultsHeld`` error if the program holds as many answers as it may; returns None if it holds fewer."""
         held = len(self.sizes)
         return ResultsHeld(held, self.most) if held >= self.most else None
 

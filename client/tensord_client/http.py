@@ -140,7 +140,8 @@ class HttpConnection:
         after the request was sent, only a GET request is sent again.
 
         Args:
-          fields: the request's header fields besides Host and Content-Length.
+          fields: the request's header fields besides Host and Content-Length, each with its line end.
+          body: the pieces of the request's body; empty: it has none.
           deadline: seconds of ``time.monotonic()`` until when to wait for the answer; None: without limit.
           patience: seconds to wait for a server that cannot be reached; None: as given to the constructor.
 

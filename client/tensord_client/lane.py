@@ -508,7 +508,7 @@ class LaneConnection(Sender):
             return True
 
     def lane_for(self, call: Call) -> ClientLane | None:
-        """Chooses the lane for a request: the lane of the request's sequence or, without a sequence, the lane that is least busy.
+        """Chooses the lane for a request: if the request's sequence has a lane, that lane; otherwise the lane that is least busy.
 
         Returns None if no lane is usable.
 

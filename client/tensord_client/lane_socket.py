@@ -151,7 +151,7 @@ class LaneSocket:
         return size, ancillary, said
 
     def limit_wait(self, until: float | None) -> None:
-        """Sets how long later calls of ``receive`` wait at most: until ``until``, or less long.
+        """Sets how long later calls of ``receive`` wait: not beyond ``until``, but perhaps less long.
 
         ``until``: seconds of ``time.monotonic()``; None: without limit. Raises: WaitEnded: ``until`` has passed.
         """

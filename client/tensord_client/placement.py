@@ -58,14 +58,14 @@ class Slot:
 
 
 class Slots:
-    """Shared memory that is kept for copies of later requests' inputs, each for requests of one kind. Thread-safe.
+    """Shared memory that is kept for copies of later requests' inputs, each piece for requests of one kind. Thread-safe.
 
-    Requests are of one kind if they have the same model, tensors and outputs. If the free memory has too many bytes, that for
-    the kind that was used longest ago is dropped first.
+    Requests are of one kind if they have the same model, tensors, outputs and parameters. If too many bytes are kept, memory
+    for the kind that was used longest ago is dropped first.
     """
 
     def __init__(self, memory: Memory) -> None:
-        """Starts with none kept. ``memory``: where copies are allocated; at most half of it is kept free for later requests."""
+        """Starts with nothing kept. ``memory``: where copies are allocated; at most half of it is kept for later requests."""
         self._memory = memory
         self._lock = threading.Lock()
         #: Free slots by kind, the kind used last at the end; no list is empty.
@@ -73,9 +73,9 @@ class Slots:
         self._byte_size = 0
 
     def take(self, kind: Any) -> Slot | None:
-        """Removes memory for a request of this kind from the free memory and returns it; None: none is free.
+        """Removes memory for a request of this kind from what is kept and returns it; None: none is kept.
 
-        ``kind``: what requests that may use the same memory have in common: model, tensors and outputs.
+        ``kind``: what requests that may use the same memory have in common: model, tensors, outputs and parameters.
         """
         with self._lock:
             free = self._free.get(kind)
@@ -102,15 +102,15 @@ class Slots:
                     del self._free[kind]
 
     def clear(self) -> None:
-        """Drops all memory that is kept free, so that other arrays can be allocated there."""
+        """Drops all memory that is kept for later requests, so that other arrays can be allocated there."""
         with self._lock:
             self._free.clear()
             self._byte_size = 0
 
     def forget(self) -> None:
-        """Drops all memory that is kept free, in a child process after a fork.
+        """Drops all memory that is kept, in a child process after a fork.
 
-        Makes a new lock, since a thread may have held it.
+        Makes a new lock, since a thread may have held the old one.
         """
         self._lock = threading.Lock()
         self.clear()

@@ -137,9 +137,9 @@ class Calls:
 class Model(Calls):
     """A served model: call it with arrays by input name. Thread-safe.
 
-    Attributes are ``name``, ``version`` (that was served when the model was looked up), ``max_batch_size`` (the most rows of a
-    request; 0: the model has no batch dimension) and ``timeout`` (seconds; None: without limit). ``inputs`` and ``outputs``
-    have a ``Tensor`` for each input or output, found by position or by name.
+    Attributes: ``name``; ``version``, the version that was served when the model was looked up; ``max_batch_size``, the most
+    rows of a request, where 0 says that the model has no batch dimension; ``timeout``, in seconds, where None says that there
+    is no limit; ``inputs`` and ``outputs``, with a ``Tensor`` for each input or output, found by position or by name.
     """
 
     def __call__(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]) -> Answer:

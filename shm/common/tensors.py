@@ -146,8 +146,8 @@ def cast(name: str, value: Any, datatype: str | None) -> Array:
 
     ``name``: the input's name, for errors. ``datatype`` None: numpy chooses a dtype.
 
-    Raises InvalidArgument: a value would be changed by more than rounding to a float type, such as a fraction, NaN or a text
-      for INT32, or a number that is out of range.
+    Raises InvalidArgument: a value cannot be converted without changing it, other than by rounding to a float type. Such values
+      for INT32 are a fraction, NaN, a text, and a number that is out of range.
     """
     dtype = None if datatype is None else dtype_of(datatype)
     if datatype == "BF16" and dtype == DTYPES["UINT16"]:
