@@ -330,9 +330,9 @@ class RegionPlace(Record, frozen=True, tag="place"):
 
 
 class Load(Record, frozen=True, tag="load"):
-    """Tells a worker to load one version of a model, run it once and answer with Loaded.
+    """Tells a worker to load one version of a model, warm it up and answer with Loaded.
 
-    If the worker has loaded the version before, that load serves requests meanwhile.
+    If the worker has loaded the version before, the earlier load serves requests meanwhile.
     """
 
     name: str

@@ -29,8 +29,8 @@ def jax(
     """Makes a function of a served model that may be called inside ``jax.jit``, ``vmap`` and ``scan``. It has no derivative.
 
     Args:
-      shapes: output name -> the output's shape, without axes that ``vmap`` adds. An output needs an entry if the model's
-        metadata leave one of its sizes open, other than the batch's. None: no output needs one.
+      shapes: output name -> the output's shape, without axes that ``vmap`` adds. An output needs an entry if it is BYTES, or if
+        the model's metadata leave one of its sizes open, other than the batch's. None: no output needs an entry.
     Returns: a function from inputs by name to outputs by name. While JAX traces it, it raises InvalidArgument if an output's
       shape is not known. When the compiled program runs, it raises the server's errors.
     """

@@ -124,9 +124,9 @@ class ModelParameters:
 def layout(parameters: Any, partial: bool = False) -> Iterator[Buffer]:
     """Yields a tree of arrays as bytes in safetensors' layout: the header, then each array's memory, which is not copied.
 
-    Without ``partial``, leaves that no push can have are left out: functions, texts, random keys, and arrays of types that the
-    layout lacks. The model keeps the values of such leaves that it was loaded with. With ``partial``, such a leaf is an error,
-    since every leaf of the tree is meant to be pushed.
+    ``partial``: whether every leaf of the tree is meant to be pushed. If False, leaves that no push can have are left out:
+    functions, texts, random keys, and arrays of types that the layout lacks. The model keeps the values of these leaves that it
+    was loaded with.
 
     Raises: InvalidArgument: the tree has no arrays; or, with ``partial``, a leaf cannot be pushed.
     """

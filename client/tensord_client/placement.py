@@ -58,7 +58,7 @@ class Slot:
 
 
 class Slots:
-    """Shared memory that is kept for copies of later requests' inputs, each piece for requests of one kind. Thread-safe.
+    """Shared memory that is kept for copies of later requests' inputs, each piece of it for requests of one kind. Thread-safe.
 
     Requests are of one kind if they have the same model, tensors, outputs and parameters. If too many bytes are kept, memory
     for the kind that was used longest ago is dropped first.

@@ -95,7 +95,8 @@ class Connection(Protocol):
     def exchange(self, call: Call) -> Answer | Pending[Answer]:
         """Sends a request whose caller waits in this thread. Returns the answer or, if it did not come at once, a ``Pending``.
 
-        A ``Pending`` is an object that waits for the answer. Raises: ServingError: the request cannot be sent, or failed.
+        A ``Pending`` is an object that waits for the answer. Raises: ServingError: the request cannot be sent, or the answer is
+        an error.
         """
 
     def prepare(self, call: Call) -> Prepared:

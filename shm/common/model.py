@@ -225,7 +225,7 @@ class Model(Calls):
 
         No request is sent yet. Each call of the returned object sends one request.
 
-        ``sequence_id``: the sequence's id, an integer or a string; 0 or "": a new random one.
+        ``sequence_id``: the sequence's id, an integer or a string; 0 or "": a new random id.
         """
         return ModelSequence(self, sequence_id or self.sequence_id())
 

@@ -62,8 +62,8 @@ class Submission:
         Args:
           code: the error's code, such as "NOT_FOUND".
           message: the error's text.
-          is_told: True: the submitter knows at all times which workers serve the model; False: its knowledge may be old, so
-            that Unavailable, too, may mean that the model has moved.
+          is_told: True: the submitter knows at all times which workers serve the model; False: the submitter's knowledge may be
+            old, so that Unavailable, too, may mean that the model has moved.
         """
         return not (self.cancelled or self.answered) and is_refusal(code, message, is_told)
 
