@@ -116,7 +116,7 @@ class Control:
     def handle(self, record: Any, fds: list[int]) -> None:
         """Carries out a record from the supervisor, and closes those of its descriptors that nothing keeps.
 
-        Raises InvalidArgument: the record is none that a supervisor sends here.
+        Raises InvalidArgument: the supervisor does not send such a record to a worker.
         """
         try:
             if isinstance(record, LaneOpened) and len(fds) == 1:

@@ -273,7 +273,7 @@ class ParameterPushes:
         self._thread.do(unused.clear, lambda _: None)
 
     def _is_here(self, version: ModelVersion) -> bool:
-        """Returns whether this very load of a model version still exists, in service or not serving yet."""
+        """Returns whether a model version is still loaded and was not loaded anew, whether or not it serves requests yet."""
         key = version.name, version.version
         return version is (self._models.held.get(key) or self._models.serving(*key))
 

@@ -77,9 +77,8 @@ class MetricRegistry:
 
         ``owner``: the holder's model version.
 
-        Raises: InvalidArgument: the name or description is malformed, or the family is of another kind.  Unavailable: there are
-          too
-        many families.
+        Raises InvalidArgument: the name or description is malformed, or the family is of another kind.
+        Raises Unavailable: there are too many families.
         """
         if not _NAME.fullmatch(name):
             raise InvalidArgument(f"'{name[:100]}' cannot be the name of a metric")
@@ -122,11 +121,9 @@ class MetricRegistry:
         Args:
           buckets: upper bounds, for a histogram only.
           held: the labels of the metrics that the caller holds. ``labels`` are added to it, so that the caller counts as one
-            holder
-            of the metric, however often it asks.
-        Raises: InvalidArgument: labels or buckets are malformed, or the metric has other buckets.  Unavailable: there are too
-          many
-          metrics.
+            holder of the metric, however often it asks.
+        Raises InvalidArgument: labels or buckets are malformed, or the metric has other buckets.
+        Raises Unavailable: there are too many metrics.
         """
         key = _checked_labels(name, labels)
         with self._lock:

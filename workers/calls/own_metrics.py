@@ -19,8 +19,8 @@ class HeldFamily:
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
         """Makes a metric family, or becomes another holder of the family with that name.
 
-        Raises: InvalidArgument: an argument is malformed, the existing family is of another kind, or no model's code is running.
-        Unavailable: there are too many families.
+        Raises InvalidArgument: an argument is malformed, the existing family is of another kind, or no model's code is running.
+        Raises Unavailable: there are too many families.
         """
         found = caller()
         if found is None:
@@ -46,9 +46,8 @@ class HeldFamily:
     def metric(self, labels: Mapping[str, str], buckets: Sequence[float] | None) -> Value:
         """Returns the metric that has these labels, and makes it if there is none.
 
-        Raises: InvalidArgument: labels or buckets are malformed, or the metric has other buckets.  Unavailable: there are too
-          many
-        metrics.
+        Raises InvalidArgument: labels or buckets are malformed, or the metric has other buckets.
+        Raises Unavailable: there are too many metrics.
         """
         return self.registry.metric(self.name, labels, buckets, self._labels)
 
@@ -70,8 +69,8 @@ class OwnMetric:
     ) -> None:
         """Makes a metric. If there is one with the same name and labels, this object stands for the existing metric.
 
-        Raises: InvalidArgument: an argument is malformed or differs from the existing metric's.  Unavailable: there are too many
-        metrics.
+        Raises InvalidArgument: an argument is malformed, or differs from the existing metric's.
+        Raises Unavailable: there are too many metrics.
         """
         self._held = HeldFamily(name, description, self._kind)
         self._value = self._held.metric(labels or {}, buckets)

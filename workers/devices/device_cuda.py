@@ -269,8 +269,9 @@ class CudaDevice:
         """Copies outputs to host memory and returns the bytes of each. It waits once, also for outputs still being computed.
 
         Returns None if the outputs are too large for the staging memory. ``cuts``: the ranges of bytes to return, if there is a
-        single output; empty: each output is returned whole. Raises DeviceLost: the GPU failed. An error of the program's run is
-        raised unchanged.
+        single output; empty: each output is returned whole.
+
+        Raises DeviceLost: the GPU failed. An error of the program's run is raised unchanged.
         """
         ends = list(itertools.accumulate([-(-byte_size_of(array) // _LINE) * _LINE for array in made]))
         if ends and ends[-1] > TOGETHER:
@@ -295,9 +296,9 @@ class CudaDevice:
 
         Returns all outputs. Outputs without a place are returned as host arrays if they are small together, else as arrays on the
         device.
-        Raises: InvalidArgument: a region cannot be written any more.  DeviceLost: the GPU failed. An error of the program's run
-          is
-        raised unchanged.
+
+        Raises: InvalidArgument: a region cannot be written any more.  DeviceLost: the GPU failed. An error of the program's
+        run is raised unchanged.
         """
         left = [(name, array) for name, array in made.items() if name not in places and byte_size_of(array)]
         little = sum([byte_size_of(array) for _, array in left]) <= TOGETHER

@@ -361,8 +361,8 @@ class Calls:
     def _made(self, call: ModelCall, now_ns: int) -> InnerRequest:
         """Makes the request that a call stands for; the caller queues it.
 
-        Raises: NotFound: this worker does not have the model.  Another ServingError: the call is not valid, or too many are in
-          flight.
+        Raises NotFound: this worker does not have the model.
+        Raises another ServingError: the call is not valid, or too many calls are in flight.
         """
         caller, prepared = call.caller, call.prepared
         if caller.in_flight >= self._max_calls:
@@ -436,7 +436,7 @@ class Calls:
             self._responses.took(inner)
 
     def _stop(self, call: ModelCall) -> None:
-        """Stops a call. If a streaming model runs it in a thread, the model is asked to stop, which it may ignore.
+        """Stops a call. If a streaming model answers the call in a thread, the model is asked to stop, which it may ignore.
 
         Any other call is cancelled.
         """

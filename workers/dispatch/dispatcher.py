@@ -376,7 +376,7 @@ class Dispatcher:
 
     @property
     def runs_short_programs(self) -> bool:
-        """True if the last program run in the loop took less time than a loop iteration, and no model runs steps."""
+        """True if no model runs steps, and the last program run in the loop did less work than one loop iteration may do."""
         return not self._stepping.living and self._share < 1
 
     def _retry(self, now_ns: int) -> None:
@@ -445,9 +445,10 @@ class Dispatcher:
             done += self._run_batch(version, self._clock()) + 1 / _CALLS
 
     def _run_batch(self, version: ModelVersion, now_ns: int) -> float:
-        """Runs a version's next batch. If its program is not compiled yet, sets the batch aside until it is.
+        """Runs a version's next batch. If its program is not compiled yet, the requests wait outside the queue until it is.
 
-        Returns the time of the run as a fraction of a loop iteration; infinite: the caller must not run another batch now.
+        Returns the estimated work of the run as a fraction of what one loop iteration may do; infinite: the caller must not run
+        another batch now.
         """
         batch, model = self._take(version, now_ns), version.jitted
         if batch and version.loaded.ensemble is not None:

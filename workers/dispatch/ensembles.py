@@ -380,7 +380,10 @@ class EnsembleRuns:
 
     @staticmethod
     def _send_unsent(run: _Run) -> None:
-        """Sends the response that a streaming ensemble has held back. It is not the last one, which is known now."""
+        """Sends the response that a streaming ensemble has held back, as one that is not the last.
+
+        A response is held back until it is known whether another one follows.
+        """
         outputs, run.unsent = run.unsent, None
         if outputs is not None and run.sender is not None:
             run.sender.send(outputs, wait=False)

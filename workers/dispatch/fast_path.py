@@ -118,7 +118,7 @@ class _Batch:
         return run, program.rows, program.clears, memory
 
     def count(self, done: NativeRuns) -> None:
-        """Counts requests that the C extension has answered in the statistics of the model version."""
+        """Adds the requests that the C extension has answered to the statistics of the model version. ``done``: their runs."""
         self.version.statistics.add(done)
         if isinstance(self.model, EnsemblePipeline):
             self.model.credit(done)
@@ -148,7 +148,7 @@ class _Alone:
         return _native_batch(self, self._version, self.executable.share / self.executable.rows, (-1,) * max(1, most))
 
     def count(self, done: NativeRuns) -> None:
-        """Counts requests that the C extension has answered in the statistics of the model version."""
+        """Adds the requests that the C extension has answered to the statistics of the model version. ``done``: their runs."""
         self._version.statistics.add(done)
         # Marks the executable as used, so that it is not dropped as the one that was not used for longest.
         self._model.executables.find(self.executable.wanted)
@@ -513,7 +513,7 @@ def _is_large(request: Request, preparation: Preparation, checked: Checked) -> b
 
 
 def _holds(numbered: Numbered[PreparedAnswer], request: Request) -> bool:
-    """Returns whether a request's submitter has a prepared answer that reports the parameters which the request used."""
+    """Returns whether a prepared answer was sent to a request's submitter and reports the parameters that the request used."""
     known = numbered in request.submitter.lane.published
     return known and (not request.tells or numbered.prepared.parameters == request.told)
 

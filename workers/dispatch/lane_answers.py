@@ -55,7 +55,7 @@ class LaneAnswers:
         self._channel: Channel | None = None
 
     def begin(self, poller: Poller, access: int) -> None:
-        """Begins to work: stores the poller, to which limits go, and logs every ``access``-th good answer; 0: logs none."""
+        """Begins to limit what ``poller`` answers by itself, and to log every ``access``-th good answer; 0: logs none."""
         self._poller = poller
         self.log_every(access)
 
@@ -119,7 +119,10 @@ class LaneAnswers:
         self._passed = count
 
     def arrived(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> RequestRecord:
-        """Begins a trace of a client's request if it is sampled. Returns the request's record, which has the trace level then."""
+        """Begins a trace of a client's request if the request is sampled.
+
+        Returns the request's record. If the request is traced, the record has the level of the trace.
+        """
         tracer, said = self.tracer, submitter.parent
         submitter.parent = None
         parent = ""

@@ -190,7 +190,7 @@ class Responses(ResponseReceiver):
             )
 
     def took(self, request: InnerRequest) -> None:
-        """Counts the next response to a request made inside the worker as taken, so that its model may send more."""
+        """Counts the next response to a request made inside the worker as taken, so that the called model may send more."""
         self.taken(request, request.ahead.popleft())
 
     def cancelled(self, request: Request) -> None:

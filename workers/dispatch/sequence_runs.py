@@ -32,7 +32,10 @@ _log = logging.getLogger(__name__)
 
 
 class SequenceRuns:
-    """Runs requests to one model version with sequences for the C extension, as long as no other request of it waits."""
+    """Runs requests to one model version with sequences for the C extension, which has gathered their inputs.
+
+    It does so only while no other request to that version waits.
+    """
 
     def __init__(
         self,

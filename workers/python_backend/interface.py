@@ -67,7 +67,7 @@ def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) 
 
 
 def serialize_byte_tensor(input_tensor: Array) -> Array:
-    """Encodes an array of byte strings as BYTES: UINT8[n], with its length before each element, in row-major order."""
+    """Encodes an array of byte strings as BYTES: UINT8[n], the elements in row-major order, each after its length."""
     return np.frombuffer(byte_content(input_tensor), np.uint8)
 
 
@@ -327,7 +327,9 @@ def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | N
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
-    """Begins to unload a model, without waiting for the end. ``unload_dependents``: if True, an ensemble's models go with it.
+    """Begins to unload a model, without waiting for the end.
+
+    ``unload_dependents``: if True, and the model is an ensemble, the models of its steps are unloaded too.
 
     Raises TritonModelException: the server refused, or the running code may not unload models.
     """

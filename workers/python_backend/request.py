@@ -397,9 +397,8 @@ class InferenceRequest:
     def async_exec(self, decoupled: bool = False) -> Awaitable[InferenceResponse | ResponseIterator]:
         """Sends the request immediately, and returns an awaitable of what ``exec`` returns, for the running event loop.
 
-        Raises: TritonModelException: the running code may not call models, or the request is malformed.  RuntimeError: no event
-          loop
-        runs in this thread.
+        Raises TritonModelException: the running code may not call models, or the request is malformed.
+        Raises RuntimeError: no event loop runs in this thread.
         """
         loop = asyncio.get_running_loop()
         call = self._call(decoupled)

@@ -40,11 +40,9 @@ class LaneSegments(ArenaMap):
     def open(self, segment: int, byte_size: int, fd: int) -> None:
         """Maps a segment that the client has announced, and takes over its descriptor.
 
-        Raises: InvalidArgument: number or size are invalid, the number is in use, or the memory is not a memfd of this fixed
-          size.
-          Unavailable: the lane has too many segments, or the segment cannot be mapped now. Requests that name the segment later
-            get
-          the same error.
+        Raises InvalidArgument: number or size are invalid, the number is in use, or the memory is no memfd of this fixed size.
+        Raises Unavailable: the lane has too many segments, or the segment cannot be mapped now. Requests that name the segment
+        later get the same error.
         """
         name, limits = f"{_MARK}{segment}", self.limits
         try:
@@ -97,9 +95,8 @@ class LaneSegments(ArenaMap):
     def find(self, name: str) -> AnyRegion:
         """Returns the region that a record of this lane names: a segment of the lane, or a registered region.
 
-        Raises: Unavailable: the segment could not be opened.  InvalidArgument: the segment is not open, or the region has lost
-          its
-          memory.  NotFound: no region has this name.  DeviceLost: the GPU failed.
+        Raises: Unavailable: the segment could not be opened.  InvalidArgument: the segment is not open, or the region has
+          lost its memory.  NotFound: no region has this name.  DeviceLost: the GPU failed.
         """
         if not name.startswith(_MARK):
             return self._table.find(name)

@@ -167,8 +167,8 @@ class RegionTable:
     def find(self, name: str) -> AnyRegion:
         """Returns the region of this name.
 
-        Raises: NotFound: there is no region of this name.  InvalidArgument: the region has lost its memory, or cannot be opened
-          here.
+        Raises NotFound: there is no region of this name.
+        Raises InvalidArgument: the region has lost its memory, or cannot be opened here.
         """
         region = self._regions.get(name)
         if region is None:

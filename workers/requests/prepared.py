@@ -475,7 +475,10 @@ def _closed(prepared: PreparedRequest, own: RequestRecord, contents: list[Conten
 
 
 def _give_types(named: dict[str, Content], prepared: PreparedRequest, checked: Checked) -> None:
-    """Replaces each ``LateTensor`` in ``named``, whose bytes are read later, by one with the dtype and shape of its input."""
+    """Gives each ``LateTensor`` in ``named`` the dtype and shape of its input, by replacing the object.
+
+    Its bytes are read later.
+    """
     for tensor, dtype in zip(prepared.inputs, checked.dtypes, strict=True):
         content = named[tensor.name]
         if isinstance(content, LateTensor):

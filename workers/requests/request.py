@@ -203,7 +203,7 @@ def controls_of(own: RequestRecord) -> Controls:
 
 
 def named(client_id: str) -> str:
-    """Returns the beginning of a log line about a request: the client's id for it with a label, or "" if there is none."""
+    """Returns the beginning of a log line about a request, which names the client's id for it; "": the client gave no id."""
     return label(client_id) if client_id else ""
 
 

@@ -150,7 +150,7 @@ class EncodedResponses:
 
 
 class SenderClosed(Exception):
-    """Raised when a model sends a response to a request after it has sent the last one."""
+    """Raised when a model sends a response to a request to which it has sent the last response already."""
 
 
 #: A response on its way; None: only the mark that there is no further one.
@@ -163,7 +163,7 @@ class ResponseReceiver:
     max_ahead = 1
 
     def alike(self, sender: ResponseSender, result: dict[str, Array]) -> ResponseKind | None:
-        """Returns the kind of responses that have the datatypes and shapes of this one; any thread may call it.
+        """Returns the object that encodes responses with the datatypes and shapes of this one; any thread may call it.
 
         Returns None if the model's thread cannot encode the response itself.
         """

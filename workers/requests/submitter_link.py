@@ -152,7 +152,7 @@ class SubmitterLink(Generic[R]):
         self._hold(more)
 
     def _hold(self, byte_size: int) -> None:
-        """Adds a number of bytes to those that requests of this lane, and of its user, hold.
+        """Adds ``byte_size`` to the number of bytes that requests of this lane and of its user hold.
 
         Raises InvalidArgument: the user's requests would hold more bytes than allowed. The bytes are counted nevertheless.
         """
@@ -190,7 +190,7 @@ class SubmitterLink(Generic[R]):
         self._count(-self._sizes.pop(request_id, 0))
 
     def leave(self) -> None:
-        """Ends the count of everything that a lane which has ended held besides requests in flight."""
+        """Ends the count of everything that the lane held besides requests in flight, because the lane has ended."""
         self._count(-self._prepared_size - self._half_size)
         self._prepared_size = self._half_size = 0
 

@@ -122,7 +122,7 @@ class RequestTimeline:
                 self._tensors += [_described(activity, name, array) for name, array in arrays.items()]
 
     def responded(self, now_ns: int) -> None:
-        """Adds the time of the first response of several (``now_ns``). Later calls do nothing."""
+        """Adds ``now_ns`` as the time of the first response, if the model sends several. Later calls do nothing."""
         if not self._has_responded:
             self._has_responded = True
             self._moments.append((trace_stamps.RESPONSE_START, now_ns))

@@ -48,7 +48,7 @@ class WaitUntil(NamedTuple):
 
 
 class Refuse(NamedTuple, Generic[P]):
-    """A planner's decision to answer requests that have waited too long with errors."""
+    """A planner's decision to answer requests with errors, because they have waited too long."""
 
     answers: list[tuple[P, ServingError]]
 
@@ -121,9 +121,9 @@ class Planner(ABC, Generic[P]):
 
     @abstractmethod
     def restore(self, requests: list[P], now_ns: int) -> list[tuple[P, ServingError]]:
-        """Queues requests again that ``take`` returned and that could not run.
+        """Puts requests that ``take`` returned but that could not run back into the queue.
 
-        Returns requests that fail instead, with errors.
+        Returns requests that fail instead, each with its error.
         """
 
     def limit(self, key: Hashable, rows: int) -> None:

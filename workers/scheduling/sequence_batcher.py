@@ -168,9 +168,8 @@ class SequenceBatcher(Planner[S]):
     def arrived(self, request: S) -> None:
         """Queues a request in its sequence.
 
-        Raises: InvalidArgument: the request belongs to no sequence.  Unavailable: there is no room, the worker is about to end,
-          or
-        the state of the sequence was lost. The request is not queued then.
+        Raises: InvalidArgument: the request belongs to no sequence.  Unavailable: there is no room, the worker is about to
+        end, or the state of the sequence was lost. The request is not queued then.
         """
         live = self.table.admit(request)
         if len(live.waiting) == 1:
