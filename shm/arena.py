@@ -78,8 +78,8 @@ class Lease(msgspec.Struct, eq=False):
 def taken_by(segment: int, byte_size: int) -> int:
     """Returns how many bytes a block takes up in an arena if it is to hold ``byte_size`` bytes.
 
-    Blocks of segment 0 are rounded up otherwise than those of other segments. ``segment``: the number of the block's segment.
-    Results are cached, since clients send tensors of the same sizes again.
+    ``segment``: the number of the block's segment; in segment 0, sizes are rounded up to a power of two. Results are cached,
+    since clients send tensors of the same sizes again.
     """
     if segment == 0:
         return BLOCK << max(0, (byte_size - 1).bit_length() - _BLOCK_BITS)

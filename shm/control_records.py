@@ -313,7 +313,7 @@ class ModelGone(Record, frozen=True, tag="gone"):
 
 
 class RequestsRefused(Record, frozen=True, tag="refused"):
-    """Tells a front whether to refuse every new inference request from now on, because the daemon is being drained."""
+    """Tells a front whether to refuse every new inference request from now on. It is sent when the daemon is being drained."""
 
     refused: bool
 

@@ -21,9 +21,10 @@ STALE = "it was built from other sources than those that lie beside it"
 
 
 def sources(folder: Path, names: Sequence[str]) -> str:
-    """Returns a text with the names of source files and a hash of their contents. It is compiled into an extension as SOURCES.
+    """Returns a text with the names of source files and a hash of their contents.
 
-    ``names``: the files' paths, relative to ``folder``, the extension's folder.
+    The text is compiled into an extension as SOURCES. ``names``: the files' paths, relative to ``folder``, the extension's
+    folder.
     """
     found = hashlib.sha256(b"\0".join((folder / name).read_bytes() for name in names))
     return " ".join([*names, found.hexdigest()])

@@ -203,7 +203,7 @@ class LeafPlace(Record, frozen=True, tag="s.leaf"):
 
 
 class LeavesSource(Record, frozen=True, tag="s.leaves"):
-    """The parameters to push are in registered regions; for each parameter, by name, it has the place in a region."""
+    """The parameters to push are in registered regions. ``leaves`` has, by a parameter's name, the place of its bytes."""
 
     #: The leaf's name, keys joined by dots -> where it is.
     leaves: dict[str, LeafPlace]

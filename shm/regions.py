@@ -227,7 +227,7 @@ class Region(_ObjectRegion):
     def view(self, offset: int, byte_size: int) -> memoryview:
         """Returns a range of the region as a writable view, without a copy.
 
-        Raises InvalidArgument: it is not inside the region.
+        Raises InvalidArgument: the range is outside the region.
         """
         check_range(offset, byte_size, self.byte_size, self.name)
         return self._whole[offset : offset + byte_size]

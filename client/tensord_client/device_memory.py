@@ -129,7 +129,7 @@ class DeviceArray:
     def copy_from(self, value: Any) -> None:
         """Copies another array's values into this one, within the GPU if the other array lies on it, else from the host.
 
-        The other array is recognized as one of a GPU by DLPack.
+        Where the other array lies is asked by DLPack; an array without DLPack lies on the host.
 
         Raises: InvalidArgument: the other array has another shape or dtype, lies on another GPU, or lies on this GPU and is not
           contiguous.

@@ -504,7 +504,10 @@ class Waiter:
         self._tell(self._new, request, request._step)
 
     def drop(self, request: HttpRequest) -> None:
-        """Asks the thread to close the connection of a request that nobody waits for any more and that ``add`` was given."""
+        """Asks the thread to close the connection of a request, because nobody waits for the request any more.
+
+        Call it only with a request that ``add`` was given.
+        """
         self._tell(self._dropped, request, request._release)
 
     def _tell(

@@ -367,10 +367,7 @@ def _parameters(call: Call) -> tuple[Any, ...]:
 
 
 def note_segment(segments: set[int], place: Place | None) -> None:
-    """Adds the number of the segment that a place lies in to ``segments``.
-
-    Does nothing if ``place`` is None or is on a GPU.
-    """
+    """Adds the number of the segment that a place lies in to ``segments``. Does nothing if the place is None or on a GPU."""
     if place is not None and isinstance(place[0], int):
         segments.add(place[0])
 
