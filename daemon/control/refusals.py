@@ -77,7 +77,7 @@ class Refusals:
         return given_room
 
     def close(self) -> None:
-        """Logs the refusals that were counted since the last line in the log. Later ones are not logged."""
+        """Logs the refusals that were counted since the last line in the log, and cancels the timer for later lines."""
         if self._timer is not None:
             self._timer.cancel()
         for log in (self._log, self._mistakes):

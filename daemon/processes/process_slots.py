@@ -130,8 +130,8 @@ class ProcessSlots:
 
         If ``start`` raises OSError, it is called again after another delay.
 
-        While no process of this name has been ready, the daemon is stopped instead in two cases: the dead process has reported
-        that it cannot use its device, or it is the fifth in a row that has died.
+        While no process of this name has been ready, ``gives_up`` is called in two cases, and may stop the daemon instead: the
+        dead process has reported that it cannot use its device, or it is at least the fifth in a row that has died.
 
         ``doing``: what the process did, for the log, such as " while loading model 'm' version 1"; "": that is not known.
         """
