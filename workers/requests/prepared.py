@@ -150,7 +150,7 @@ def validate(
 
 
 def _chosen(own: RequestRecord, version: ModelVersion) -> str | None:
-    """Returns the name of the parameter set that a request names; None: it names ``main`` or none, or the model has no sets.
+    """Returns the name of the parameter set that a request names; None: it names ``main``, or the model has no sets.
 
     Raises: NotFound: the set does not exist.  InvalidArgument: its name is too long.
     """
@@ -182,7 +182,11 @@ def _tells(prepared: PreparedRequest, own: RequestRecord, version: ModelVersion)
 
 
 def _key_of(version: ModelVersion, key: Hashable, name: str) -> Hashable:
-    """Returns the batching key of a request: ``key``, which stands for its shapes, and ``name``, the parameter set it names."""
+    """Returns the batching key of a request that names a parameter set. ``key``: stands for the request's shapes.
+
+    It is ``key`` alone if a batch may mix parameter sets, or if the planner of sequences keeps the sets apart; otherwise it has
+    the set's name too.
+    """
     assert version.sets is not None
     # The planner of sequences knows their sets, and a stack has room for all of a batch.
     mixes = version.sequences is not None or version.sets.stack is not None

@@ -87,7 +87,9 @@ class Request(RequestTensors):
         contents: Mapping[str, bytes | memoryview | LateTensor] | None = None,
         preparation: Preparation | None = None,
     ) -> None:
-        """Takes either ``arrays`` or ``contents``. ``contents`` is given if all tensors have a fixed element size.
+        """Takes either ``arrays`` or ``contents``.
+
+        ``contents`` is given if no input is BYTES or BOOL and none is reshaped: the bytes are then those of the arrays.
 
         Args:
           key: requests with equal keys may share a batch.
