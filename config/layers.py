@@ -79,7 +79,6 @@ def read(
     """Returns the daemon's options and the source of each value that is not a default.
 
     A value in ``file`` replaces the default, an environment variable replaces both, and a flag replaces all of these.
-
     ``environment``: usually ``os.environ``; only variables that begin with ``TENSORD_`` are read.
 
     Raises ConfigurationError: something is wrong; the message is about the first mistake found.
@@ -155,10 +154,7 @@ def _bounded(wanted: msgspec.inspect.IntType | msgspec.inspect.FloatType) -> str
 
 
 def merge(settings: Iterable[Setting]) -> Options:
-    """Makes options of settings. Of several settings of one key the last one holds.
-
-    Raises ConfigurationError: a key is unknown, or a value is wrong.
-    """
+    """Makes options of settings; a later setting of a key wins. Raises ConfigurationError: a key or a value is wrong."""
     keys = known_keys()
     merged: dict[str, Any] = {}
     for setting in settings:
@@ -174,10 +170,7 @@ def merge(settings: Iterable[Setting]) -> Options:
 
 
 def read_file(path: Path) -> list[Setting]:
-    """Reads the settings in a TOML file.
-
-    Raises ConfigurationError: the file cannot be read, is not TOML, or has an unknown section.
-    """
+    """Reads the settings in a TOML file. Raises ConfigurationError: it cannot be read, is not TOML, or has an unknown section."""
     try:
         content = tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:

@@ -48,10 +48,8 @@ def name_traces(find: Callable[[], str]) -> None:
 def configure(options: Log, name: str, environment: Mapping[str, str] | None = None) -> None:
     """Sets up the log of this process, or changes it to new options.
 
-    Args:
-      name: the process's name in each line, such as "worker-1".
-      environment: the environment variables, among which JOURNAL_STREAM says that standard error goes to systemd's journal;
-        None: ``os.environ``.
+    ``name``: the process's name in each line, such as "worker-1". ``environment``: the environment variables, among which
+    JOURNAL_STREAM says that standard error goes to systemd's journal; None: ``os.environ``.
     """
     journal = not options.file and "JOURNAL_STREAM" in (os.environ if environment is None else environment)
     handler = LogFile(options.file) if options.file else _StandardError(sys.stderr)
@@ -157,10 +155,7 @@ class LineRate:
 
 
 class _LevelFilter(logging.Filter):
-    """Drops log lines of the levels info, warning and error that the options turn off.
-
-    Each level has its own switch, as in Triton.
-    """
+    """Drops log lines of the levels info, warning and error that the options turn off, each with its own switch as in Triton."""
 
     def __init__(self, options: Log) -> None:
         super().__init__()

@@ -41,10 +41,8 @@ TOGETHER = "tensord_together"
 def check(message: ModelConfig, *, whole: bool = False, scalars: Collection[str] = ()) -> None:
     """Checks all fields of a model's configuration.
 
-    Args:
-      whole: True if the configuration is completed; it must then have a known backend, and a datatype and dims for every
-        tensor.
-      scalars: the names of tensors that the model itself declares without dims, which a configuration cannot express.
+    ``whole``: True if the configuration is completed; it must then have a known backend, and a datatype and dims for every
+    tensor. ``scalars``: the names of tensors that the model itself declares without dims, which a configuration cannot express.
 
     Raises InvalidArgument: a field is wrong; Unsupported: a field asks for something that this server does not offer. The
     message names the model and is about the first mistake found.
@@ -425,10 +423,7 @@ def _check_values(name: str, kind: str, control: Any) -> None:
 
 
 def _check_states(message: ModelConfig, whole: bool) -> None:
-    """Raises InvalidArgument for the first mistake in ``sequence_batching.state``.
-
-    ``whole``: True if each state must have a datatype.
-    """
+    """Raises InvalidArgument for the first mistake in ``sequence_batching.state``. ``whole``: True if states need a datatype."""
     states = message.sequence_batching.state
     if states and message.backend == "python":
         raise Unsupported(f"model '{message.name}': sequence_batching.state: a Triton Python model keeps its own state")
@@ -484,10 +479,7 @@ def _check_initial(state: Any) -> None:
 
 
 def is_isolated(message: ModelConfig) -> bool:
-    """Returns whether workers serve this model alone, by its parameter ``isolated``.
-
-    Raises InvalidArgument: the parameter is no boolean.
-    """
+    """Returns whether workers serve this model alone (parameter ``isolated``). Raises InvalidArgument: it is no boolean."""
     return wants(message, ISOLATED)
 
 

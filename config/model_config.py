@@ -46,10 +46,7 @@ def empty(model_name: str = "") -> ModelConfig:
 
 
 def parse_pbtxt(text: str, model_name: str) -> ModelConfig:
-    """Parses the text of a config.pbtxt.
-
-    Raises InvalidArgument: it is malformed; the message has the line and column, and what protobuf expected there.
-    """
+    """Parses a config.pbtxt. Raises InvalidArgument, with line, column and what protobuf expected there: it is malformed."""
     message = empty()
     try:
         text_format.Parse(text, message)
@@ -64,9 +61,9 @@ def parse_pbtxt(text: str, model_name: str) -> ModelConfig:
 
 
 def parse_json(text: str, model_name: str) -> ModelConfig:
-    """Parses a model configuration in JSON. A single value may stand for a list with one item.
+    """Parses a configuration in JSON. A single value may stand for a list with one item.
 
-    Raises InvalidArgument: the configuration is malformed.
+    Raises InvalidArgument: it is malformed.
     """
     # The import comes late: only processes that take overrides pay for it.
     from google.protobuf import json_format
@@ -90,10 +87,7 @@ def parse_json(text: str, model_name: str) -> ModelConfig:
 
 
 def _decoded(text: str) -> Any:
-    """Decodes JSON, or the looser form of it that protobuf's reader accepts.
-
-    Raises msgspec.DecodeError: it is neither. The error is about JSON.
-    """
+    """Decodes JSON, or the looser form of it that protobuf accepts. Raises msgspec.DecodeError, about JSON: it is neither."""
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
@@ -115,10 +109,8 @@ def _as_json(found: re.Match[str]) -> str:
 def _shaped(what: str, given: Any, described: Descriptor) -> dict[str, Any]:
     """Returns a JSON object in which a single value is put into a list where the protobuf message has a list.
 
-    ``what``: names the object in messages. ``described``: the message's type.
-
-    Raises InvalidArgument: an object is expected and something else is given, or an object or list is given for a single
-    value.
+    ``what``: names the object in messages. ``described``: the message's type. Raises InvalidArgument: an object is expected and
+    something else is given, or an object or list is given for a single value.
     """
     if not isinstance(given, dict):
         raise InvalidArgument(f"{what}: {_kind(given)} is given, an object is expected")
@@ -308,10 +300,7 @@ def metadata(message: ModelConfig) -> bytes:
 
 
 def data_type_name(tensor: Any) -> str:
-    """Returns the name of the data type of a model's input or output, such as ``TYPE_FP32``.
-
-    It is ``TYPE_INVALID`` if none is set.
-    """
+    """Returns the name of the data type of a model's input or output, as ``TYPE_FP32``; ``TYPE_INVALID``: none is set."""
     known = model_config_pb2.DataType.DESCRIPTOR.values_by_number.get(tensor.data_type)
     return str(known.name) if known is not None else f"TYPE_{tensor.data_type}"
 
@@ -321,10 +310,7 @@ _ANSWERS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def wants(message: ModelConfig, parameter: str) -> bool:
-    """Returns the value of a model's boolean parameter; False if it is not given.
-
-    Raises InvalidArgument: the value is no boolean.
-    """
+    """Returns the value of a model's boolean parameter; False: it is not given. Raises InvalidArgument: it is no boolean."""
     if parameter not in message.parameters:
         return False
     said = message.parameters[parameter].string_value

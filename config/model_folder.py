@@ -40,9 +40,7 @@ def walk(path: Path) -> Iterator[tuple[str, os.stat_result | None]]:
     """Yields every file and folder in a folder and below it, in a fixed order: its path relative to ``path``, and its status.
 
     The path of a folder ends with a slash; the first one is "/", the folder itself. The status of a dangling link is None. No
-    folder is entered twice, even if links lead to it.
-
-    Raises OSError: the folder ``path`` cannot be read.
+    folder is entered twice, even if links lead to it. Raises OSError: the folder ``path`` cannot be read.
     """
     met: set[tuple[int, int]] = set()
     waiting = [""]
@@ -76,10 +74,7 @@ def walk(path: Path) -> Iterator[tuple[str, os.stat_result | None]]:
 
 
 def regular(path: str, flags: int) -> int:
-    """Opens a regular file, for ``open(path, opener=regular)``.
-
-    Raises OSError: the file cannot be opened, or is not a regular file.
-    """
+    """Opens a regular file, for ``open(path, opener=regular)``. Raises OSError: it cannot be opened, or is not regular."""
     descriptor = os.open(path, flags | os.O_NONBLOCK)
     try:
         mode = os.fstat(descriptor).st_mode

@@ -27,10 +27,7 @@ class Limit(NamedTuple):
 
 
 def parse(texts: Iterable[str]) -> tuple[Limit, ...]:
-    """Parses amounts of the rate limiter's resources, each as ``NAME:COUNT`` or ``NAME:COUNT:DEVICE``.
-
-    Raises ValueError: an entry has another form.
-    """
+    """Parses amounts of resources, each ``NAME:COUNT`` or ``NAME:COUNT:DEVICE``. Raises ValueError: an entry has another form."""
     limits: list[Limit] = []
     for text in texts:
         match = _LIMIT.fullmatch(text)

@@ -66,9 +66,7 @@ def placed(models: Iterable[FoundModel], devices: Sequence[Device], options: Opt
     """Decides for each model on which devices it would be loaded. Loads nothing.
 
     Returns copies of the models. The devices are in a copy's ``devices``; if no worker can load the model, the reason is in
-    ``error``.
-
-    ``devices``: the devices of all workers.
+    ``error``. ``devices``: the devices of all workers.
     """
     found: list[FoundModel] = []
     taken: dict[str, float] = {}
@@ -95,10 +93,8 @@ def check(
 
     A model whose configuration cannot be read is not loaded.
 
-    Args:
-      devices: the devices of all workers; a model is loaded on the first of its workers' devices.
-      timeout: how many seconds the load of each version of a model may take.
-      bar: shows the progress; it is cleared before a verdict is yielded.
+    ``devices``: the devices of all workers; a model is loaded on the first of its workers' devices. ``timeout``: how many
+    seconds the load of each version of a model may take. ``bar``: shows the progress; it is cleared before a verdict is yielded.
     """
     tried: dict[str, Verdict] = {}
     for verdict in _tried([model for model in models if not model.members], options, devices, timeout, bar):
@@ -169,10 +165,8 @@ def _tried(
 ) -> Iterator[Verdict]:
     """Loads models in several processes, and yields their verdicts in the order of ``models``. None may be an ensemble.
 
-    Args:
-      devices: the devices of all workers; a model is loaded on the first of its workers' devices.
-      timeout: how many seconds the load of each version of a model may take.
-      bar: shows the progress; it is cleared before a verdict is yielded.
+    ``devices``: the devices of all workers; a model is loaded on the first of its workers' devices. ``timeout``: how many
+    seconds the load of each version of a model may take. ``bar``: shows the progress; it is cleared before a verdict is yielded.
     """
     # A daemon beside this process may have most of a GPU's memory.
     workers = msgspec.structs.replace(options.workers, gpu_preallocate=False)
@@ -340,10 +334,8 @@ def export(model: FoundModel, options: Options, device: Device, folder: Path, pl
 
     What the model's code prints goes to stderr.
 
-    Args:
-      device: the device on which the model is loaded for this.
-      folder: the new model's folder, which is created if it is missing.
-      platforms: the platforms on which the program can run, such as "cpu,cuda"; "": the platform of ``device``.
+    ``device``: the device on which the model is loaded for this. ``folder``: the new model's folder, which is created if it is
+    missing. ``platforms``: the platforms on which the program can run, such as "cpu,cuda"; "": the platform of ``device``.
 
     Raises InvalidArgument: the model cannot be exported, or the folder has a version 1 already or cannot be written.
     """

@@ -44,10 +44,7 @@ _WATCH = (
 
 
 class _Commands(tables.CommandGroup):
-    """The group of tensord's commands.
-
-    If a command raises ConfigurationError, its message is printed and the exit status is 2.
-    """
+    """The group of tensord's commands. If a command raises ConfigurationError, its message is printed and the status is 2."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

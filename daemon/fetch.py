@@ -120,9 +120,7 @@ def staged(folder: Path) -> Iterator[Path]:
     """Yields a hidden folder beside a model's ``folder``, in which only this process builds the new model.
 
     The hidden folder is removed after the ``with`` block. If the block raises an error, the hidden folder stays, and a later
-    fetch goes on with its files.
-
-    Raises InvalidArgument: another process is fetching the model.
+    fetch goes on with its files. Raises InvalidArgument: another process is fetching the model.
     """
     stage = folder.with_name(f".{folder.name}.fetch")
     stage.mkdir(parents=True, exist_ok=True)
@@ -195,9 +193,7 @@ def swap(model: Path, folder: Path) -> None:
     """Replaces the served model in ``folder`` by the new one in ``model``, by one rename.
 
     On a file system that cannot exchange two folders it takes two renames. For an instant no folder has the name then, which a
-    daemon that polls ignores.
-
-    Raises OSError: a rename failed; the former model is still served.
+    daemon that polls ignores. Raises OSError: a rename failed; the former model is still served.
     """
     if not os.path.lexists(folder):
         model.rename(folder)
@@ -214,10 +210,7 @@ def swap(model: Path, folder: Path) -> None:
 
 
 def _exchanged(one: Path, other: Path) -> bool:
-    """Exchanges two folders by one rename. Returns False if the file system or the C library cannot do that.
-
-    Raises OSError: the rename failed.
-    """
+    """Exchanges two folders by one rename. Returns False if this host cannot do that. Raises OSError: the rename failed."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None or not rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
         return rename is not None
@@ -229,9 +222,8 @@ def _exchanged(one: Path, other: Path) -> bool:
 def _check_sums(model: Path, sha256: str) -> None:
     """Checks a model's files against the list SHA256SUMS in its folder, if it has one. The files must be exactly those listed.
 
-    ``sha256``: the expected checksum of the list itself; "": it is not known.
-
-    Raises InvalidArgument: a checksum is wrong, or the list or a file is missing, unexpected or malformed.
+    ``sha256``: the expected checksum of the list itself; "": it is not known. Raises InvalidArgument: a checksum is wrong, or
+    the list or a file is missing, unexpected or malformed.
     """
     if not (model / SUMS).is_file():
         if sha256:
@@ -264,9 +256,7 @@ def _verified(model: Path, beside: Path, options: Options, devices: Sequence[Dev
     ``beside``: the repository to which the model will belong. Members are looked for in it and in the configured repositories.
 
     ``devices``: the devices of the workers; empty: no model is loaded. ``timeout``: how many seconds the load of each version
-    may take.
-
-    Raises InvalidArgument: the model cannot be served. Its folder stays.
+    may take. Raises InvalidArgument: the model cannot be served. Its folder stays.
     """
     found = repository.poll(model)
     repositories = list(dict.fromkeys([beside, *(Path(path).absolute() for path in options.repository.paths)]))
@@ -368,9 +358,8 @@ class Source:
     def download(self, files: Sequence[File], places: Sequence[Path], stage: Path, max_byte_size: int) -> None:
         """Downloads ``files`` to the paths ``places``. A path exists only once its file has arrived completely.
 
-        ``stage``: a folder on the same file system for incomplete files. ``max_byte_size``: the most bytes of an archive.
-
-        Raises ServingError: a file could not be read, or has another size than was listed; OSError: a file cannot be written.
+        ``stage``: a folder on the same file system for incomplete files. ``max_byte_size``: the most bytes of an archive. Raises
+        ServingError: a file could not be read, or has another size than was listed; OSError: a file cannot be written.
         """
 
         def bring() -> None:
@@ -393,9 +382,8 @@ class Source:
     def _ask(self, ask: Callable[..., Any], *arguments: object, **named: object) -> Any:
         """Calls a function of the file system's library.
 
-        If it fails and another attempt may succeed, calls it again after a pause.
-
-        Raises ServingError: no attempt succeeded; OSError: this host's disk is full or broken.
+        If it fails and another attempt may succeed, calls it again after a pause. Raises ServingError: no attempt succeeded;
+        OSError: this host's disk is full or broken.
         """
         pauses = list(PAUSES)
         while True:

@@ -192,9 +192,8 @@ class FlagCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parses the words of a command line into click's context. Returns an empty list.
 
-        While a shell completes the command line, the words that are not parsed are returned instead.
-
-        Raises ConfigurationError: a flag or an argument is refused; the message says why.
+        While a shell completes the command line, the words that are not parsed are returned instead. Raises ConfigurationError:
+        a flag or an argument is refused; the message says why.
         """
         if ctx.resilient_parsing:  # a shell completes them
             return super().parse_args(ctx, args)
@@ -284,10 +283,8 @@ def settings(ctx: click.Context) -> list[Setting]:
 def canonical(arguments: Sequence[str], own: Mapping[str, bool]) -> list[str]:
     """Rewrites the flags of a command line as ``--name=value``. Flags of Triton that change nothing in tensord are left out.
 
-    A flag may be given as ``--name value`` or, if it is a switch, as ``--name`` alone.
-
-    ``own``: the command's own options, each with whether it takes a value. These options and the arguments stay as they are,
-    for click.
+    A flag may be given as ``--name value`` or, if it is a switch, as ``--name`` alone. ``own``: the command's own options, each
+    with whether it takes a value. These options and the arguments stay as they are, for click.
 
     Raises ConfigurationError: a flag is unknown, refused or lacks its value.
     """

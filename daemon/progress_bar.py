@@ -21,10 +21,7 @@ class ProgressBar:
         self._on = self._stream.isatty()
 
     def draw(self, done: int, total: int, doing: str) -> None:
-        """Draws the bar, if it has changed: ``done`` of ``total`` models are loaded.
-
-        ``doing``: what is being done, such as ``compiling m 3/9``.
-        """
+        """Draws the bar: ``done`` of ``total`` models are loaded. ``doing``: what is done now, as ``compiling m 3/9``."""
         if not self._on or not total:
             return
         filled = _WIDTH * done // total

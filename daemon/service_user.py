@@ -88,10 +88,8 @@ def settings(unit: str) -> list[str]:
 def check_inside(service: Service, words: Sequence[str], environment: Mapping[str, str]) -> int:
     """Runs ``tensord check`` in a sandbox with the settings of the service. Returns the exit status of the check.
 
-    Args:
-      words: the arguments of ``tensord check``; a relative path among them, except that of the configuration file, begins in
-        the service's working directory.
-      environment: the variables of the caller; those that configure tensord are passed on.
+    ``words``: the arguments of ``tensord check``; a relative path among them, except that of the configuration file, begins in
+    the service's working directory. ``environment``: the variables of the caller; those that configure tensord are passed on.
 
     Raises Unusable: systemd could not run this program there.
     """
@@ -124,9 +122,7 @@ def become(name: str) -> None:
     """Switches this process, which must run as root, to the user ``name``, with the user's groups and home directory.
 
     Environment variables of the caller are kept, except those that name the caller or the caller's directories: they are
-    replaced or removed.
-
-    Raises Unusable: the user does not exist, or cannot use this Python or the working directory.
+    replaced or removed. Raises Unusable: the user does not exist, or cannot use this Python or the working directory.
     """
     try:
         user = pwd.getpwuid(accounts.user_id(name))

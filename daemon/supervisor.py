@@ -340,10 +340,7 @@ class Supervisor:
             _log.info("try: curl %s/v2/models/%s", url, next(iter(served)))
 
     async def _all_up(self) -> None:
-        """Waits until every child process is ready and has loaded its models, or the daemon stops.
-
-        Meanwhile the service manager is asked for more time.
-        """
+        """Waits until every child has loaded its models, or the daemon stops. Asks the service manager for time meanwhile."""
         told = 0.0
         while self.phase is DaemonPhase.STARTING and (missing := self._missing()):
             if time.monotonic() - told >= _TOLD_SECONDS:
@@ -387,10 +384,7 @@ class Supervisor:
     # ---------------------------------------------------------------------------------------------------------- records
 
     def _front_said(self, front: FrontProcess, record: Record, fds: list[int]) -> None:
-        """Handles a record of a front that concerns other parts of the daemon.
-
-        ``fds``: the descriptors that came with the record, which are closed here.
-        """
+        """Handles a record of a front that concerns other parts of the daemon, and closes its descriptors ``fds``."""
         if isinstance(record, ControlCall):
             self._tasks.spawn(self._answer(front, record, fds))
         else:
@@ -530,9 +524,7 @@ class Supervisor:
         """Reads the configuration and the repositories again, and applies the changes that need no restart.
 
         Returns a future for each load of a model that has begun. Its result is the reason why the load failed, or "" if it
-        succeeded.
-
-        Raises InvalidArgument: the new configuration cannot be used. Nothing has changed then.
+        succeeded. Raises InvalidArgument: the new configuration cannot be used. Nothing has changed then.
         """
         while self.phase is DaemonPhase.STARTING:
             await asyncio.sleep(0.1)
@@ -621,10 +613,7 @@ class Supervisor:
         }
 
     async def _describe_page(self) -> dict[str, Any]:
-        """Returns what the status page for browsers shows.
-
-        It shows what ``tensorctl status`` shows, and also each model's readiness and the recent errors.
-        """
+        """Returns what browsers are shown: what ``tensorctl status`` shows, each model's readiness, and recent errors."""
         errors = await recent_errors(self.fronts, self.workers.ready())
         standings = [
             {"name": model.name, "served": list(model.served), "reason": model.reason}

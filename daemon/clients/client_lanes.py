@@ -92,10 +92,7 @@ class ClientLanes:
     # -------------------------------------------------------------------------------------------------------- clients
 
     def admit(self, peer: Peer) -> ClientConnection:
-        """Adds a client's new connection.
-
-        Raises Unavailable: there are too many connections, of all users together or of this user.
-        """
+        """Adds a client's new connection. Raises Unavailable: there are too many, of all users together or of this user."""
         options = self._options
         if len(self._connections) >= options.max_count:
             raise Unavailable(
@@ -256,10 +253,7 @@ class ClientLanes:
         )
 
     def _homes(self, state: ModelState) -> list[WorkerProcess]:
-        """Returns the workers that serve a version and are not stopping.
-
-        They are at most 253, because a message can carry only so many descriptors.
-        """
+        """Returns the workers that serve a version and do not stop; at most 253, as many as a message has descriptors."""
         found = (self._supervisor.workers.by_incarnation.get(incarnation) for incarnation in state.workers)
         return [worker for worker in found if worker is not None and worker.alive and not worker.stopping][
             :_MAX_NEW_LANES
@@ -286,10 +280,7 @@ class ClientLanes:
     # --------------------------------------------------------------------------------------------------------- changes
 
     def lane_ended(self, worker: WorkerProcess, number: int) -> None:
-        """Removes a lane that its worker reports as closed, and wakes the clients that wait for this.
-
-        ``number``: the lane's number.
-        """
+        """Removes the lane ``number``, which its worker reports as closed, and wakes the clients that wait for this."""
         lane = self._lanes.get(number)
         if lane is not None and lane.worker is worker:
             self._forget(number)
@@ -309,10 +300,7 @@ class ClientLanes:
             del self._owned[lane.owner]
 
     def model_changed(self, record: ModelState | ModelGone | Readiness) -> None:
-        """Stores or removes the state of a model's version, and wakes the clients that wait for a model.
-
-        A ``Readiness`` record is ignored.
-        """
+        """Stores or removes a version's state, and wakes the clients that wait for a model. ``Readiness`` is ignored."""
         if isinstance(record, Readiness):
             return
         if isinstance(record, ModelState):

@@ -37,10 +37,7 @@ class Hello(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OpenLanes(msgspec.Struct, forbid_unknown_fields=True):
-    """Asks for a model's description, and for a lane to each worker that serves the model.
-
-    A lane that the client has already is not opened again.
-    """
+    """Asks for a model's description, and for a lane to each worker that serves it and to which the client has none yet."""
 
     model: str
     #: 0: the newest that serves.
@@ -52,10 +49,7 @@ class OpenLanes(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Register(msgspec.Struct, forbid_unknown_fields=True):
-    """Asks to register as a region the memfd that was sent with this message.
-
-    ``offset`` (a multiple of the page size) and ``byte_size`` are in bytes.
-    """
+    """Asks to register the memfd sent with this message as a region; size and offset (a multiple of a page) are in bytes."""
 
     name: str
     byte_size: int

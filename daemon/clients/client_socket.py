@@ -113,9 +113,8 @@ class ClientSocket:
     def listen(self) -> None:
         """Binds the clients' socket and listens on it. Clients that connect wait until ``serve`` is called.
 
-        If no path is configured, the socket is bound in the folder of the control socket; a failure is then only logged.
-
-        Raises InvalidArgument: the configured path cannot be used.
+        If no path is configured, the socket is bound in the folder of the control socket; a failure is then only logged. Raises
+        InvalidArgument: the configured path cannot be used.
         """
         mode = int(self._options.clients.socket_mode, 8)
         if self.path is not None:

@@ -22,9 +22,7 @@ def tls_context(options: Http | Grpc) -> ssl.SSLContext | None:
     """Creates a TLS context from the operator's PEM files; None: TLS is off.
 
     If ``mutual_tls`` is on, clients must have a certificate, too. The context offers one protocol by ALPN: HTTP/1.1 for HTTP,
-    HTTP/2 for gRPC.
-
-    Raises TlsError: a file cannot be used.
+    HTTP/2 for gRPC. Raises TlsError: a file cannot be used.
     """
     if not options.use_tls and not options.mutual_tls:
         return None

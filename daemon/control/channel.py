@@ -34,10 +34,7 @@ class ControlChannel:
     def __init__(
         self, channel: Channel, on_record: Callable[[Any, list[int]], None], on_close: Callable[[], None]
     ) -> None:
-        """Stores the callbacks.
-
-        ``on_record(record, fds)`` must close the file descriptors ``fds``, which came with the record.
-        """
+        """Stores the callbacks. ``on_record(record, fds)`` must close the file descriptors ``fds``, sent with the record."""
         self._channel = channel
         self._on_record = on_record
         self._on_close = on_close
@@ -77,10 +74,7 @@ class ControlChannel:
         return 0 if self._closed else self._channel.waiting
 
     def finish(self) -> None:
-        """Receives the records that a dead process has left in the socket, and closes the channel.
-
-        ``on_record`` is called with each of these records.
-        """
+        """Receives the records that a dead process has left, calls ``on_record`` with each, and closes the channel."""
         if not self._closed:
             self._readable()
         self.close()
@@ -148,9 +142,8 @@ class ControlCalls:
     async def call(self, operation: Operation, *fds: int, peer: Peer = ANONYMOUS) -> tuple[bytes, list[int]]:
         """Calls an operation. Returns its result, and the file descriptors that came with it, which the caller must close.
 
-        ``fds``: descriptors that are sent with the call. ``peer``: the client for whom a front calls.
-
-        Raises ServingError: the error with which the other process replied.
+        ``fds``: descriptors that are sent with the call. ``peer``: the client for whom a front calls. Raises ServingError: the
+        error with which the other process replied.
         """
         self._last += 1
         number = self._last
@@ -168,10 +161,8 @@ class ControlCalls:
     async def ask(self, operation: Operation, peer: Peer = ANONYMOUS, end: int = -1) -> bytes:
         """Calls an operation of the supervisor for a client. Returns the result, which is JSON or empty.
 
-        Args:
-          peer: the client.
-          end: a file descriptor that is sent with the call, and that the caller must close; -1: none is sent. It is the memory
-            of a push, or a descriptor that becomes readable when a region should be unregistered.
+        ``peer``: the client. ``end``: a file descriptor that is sent with the call, and that the caller must close; -1: none is
+        sent. It is the memory of a push, or a descriptor that becomes readable when a region should be unregistered.
 
         Raises Unavailable: too many calls wait for replies; ServingError: the error with which the supervisor replied.
         """
@@ -181,10 +172,7 @@ class ControlCalls:
         return result
 
     def answered(self, reply: Reply, fds: list[int]) -> None:
-        """Gives a reply and its file descriptors to the call that waits for it.
-
-        If the call was cancelled, closes the descriptors.
-        """
+        """Gives a reply and its descriptors to the call that waits for it. If the call was cancelled, closes them."""
         waiter = self._waiting.get(reply.call_id)
         if waiter is None or waiter.done():
             descriptors.close(fds)

@@ -35,10 +35,7 @@ class LogSettings:
         return msgspec.json.encode(described(self._current))
 
     def replace(self, options: Log) -> None:
-        """Replaces all log settings, as when the configuration is reloaded.
-
-        Publishes them if they differ from the former ones.
-        """
+        """Replaces all log settings, as a reload of the configuration does, and publishes them if they have changed."""
         if options != self._current:
             self._current = options
             self._publish(options)

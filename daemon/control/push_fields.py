@@ -62,9 +62,8 @@ class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def source(self, memory_byte_size: int) -> ParameterSource:
         """Returns where the parameters of the push lie.
 
-        ``memory_byte_size``: the size of the memory that the client sent with the push; below 0: it sent none.
-
-        Raises InvalidArgument: the push names no place, several places or too many arrays.
+        ``memory_byte_size``: the size of the memory that the client sent with the push; below 0: it sent none. Raises
+        InvalidArgument: the push names no place, several places or too many arrays.
         """
         named = [name for name in ("file", "region", "leaves") if getattr(self, name)]
         if len(named) + (memory_byte_size >= 0) != 1:

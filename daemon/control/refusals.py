@@ -31,10 +31,7 @@ def uncounted(refusal: Refusal) -> None:
 
 
 class Refusals:
-    """Counts the requests that one front refuses, and logs their numbers, at most once a minute.
-
-    Used on the front's event loop.
-    """
+    """Counts the requests that one front refuses, and logs how many at most once a minute. Used on the front's event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, count: OnRefusal = uncounted) -> None:
         self._loop = loop
@@ -47,10 +44,7 @@ class Refusals:
         self._timer_ns = 0
 
     def note(self, model: str, refusal: Refusal) -> None:
-        """Counts a refused request, in the metrics and for the next line in the log.
-
-        ``model``: the name of the request's model; "": it is not known yet.
-        """
+        """Counts a refused request, in the metrics and for the log. ``model``: the model's name; "": it is not known yet."""
         self._count(refusal)
         self._log.note(model, refusal.value, time.monotonic_ns())
         self._settle_later()

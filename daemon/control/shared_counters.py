@@ -94,10 +94,7 @@ class SharedCounters:
         return {refusal: self._words[at + i] for i, refusal in enumerate(OF_FRONTS)}
 
     def answers(self, row: int, protocol: str) -> dict[str, int]:
-        """Returns, by status code, how many answers the fronts that had row ``row`` have ever given.
-
-        ``protocol``: "http" or "grpc".
-        """
+        """Returns how many answers the fronts that had row ``row`` of ``protocol`` have ever given, by status code."""
         at = row * _WORDS + _CODES
         return {code: self._words[at + i] for i, code in enumerate(CODES[protocol])}
 
@@ -171,10 +168,7 @@ class FrontCounters:
         return sum(self._connections.tolist())
 
     def least(self) -> int | None:
-        """Returns the smallest number of connections of another front that accepts connections.
-
-        None is returned if no other front accepts connections.
-        """
+        """Returns the smallest number of connections of another front that accepts connections; None: there is none."""
         serves = self._serves.tolist()
         serves[self._row] = 0
         return min(compress(self._connections.tolist(), serves)) if any(serves) else None

@@ -42,10 +42,8 @@ class Models:
     ) -> None:
         """Begins without models.
 
-        Args:
-          kept: a folder that the service manager keeps when the daemon crashes, but not when it stops in order; None: there is
-            none.
-          place: the folder for the daemon's data, where files that clients send are written; None: $TMPDIR is used.
+        ``kept``: a folder that the service manager keeps when the daemon crashes, but not when it stops in order; None: there is
+        none. ``place``: the folder for the daemon's data, where files that clients send are written; None: $TMPDIR is used.
         """
         self._supervisor = supervisor
         self._placing = options
@@ -85,8 +83,7 @@ class Models:
         The call also waits until every ensemble that uses the model uses the model's new version.
 
         Raises:
-          Unavailable: the option ``repository.control_mode`` is not "explicit", or the disk has no room for the client's
-            files.
+          Unavailable: the option ``repository.control_mode`` is not "explicit", or the disk has no room for the client's files.
           Internal: the model is missing from the repository or cannot be read there (the message is Triton's).
           InvalidArgument: the load failed (the message is Triton's), or the client's configuration or files are wrong.
           Unsupported: the model asks for a feature that tensord lacks.
@@ -183,10 +180,7 @@ class Models:
         self._before.forget()
 
     def close(self) -> None:
-        """Cancels all planned retries of loads and removes the files that clients sent.
-
-        Call it only when no worker process runs.
-        """
+        """Cancels all planned retries of loads and removes files that clients sent. Call it only when no worker runs."""
         for timer in self._retries.values():
             timer.cancel()
         self._given.close()
@@ -196,10 +190,8 @@ class Models:
 
         The repositories are read for this, so that new models are in the index.
 
-        Args:
-          ready: if True, only versions that serve are listed.
-          detailed: if True, an entry also has the version's number of programs, and the number of bytes that its parameters,
-            its programs and its largest batch take.
+        ``ready``: if True, only versions that serve are listed. ``detailed``: if True, an entry also has the version's number of
+        programs, and the number of bytes that its parameters, its programs and its largest batch take.
         """
         folders = Counter(folder.name for folder in await asyncio.to_thread(repository.readable_folders, self._paths()))
         self.lifecycle.known = set(folders)
@@ -273,10 +265,7 @@ class Models:
             self._dismiss(name)
 
     def _bring_wanted(self, name: str, found: FoundModel | None) -> asyncio.Task[str]:
-        """Begins to load a model. The task's result is the reason why the load failed, or "" if it succeeded.
-
-        ``found``: the model as it was read from its folder; None: the task looks for the model in the repositories.
-        """
+        """Begins to load a model; the task's result is why that failed, or "". ``found``: the model; None: it is looked for."""
         task = self._latest[name] = asyncio.get_running_loop().create_task(self._bring_found(name, found))
         task.add_done_callback(functools.partial(_drop_if_same, self._latest, name))
         return task
@@ -303,8 +292,7 @@ class Models:
 
         Args:
           within: the ensembles for which this model is loaded as a member, the outermost ensemble first.
-          again: True if the model is an ensemble that is loaded again because a member changed; its members are not loaded
-            then.
+          again: True if the model is an ensemble that is loaded again because a member changed; its members are not loaded then.
           asked: True if somebody asked for the model by name; it is then loaded even if its files have not changed.
         """
         self._wanted.add(found.name)
@@ -348,13 +336,11 @@ class Models:
 
         The members are the models that the ensemble uses.
 
-        Args:
-          within: the ensembles for which this ensemble is loaded as a member, the outermost ensemble first.
-          again: True if the ensemble is loaded again because a member changed; members are then only checked, not loaded.
+        ``within``: the ensembles for which this ensemble is loaded as a member, the outermost ensemble first. ``again``: True if
+        the ensemble is loaded again because a member changed; members are then only checked, not loaded.
 
-        Returns the ensemble with the configuration, devices and fingerprint that follow from its members.
-
-        Raises InvalidArgument: the ensemble cannot be loaded.
+        Returns the ensemble with the configuration, devices and fingerprint that follow from its members. Raises
+        InvalidArgument: the ensemble cannot be loaded.
         """
         if again:
             return self.ensembles.check(found, self._supervisor.workers.devices)
@@ -437,10 +423,7 @@ class Models:
         self._check_readiness()
 
     def outdated(self, why: str) -> None:
-        """Stores why processes that die cannot be replaced, and publishes the readiness; "": they can be replaced.
-
-        Such a reason is that another version of tensord was installed than this daemon runs.
-        """
+        """Stores, for the readiness, why processes that die cannot be replaced, as by another installed version; "": they can."""
         self._readiness.outdated = why
         self._check_readiness()
 
@@ -457,10 +440,7 @@ class Models:
     # ----------------------------------------------------------------------------------------------- workers and fronts
 
     def worker_joined(self, incarnation: int, device: str) -> None:
-        """Sends a worker process that has started the loads of all models that belong on its device.
-
-        ``incarnation``: the worker process's number, which no other worker process ever has.
-        """
+        """Sends the worker process with the number ``incarnation``, which has started, the loads that belong on its device."""
         self._begin(self.lifecycle.worker_joined(incarnation, device))
 
     def worker_left(self, incarnation: int, how: str, usable: Sequence[str]) -> None:
@@ -468,43 +448,34 @@ class Models:
 
         Loads that the process had not answered are sent to the process that replaces it, or fail.
 
-        Args:
-          incarnation: the number of the dead worker process.
-          how: how the process ended, such as "was killed by SIGSEGV".
-          usable: the devices that workers can still use.
+        ``incarnation``: the number of the dead worker process. ``how``: how the process ended, such as "was killed by SIGSEGV".
+        ``usable``: the devices that workers can still use.
         """
         self._readiness.loads(incarnation, None)
         left = self.lifecycle.worker_left(incarnation, how)
         self._begin([*left, *self.lifecycle.stranded(usable, self._readiness.outdated)])
 
     def worker_dismissed(self, incarnation: int) -> None:
-        """Notes that a worker process is stopped on purpose, so that no version counts as served by it any more.
+        """Notes that the worker process with this number is stopped on purpose, so that no version counts as served by it.
 
-        Unlike a crash, this does not count against the models that the process is loading. ``incarnation``: the process's
-        number.
+        Unlike a crash, this does not count against the models that the process is loading.
         """
         self._begin(self.lifecycle.worker_left(incarnation, dismissed=True))
 
     def fill(self, name: str, number: int) -> None:
-        """Sends a load of a version to the workers that failed to load it because parameters that clients send were missing.
+        """Loads a version again on workers that failed to load it for lack of a client's parameters.
 
-        Call it when these parameters have arrived.
+        Call it when these are here.
         """
         self._begin(self.lifecycle.fill(name, number))
 
     def loading(self, incarnation: int, at: Loading) -> None:
-        """Stores how far a worker is with a load. The daemon's readiness shows this while a model is not served.
-
-        ``incarnation``: the number of the worker process. ``at``: the worker's record.
-        """
+        """Stores how far the worker process with this number is with a load. Readiness shows it while a model is not served."""
         self._readiness.loads(incarnation, at)
         self._check_readiness()
 
     def loaded(self, incarnation: int, answer: Loaded) -> None:
-        """Logs whether a worker has loaded a version, and tells the fronts if the version serves now.
-
-        ``incarnation``: the number of the worker process. ``answer``: the worker's answer to a Load record.
-        """
+        """Logs whether the worker process with this number has loaded a version, and tells the fronts if it serves now."""
         self._readiness.loads(incarnation, None)
         if answer.cancelled:
             _log.info("the load of model '%s' version %d was given up: %s", answer.name, answer.version, answer.reason)
@@ -516,10 +487,7 @@ class Models:
         self._begin(self.lifecycle.loaded(incarnation, answer))
 
     def unloaded(self, incarnation: int, name: str, version: int) -> None:
-        """Logs that a worker has unloaded a version. The unload ends when every worker that served the version has unloaded it.
-
-        ``incarnation``: the number of the worker process.
-        """
+        """Logs that a worker process has unloaded a version. When every worker that served it has done so, the unload ends."""
         _log.info("model '%s' version %d is unloaded", name, version)
         self._begin(self.lifecycle.unloaded(incarnation, name, version))
 
@@ -576,10 +544,7 @@ class Models:
 
 
 def _refused_state(name: str, reason: str) -> ModelState:
-    """Builds the record that tells fronts why a model was refused before a worker was asked to load it.
-
-    The record has the version number 0, which no real version has.
-    """
+    """Builds the record that tells fronts why a model was refused without asking a worker. Its version is 0, which is none."""
     return ModelState(name, 0, "UNAVAILABLE", reason)
 
 
@@ -604,10 +569,7 @@ class Outcomes:
         self._loads: dict[str, asyncio.Future[str]] = {}
 
     def expect(self, load: str = "") -> tuple[int, asyncio.Future[str]]:
-        """Creates a token for a new operation and a future for its outcome; returns both.
-
-        ``load``: the name of the model to load; "": the operation is an unload.
-        """
+        """Creates a new operation's token and the future of its outcome. ``load``: the model to load; "": it is an unload."""
         token = self.token()
         outcome = self._waiting[token] = asyncio.get_running_loop().create_future()
         if load:

@@ -31,10 +31,7 @@ from tensord.shm.errors import InvalidArgument
 
 @dataclass(slots=True)
 class _Built:
-    """An ensemble as it was loaded last, and the fingerprint that each member had then.
-
-    A fingerprint is a digest of the files of a model.
-    """
+    """An ensemble as it was loaded last, and the fingerprint (digest of its files) that each member had then."""
 
     found: FoundModel
     #: The fingerprint that each member had then.
@@ -59,9 +56,8 @@ class Ensembles:
     ) -> FoundModel:
         """Checks that an ensemble's members are loaded. Returns the ensemble with configuration, devices and fingerprint set.
 
-        ``devices``: the devices of all workers. ``reasons``: why members failed to load, by the member's name.
-
-        Raises InvalidArgument: a member is not loaded (the message is Triton's), or no worker has all members.
+        ``devices``: the devices of all workers. ``reasons``: why members failed to load, by the member's name. Raises
+        InvalidArgument: a member is not loaded (the message is Triton's), or no worker has all members.
         """
         for name, number in found.members:
             if self._ready(name, -1) is None:
@@ -130,10 +126,7 @@ class Ensembles:
         self._built.pop(name, None)
 
     def users(self, name: str) -> list[str]:
-        """Returns the ensembles that use a model, directly or through other ensembles.
-
-        An ensemble stands before the ensembles that it uses.
-        """
+        """Returns the ensembles that use a model, directly or through others; each stands before those that it uses."""
         found: dict[str, None] = {}
         for user in self._direct(name):
             for each in (*self.users(user), user):
@@ -175,10 +168,7 @@ class Ensembles:
             self._built[found.name].down = not self._whole(found)
 
     def returned(self) -> list[FoundModel]:
-        """Returns the ensembles to load again, because a missing member serves again or a member was replaced.
-
-        Each ensemble is returned once for each such change.
-        """
+        """Returns, once for each change, ensembles to load again: missing members serve again, or a member was replaced."""
         found: list[FoundModel] = []
         for name, built in self._built.items():
             now = self._fingerprints(built.found)
@@ -212,10 +202,7 @@ class Ensembles:
         return all(self._ready(name, number) is not None for name, number in found.members)
 
     def _ready(self, name: str, number: int) -> VersionEntry | None:
-        """Returns the entry of the model's version ``number`` if the version serves, else None.
-
-        The number -1 means the newest version that serves.
-        """
+        """Returns a model's version ``number``, or with -1 the newest that serves; None: the version does not serve."""
         versions = self._models[name].versions if name in self._models else {}
         ready = [n for n, version in versions.items() if version.state is IndexState.READY and number in (-1, n)]
         return versions[max(ready)] if ready else None
@@ -268,9 +255,8 @@ class LoadWaits:
     def waiting(self, model: str, other: str) -> Iterator[None]:
         """Notes, for the length of a ``with`` block, that the load of ``model`` waits for the load of ``other``.
 
-        If ``model`` is "", nothing is noted.
-
-        Raises InvalidArgument: the load of ``other`` waits for the load of ``model``, directly or through other loads.
+        If ``model`` is "", nothing is noted. Raises InvalidArgument: the load of ``other`` waits for the load of ``model``,
+        directly or through other loads.
         """
         if not model:
             yield

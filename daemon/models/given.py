@@ -82,9 +82,8 @@ class GivenModels:
     async def coming(self, name: str, files: Mapping[str, bytes]) -> AsyncIterator[Path]:
         """Writes a model's files and yields their folder, which is not removed before the ``async with`` block ends.
 
-        ``files``: the content of each file by its path ``<version>/<file-name>``.
-
-        Raises InvalidArgument: a path is not allowed or given twice; Unavailable: the disk has no room or cannot be written.
+        ``files``: the content of each file by its path ``<version>/<file-name>``. Raises InvalidArgument: a path is not allowed
+        or given twice; Unavailable: the disk has no room or cannot be written.
         """
         try:
             folder = await asyncio.to_thread(self.keep, name, files)
@@ -101,17 +100,11 @@ class GivenModels:
             self._coming.discard(folder)
 
     def serves(self, name: str, needed: Collection[str]) -> bool:
-        """Returns whether a model is served from files that a client sent.
-
-        ``needed``: the folders that the model's versions use.
-        """
+        """Returns whether a model is served from files of a client. ``needed``: the folders that its versions use."""
         return any(str(folder) in needed for folder in self._folders.get(name, ()))
 
     def drop_unused(self, name: str, needed: Collection[str]) -> None:
-        """Removes the folders of a model's files that are neither being loaded nor in ``needed``.
-
-        ``needed``: the paths of the folders that the model's versions use.
-        """
+        """Removes a model's folders that are neither being loaded nor in ``needed``, the paths that its versions use."""
         folders = self._folders.pop(name, [])
         kept = [folder for folder in folders if str(folder) in needed or folder in self._coming]
         if kept:

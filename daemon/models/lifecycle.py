@@ -68,10 +68,7 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Instruction to end the wait for the load or unload with this token.
-
-    ``error``: why the operation failed; "": it succeeded.
-    """
+    """Instruction to end the wait for the load or unload with this token; ``error``: why it failed; "": it succeeded."""
 
     token: int
     error: str = ""
@@ -99,9 +96,7 @@ class Lifecycle:
         """Queues a load of the versions ``found.chosen``, and begins it if no other load or unload of the model runs.
 
         The returned instructions must be carried out. A Settled instruction with ``token`` follows once all workers have
-        answered.
-
-        ``again``: if True, versions that already serve from the same files are loaded as well.
+        answered. ``again``: if True, versions that already serve from the same files are loaded as well.
         """
         model = self.models.setdefault(found.name, ModelEntry())
         return self._follow(found.name, model, Operation((token,), found, again))
@@ -152,9 +147,8 @@ class Lifecycle:
     def _give_up(self, name: str, model: ModelEntry, heir: FoundModel | None) -> list[Instruction]:
         """Ends a model's running load without an outcome. Versions that serve keep serving.
 
-        Returns instructions, which the caller must carry out, such as CancelLoad for the workers that load.
-
-        ``heir``: the model as the next operation will load it; None: the next operation is an unload.
+        Returns instructions, which the caller must carry out, such as CancelLoad for the workers that load. ``heir``: the model
+        as the next operation will load it; None: the next operation is an unload.
         """
         out: list[Instruction] = []
         for number in model.bringing:
@@ -191,10 +185,7 @@ class Lifecycle:
         return [each for number in gone for each in (Publish(ModelGone(name, number)), Forget(name, number))]
 
     def _advance(self, name: str) -> list[Instruction]:
-        """Begins the model's queued loads and unloads in order, up to the first that has to wait for workers.
-
-        Returns instructions, which the caller must carry out.
-        """
+        """Begins queued loads and unloads up to the first that waits for workers. Returns instructions for the caller."""
         model, out = self.models[name], list[Instruction]()
         while model.running is None and model.waiting:
             model.running = model.waiting.popleft()
@@ -245,10 +236,7 @@ class Lifecycle:
         return [i for number in sorted(model.versions) for i in self._retire(name, number)]
 
     def _retire(self, name: str, number: int) -> list[Instruction]:
-        """Begins to unload a version if it serves. Returns instructions, which the caller must carry out.
-
-        A version that failed to load stays in the repository index with its reason, as in Triton.
-        """
+        """Begins to unload a version if it serves; else it stays in the index, as in Triton. Returns instructions."""
         version = self.models[name].versions[number]
         was_awaited = bool(version.given_up)
         version.wanted, version.postponed = False, set()
@@ -320,10 +308,7 @@ class Lifecycle:
     # -------------------------------------------------------------------------------------------------------- workers
 
     def worker_joined(self, worker: int, device: str) -> list[Instruction]:
-        """Adds a worker process that has become ready. Returns instructions to load the versions that belong on its device.
-
-        ``worker``: the process's number, which no other worker process ever has.
-        """
+        """Adds the ready worker process with the number ``worker``. Returns instructions to load what belongs on its device."""
         self._workers[worker] = device
         versions = (version for model in self.models.values() for version in model.versions.values())
         wanted = [version for version in versions if version.wanted and (version.due or not version.given_up)]
@@ -357,10 +342,8 @@ class Lifecycle:
     def retry(self, name: str, number: int, deaths: int) -> list[Instruction]:
         """Returns instructions with which one worker loads a version that was given up.
 
-        Call it when the time of a ``Retry`` has come.
-
-        Nothing is returned if the version's number of deaths is not ``deaths`` any more. If every worker is loading something
-        else, the next worker that starts loads the version.
+        Call it when the time of a ``Retry`` has come. Nothing is returned if the version's number of deaths is not ``deaths``
+        any more. If every worker is loading something else, the next worker that starts loads the version.
         """
         version = self.version(name, number)
         if version is None or not version.given_up or version.deaths != deaths:
@@ -378,10 +361,8 @@ class Lifecycle:
         Returns instructions, which the caller must carry out. Loads that the process had not answered are sent to the process
         that replaces it, or are given up if too many processes died while loading the version.
 
-        Args:
-          worker: the number of the process.
-          how: how it ended, as the end of a sentence, such as "died".
-          dismissed: True if it is stopped on purpose; its end is then not blamed on the versions that it was loading.
+        ``worker``: the number of the process. ``how``: how it ended, as the end of a sentence, such as "died". ``dismissed``:
+        True if it is stopped on purpose; its end is then not blamed on the versions that it was loading.
         """
         self._workers.pop(worker, None)
         out: list[Instruction] = []
@@ -416,10 +397,9 @@ class Lifecycle:
         return out
 
     def loaded(self, worker: int, answer: Loaded) -> list[Instruction]:
-        """Notes that a worker serves a version, or failed to load it. Returns instructions, which the caller must carry out.
+        """Notes that worker number ``worker`` serves a version, or failed to load it. Returns instructions.
 
-        If the version is not wanted on that worker any more, the worker unloads it. ``worker``: the number of the worker
-        process.
+        If the version is not wanted on that worker any more, the worker unloads it again.
         """
         version = self.version(answer.name, answer.version)
         if version is None or worker not in version.loading:
@@ -463,12 +443,7 @@ class Lifecycle:
         return out + self._send_postponed(worker) + self._after_answer(answer.name)
 
     def unloaded(self, worker: int, name: str, number: int) -> list[Instruction]:
-        """Notes that a worker has unloaded a version; the last worker's answer ends the unload.
-
-        Returns instructions, which the caller must carry out.
-
-        ``worker``: the number of the worker process.
-        """
+        """Notes that worker number ``worker`` has unloaded a version; the last one ends the unload. Returns instructions."""
         version = self.version(name, number)
         if version is None or worker not in version.unloading:
             return []
@@ -503,10 +478,7 @@ class Lifecycle:
         return [Send(worker, version.load)]
 
     def _send_postponed(self, worker: int) -> list[Instruction]:
-        """Begins the loads on a worker that had to wait for another load there, or for the members of an ensemble.
-
-        Returns instructions, which the caller must carry out. ``worker``: the number of the worker process.
-        """
+        """Begins the loads on worker number ``worker`` that waited for another load or for members. Returns instructions."""
         out: list[Instruction] = []
         for name, model in list(self.models.items()):
             for version in model.versions.values():
@@ -523,9 +495,7 @@ class Lifecycle:
         """Gives up the versions none of whose devices is in ``usable``, the devices that workers can use now.
 
         Such a version is loaded by the first worker that starts on one of its devices. Returns instructions, which the caller
-        must carry out.
-
-        ``why``: the reason if no worker can start on any device; "": only some devices are broken.
+        must carry out. ``why``: the reason if no worker can start on any device; "": only some devices are broken.
         """
         out: list[Instruction] = []
         for name, model in list(self.models.items()):
@@ -650,10 +620,7 @@ class Lifecycle:
         return {name: list(model.versions) for name, model in self.models.items()}
 
     def ready_models(self) -> dict[str, list[int]]:
-        """Returns the numbers of the READY versions of each model, by the model's name.
-
-        Models without such a version are left out.
-        """
+        """Returns the numbers of the READY versions of each model that has such versions, by the model's name."""
         found = {
             name: [n for n, v in sorted(model.versions.items()) if v.state is IndexState.READY]
             for name, model in sorted(self.models.items())

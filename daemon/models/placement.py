@@ -61,10 +61,8 @@ def _alone(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
 def _shared(message: ModelConfig, devices: Sequence[str], rate_limited: bool, each: int) -> tuple[str, ...]:
     """Returns the devices of the shared workers that load a model, or that would load it if it were not isolated.
 
-    Args:
-      devices: the devices of all shared workers.
-      rate_limited: True if the rate limiter is on; a model is then placed on the workers that count the resources it needs.
-      each: how many GPUs each worker has.
+    ``devices``: the devices of all shared workers. ``rate_limited``: True if the rate limiter is on; a model is then placed on
+    the workers that count the resources it needs. ``each``: how many GPUs each worker has.
 
     Raises InvalidArgument: the model names GPUs that no worker has, or two of its settings ask for different single workers.
     """
@@ -165,8 +163,7 @@ def resources(message: ModelConfig) -> dict[str, bool]:
 def check_resources(name: str, needs: Mapping[str, bool], others: Mapping[str, Mapping[str, bool]]) -> None:
     """Raises InvalidArgument if a resource that a model needs is global for it and counted per device for another, or vice versa.
 
-    ``needs``: the model's resources (name -> whether it is global). ``others``: the resources of each served model, by its
-    name.
+    ``needs``: the model's resources (name -> whether it is global). ``others``: the resources of each served model, by its name.
     """
     for other, known in others.items():
         for resource in needs.keys() & known.keys() if other != name else ():

@@ -19,10 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def _state(model: FoundModel) -> tuple[str, tuple[int, ...], str]:
-    """Returns what a poll compares of a model's folder: fingerprint, chosen versions and error.
-
-    A model is loaded again only if one of these has changed.
-    """
+    """Returns fingerprint, chosen versions and error of a model: if one changes, a poll has the model loaded again."""
     return model.fingerprint, model.chosen, model.error
 
 
@@ -55,10 +52,7 @@ class Polling:
     """Loads models whose folders have changed and unloads models whose folders are gone, in the control mode "poll"."""
 
     def __init__(self, models: Models, options: Callable[[], Repository], found: Mapping[str, FoundModel]) -> None:
-        """Begins with the models ``found``, whose loads have begun already at the daemon's start.
-
-        ``options``: returns the options that hold now.
-        """
+        """Begins with the models ``found``, whose loads have begun already. ``options``: returns the options that hold now."""
         self._models = models
         self._options = options
         self._changes = Changes(found)

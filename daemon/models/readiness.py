@@ -109,10 +109,7 @@ class ReadinessCheck:
     """Publishes the daemon's readiness to the fronts when it changes, and when a load proceeds while a model is not served."""
 
     def __init__(self, standings: Callable[[], Iterable[Standing]], publish: Callable[[Readiness], None]) -> None:
-        """Begins without models.
-
-        ``standings`` returns the readiness of each wanted model. ``publish`` sends the daemon's readiness to the fronts.
-        """
+        """Begins without models. ``standings`` returns each wanted model's readiness; ``publish`` sends the daemon's."""
         self._standings = standings
         self._publish = publish
         #: The readiness that was published last; nothing is published before it is known what is wanted.
@@ -141,20 +138,14 @@ class ReadinessCheck:
         self._begun = True
 
     def loads(self, worker: int, at: Loading | None) -> None:
-        """Stores how far a worker is with a load; None: the worker loads nothing now. ``check`` publishes it.
-
-        ``worker``: the number of the worker process.
-        """
+        """Stores what the worker with this number loads now, and how far it is, for ``check``; None: it loads nothing."""
         if at is None:
             self._loading.pop(worker, None)
         else:
             self._loading[worker] = at
 
     def check(self, strict: bool) -> None:
-        """Publishes the daemon's readiness if it has changed.
-
-        ``strict``: if True, a model that failed to load keeps the daemon from being ready.
-        """
+        """Publishes changed readiness. ``strict``: if True, a model that failed to load keeps the daemon from being ready."""
         standings = list(self._standings())
         names = {model.name for model in standings}
         self._first &= names
@@ -180,10 +171,7 @@ class ServedBefore:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        """Reads the file in ``folder``.
-
-        If ``folder`` is None, the service manager keeps no folder, and nothing is read or written.
-        """
+        """Reads the file in ``folder``; None: the service manager keeps no folder, and nothing is read or written."""
         self._path = None if folder is None else folder / "served.json"
         #: What the daemon before had served; empty: it did not crash, or had never been ready.
         self.names: frozenset[str] = frozenset()

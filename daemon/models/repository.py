@@ -46,10 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Returns whether an entry is a folder or a link to a folder. A link that is dangling or circular is not.
-
-    Raises OSError: the entry cannot be read.
-    """
+    """Returns whether an entry is a folder or a link to one; a dangling link is not. Raises OSError: it cannot be read."""
     try:
         return entry.is_dir()
     except OSError as error:
@@ -158,9 +155,8 @@ def isolated(found: FoundModel, options: Workers) -> dict[str, float]:
 def check_isolated(found: FoundModel, taken: Mapping[str, float], options: Workers) -> None:
     """Checks that there is room for the workers that would serve this model alone; does nothing if the model is not isolated.
 
-    ``taken``: the devices of all isolated models' workers, each with its fraction (0 to 1) of a GPU's memory.
-
-    Raises InvalidArgument: there are too many isolated models, or a GPU has not enough memory.
+    ``taken``: the devices of all isolated models' workers, each with its fraction (0 to 1) of a GPU's memory. Raises
+    InvalidArgument: there are too many isolated models, or a GPU has not enough memory.
     """
     name, devices = found.name, isolated(found, options)
     others = {device: part for device, part in taken.items() if model_of(device) != name}
@@ -220,10 +216,7 @@ def folders(repositories: Sequence[Path], known: Collection[str] = ()) -> list[P
 
 
 def others(repositories: Sequence[Path]) -> dict[Path, str]:
-    """Returns the folders in the repositories that do not hold a model, each with the reason.
-
-    Raises InvalidArgument: a repository cannot be read.
-    """
+    """Returns the folders that do not hold a model, each with the reason. Raises InvalidArgument: a repository is unreadable."""
     return {path: why for path in _all_folders(repositories) if (why := no_model(path))}
 
 
@@ -290,10 +283,8 @@ def readable_folders(paths: Sequence[Path]) -> list[Path]:
 def overridden(folder: Path, config: str) -> FoundModel:
     """Reads a model's folder, with a configuration in JSON that a client sent in place of config.pbtxt.
 
-    The messages of the errors are for the client.
-
-    Raises InvalidArgument: the configuration or the folder is wrong, or the configuration chooses no version; Unsupported: the
-    configuration asks for a feature that tensord lacks.
+    The messages of the errors are for the client. Raises InvalidArgument: the configuration or the folder is wrong, or the
+    configuration chooses no version; Unsupported: the configuration asks for a feature that tensord lacks.
     """
     try:
         found = _found(folder, model_config.parse_json(config, folder.name))
@@ -344,10 +335,7 @@ def _versions(path: Path) -> tuple[tuple[int, ...], tuple[str, ...]]:
 
 
 def _choose(message: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the versions that the model's version policy chooses from ``versions`` (ascending).
-
-    Without a policy it is the latest version.
-    """
+    """Returns the versions, of ``versions`` (ascending), that the model's version policy chooses; without a policy the latest."""
     policy = message.version_policy
     match policy.WhichOneof("policy_choice"):
         case "all":

@@ -29,10 +29,7 @@ class IndexState(enum.Enum):
 
 @dataclass(slots=True)
 class VersionEntry:
-    """State of one version of a model on all workers.
-
-    Worker processes are named by numbers; a process that replaces a dead one has a new number.
-    """
+    """State of one version of a model on all workers, by the numbers of the worker processes, which are never used twice."""
 
     load: Load
     state: IndexState = IndexState.UNKNOWN
@@ -68,10 +65,7 @@ class VersionEntry:
 
     @property
     def stranded(self) -> bool:
-        """Returns whether loads of the version are given up because no worker can use its devices.
-
-        It is False if they are given up because worker processes died while loading the version.
-        """
+        """Returns whether loads of the version are given up for lack of a usable device, not because workers died of it."""
         return bool(self.given_up) and not self.deaths
 
     @property
@@ -142,18 +136,12 @@ class ModelEntry:
 
 
 def has_members(models: Mapping[str, ModelEntry], version: VersionEntry, worker: int) -> bool:
-    """Returns whether a worker serves every model that an ensemble's version uses. For a model that is no ensemble it is True.
-
-    ``worker``: the number of the worker process.
-    """
+    """Returns whether worker number ``worker`` serves every member of an ensemble's version; True for any other model."""
     return all(any(worker in one.ready for one in _named(models, *member)) for member in version.members)
 
 
 def awaits(models: Mapping[str, ModelEntry], version: VersionEntry) -> bool:
-    """Returns whether a load of the version is unfinished.
-
-    It is unfinished while a worker has a Load record that it has not answered, or will be sent one later.
-    """
+    """Returns whether a load of the version is unfinished: a worker has still to answer one, or to be sent one."""
     return bool(version.loading) or any(
         all(
             any(worker in (*one.ready, *one.loading, *one.postponed) for one in _named(models, *member))

@@ -29,10 +29,8 @@ _SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F
 def check(wanted: PushParameters, memory: int, most: int) -> None:
     """Checks the fields of a push, and the memory that came with it, before anything is done for it.
 
-    Args:
-      wanted: the push; its set name, number, source and checksum are checked.
-      memory: the file descriptor that the client sent with the push; -1: it sent none.
-      most: the most bytes that a push may have.
+    ``wanted``: the push; its set name, number, source and checksum are checked. ``memory``: the file descriptor that the client
+    sent with the push; -1: it sent none. ``most``: the most bytes that a push may have.
 
     Raises InvalidArgument: a field is malformed, or the memory cannot be used.
     """

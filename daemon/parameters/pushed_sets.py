@@ -25,10 +25,7 @@ VersionKey = tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class Content:
-    """The values that one push brought into a parameter set, with the push's number.
-
-    The number 0 stands for the values from the repository.
-    """
+    """The values that one push brought into a parameter set, with the push's number; number 0: the repository's values."""
 
     number: int
     #: Bytes in safetensors' layout; 0 for what the repository holds.
@@ -45,10 +42,7 @@ class Content:
     deaths: int = 0
 
     def close(self) -> None:
-        """Closes the memory of these values. A second call does nothing.
-
-        Large memory is closed in a thread, because freeing its pages takes a while.
-        """
+        """Closes the memory of these values, in a thread if it is large. A second call does nothing."""
         memory, self.memory = self.memory, -1
         if memory >= 0 and self.byte_size >= _LARGE:
             asyncio.get_running_loop().run_in_executor(None, os.close, memory)

@@ -108,13 +108,11 @@ class Parameters:
     async def push(self, wanted: PushParameters, peer: Peer, memory: int) -> bytes:
         """Sends new values of a parameter set to every worker that serves a version. All workers use them, or none does.
 
-        ``peer``: the client. ``memory``: the descriptor of the memory that the client sent, which the caller must close; -1:
-        it sent none.
+        ``peer``: the client. ``memory``: the descriptor of the memory that the client sent, which the caller must close; -1: it
+        sent none. Returns JSON: model, version, set, number of the push and size in bytes.
 
-        Returns JSON: model, version, set, number of the push and size in bytes.
-
-        Raises Replaced: another push with the same number or a higher one is there; another ServingError: the push was
-        refused. After an error nothing has changed.
+        Raises Replaced: another push with the same number or a higher one is there; another ServingError: the push was refused.
+        After an error nothing has changed.
         """
         push_checks.check_owner(self._owners, peer)
         push_checks.check(wanted, memory, self._options.max_parameter_byte_size)
@@ -145,10 +143,8 @@ class Parameters:
     async def revert(self, wanted: RevertParameters, peer: Peer) -> bytes:
         """Has every worker that serves the version use the former values of a parameter set again.
 
-        ``peer``: the client. Returns JSON: model, version, set, number of the push and size in bytes.
-
-        Raises NotFound: the set has no former values; another ServingError: the change was refused. After an error nothing has
-        changed.
+        ``peer``: the client. Returns JSON: model, version, set, number of the push and size in bytes. Raises NotFound: the set
+        has no former values; another ServingError: the change was refused. After an error nothing has changed.
         """
         push_checks.check_owner(self._owners, peer)
         key, name = (wanted.model, self._resolved(wanted.model, wanted.version)), wanted.set
@@ -176,10 +172,8 @@ class Parameters:
     async def drop(self, wanted: DropParameters, peer: Peer) -> bytes:
         """Removes a parameter set of a version, also on the workers. Later requests that name the set fail.
 
-        ``peer``: the client. Returns b"".
-
-        Raises NotFound: the version or the set does not exist; InvalidArgument: the set is ``main``; Unsupported: the client
-        may not change parameters.
+        ``peer``: the client. Returns b"". Raises NotFound: the version or the set does not exist; InvalidArgument: the set is
+        ``main``; Unsupported: the client may not change parameters.
         """
         push_checks.check_owner(self._owners, peer)
         if wanted.set == MAIN_SET:
@@ -196,8 +190,7 @@ class Parameters:
     def listed(self, wanted: ListParameters) -> bytes:
         """Returns a JSON array of parameter sets. In ``wanted`` the model "", the version 0 or the set "" stands for all.
 
-        Raises NotFound: a model, version or set that is named does not exist; Unavailable: the model's version is being
-        loaded.
+        Raises NotFound: a model, version or set that is named does not exist; Unavailable: the model's version is being loaded.
         """
         found = [
             {"model": name, "version": number, "set": each, **_described(self.sets.find((name, number), each))}
@@ -256,10 +249,8 @@ class Parameters:
     def _claim(self, key: VersionKey, wanted: PushParameters) -> int:
         """Reserves the number of a push, so that no later push into the set gets the same number, and returns the number.
 
-        If the client gave no number, it is the highest number of the set plus one.
-
-        Raises Replaced: another push has the same number or a higher one; InvalidArgument: no number is left; Unavailable: the
-        version has too many sets.
+        If the client gave no number, it is the highest number of the set plus one. Raises Replaced: another push has the same
+        number or a higher one; InvalidArgument: no number is left; Unavailable: the version has too many sets.
         """
         found = self.sets.find(key, wanted.set)
         highest = max(0 if found is None else found.highest, self._claimed.get((key, wanted.set), 0))
@@ -281,9 +272,8 @@ class Parameters:
     async def _pushed(self, key: VersionKey, wanted: PushParameters, number: int, peer: Peer, memory: int) -> Content:
         """Gives the values of a push to every worker that serves a version, and brings them into force.
 
-        ``number``: the push's number. ``memory``: a descriptor of the memory that the client sent; -1: it sent none.
-
-        Raises ServingError: the push was refused, and nothing has changed.
+        ``number``: the push's number. ``memory``: a descriptor of the memory that the client sent; -1: it sent none. Raises
+        ServingError: the push was refused, and nothing has changed.
         """
         content = Content(number, pushed_at=time.time(), pushed_by=peer)
         if isinstance(wanted.source, FileSource) and not wanted.partial:
@@ -319,9 +309,8 @@ class Parameters:
     async def _brought_back(self, key: VersionKey, wanted: PushParameters, content: Content, memory: int) -> Content:
         """Carries out a push into a version that does not serve because earlier values of its sets were lost.
 
-        The version is then loaded again, and the method returns once it serves.
-
-        ``content``: the push's record; its memory is set here. ``memory``: a descriptor of the memory that the client sent.
+        The version is then loaded again, and the method returns once it serves. ``content``: the push's record; its memory is
+        set here. ``memory``: a descriptor of the memory that the client sent.
 
         Raises Unavailable: the push does not bring all values as sealed memory, or has a checksum; InvalidArgument: the load
         failed.
@@ -363,9 +352,8 @@ class Parameters:
     async def _make(self, worker: WorkerProcess | None, operation: MakeParameters, memory: int = -1) -> int:
         """Has a worker create sealed memory with the values of a set. Returns a descriptor of it, which the caller must close.
 
-        ``memory``: a descriptor that the operation needs; -1: it needs none.
-
-        Raises _NoWorker: ``worker`` is None, or it died; ServingError: the worker refused.
+        ``memory``: a descriptor that the operation needs; -1: it needs none. Raises _NoWorker: ``worker`` is None, or it died;
+        ServingError: the worker refused.
         """
         if worker is None:
             raise _NoWorker
@@ -388,10 +376,8 @@ class Parameters:
     async def _copied(self, key: VersionKey, name: str, content: Content, worker: WorkerProcess | None = None) -> int:
         """Returns a descriptor of memory with a set's values, which the caller must close; -1: the values were not kept.
 
-        If the values came from a file that has not changed, a worker reads the file again. ``worker``: the worker that does
-        so; None: any that serves the version.
-
-        Raises _NoWorker: there is no worker, or it died; ServingError: the worker refused.
+        If the values came from a file that has not changed, a worker reads the file again. ``worker``: the worker that does so;
+        None: any that serves the version. Raises _NoWorker: there is no worker, or it died; ServingError: the worker refused.
         """
         if content.memory >= 0:
             return os.dup(content.memory)
@@ -466,10 +452,7 @@ class Parameters:
         descriptors.close(fds)
 
     async def _obeyed(self, worker: WorkerProcess, operation: Operation) -> bool:
-        """Has a worker carry out a step that is already decided, such as a commit. A worker that fails to do so is killed.
-
-        Returns whether the worker did it.
-        """
+        """Has a worker carry out a step that is decided, such as a commit; kills it if it fails. Returns whether it did it."""
         try:
             await self._call(worker, operation)
         except ServingError as error:
@@ -495,9 +478,8 @@ class Parameters:
     async def _in_turn(self, key: VersionKey, change: Callable[[], Awaitable[Content]]) -> Content:
         """Runs ``change`` once a worker serves the version and no other change of the model's parameters runs.
 
-        If all workers die during ``change``, it is run again later. Returns what ``change`` returns.
-
-        Raises Unavailable: too many changes wait, or no worker serves the version within the option ``requests.worker_wait``.
+        If all workers die during ``change``, it is run again later. Returns what ``change`` returns. Raises Unavailable: too
+        many changes wait, or no worker serves the version within the option ``requests.worker_wait``.
         """
         if self._waiting.total() >= _MAX_WAITING:
             raise Unavailable(
@@ -553,17 +535,11 @@ class Parameters:
         self.tell()
 
     def worker_left(self, worker: int) -> None:
-        """Forgets the versions that a dead worker held back until it was given pushed values.
-
-        ``worker``: the process's number.
-        """
+        """Forgets the versions that the dead worker with this number held back until it had the pushed values."""
         self._held = {(held, key) for held, key in self._held if held != worker}
 
     def loaded(self, worker: WorkerProcess, answer: Loaded) -> None:
-        """Passes a worker's answer to a Load record on to ``Models``.
-
-        If clients have pushed values into the version, the worker is given these values first.
-        """
+        """Passes a worker's answer to a Load on to ``Models``, after giving it the values that clients pushed, if any."""
         key = answer.name, answer.version
         if (waiting := self._restoring.get((worker.incarnation, key))) is not None:
             waiting.append(answer)
@@ -652,10 +628,7 @@ class Parameters:
         self.tell()
 
     def tell(self) -> None:
-        """Wakes the changes of parameters that wait for a version to serve.
-
-        Call it when the state of a version has changed, or a load was answered.
-        """
+        """Wakes changes of parameters that wait for a version. Call it when a state has changed or a load was answered."""
         self._news.set()
         self._news = asyncio.Event()
 

@@ -129,10 +129,7 @@ class Child:
         return self._process is not None and self.returncode is None
 
     def send(self, record: Record, *fds: int) -> None:
-        """Queues a record for the process, with duplicates of the file descriptors.
-
-        If the process is gone, the record is lost.
-        """
+        """Queues a record for the process, with duplicates of the descriptors. If the process is gone, the record is lost."""
         if self._connection is not None:
             self._connection.send(record, *fds)
 
@@ -204,9 +201,8 @@ class Child:
     async def result_of(self, operation: Operation, seconds: float | None = None) -> bytes:
         """Calls an operation of the process, one whose result has no file descriptors, and returns the result.
 
-        ``seconds``: how long to wait at most; None: as long as the process lives.
-
-        Raises ServingError: the operation's own error; Unavailable: the process died, or has not answered after ``seconds``.
+        ``seconds``: how long to wait at most; None: as long as the process lives. Raises ServingError: the operation's own
+        error; Unavailable: the process died, or has not answered after ``seconds``.
         """
         try:
             async with asyncio.timeout(seconds):
@@ -315,10 +311,7 @@ class FrontProcess(Child):
         self._waiting: dict[int, asyncio.Future[None]] = {}
 
     def ask(self, edition: int) -> None:
-        """Asks the front to acknowledge all published records up to number ``edition``.
-
-        Call it only after these records were sent to the front.
-        """
+        """Asks the front to acknowledge all records up to number ``edition``. Call it only after they were sent to it."""
         self.asked_ns = time.monotonic_ns()
         self.owes_since_ns = self.owes_since_ns or self.asked_ns
         self._asked = edition
@@ -412,10 +405,7 @@ class WorkerProcess(Child):
         self.load_progress_ns = time.monotonic_ns()
 
     def describe_load(self) -> str:
-        """Describes the load that the worker will answer next; "": there is none.
-
-        An example is ``compiling digits 3/16, 1 from the cache, 4 s``.
-        """
+        """Describes the load that the worker will answer next, as ``compiling digits 3/16, 4 s``; "": there is none."""
         if not self.owed:
             return ""
         seconds = (time.monotonic_ns() - self.load_progress_ns) / 1e9

@@ -63,10 +63,8 @@ def find_devices(
 ) -> list[Device]:
     """Returns a device for each worker process that should be started. Logs why GPUs that exist cannot be used.
 
-    Args:
-      environment: holds CUDA_VISIBLE_DEVICES, which says which GPUs may be used.
-      folder: the folder with the driver's device nodes.
-      system: the folder in which sysfs is mounted.
+    ``environment``: holds CUDA_VISIBLE_DEVICES, which says which GPUs may be used. ``folder``: the folder with the driver's
+    device nodes. ``system``: the folder in which sysfs is mounted.
 
     Raises MissingDevice: ``workers.device`` is "cuda" and no GPU can be used, or this process may not use a core of
     ``workers.cores``.

@@ -81,13 +81,11 @@ class Fronts:
     def listen(self, environment: Mapping[str, str], beside: Path | None = None) -> None:
         """Binds the listening sockets of each protocol, or takes over the sockets that the service manager passed.
 
-        Args:
-          environment: holds the variables with which the service manager passes sockets (LISTEN_FDS and others).
-          beside: the path of a further Unix socket for HTTP, which is bound if HTTP is served; None: there is none. If it
-            cannot be bound, that is only logged.
+        ``environment``: holds the variables with which the service manager passes sockets (LISTEN_FDS and others). ``beside``:
+        the path of a further Unix socket for HTTP, which is bound if HTTP is served; None: there is none. If it cannot be bound,
+        that is only logged.
 
-        Raises ListenError: a socket cannot be bound or taken over; OSError: there is no memory for the fronts' shared
-        counters.
+        Raises ListenError: a socket cannot be bound or taken over; OSError: there is no memory for the fronts' shared counters.
         """
         options = self._options()
         try:
@@ -130,7 +128,6 @@ class Fronts:
         """Starts the fronts of every protocol, ``at_once`` at a time. Another one is started when a front is ready or has died.
 
         More fronts at a time than there are free cores would delay each other and the workers, which import JAX meanwhile.
-
         Raises OSError: no memory, process id or file descriptor is free.
         """
         self._unstarted = [(protocol, row) for protocol in self._listeners for row in range(self._rows(protocol))]

@@ -52,9 +52,8 @@ class GpuWatcher:
     async def run(self, environment: Mapping[str, str]) -> None:
         """Runs the process that watches the GPUs until this task is cancelled.
 
-        If that process ends, it is started again after 60 s.
-
-        ``environment``: the process's variables in addition to those of this process.
+        If that process ends, it is started again after 60 s. ``environment``: the process's variables in addition to those of
+        this process.
         """
         try:
             while True:

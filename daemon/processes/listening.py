@@ -97,9 +97,8 @@ class Listener:
 def listen(address: str, port: int, protocol: str, mode: str = "0660") -> Listener:
     """Binds a listening socket: a Unix socket if ``address`` is ``unix:PATH``, else a TCP socket.
 
-    ``protocol``: what clients speak on it, "http" or "grpc". ``mode``: the file mode of a Unix socket, in octal digits.
-
-    Raises ListenError: the socket cannot be bound.
+    ``protocol``: what clients speak on it, "http" or "grpc". ``mode``: the file mode of a Unix socket, in octal digits. Raises
+    ListenError: the socket cannot be bound.
     """
     if address.startswith("unix:"):
         path = os.path.abspath(address.removeprefix("unix:").removeprefix("//") or ".")
@@ -112,9 +111,8 @@ def listen(address: str, port: int, protocol: str, mode: str = "0660") -> Listen
 def listen_all(addresses: Sequence[str], port: int, protocol: str, mode: str) -> list[Listener]:
     """Binds a listening socket for each address, a TCP socket or, if the address is ``unix:PATH``, a Unix socket.
 
-    ``protocol``: what clients speak on them, "http" or "grpc". ``mode``: the file mode of Unix sockets, in octal digits.
-
-    Raises ListenError: a socket cannot be bound; the sockets that were already bound are closed.
+    ``protocol``: what clients speak on them, "http" or "grpc". ``mode``: the file mode of Unix sockets, in octal digits. Raises
+    ListenError: a socket cannot be bound; the sockets that were already bound are closed.
     """
     made: list[Listener] = []
     try:
@@ -128,10 +126,7 @@ def listen_all(addresses: Sequence[str], port: int, protocol: str, mode: str) ->
 
 
 def _listen_unix(path: str, mode: int) -> socket.socket:
-    """Binds a listening Unix socket to a path, with the file mode ``mode``.
-
-    Raises ListenError: the path is taken or cannot be used.
-    """
+    """Binds a listening Unix socket to a path, with the file mode ``mode``. Raises ListenError: the path cannot be used."""
     try:
         sock = unix_socket.bind(Path(path), socket.SOCK_STREAM | socket.SOCK_NONBLOCK, mode)
     except OSError as error:

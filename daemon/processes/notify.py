@@ -35,10 +35,7 @@ class Notifier:
         self._send(f"STOPPING=1\nSTATUS={_line(status)}")
 
     def reloading(self) -> None:
-        """Tells the service manager that a reload begins now (Type=notify-reload).
-
-        ``ready`` tells it that the reload has ended.
-        """
+        """Tells the service manager that a reload begins (Type=notify-reload). ``ready`` tells it that it has ended."""
         self._send(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def alive(self) -> None:
@@ -46,10 +43,7 @@ class Notifier:
         self._send("WATCHDOG=1")
 
     def extend_timeout(self, seconds: float) -> None:
-        """Asks the service manager for ``seconds`` more until the start or the shutdown must end.
-
-        The daemon does so while models are compiled, for example.
-        """
+        """Asks the service manager for ``seconds`` more for the start or shutdown, for instance to compile models."""
         self._send(f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
 
     def close(self) -> None:

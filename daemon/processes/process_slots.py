@@ -47,10 +47,7 @@ class MemoryKills:
         return cls(next((group for group in memory_groups() if group.kills is not None), None))
 
     def grew(self) -> bool:
-        """Returns whether a process of the control group was killed for want of memory since the last call.
-
-        At the first call it is since this object was created.
-        """
+        """Returns whether a process of the group was killed for want of memory since the last call, or since the start."""
         before, self._last = self._last, self._count()
         return self._last > before
 
@@ -102,17 +99,11 @@ class ProcessSlots:
         return name in self._filled
 
     def deaths_by_cause(self, names: Iterable[str]) -> dict[tuple[str, str], int]:
-        """Returns how many processes have died while they were still needed, by name and cause; 0 for a cause without deaths.
-
-        ``names``: the names of the processes.
-        """
+        """Returns how many needed processes with these names have died, by name and cause; 0 for a cause without deaths."""
         return {(name, cause): self._deaths[name, cause] for name in names for cause in CAUSES}
 
     def look(self, dead: Child) -> None:
-        """Finds out whether a dead process was killed for want of memory, and sets its ``out_of_memory``.
-
-        The death is counted if the process was still needed.
-        """
+        """Finds out whether a dead process lacked memory (``out_of_memory``), and counts its death if it was still needed."""
         dead.out_of_memory = self._memory.grew() and dead.killed_by_others
         if self._needs(dead):
             self._deaths[dead.name, dead.cause] += 1
@@ -174,10 +165,7 @@ class ProcessSlots:
 
 
 class Backoff:
-    """Decides how long to wait before a dead process is replaced. Does no I/O.
-
-    Each delay is twice as long as the one before, up to a maximum.
-    """
+    """Decides how long to wait before a dead process is replaced: first shortly, then twice as long each time. Does no I/O."""
 
     def __init__(self, first: float, maximum: float, chance: random.Random) -> None:
         """Begins without deaths. ``first`` and ``maximum``: the first and the longest delay in seconds.

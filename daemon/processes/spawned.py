@@ -46,10 +46,8 @@ def spawn(
 ) -> Spawned:
     """Starts ``python -m module`` as a child process.
 
-    Args:
-      arguments: the program's arguments, in addition to that for the control channel.
-      environment: variables that the child gets in addition to those of this process.
-      pass_fds: descriptors that the child inherits, under the same numbers.
+    ``arguments``: the program's arguments, in addition to that for the control channel. ``environment``: variables that the
+    child gets in addition to those of this process. ``pass_fds``: descriptors that the child inherits, under the same numbers.
 
     Raises OSError: no memory, process id or file descriptor is free.
     """
@@ -76,10 +74,7 @@ def spawn(
 
 
 def spawn_worker(module: str, device: Device) -> Spawned:
-    """Starts a worker process for this device. ``module``: the Python module that the worker runs.
-
-    Raises OSError: no memory, process id or file descriptor is free.
-    """
+    """Starts a worker process, which runs ``module``. Raises OSError: no memory, process id or file descriptor is free."""
     words = ["--device", device.name, *(("--cores", device.cores) if device.cores else ())]
     return spawn(module, words, {**device.environment, MARK: secrets.token_hex(8)})
 
@@ -89,10 +84,8 @@ def spawn_workers(
 ) -> list[tuple[Device, Spawned]]:
     """Starts a worker process for each device that ``find_devices`` returns. Returns each device with its process.
 
-    ``environment``: holds CUDA_VISIBLE_DEVICES. ``module``: the Python module that the workers run.
-
-    Raises MissingDevice: a GPU or core that the options ask for cannot be used; OSError: no memory, process id or file
-    descriptor is free.
+    ``environment``: holds CUDA_VISIBLE_DEVICES. ``module``: the Python module that the workers run. Raises MissingDevice: a GPU
+    or core that the options ask for cannot be used; OSError: no memory, process id or file descriptor is free.
     """
     # Children inherit the limit: what a shell allows at first is less than the connections and regions of a busy day.
     descriptors.raise_limit()

@@ -58,10 +58,7 @@ def snapshot(child: Child) -> ChildSnapshot:
 
 
 class Pauses:
-    """Periods in which the supervisor itself did not run, known from checks that came late.
-
-    Times are those of CLOCK_MONOTONIC in ns.
-    """
+    """Periods in which the supervisor did not run, as late checks show. Times are those of CLOCK_MONOTONIC in ns."""
 
     def __init__(self) -> None:
         #: From when a check was due until it was made.

@@ -127,10 +127,7 @@ class WorkerPool:
             self._fill(name)
 
     def _fill(self, name: str) -> None:
-        """Starts a worker that serves one isolated model, unless it runs. If that fails, tries again 1 s later.
-
-        ``name``: the worker's name.
-        """
+        """Starts the worker ``name`` of an isolated model, unless it runs. If that fails, tries again 1 s later."""
         if not self.is_vacant(name):
             return
         try:
@@ -141,10 +138,7 @@ class WorkerPool:
             asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._fill, name)
 
     def _dismiss(self, name: str) -> None:
-        """Stops a worker that serves one isolated model, once the requests that it accepted are finished. It is not replaced.
-
-        ``name``: the worker's name.
-        """
+        """Stops the worker ``name`` of an isolated model for good, once the requests that it accepted are finished."""
         device = self._isolated.pop(name)
         self._without_use.pop(device.name, None)
         for worker in [worker for worker in self if worker.name == name and not worker.stopping]:
@@ -155,7 +149,6 @@ class WorkerPool:
         """Replaces a worker, and waits until the new worker is ready and has loaded its models.
 
         The old worker first finishes the requests that it accepted. Later requests for its models wait for the new worker.
-
         Raises InvalidArgument: no worker of this name is ready; Unavailable: the new worker died.
         """
         old = next((worker for worker in self.ready() if worker.name == name and not worker.stopping), None)

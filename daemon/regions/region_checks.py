@@ -87,9 +87,8 @@ def check_bounds(
 ) -> None:
     """Checks that one more region of ``byte_size`` bytes is within the limits for all regions and for the client's own.
 
-    Regions of the same user, or of the same host if they came over TCP, count as the client's own.
-
-    ``peer``: the client. ``registered``: the client and the size in bytes of each existing region.
+    Regions of the same user, or of the same host if they came over TCP, count as the client's own. ``peer``: the client.
+    ``registered``: the client and the size in bytes of each existing region.
 
     Raises InvalidArgument: the region alone is too large; Unavailable: it is too much together with existing regions.
     """

@@ -116,10 +116,7 @@ class EndWatch:
         self._ended()
 
     def pause(self) -> None:
-        """Suspends the callback until ``resume`` is called.
-
-        If the descriptor becomes readable meanwhile, ``ended`` is called after ``resume``.
-        """
+        """Suspends the callback. If the descriptor becomes readable meanwhile, ``ended`` is called after ``resume``."""
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
 

@@ -59,10 +59,7 @@ class Chosen(msgspec.Struct):
 
 
 class RegionRegistry:
-    """Registers, renews and unregisters regions on every worker that can use them.
-
-    If there are several workers, the fronts are told on which GPU a region lies.
-    """
+    """Registers, renews and unregisters regions on every worker that can use them; tells the fronts on which GPU each is."""
 
     def __init__(self, options: RegionsOptions, workers: WorkerPool, fronts: Fronts, gpus_each: int = 1) -> None:
         """Begins without regions. ``gpus_each``: how many GPUs each worker has."""
@@ -137,9 +134,8 @@ class RegionRegistry:
     async def _renew(self, region: RegisteredRegion, renewal: RegisteredRegion, end: int) -> None:
         """Replaces a region on every worker by the memory that its key or handle names now.
 
-        Args:
-          renewal: the record of the new region, which no worker has yet.
-          end: a descriptor that becomes readable when the region should be unregistered; -1: there is none.
+        ``renewal``: the record of the new region, which no worker has yet. ``end``: a descriptor that becomes readable when the
+        region should be unregistered; -1: there is none.
 
         Raises ServingError: a worker refused the memory, or no worker that can use it runs. The former region then stays.
         """
@@ -213,9 +209,8 @@ class RegionRegistry:
     async def _spread(self, region: RegisteredRegion, renews: bool = False) -> None:
         """Registers a region on every worker that can use it, including workers that start meanwhile.
 
-        ``renews``: True if it replaces a region of the same name on the workers.
-
-        Raises ServingError: a worker refused the region, or no worker that can use it runs.
+        ``renews``: True if it replaces a region of the same name on the workers. Raises ServingError: a worker refused the
+        region, or no worker that can use it runs.
         """
         while missing := [worker for worker in self._workers.ready() if worker.incarnation not in region.holders]:
             # All others get the descriptor of the first: one object, whatever becomes of the name.
@@ -350,9 +345,8 @@ class RegionRegistry:
     def status(self, request: RegionStatus) -> bytes:
         """Returns a JSON array of the regions of the kind that ``request`` names.
 
-        If it also names a region, only that one is in it.
-
-        Raises NotFound: no region has this name, or the region is of another kind.
+        If it also names a region, only that one is in it. Raises NotFound: no region has this name, or the region is of another
+        kind.
         """
         # Of an old and a new region of one name the new one is listed.
         every = reversed(self._all)
@@ -465,10 +459,7 @@ async def _ask_use(worker: WorkerProcess, name: str) -> dict[str, tuple[int, int
 
 
 def _described(request: Registration) -> dict[str, str | int]:
-    """Returns a region's fields as clients see them.
-
-    A CUDA handle is left out, because with it any client could open the memory.
-    """
+    """Returns a region's fields as clients see them, without the CUDA handle, by which any client could open the memory."""
     if isinstance(request, RegisterCudaRegion):
         return {"name": request.name, "device_id": request.device_id, "byte_size": request.byte_size}
     return {"name": request.name, "key": request.key, "offset": request.offset, "byte_size": request.byte_size}

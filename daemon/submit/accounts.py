@@ -146,10 +146,7 @@ class Accounts:
     """Opens and closes the accounts of a front's connections, which count the bytes of arenas that each holds."""
 
     def __init__(self, options: Arenas, small_byte_size: int, medium_byte_size: int) -> None:
-        """Begins without clients.
-
-        ``small_byte_size`` and ``medium_byte_size``: the most bytes of a small and of a medium lease.
-        """
+        """Begins without clients. ``small_byte_size``, ``medium_byte_size``: the most bytes of a small and medium lease."""
         self._sizes = small_byte_size, medium_byte_size, options.max_byte_size
         self._connection_limit = part(options, options.connection_share)
         self._client_limit = part(options, options.client_share)
@@ -170,10 +167,7 @@ class Accounts:
         return Account(client, self._connection_limit)
 
     def close(self, account: Account) -> None:
-        """Closes the account of a connection that is gone.
-
-        Memory that the connection still holds counts for the client until it is given back.
-        """
+        """Closes the account of a connection that is gone. Memory that it still holds counts for its client."""
         account.client.accounts -= 1
 
     def _forget_gone(self) -> None:

@@ -38,10 +38,8 @@ class _Waiter:
 class ArenaSpace:
     """Lends memory of a front's request arena to requests, and queues the requests for which there is no room.
 
-    Args:
-      wait_seconds: how long a request waits for memory at most.
-      arriving_byte_size: the most bytes that bodies which have not arrived completely may take together.
-      closed: called each time a segment of the arena was closed.
+    ``wait_seconds``: how long a request waits for memory at most. ``arriving_byte_size``: the most bytes that bodies which have
+    not arrived completely may take together. ``closed``: called each time a segment of the arena was closed.
     """
 
     def __init__(

@@ -49,9 +49,8 @@ class BusyPoll:
         If other requests were in flight lately, the event loop is only kept awake, because a request or a connection may come
         meanwhile.
 
-        Args:
-          ready: takes a timeout, and returns a true value if something can be read from the worker's lane.
-          receive: reads from ``worker``; returns False if the answer has come, or cannot come any more.
+        ``ready``: takes a timeout, and returns a true value if something can be read from the worker's lane. ``receive``: reads
+        from ``worker``; returns False if the answer has come, or cannot come any more.
         """
         self._lone += 1
         if self._lone < _MANY:

@@ -105,18 +105,13 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
         return "", ""
 
     def left_line(self) -> None:
-        """Called when the request no longer waits for arena memory, because it was sent or answered.
-
-        It is not called for a request that was cancelled.
-        """
+        """Called when the request, unless it was cancelled, was sent or answered after it had waited for arena memory."""
 
     def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
         """Sends an answer to the client. Called with each answer to the request, and never again after the final answer.
 
-        Args:
-          prepared: the part of the answer that many answers have in common.
-          own: the rest of the answer.
-          lane: the lane in whose arena the answer's slices lie; None: the answer is an error that was made in this process.
+        ``prepared``: the part of the answer that many answers have in common. ``own``: the rest of the answer. ``lane``: the
+        lane in whose arena the answer's slices lie; None: the answer is an error that was made in this process.
         """
         raise NotImplementedError
 

@@ -114,10 +114,7 @@ class ModelStates:
         return state if state is not None and state.state in ("READY", "LOADING") else self.find(name, version)
 
     def is_ready(self, name: str, version: int = 0) -> bool:
-        """Returns whether a worker can answer requests for the version now.
-
-        ``version`` 0 means the newest version that serves.
-        """
+        """Returns whether a worker can answer requests for the version now. ``version`` 0: the newest that serves."""
         try:
             return bool(self.find(name, version).workers)
         except (NotFound, Unavailable):
@@ -130,10 +127,7 @@ class ModelStates:
 
 
 def _why(state: ModelState) -> str:
-    """Returns why a version does not serve, in the words of the repository index.
-
-    It is "" if the version was unloaded, is being loaded or serves.
-    """
+    """Returns why a version does not serve, as the repository index words it; "": it was unloaded, is loading or serves."""
     if state.state != "UNAVAILABLE" or state.reason == "unloaded":
         return ""
     return f"version {state.version}: {state.reason}" if state.version else state.reason

@@ -48,10 +48,7 @@ class Unconverted(Protocol):
         """Returns the largest number of bytes that the tensor can have."""
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:
-        """Converts the tensor's JSON and writes the tensor into ``place``. Yields after each piece.
-
-        Returns how many bytes were written.
-        """
+        """Converts the JSON into ``place``. Yields after each piece; returns how many bytes the tensor has there."""
 
 
 class UnsentRequest(msgspec.Struct):
@@ -74,9 +71,7 @@ class UnsentRequest(msgspec.Struct):
 def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None:
     """Sends a request at once or, if shared memory has no room for its tensors, when there is room.
 
-    ``asked`` gets the answers, never before this function returns. If the wait for room takes too long, the answer is an
-    error.
-
+    ``asked`` gets the answers, never before this function returns. If the wait for room takes too long, the answer is an error.
     Raises: InvalidArgument: the arena could never hold the tensors.  Unavailable: too many requests are in flight.
     """
     size = room(request.contents, submitter.inline_byte_size)

@@ -84,10 +84,7 @@ class Routing:
         self._forget()
 
     def region_placed(self, place: RegionPlace) -> None:
-        """Notes on which GPU a client's region lies.
-
-        Requests that use the region then go to workers there that have their model.
-        """
+        """Notes on which GPU a client's region lies. Requests that use it then go to workers there that have their model."""
         self._places.note(place)
         self._forget()
 

@@ -156,10 +156,7 @@ class SequenceRouting:
         return found
 
     def _candidates(self, state: ModelState, gpu: str) -> Sequence[WorkerLink]:
-        """Returns the workers that may take a new sequence of a model.
-
-        ``gpu``: the GPU on which the request's regions lie, whose workers are preferred; "": any.
-        """
+        """Returns the workers that may take a new sequence, near ``gpu``, where the request's regions lie ("": anywhere)."""
         found = [self._workers[number] for number in state.workers if number in self._workers]
         found = [worker for worker in found if not worker.closed]
         return nearest(found, gpu, state) if gpu else found
@@ -167,10 +164,8 @@ class SequenceRouting:
     def _place(self, key: Key, slots: Key, state: ModelState, gpu: str) -> WorkerLink | None:
         """Chooses the worker for a new sequence, and counts the sequence for that worker; None: there is no worker.
 
-        Args:
-          key: the key of the sequence.
-          slots: the key under which each worker publishes how many more sequences of the model it can run.
-          gpu: the GPU on which the request's regions lie, whose workers are preferred; "": any.
+        ``key``: the key of the sequence. ``slots``: the key under which each worker publishes how many more sequences of the
+        model it can run. ``gpu``: the GPU on which the request's regions lie, whose workers are preferred; "": any.
         """
         best, best_rank = None, (0, -1)
         for worker in self._candidates(state, gpu):

@@ -135,10 +135,8 @@ class Submitter:
     def send(self, request: InFlight, state: ModelState | None = None) -> None:
         """Sends a request to a worker or, if none can run it now, when one can. Owns the request's leases from now on.
 
-        The request's inputs must lie in its record, in regions or in its leases. Its method ``completed`` gets exactly one
-        final answer, never before ``send`` returns.
-
-        ``state``: the state of the request's model; None: it is looked up.
+        The request's inputs must lie in its record, in regions or in its leases. Its method ``completed`` gets exactly one final
+        answer, never before ``send`` returns. ``state``: the state of the request's model; None: it is looked up.
 
         Raises: Unavailable: too many requests are in flight.  After any exception the request was not sent and gets no answer.
         """
@@ -183,7 +181,6 @@ class Submitter:
         """Sends a request to the worker that ``Routing`` chooses. If no worker can run it now, the request waits.
 
         If the model does not exist or cannot be served, the request is answered with that error, after this method returns.
-
         ``state``: the state of the request's model; None: it is looked up.
         """
         try:
@@ -220,10 +217,7 @@ class Submitter:
                     self._waiting[request] = gives_up  # it waits since it came, not since we looked
 
     def cancel(self, request: InFlight) -> None:
-        """Cancels a request, which then gets no answer. A second call changes nothing.
-
-        The memory of the request is released when its worker no longer uses it.
-        """
+        """Cancels a request, which gets no answer. Its memory is released once its worker has ended it. Idempotent."""
         number = request.record.request_id
         if request.cancelled or (number and number not in self._in_flight):
             return
@@ -250,10 +244,7 @@ class Submitter:
         self._finish(request)
 
     def _finish(self, request: InFlight) -> None:
-        """Removes a request from the requests in flight, and gives back the leases of its inputs.
-
-        A second call changes nothing.
-        """
+        """Removes a request from those in flight, and gives back its inputs' leases. A second call changes nothing."""
         self._in_flight.pop(request.record.request_id, None)
         for lease in request.leases:
             self.give_back(lease)
@@ -333,10 +324,7 @@ class Submitter:
             busy_poll.flushed()
 
     def _look(self, worker: WorkerLink) -> bool:
-        """Receives answers from a worker while only one request is in flight.
-
-        Returns False if the answer to the request has come, or cannot come any more.
-        """
+        """Receives answers while only one request is in flight. Returns False if its answer has come or cannot come."""
         if not worker.closed:
             self._receive(worker)
         return bool(worker.in_flight) and not worker.closed
@@ -505,10 +493,7 @@ class Submitter:
         return state is not None and state.repeatable and not state.sticky and not state.streams
 
     def release(self, lane: SubmitterLane, key: LeaseKey) -> None:
-        """Gives an answer's lease back to the worker behind ``lane``. Call it when the answer's bytes were sent.
-
-        A second call for the same lease changes nothing.
-        """
+        """Gives an answer's lease back to its worker, because the answer's bytes were sent. A second call changes nothing."""
         found = self._outstanding.pop((lane, key), None)
         if found is None:
             return
@@ -626,9 +611,8 @@ class Submitter:
     def _run_again(self, request: InFlight, is_lost: bool, was_executing: bool) -> None:
         """Sends a dead worker's request to another worker, or answers it with an error if it must not run twice.
 
-        Args:
-          is_lost: True if the request belongs to a sequence whose state was lost with the worker; the request then fails.
-          was_executing: True if the worker was executing the request when it died.
+        ``is_lost``: True if the request belongs to a sequence whose state was lost with the worker; the request then fails.
+        ``was_executing``: True if the worker was executing the request when it died.
         """
         if request.cancelled:
             self._finish(request)
@@ -697,10 +681,7 @@ class Submitter:
             self._start_timer()
 
     def _without_worker_since(self, now: float) -> list[InFlight]:
-        """Removes the requests that have waited too long for a worker, and returns them.
-
-        ``now``: the event loop's time in seconds.
-        """
+        """Removes and returns the requests that waited too long for a worker. ``now``: the event loop's time in seconds."""
         late: list[InFlight] = []
         for request, gives_up in list(self._waiting.items()):
             ended = request.record.request_id not in self._in_flight

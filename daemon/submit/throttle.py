@@ -52,7 +52,6 @@ class Throttle:
         """Returns whether the client of an answered request has just reached its share of response memory.
 
         If the client holds its share and the answer is large, this also records that requests of this kind have large answers.
-
         ``account``: the account of the connection. ``request``: the request that was answered.
         """
         client = account.client
@@ -74,10 +73,7 @@ class Throttle:
         return True
 
     def taken(self, account: Account) -> None:
-        """Notes that a connection and its client hold less than their share now, if they do.
-
-        Call it when the memory of an answer of the connection was given back.
-        """
+        """Notes that a connection and its client hold less than their share. Call it when an answer's memory came back."""
         if self.full:
             self.full -= {each for each in (account, account.client) if each.answers < each.limit}
 
@@ -102,10 +98,7 @@ class Throttle:
         return account.client in self._barred and kind in account.client.bulky
 
     def add(self, request: InFlight, now: float) -> None:
-        """Queues a request behind the requests of its connection that wait for the client to read answers.
-
-        ``now``: the event loop's time in seconds.
-        """
+        """Queues a request behind its connection's requests that wait. ``now``: the event loop's time in seconds."""
         account = request.account
         assert account is not None
         self.lines.setdefault(account, _Line()).waiting.append((now + self._seconds, request))
@@ -113,10 +106,7 @@ class Throttle:
             self._barred.setdefault(account.client, {})[account] = None
 
     def let_go(self, account: Account) -> list[InFlight]:
-        """Removes and returns the waiting requests of a client that may be sent now.
-
-        Call it when the memory of an answer of the connection ``account`` was given back.
-        """
+        """Removes and returns a client's waiting requests that may be sent. Call it when an answer's memory came back."""
         going = self._take(account)
         barred = self._barred.get(account.client)
         while barred:
@@ -175,10 +165,7 @@ class Throttle:
                 del self._barred[account.client]
 
     def expired(self, now: float) -> Iterator[tuple[InFlight, Unavailable]]:
-        """Removes the requests that have waited too long, and yields each with its error.
-
-        ``now``: the event loop's time in seconds.
-        """
+        """Removes the requests that waited too long; yields each with its error. ``now``: the event loop's time in seconds."""
         for account, line in list(self.lines.items()):
             while line.waiting and (line.waiting[0][0] <= now or self._ended(line.waiting[0][1])):
                 _, request = line.waiting.popleft()
