@@ -195,10 +195,7 @@ def _flatten(content: dict[str, Any], source: str) -> Iterator[Setting]:
 
 
 def written(configured: Configured) -> str:
-    """Returns options as the text of a TOML file, with the comments of the file of defaults.
-
-    A value that the operator has set is followed by a comment with its source.
-    """
+    """Returns options as TOML, like the file of defaults; a value that the operator has set has its source as a comment."""
     lines: list[str] = []
     section = ""
     for line in DEFAULTS.read_text().splitlines():

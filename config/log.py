@@ -198,10 +198,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats each message as a JSON object on one line.
-
-    If ``journal`` is True, the line is for systemd's journal and begins with its priority.
-    """
+    """Formats each message as a JSON object on one line; for systemd's journal (``journal``) its priority stands before it."""
 
     def __init__(self, name: str, journal: bool = False) -> None:
         super().__init__()

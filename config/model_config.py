@@ -61,10 +61,7 @@ def parse_pbtxt(text: str, model_name: str) -> ModelConfig:
 
 
 def parse_json(text: str, model_name: str) -> ModelConfig:
-    """Parses a configuration in JSON. A single value may stand for a list with one item.
-
-    Raises InvalidArgument: it is malformed.
-    """
+    """Parses a configuration in JSON; a single value may stand for a list with one item. Raises InvalidArgument: it is wrong."""
     # The import comes late: only processes that take overrides pay for it.
     from google.protobuf import json_format
 
@@ -244,10 +241,7 @@ def to_json(message: ModelConfig) -> bytes:
 
 
 def to_dict(message: Any) -> dict[str, Any]:
-    """Converts a protobuf message of any type to dicts, lists and plain values.
-
-    Every field is in it, in the proto's order; enums are names, and int64 are numbers.
-    """
+    """Converts a protobuf message to dicts, lists and plain values: every field in the proto's order, enums as names."""
     values: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)

@@ -166,10 +166,7 @@ class Workers(Section, frozen=True):
 
 
 class Arenas(Section, frozen=True):
-    """The daemon's shared memory for tensors of requests and answers: its sizes, and how much of it each client may use.
-
-    Clients' regions are not part of it.
-    """
+    """The daemon's own shared memory for tensors of requests and answers: its sizes, and how much each client may use."""
 
     byte_size: ArenaSize = 32 << 20
     max_byte_size: ArenaSize = msgspec.field(default_factory=control_groups.arena_byte_size)

@@ -59,10 +59,7 @@ def parameters(sets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def statistics(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns a table's row for each model's version in an answer of the HTTP statistics endpoint.
-
-    A row holds the version's counts, and mean durations in microseconds.
-    """
+    """Returns a row for each version in an answer of the HTTP statistics endpoint: its counts, and mean durations in us."""
     rows = []
     for entry in answer["model_stats"]:
         of = entry["inference_stats"]

@@ -77,10 +77,7 @@ class Certificates:
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
-    """Returns numbers that change when a file is replaced or written; None: the file does not exist.
-
-    For a link they are the numbers of the link's target.
-    """
+    """Returns numbers that change when a file, or the target of a link, is replaced or written; None: it does not exist."""
     try:
         found = os.stat(path)
     except OSError:

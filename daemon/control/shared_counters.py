@@ -153,10 +153,7 @@ class FrontCounters:
 
     @property
     def codes(self) -> tuple[memoryview, int]:
-        """Returns the words of all rows, and the index of the first word in which this front counts its answers.
-
-        The counts are in the order of ``CODES``.
-        """
+        """Returns the words of all rows, and the index of the first one that counts this front's answers, as in ``CODES``."""
         return self._words, self._at + _CODES
 
     def own(self) -> int:

@@ -463,10 +463,7 @@ class Models:
         self._begin(self.lifecycle.worker_left(incarnation, dismissed=True))
 
     def fill(self, name: str, number: int) -> None:
-        """Loads a version again on workers that failed to load it for lack of a client's parameters.
-
-        Call it when these are here.
-        """
+        """Loads a version again on workers that failed to load it for lack of a client's parameters, which are here now."""
         self._begin(self.lifecycle.fill(name, number))
 
     def loading(self, incarnation: int, at: Loading) -> None:

@@ -166,10 +166,7 @@ def _checked(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 class Overrides:
-    """Configurations that clients sent with loads that succeeded.
-
-    Each holds for later loads of the same files, until the files change or the model is unloaded.
-    """
+    """Configurations that clients sent with loads that succeeded; each holds until the files change or the model is unloaded."""
 
     def __init__(self) -> None:
         #: name -> (fingerprint of the files it was given for, configuration in JSON).

@@ -126,10 +126,7 @@ def _named(message: ModelConfig, devices: Sequence[str], each: int) -> tuple[str
 
 
 def _first(gpu: int, each: int) -> str:
-    """Returns the device name of the worker that has the GPU with the index ``gpu``.
-
-    Each worker has ``each`` consecutive GPUs and is named by the first of them.
-    """
+    """Returns the device of the worker that has GPU number ``gpu``: that of the first of the worker's ``each`` GPUs."""
     return device_name(gpu - gpu % each)
 
 

@@ -482,8 +482,5 @@ def poll_error(names: Iterable[str]) -> str:
 
 
 def given_error(name: str, reason: str) -> str:
-    """Returns the message for a configuration or files from a client that cannot be used.
-
-    It says the ``reason``, which Triton's message in that case does not.
-    """
+    """Returns the message for a client's configuration or files that cannot be used, with the ``reason``."""
     return f"failed to load '{name}': {reason}"

@@ -85,10 +85,7 @@ class PushedSet:
 
 @dataclass(slots=True)
 class PushedSets:
-    """The parameter sets of all models into which clients have pushed values.
-
-    ``limit``: the most bytes of memory that the values of all sets may take together.
-    """
+    """The parameter sets of all models into which clients pushed. ``limit``: the most bytes that their memory may have."""
 
     limit: int
     byte_size: int = 0

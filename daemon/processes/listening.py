@@ -184,10 +184,7 @@ def _never_pace(sock: socket.socket) -> None:
 
 
 def url(sock: socket.socket, protocol: str = "http") -> str:
-    """Returns the URL of a bound socket, such as ``http://127.0.0.1:8000`` or ``unix:/path``.
-
-    For a Unix socket with an abstract address it is ``unix:@name``.
-    """
+    """Returns the URL of a bound socket, as ``http://127.0.0.1:8000``, ``unix:/path`` or (abstract address) ``unix:@name``."""
     if sock.family == socket.AF_UNIX:
         name = sock.getsockname()
         return f"unix:{name}" if isinstance(name, str) else f"unix:@{name[1:].decode(errors='replace')}"

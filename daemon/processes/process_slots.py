@@ -40,10 +40,7 @@ class MemoryKills:
 
     @classmethod
     def own(cls) -> MemoryKills:
-        """Returns a detector for the innermost control group of this process that counts kills for want of memory.
-
-        If no group counts them, the detector detects nothing.
-        """
+        """Returns a detector for this process's innermost group that counts such kills; without one it detects nothing."""
         return cls(next((group for group in memory_groups() if group.kills is not None), None))
 
     def grew(self) -> bool:

@@ -45,10 +45,7 @@ class Shutdown:
         self._death = asyncio.Event()
 
     def signalled(self) -> None:
-        """Asks the daemon to stop.
-
-        Call it for each SIGTERM or SIGINT; a second call asks it to kill its child processes at once.
-        """
+        """Asks the daemon to stop, because a SIGTERM or SIGINT came; a second one has child processes killed at once."""
         if self.requested.is_set():
             self._hurry.set()
         self.requested.set()

@@ -372,10 +372,7 @@ class RegionRegistry:
         ]
 
     async def records(self, name: str) -> bytes:
-        """Returns a JSON array with all that is known of the regions of this name; ``name`` "": of all regions.
-
-        Raises NotFound: no region has the name.
-        """
+        """Returns as JSON all that is known of the regions of this name ("": of all). Raises NotFound: there is none."""
         found = [region for region in self._all if name in ("", region.request.name)]
         if name and not found:
             raise NotFound(f"Unable to find shared memory region: '{name}'")

@@ -132,10 +132,7 @@ class ArenaSpace:
             self._closed()
 
     def expire(self, now: float) -> bool:
-        """Gives the error Unavailable to the requests that have waited too long. Returns whether any request still waits.
-
-        ``now``: the event loop's time in seconds.
-        """
+        """Refuses requests that waited too long. Returns whether any still waits. ``now``: the event loop's time in seconds."""
         for line in self._lines:
             while line and line[0].give_up <= now:
                 waiter = line.popleft()

@@ -129,18 +129,12 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
             self.fail_delivery()
 
     def undelivered(self) -> None:
-        """Answers with the error Internal, because an answer could not be sent.
-
-        A subclass closes the connection instead if a part of the answer was already sent.
-        """
+        """Answers with Internal, as an answer could not be sent. A subclass closes a connection on which part of one was sent."""
         own = AnswerRecord(self.record.request_id, LAST, code=Internal.code, message=DEFECT)
         self.completed(LAST, own, None)
 
     def fail_delivery(self) -> None:
-        """Logs that an answer could not be sent, and answers the client with an error if that is still possible.
-
-        Call it in the handler of the exception, which is logged.
-        """
+        """Logs the exception by which an answer could not be sent, and answers with an error if that is still possible."""
         _log.exception("an answer could not be delivered")
         try:
             self.undelivered()

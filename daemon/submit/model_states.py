@@ -19,10 +19,7 @@ class SequenceBatching(msgspec.Struct):
 
 
 class BatchSettings(msgspec.Struct):
-    """The settings of a model's configuration that fronts and clients need.
-
-    ``max_batch_size``: the most rows of a batch; 0: the model's tensors have no batch dimension.
-    """
+    """The settings of a model's configuration that fronts need. ``max_batch_size`` 0: tensors have no batch dimension."""
 
     max_batch_size: int = 0
     sequence_batching: SequenceBatching = msgspec.field(default_factory=SequenceBatching)
