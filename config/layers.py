@@ -232,9 +232,8 @@ def service_variables(environment: Mapping[str, str]) -> frozenset[str]:
 
     For a service named ``tensord`` Kubernetes sets ``TENSORD_SERVICE_HOST``, ``TENSORD_PORT=tcp://...`` and more in every
     container. For a service named ``tensord-http`` it sets ``TENSORD_HTTP_PORT=tcp://...``, which is also the name of a key.
-    Therefore values are looked at, too: no key that ends in PORT takes a URL.
-
-    Source: Kubernetes "Accessing the Service", environment variables; Docker "Legacy container links".
+    Therefore values are looked at, too: no key that ends in PORT takes a URL. Source: Kubernetes "Accessing the Service",
+    environment variables; Docker "Legacy container links".
     """
     ours, keys = {name: value for name, value in environment.items() if name.startswith(PREFIX)}, _variables()
     # What is linked by Docker has a ..._NAME, which no key is mistaken for.

@@ -91,10 +91,9 @@ def check(
 ) -> Iterator[Verdict]:
     """Loads each model in a separate process, and yields a verdict on each: in the order of ``models``, but ensembles last.
 
-    A model whose configuration cannot be read is not loaded.
-
-    ``devices``: the devices of all workers; a model is loaded on the first of its workers' devices. ``timeout``: how many
-    seconds the load of each version of a model may take. ``bar``: shows the progress; it is cleared before a verdict is yielded.
+    A model whose configuration cannot be read is not loaded. ``devices``: the devices of all workers; a model is loaded on the
+    first of its workers' devices. ``timeout``: how many seconds the load of each version of a model may take. ``bar``: shows the
+    progress; it is cleared before a verdict is yielded.
     """
     tried: dict[str, Verdict] = {}
     for verdict in _tried([model for model in models if not model.members], options, devices, timeout, bar):

@@ -153,11 +153,10 @@ def check(
 ) -> None:
     """Check a configuration FILE, and that the models in its repositories load, without serving anything.
 
-    Each model is loaded and compiled as by a worker, in a process that only checks, on the first of the devices that would
-    serve it. That runs the models' code as the user who calls this. If root calls this, the check runs in tensord.service's
-    sandbox, as its user and with its cache, where the service finds what was compiled when it starts.
-
-    Exit status 0: all good. 1: a model cannot be served. 2: the configuration is wrong.
+    Each model is loaded and compiled as by a worker, in a process that only checks, on the first of the devices that would serve
+    it. That runs the models' code as the user who calls this. If root calls this, the check runs in tensord.service's sandbox,
+    as its user and with its cache, where the service finds what was compiled when it starts. Exit status 0: all good. 1: a model
+    cannot be served. 2: the configuration is wrong.
     """
     from tensord.daemon import check as model_check
     from tensord.daemon.check import Verdict
@@ -222,10 +221,8 @@ def _checked_from(name: str | None) -> Path | None:
     """Returns the caller's working directory if this process runs the check inside the service's sandbox already; else None.
 
     If root calls and tensord.service is installed, the check is run as that service, and this process exits with the check's
-    status. If root names another user, this process switches to that user and returns.
-
-    ``name``: the user's name; if the caller is not root, it must be the caller's own name. None: the user of the installed
-    service, if there is one.
+    status. If root names another user, this process switches to that user and returns. ``name``: the user's name; if the caller
+    is not root, it must be the caller's own name. None: the user of the installed service, if there is one.
     """
     from tensord.daemon import service_user
 
@@ -300,9 +297,8 @@ def fetch(
 
     URL names a folder (s3://, gs://, hf://, a path) or an archive (.tar, .tar.gz or .zip, at one of these or https://). The
     model is downloaded next to FOLDER, checked as by `tensord check`, and then replaces FOLDER by one rename. A fetch that was
-    interrupted goes on with the files that are missing. If FOLDER already holds what is at URL, nothing is done.
-
-    Exit status 0: the model is in FOLDER. 1: it is not, and FOLDER is unchanged. 2: the configuration is wrong.
+    interrupted goes on with the files that are missing. If FOLDER already holds what is at URL, nothing is done. Exit status 0:
+    the model is in FOLDER. 1: it is not, and FOLDER is unchanged. 2: the configuration is wrong.
     """
     from tensord.daemon import fetch as fetching
 

@@ -160,9 +160,8 @@ def _ask(path: Path | None, question: Mapping[str, Any]) -> Any:
     """Sends a command to a daemon and returns its result, as decoded JSON.
 
     ``path``: the daemon's control socket; None: it is searched for in the folders where daemons have it by default.
-    ``question``: the fields of ``OperatorQuestion``.
-
-    Raises _Unreachable: no daemon answers, or several do; _Refused: the daemon answered with an error.
+    ``question``: the fields of ``OperatorQuestion``. Raises _Unreachable: no daemon answers, or several do; _Refused: the daemon
+    answered with an error.
     """
     sock = _connected(path) if path is not None else _found()
     try:

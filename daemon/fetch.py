@@ -254,7 +254,6 @@ def _verified(model: Path, beside: Path, options: Options, devices: Sequence[Dev
     """Checks a fetched model as ``tensord check`` does, an ensemble together with its members. Returns the model as it was read.
 
     ``beside``: the repository to which the model will belong. Members are looked for in it and in the configured repositories.
-
     ``devices``: the devices of the workers; empty: no model is loaded. ``timeout``: how many seconds the load of each version
     may take. Raises InvalidArgument: the model cannot be served. Its folder stays.
     """

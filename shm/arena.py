@@ -119,10 +119,7 @@ class Budget:
         self.returned += 1
 
     def reclaim(self) -> bool:
-        """Closes an unused segment of one of the arenas.
-
-        Returns whether a segment was closed; in this base class always False.
-        """
+        """Closes an unused segment of one of the arenas. Returns whether a segment was closed; in this base class always False."""
         return False
 
 
@@ -289,10 +286,8 @@ class Arena:
     def _take_large(self, byte_size: int) -> _Block | None:
         """Returns a whole segment as the block for one large tensor: an unused segment or a new one.
 
-        Returns None if there is no room now.
-
-        Raises: InvalidArgument: the arena could not hold so many bytes even if it were empty.  Unavailable: the host has no
-          memory left.
+        Returns None if there is no room now. Raises: InvalidArgument: the arena could not hold so many bytes even if it were
+        empty. Unavailable: the host has no memory left.
         """
         size = max(1, -(-byte_size // _LARGE_STEP)) * _LARGE_STEP
         if size > self._max_byte_size - self._first and byte_size > self._buddies.largest:
@@ -439,10 +434,9 @@ class ArenaMap:
     MAX_SEGMENTS = 4096
 
     def __init__(self, on_segment: OnSegment | None = None, writable: bool = False) -> None:
-        """Starts with no segment mapped.
+        """Starts with no segment mapped. ``on_segment``: called with every segment once it is mapped; None: nothing is called.
 
-        ``on_segment``: called with every segment once it is mapped; None: nothing is called. ``writable``: whether to map the
-        pages writable, as page-locking for a GPU needs; views are read-only nevertheless.
+        ``writable``: whether to map the pages writable, as page-locking for a GPU needs; views are read-only nevertheless.
         """
         self._segments: dict[int, Segment] = {}
         #: Announced segments that could not be mapped; they will be announced again.

@@ -180,10 +180,9 @@ class LaneClient(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fi
 class LaneOpened(Record, frozen=True, tag="lane"):
     """Gives a front or a worker its end of a new lane: the descriptor of a SEQPACKET socket comes with the record.
 
-    To a front: ``peer`` is the number of the worker's start, and ``device`` the name of the worker's device ("cpu:0",
-    "cuda:1"). Two more descriptors come with the record: those of the worker's status page and its sequence page.
-
-    To a worker: ``peer`` is the number of a front's start, or the number of a client's lane. Both come from the same counter.
+    To a front: ``peer`` is the number of the worker's start, and ``device`` the name of the worker's device ("cpu:0", "cuda:1").
+    Two more descriptors come with the record: those of the worker's status page and its sequence page. To a worker: ``peer`` is
+    the number of a front's start, or the number of a client's lane. Both come from the same counter.
     """
 
     peer: int
@@ -218,11 +217,9 @@ class LogChanged(Record, frozen=True, tag="log"):
 class TraceChanged(Record, frozen=True, tag="trace"):
     """Changes which requests for a model a front traces. Sent to a worker, it changes this for requests on clients' lanes.
 
-    ``model`` "": the settings hold for all models that have no settings of their own.
-
-    If requests are to be traced, the descriptor of the counter for sampling comes with the record; all fronts share the
-    counter. If the number of traces is limited, a second descriptor is that of the number of traces that may still be taken
-    (``tensord.shm.trace_counters``).
+    ``model`` "": the settings hold for all models that have no settings of their own. If requests are to be traced, the
+    descriptor of the counter for sampling comes with the record; all fronts share the counter. If the number of traces is
+    limited, a second descriptor is that of the number of traces that may still be taken (``tensord.shm.trace_counters``).
     """
 
     model: str

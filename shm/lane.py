@@ -443,10 +443,8 @@ class WorkerLane(LaneEnd):
         """Queues an answer for the submitter. Call it once the answer's outputs are written.
 
         If the submitter does not know the answer's segment yet, the segment is announced first. If this process has no file
-        descriptor left for that, an error is queued in place of the answer.
-
-        ``numbered``: the prepared answer that ``record`` names by number; if the submitter does not know it yet, it is sent
-        first. None: ``record`` contains its prepared answer.
+        descriptor left for that, an error is queued in place of the answer. ``numbered``: the prepared answer that ``record``
+        names by number; if the submitter does not know it yet, it is sent first. None: ``record`` contains its prepared answer.
         """
         if numbered is not None and numbered not in self.published:
             self.published.publish(numbered)

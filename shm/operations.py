@@ -235,9 +235,7 @@ class StageParameters(Record, frozen=True, tag="c.stageparams"):
 
     The memfd whose descriptor comes with the call has all parameters in safetensors format. Without a descriptor, the worker
     takes the parameters of push ``number`` of this set, which it has kept; number 0 of the set main is what the repository
-    holds.
-
-    Reply: JSON {"byte_size"}, or an error that says why the parameters are refused; nothing has changed then.
+    holds. Reply: JSON {"byte_size"}, or an error that says why the parameters are refused; nothing has changed then.
     """
 
     #: The supervisor's number of the push, by which it is committed or aborted.
@@ -410,7 +408,6 @@ class ChangeTrace(Record, frozen=True, tag="c.trace"):
 
     Settings that are None stay unchanged. For each setting in ``cleared``, the model's own value is dropped, so that the value
     for all models holds. The fields mean what they mean in TraceChanged; ``count`` -1: the number of traces is not limited.
-
     Reply: JSON, the settings of the model that are now in force.
     """
 

@@ -101,9 +101,8 @@ def open_object(name: str, key: str) -> int:
 def _shm_open(bare: str) -> int:
     """Opens an existing POSIX shared-memory object with ``O_RDWR``, and returns its file descriptor.
 
-    With ``O_RDWR`` opening a FIFO does not block, and a directory is refused.
-
-    Raises: OSError, ValueError: the object cannot be opened; ``errno`` is reliable only for the limit of open files.
+    With ``O_RDWR`` opening a FIFO does not block, and a directory is refused. Raises: OSError, ValueError: the object cannot be
+    opened; ``errno`` is reliable only for the limit of open files.
     """
     if posix_ipc is None:
         # This is what shm_open of the C library does on Linux: the name is that of a file, and a symbolic link is refused.

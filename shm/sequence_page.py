@@ -235,9 +235,8 @@ class SequencePage:
     def end(self, key: Key, since_ns: int) -> None:
         """Changes the state of a sequence to ENDED.
 
-        It stays on the page until ``settle``, or until too many sequences have ended.
-
-        ``since_ns``: the time that ``admit`` returned. If a later sequence has the same key, nothing changes.
+        It stays on the page until ``settle``, or until too many sequences have ended. ``since_ns``: the time that ``admit``
+        returned. If a later sequence has the same key, nothing changes.
         """
         if self.value(key) in (since_ns << 2 | SequenceState.WAITING, since_ns << 2 | SequenceState.BEGUN):
             self._store(key, since_ns << 2 | SequenceState.ENDED)

@@ -115,10 +115,9 @@ class Spans:
     """
 
     def __init__(self, hand_over: Callable[[TracesEnded], bool], later: Later | None = None) -> None:
-        """Starts without traces.
+        """Starts without traces. ``hand_over``: sends traces to the supervisor; returns False if it drops them.
 
-        ``hand_over``: sends traces to the supervisor; returns False if it drops them. ``later``: calls a function after a
-        number of seconds; None: the running event loop does.
+        ``later``: calls a function after a number of seconds; None: the running event loop does.
         """
         self._hand_over = hand_over
         self._later = later or _in_loop
@@ -143,10 +142,7 @@ class Spans:
         self.flush()
 
     def flush(self) -> None:
-        """Sends all collected traces to the supervisor now.
-
-        If the supervisor does not take them, drops them and logs a warning.
-        """
+        """Sends all collected traces to the supervisor now. If the supervisor does not take them, drops them and logs a warning."""
         if not self._waiting:
             return
         traces, self._waiting = tuple(self._waiting), []

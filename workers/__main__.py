@@ -120,9 +120,8 @@ def _outlive_signals() -> None:
 def _receive_start(channel: Channel) -> Start:
     """Waits for the supervisor's first record, Start, and returns it.
 
-    The descriptor that comes with it gets the stack reports of this process from now on.
-
-    Raises: ChannelClosed: the supervisor has gone.  SystemExit: another record came.
+    The descriptor that comes with it gets the stack reports of this process from now on. Raises: ChannelClosed: the supervisor
+    has gone. SystemExit: another record came.
     """
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)

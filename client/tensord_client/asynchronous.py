@@ -113,9 +113,8 @@ class AsyncModel(Calls):
         """Sends one request and returns a future of its answer; cancelling the future cancels the request.
 
         The input arrays may be written to as soon as this returns. Arrays of ``AsyncClient.empty`` are an exception: they must
-        not be written to until the answer has come. The future raises the server's errors.
-
-        ``outputs``: names of the outputs to return; empty: all. ``own``: the request's other fields, such as ``priority``.
+        not be written to until the answer has come. The future raises the server's errors. ``outputs``: names of the outputs to
+        return; empty: all. ``own``: the request's other fields, such as ``priority``.
         """
         pending = self._connection.ask(self.call(inputs, outputs, own, detached=True))
 
@@ -179,9 +178,8 @@ class AsyncModel(Calls):
     def sequence(self, sequence_id: SequenceId = 0) -> AsyncModelSequence:
         """Returns a new sequence: requests that share state in the model and are sent one after the other.
 
-        No request is sent yet. Each call of the returned object sends one request.
-
-        ``sequence_id``: the sequence's id; 0 or "": a new random one.
+        No request is sent yet. Each call of the returned object sends one request. ``sequence_id``: the sequence's id; 0 or "":
+        a new random one.
         """
         return AsyncModelSequence(self, sequence_id or self.sequence_id())
 
@@ -193,10 +191,7 @@ class AsyncModel(Calls):
         await asyncio.to_thread(self._connection.end_sequence, self.name, sequence_id)
 
     async def close(self) -> None:
-        """Ends the use of this object: every later call of it raises Unavailable. The client itself stays connected.
-
-        Idempotent.
-        """
+        """Ends the use of this object: every later call of it raises Unavailable. The client itself stays connected. Idempotent."""
         self._closed = True
 
     async def __aenter__(self) -> AsyncModel:

@@ -179,9 +179,8 @@ def _usual() -> Iterator[str]:
 def _way(address: str, patience: float) -> Connection:
     """Connects to one address and returns the connection.
 
-    A folder that has models but no sockets is a repository, which this process then serves by itself.
-
-    Raises: Unavailable: no server answers.  InvalidArgument: the text is no address.
+    A folder that has models but no sockets is a repository, which this process then serves by itself. Raises: Unavailable: no
+    server answers. InvalidArgument: the text is no address.
     """
     path = address[len("unix:") :] if address.startswith("unix:") else address
     try:
@@ -279,9 +278,8 @@ def _on_socket(path: str, patience: float) -> Connection:
 def _over_http(path: str, told: Mapping[str, Any], patience: float) -> Connection:
     """Connects over HTTP to the daemon that answered at ``path``; tries the daemon's unix sockets before its TCP addresses.
 
-    ``told``: the daemon's answer to ``hello``, whose "http" lists its HTTP addresses.
-
-    Raises: Unavailable: the daemon answers at none of the addresses.
+    ``told``: the daemon's answer to ``hello``, whose "http" lists its HTTP addresses. Raises: Unavailable: the daemon answers at
+    none of the addresses.
     """
     tried = []
     for each in sorted(told.get("http", ()), key=lambda each: not each.startswith("unix:")):

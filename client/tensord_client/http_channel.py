@@ -201,9 +201,8 @@ class HttpResponse:
     def _complete(self) -> None:
         """Marks the answer as complete, and separates the binary part of its body from the JSON before it.
 
-        Called when all of a body has arrived whose length was not known before.
-
-        Raises: MalformedResponse: the header field with the JSON's length does not fit the body.
+        Called when all of a body has arrived whose length was not known before. Raises: MalformedResponse: the header field with
+        the JSON's length does not fit the body.
         """
         self.whole = True
         json_size = self.fields.get(b"inference-header-content-length")

@@ -79,12 +79,10 @@ def jax(
 
 
 def _shape(tensor: Tensor, rows: int, known: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns the shape of an output of a request.
+    """Returns the shape of an output of a request. ``rows``: how many rows the request has; 0: the model has no batch dimension.
 
-    ``rows``: how many rows the request has; 0: the model has no batch dimension. ``known``: output name -> shape, where the
-    caller knows it.
-
-    Raises: InvalidArgument: ``known`` lacks the output, and the output is BYTES or the metadata leave one of its sizes open.
+    ``known``: output name -> shape, where the caller knows it. Raises: InvalidArgument: ``known`` lacks the output, and the
+    output is BYTES or the metadata leave one of its sizes open.
     """
     if tensor.name in known:
         return tuple(known[tensor.name])
@@ -99,10 +97,8 @@ def _shape(tensor: Tensor, rows: int, known: Mapping[str, tuple[int, ...]]) -> t
 def _many(model: Model, given: dict[str, Array], outer: tuple[int, ...], batched: bool) -> dict[str, Array]:
     """Calls the model for every element of the axes that ``vmap`` added, and joins the answers to arrays with these axes.
 
-    Args:
-      given: the inputs by name; the axes that ``vmap`` added come first.
-      outer: the sizes of the axes that ``vmap`` added.
-      batched: True: the model has a batch dimension, so that several elements can be joined to one request.
+    ``given``: the inputs by name; the axes that ``vmap`` added come first. ``outer``: the sizes of the axes that ``vmap`` added.
+    ``batched``: True: the model has a batch dimension, so that several elements can be joined to one request.
     """
     count = int(np.prod(outer))
     flattened = {name: array.reshape(count, *array.shape[len(outer) :]) for name, array in given.items()}

@@ -131,9 +131,8 @@ class LaneSocket:
     def receive(self, flags: int = 0) -> Datagram | None:
         """Receives a datagram into ``received``. Returns its size, ancillary data and flags; None: no datagram has come.
 
-        A size of 0 means that the worker has ended.
-
-        ``flags``: 0: waits for a datagram, for as long as ``limit_wait`` has set; ``AT_ONCE``: does not wait.
+        A size of 0 means that the worker has ended. ``flags``: 0: waits for a datagram, for as long as ``limit_wait`` has set;
+        ``AT_ONCE``: does not wait.
         """
         spin = None if flags else self.spin
         try:
@@ -210,10 +209,7 @@ class LaneSocket:
     # ---------------------------------------------------------------------------------------------------------- end
 
     def shut_down(self) -> None:
-        """Shuts the socket down, so that a thread that waits in ``receive`` returns.
-
-        The descriptor stays open until ``close``.
-        """
+        """Shuts the socket down, so that a thread that waits in ``receive`` returns. The descriptor stays open until ``close``."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 

@@ -200,9 +200,7 @@ class ClientLane:
         """Returns the encoded number that stands for a request's constant part; b"": the part must be sent in full.
 
         Many constant parts are used only once. So the first use gives b"", and at the second use the part is sent with its
-        number.
-
-        ``prepared``: the encoded constant part. The caller holds ``lock``. Raises LaneEnded: the worker has ended.
+        number. ``prepared``: the encoded constant part. The caller holds ``lock``. Raises LaneEnded: the worker has ended.
         """
         if prepared not in self._once:
             if len(self._once) >= wire.MAX_NUMBERS:
@@ -339,9 +337,7 @@ class ClientLane:
         """Hands the answers in a datagram of ``size`` bytes in ``received`` to their requests.
 
         The caller holds the lock ``reading``. A size of 0 means that the worker has ended, and ends the lane. A malformed
-        datagram ends the lane as well.
-
-        ``ancillary``, ``flags``: the ancillary data and flags that ``recvmsg`` returned.
+        datagram ends the lane as well. ``ancillary``, ``flags``: the ancillary data and flags that ``recvmsg`` returned.
         """
         fds = descriptors(ancillary) if ancillary else []
         try:
@@ -441,11 +437,9 @@ class ClientLane:
     def _follow(self, request: Any, until: float | None) -> bool:
         """Sleeps while another thread reads the socket.
 
-        Returns True once an answer to ``request`` has come or the lane has ended.
-
-        Returns False if this thread has to read the socket: it holds the lock ``reading`` then.
-
-        ``until``: seconds of ``time.monotonic()``; None: without limit. Raises WaitEnded: ``until`` has passed.
+        Returns True once an answer to ``request`` has come or the lane has ended. Returns False if this thread has to read the
+        socket: it holds the lock ``reading`` then. ``until``: seconds of ``time.monotonic()``; None: without limit. Raises
+        WaitEnded: ``until`` has passed.
         """
         waiter: queue.SimpleQueue[None] = queue.SimpleQueue()
         request.waiter = waiter
@@ -572,9 +566,7 @@ class ClientLane:
     def end(self, error: ServingError) -> None:
         """Closes the lane, and calls ``lane_ended`` of every request in flight. Idempotent.
 
-        The caller holds the lock ``reading``.
-
-        ``error``: why the lane ends, unless ``close`` gave another reason.
+        The caller holds the lock ``reading``. ``error``: why the lane ends, unless ``close`` gave another reason.
         """
         with self.lock:
             if self.ended:

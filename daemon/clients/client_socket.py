@@ -247,16 +247,10 @@ class ClientSocket:
     ) -> tuple[Any, list[socket.socket]]:
         """Carries out a client's question. Returns the answer, and the sockets whose descriptors must be sent with it.
 
-        If the question fails, the answer is a ClientError.
-
-        Args:
-          content: the question, as JSON.
-          fds: the descriptors that came with the question, which the caller must close.
-          connection: the client's connection.
-          client: the connection's socket.
-          end: tells other processes when the client's connection ends.
-
-        Raises OSError: the client is gone.
+        If the question fails, the answer is a ClientError. ``content``: the question, as JSON. ``fds``: the descriptors that
+        came with the question, which the caller must close. ``connection``: the client's connection. ``client``: the
+        connection's socket. ``end``: tells other processes when the client's connection ends. Raises OSError: the client is
+        gone.
         """
         try:
             question = msgspec.json.decode(content, type=ClientQuestion)

@@ -86,8 +86,7 @@ class Floods:
         """Counts a ping of the client. Raises Violation: too many pings in a row came too soon after the ping before.
 
         No ping is too soon while a call is open (``busy``) or after an answer was sent, because clients measure the connection
-        then.
-        ``now``: seconds of the event loop's clock.
+        then. ``now``: seconds of the event loop's clock.
         """
         options = self._options
         answered, self._answers_at_ping = answers != self._answers_at_ping, answers

@@ -362,10 +362,7 @@ class Http2:
     # -------------------------------------------------------------------------- 6.2: HEADERS, 6.10: CONTINUATION, 8.1
 
     def _headers(self, number: int, flags: int, payload: bytes) -> int:
-        """Handles a HEADERS frame on the stream ``number``.
-
-        Returns what decoding it cost, in units of the arrival of one frame.
-        """
+        """Handles a HEADERS frame on the stream ``number``. Returns what decoding it cost, in units of the arrival of one frame."""
         if not number:
             raise Violation(frames.PROTOCOL_ERROR, "HEADERS for stream 0")
         if flags & frames.PADDED:
@@ -396,9 +393,8 @@ class Http2:
     def _header_block(self, number: int, flags: int, block: bytes) -> int:
         """Handles a complete header block, which opens the stream ``number`` or, if that is open, ends its request.
 
-        Returns what that cost, in units of the arrival of one frame.
-        Raises Violation: the block cannot be decoded, after which the state of the compression table is unknown (RFC 9113, 4.3),
-        or the client may not use that stream identifier.
+        Returns what that cost, in units of the arrival of one frame. Raises Violation: the block cannot be decoded, after which
+        the state of the compression table is unknown (RFC 9113, 4.3), or the client may not use that stream identifier.
         """
         numbers, cost = self.numbers, len(block) // HEADER_BYTES_A_FRAME
         if number < numbers.next:

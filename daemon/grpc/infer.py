@@ -115,12 +115,10 @@ class Infer:
     ) -> CallRequest | None:
         """Sends the request of a message whose other fields are cached: only id, scheduling and tensors are decoded.
 
-        Args:
-          walked: the parts into which the message was cut.
-          known: the cache's entry for the other fields.
-          trace: the request's trace; None: the request is not traced.
-          lease: the memory in which the message's tensors have arrived; None: they are in ordinary memory.
-        Returns None, without sending the request, if the message must be decoded in full after all.
+        ``walked``: the parts into which the message was cut. ``known``: the cache's entry for the other fields. ``trace``: the
+        request's trace; None: the request is not traced. ``lease``: the memory in which the message's tensors have arrived;
+        None: they are in ordinary memory. Returns None, without sending the request, if the message must be decoded in full
+        after all.
         """
         _, client_id, parameters, raws, room = walked
         if not self._prepared.is_usable(known, len(raws)) or (known.decoupled and not call.streams):
@@ -161,13 +159,10 @@ class Infer:
     ) -> CallRequest:
         """Sends a worker a request whose tensors are in their places, and returns it.
 
-        From the call on, the submitter owns ``leases``, even if this raises.
-        Args:
-          known: the cached part of the request's message.
-          client_id: the request's id as it came, empty if it has none; ``text`` is the same id, decoded.
-          contents: the bytes of each input, or their place in the arena.
-          trace: the request's trace; None: the request is not traced.
-          state: the state of the request's model, if it was looked up.
+        From the call on, the submitter owns ``leases``, even if this raises. ``known``: the cached part of the request's
+        message. ``client_id``: the request's id as it came, empty if it has none; ``text`` is the same id, decoded.
+        ``contents``: the bytes of each input, or their place in the arena. ``trace``: the request's trace; None: the request is
+        not traced. ``state``: the state of the request's model, if it was looked up.
         """
         submitter, numbered, deadline_ns = self.submitter, known.numbered, call.stream.deadline_ns
         if not client_id and self._makes_ids:
@@ -216,12 +211,10 @@ class Infer:
     ) -> CallRequest:
         """Sends a request that was decoded in full to a worker, and returns it.
 
-        Args:
-          waited_ns: when the call began to wait for the message, CLOCK_MONOTONIC; 0: no trace is begun here.
-          read_ns: when the message was complete, CLOCK_MONOTONIC; 0: now.
-          sampled: the request's trace, if it was begun before; None: it was not.
-          lease: the arena memory with the request's tensors; None: they are not in the arena.
-        Raises: RefusedRequest: the request was not sent, and ``lease`` is given back.
+        ``waited_ns``: when the call began to wait for the message, CLOCK_MONOTONIC; 0: no trace is begun here. ``read_ns``: when
+        the message was complete, CLOCK_MONOTONIC; 0: now. ``sampled``: the request's trace, if it was begun before; None: it was
+        not. ``lease``: the arena memory with the request's tensors; None: they are not in the arena. Raises: RefusedRequest: the
+        request was not sent, and ``lease`` is given back.
         """
         head, client_id, scheduling, contents, state, learned = understood
         trace, stream = sampled, call.stream
@@ -275,10 +268,9 @@ class Infer:
     ) -> None:
         """Adds a trace to a request that was refused while it was decoded, if the request is sampled and names a model.
 
-        Args:
-          waited_ns: when the call began to wait for the message, CLOCK_MONOTONIC; 0: no trace is begun here.
-          read_ns: when the message was complete, CLOCK_MONOTONIC; 0: now.
-          sampled: the request's trace, if it was begun before; None: it was not.
+        ``waited_ns``: when the call began to wait for the message, CLOCK_MONOTONIC; 0: no trace is begun here. ``read_ns``: when
+        the message was complete, CLOCK_MONOTONIC; 0: now. ``sampled``: the request's trace, if it was begun before; None: it was
+        not.
         """
         if sampled is None and waited_ns and refused.model:
             sampled = self._sample(refused.model, call.stream.head, waited_ns, read_ns)

@@ -169,10 +169,8 @@ def read_version(model: str, text: str) -> int:
 def _content(entry: Any, datatype: str, has_raw: bool, model: str) -> InputContent | None:
     """Returns the content of an input: its typed values as bytes, or its slice of a region.
 
-    Returns None if the input's content is one of the raw tensors.
-    Args:
-      has_raw: whether the request has raw tensors.
-      model: the model's name, for error messages.
+    Returns None if the input's content is one of the raw tensors. ``has_raw``: whether the request has raw tensors. ``model``:
+    the model's name, for error messages.
     """
     name = entry.name
     if "shared_memory_region" in entry.parameters:

@@ -150,10 +150,8 @@ class StreamInfer(InferCall):
     ) -> None:
         """Sends the client an error for a request that could not be sent to a worker. The other requests of the stream go on.
 
-        If the answers to earlier requests must come first, the error is sent after them.
-        Args:
-          trace: the request's trace; None: the request is not traced.
-          asked: stands for the request in logs; None: its model is unknown.
+        If the answers to earlier requests must come first, the error is sent after them. ``trace``: the request's trace; None:
+        the request is not traced. ``asked``: stands for the request in logs; None: its model is unknown.
         """
         code, message, sent = INTERNAL, DEFECT, None
         if isinstance(error, ServingError):
@@ -221,11 +219,8 @@ class StreamInfer(InferCall):
     def _keep(self, asked: object, size: int, send: Callable[[], None], sent: Callable[[], None] | None) -> None:
         """Sends the answer to ``asked`` once the answers to all earlier requests are sent, which may be now.
 
-        Answers that waited for this one are sent after it.
-        Args:
-          size: the number of bytes of the answer.
-          send: sends the answer.
-          sent: called if the answer is dropped, because the call has ended; None: nothing is called.
+        Answers that waited for this one are sent after it. ``size``: the number of bytes of the answer. ``send``: sends the
+        answer. ``sent``: called if the answer is dropped, because the call has ended; None: nothing is called.
         """
         self._kept_size += size
         if self._kept_size >= _MAX_UNSENT:

@@ -78,9 +78,8 @@ class ArrivingParameters:
 class _Pushed:
     """Holds the memory of the parameters of one push while they arrive.
 
-    Args:
-      arriving: counts the bytes of all pushes that arrive at the same time.
-      limit: the most bytes of parameters in one push, and in all pushes that arrive at the same time.
+    ``arriving``: counts the bytes of all pushes that arrive at the same time. ``limit``: the most bytes of parameters in one
+    push, and in all pushes that arrive at the same time.
     """
 
     def __init__(self, arriving: ArrivingParameters, limit: int) -> None:

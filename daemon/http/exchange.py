@@ -535,9 +535,8 @@ class Exchange(InFlight):
     def _deflate(self, deflation: Deflation, json_size: int, tail_size: int) -> None:
         """Compresses the answer in steps, releases the shared memory of its tensors, then writes the compressed answer.
 
-        Args:
-          json_size: the number of bytes of JSON in the answer, before compression.
-          tail_size: the number of bytes of binary tensors that follow the JSON.
+        ``json_size``: the number of bytes of JSON in the answer, before compression. ``tail_size``: the number of bytes of
+        binary tensors that follow the JSON.
         """
         if self._gone:
             return

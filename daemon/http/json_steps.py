@@ -176,11 +176,9 @@ class JsonArray:
 def _dimensions(structure: bytes, rank: int) -> Generator[None, None, list[int]]:
     """Returns the lengths of nested lists, outermost first, of which only brackets and commas are given.
 
-    Returns an empty list if lists at one depth have different lengths, or if the lists are nested far deeper than ``rank``.
-    It takes the length of the first innermost list, and removes all lists like that one. If all were alike, a structure with one
-    level less is left. It yields after each level.
-    Args:
-      structure: brackets and commas alone, such as ``[[,,],[,,]]``.
+    Returns an empty list if lists at one depth have different lengths, or if the lists are nested far deeper than ``rank``. It
+    takes the length of the first innermost list, and removes all lists like that one. If all were alike, a structure with one
+    level less is left. It yields after each level. ``structure``: brackets and commas alone, such as ``[[,,],[,,]]``.
     """
     left, dims = structure, list[int]()
     while left and len(dims) <= 2 * rank + 1:

@@ -160,9 +160,7 @@ class PreparedRequests:
 def _values(prepared: PreparedKind, said: RequestHead, apart: Cut | None) -> list[Source]:
     """Returns the data sources of a request whose kind is cached. Tensors in the request's JSON are converted to bytes.
 
-    Args:
-      said: the parsed JSON of the request.
-      apart: the large data that was cut out of the JSON; None: nothing is cut out.
+    ``said``: the parsed JSON of the request. ``apart``: the large data that was cut out of the JSON; None: nothing is cut out.
     Raises InvalidArgument: a value is wrong; UnusualText: only the exact parser can convert the data.
     """
     sources: list[Source] = []

@@ -138,11 +138,9 @@ def decode_head(
 def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | None) -> Source:
     """Returns where one input's data is: its place among the binary tensors, its shared memory region, or its JSON values.
 
-    Args:
-      offset: where the data lies if it is binary, in bytes from the first binary tensor.
-      apart: the large data that was cut out of the JSON; None: nothing is cut out.
-    Raises: InvalidArgument: datatype or shape is wrong, or there is not exactly one source; UnusualText: only the exact parser
-      can convert the data.
+    ``offset``: where the data lies if it is binary, in bytes from the first binary tensor. ``apart``: the large data that was
+    cut out of the JSON; None: nothing is cut out. Raises: InvalidArgument: datatype or shape is wrong, or there is not exactly
+    one source; UnusualText: only the exact parser can convert the data.
     """
     name, shape = entry.name, entry.shape
     parameters = entry.parameters if type(entry.parameters) is dict else msgspec.to_builtins(entry.parameters)
@@ -213,11 +211,9 @@ def _count(entry: InputHead | ExactInput, text: memoryview | None) -> int:
 def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, count: int) -> Values:
     """Converts large data that was cut out of the JSON to a tensor's bytes.
 
-    If that takes long, it returns an object instead that converts the data later, in steps.
-    Args:
-      number: the index of the data in ``apart.spans``.
-      count: how many values the input has.
-    Raises: InvalidArgument: the data is wrong or does not fit the shape.
+    If that takes long, it returns an object instead that converts the data later, in steps. ``number``: the index of the data in
+    ``apart.spans``. ``count``: how many values the input has. Raises: InvalidArgument: the data is wrong or does not fit the
+    shape.
     """
     start, end = apart.spans[number]
     text, name, datatype, shape = apart.document[start:end], entry.name, entry.datatype, list(entry.shape)

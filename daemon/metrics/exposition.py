@@ -299,11 +299,9 @@ def _of_each(
 ) -> Iterator[Family]:
     """Yields a family for each of several metrics of the same objects, such as workers.
 
-    Args:
-      kind: makes a family; but a metric whose name ends in ``_total`` is always a counter.
-      metrics: name, help, and a function that returns the metric's value for an object (None: no sample).
-      labels: the names of the labels.
-      things: the objects, each after the values of its labels.
+    ``kind``: makes a family; but a metric whose name ends in ``_total`` is always a counter. ``metrics``: name, help, and a
+    function that returns the metric's value for an object (None: no sample). ``labels``: the names of the labels. ``things``:
+    the objects, each after the values of its labels.
     """
     for name, text, of in metrics:
         family = (Counters if name.endswith("_total") else kind)(name, text, labels=labels)

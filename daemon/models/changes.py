@@ -122,10 +122,9 @@ class Models:
         self._overrides.keep(found, given)
 
     async def _load_given(self, name: str, files: Mapping[str, bytes], config: str) -> None:
-        """Loads a model from files that a client sent.
+        """Loads a model from files that a client sent. ``files``: the content of each file, by its path in the model's folder.
 
-        ``files``: the content of each file, by its path in the model's folder. ``config``: the model's configuration in JSON;
-        it must not be empty.
+        ``config``: the model's configuration in JSON; it must not be empty.
         """
         if not config:
             raise InvalidArgument(repository.given_error(name, "files are given without a 'config'"))
@@ -188,10 +187,9 @@ class Models:
     async def index(self, ready: bool, detailed: bool = False) -> list[dict[str, str | int]]:
         """Returns Triton's repository index: an entry (name, version, state, reason) for each version.
 
-        The repositories are read for this, so that new models are in the index.
-
-        ``ready``: if True, only versions that serve are listed. ``detailed``: if True, an entry also has the version's number of
-        programs, and the number of bytes that its parameters, its programs and its largest batch take.
+        The repositories are read for this, so that new models are in the index. ``ready``: if True, only versions that serve are
+        listed. ``detailed``: if True, an entry also has the version's number of programs, and the number of bytes that its
+        parameters, its programs and its largest batch take.
         """
         folders = Counter(folder.name for folder in await asyncio.to_thread(repository.readable_folders, self._paths()))
         self.lifecycle.known = set(folders)
@@ -210,11 +208,9 @@ class Models:
     def begin(self, found: Mapping[str, FoundModel], options: Repository) -> list[asyncio.Future[str]]:
         """Begins to load the models that should be served, and to unload models that have left the repositories.
 
-        Called at the daemon's start, and again with new options after a reload. If ``options.control_mode`` is "explicit",
-        only models that ``options.load`` names are loaded, and none is unloaded.
-
-        ``found``: the models in the repositories, by name. Returns a future for each load. Its result is the reason why the
-        load failed, or "" if the load succeeded.
+        Called at the daemon's start, and again with new options after a reload. If ``options.control_mode`` is "explicit", only
+        models that ``options.load`` names are loaded, and none is unloaded. ``found``: the models in the repositories, by name.
+        Returns a future for each load. Its result is the reason why the load failed, or "" if the load succeeded.
         """
         self._options = options
         self.lifecycle.known = set(found)
@@ -290,10 +286,9 @@ class Models:
     ) -> str:
         """Loads a model and waits for the outcome. Returns the reason why the load failed, or "" if it succeeded.
 
-        Args:
-          within: the ensembles for which this model is loaded as a member, the outermost ensemble first.
-          again: True if the model is an ensemble that is loaded again because a member changed; its members are not loaded then.
-          asked: True if somebody asked for the model by name; it is then loaded even if its files have not changed.
+        ``within``: the ensembles for which this model is loaded as a member, the outermost ensemble first. ``again``: True if
+        the model is an ensemble that is loaded again because a member changed; its members are not loaded then. ``asked``: True
+        if somebody asked for the model by name; it is then loaded even if its files have not changed.
         """
         self._wanted.add(found.name)
         if not found.chosen:
@@ -334,13 +329,10 @@ class Models:
     async def _with_members(self, found: FoundModel, within: tuple[str, ...], again: bool) -> FoundModel:
         """Loads the members of an ensemble that do not serve yet, or waits for loads of them that are already running.
 
-        The members are the models that the ensemble uses.
-
-        ``within``: the ensembles for which this ensemble is loaded as a member, the outermost ensemble first. ``again``: True if
-        the ensemble is loaded again because a member changed; members are then only checked, not loaded.
-
-        Returns the ensemble with the configuration, devices and fingerprint that follow from its members. Raises
-        InvalidArgument: the ensemble cannot be loaded.
+        The members are the models that the ensemble uses. ``within``: the ensembles for which this ensemble is loaded as a
+        member, the outermost ensemble first. ``again``: True if the ensemble is loaded again because a member changed; members
+        are then only checked, not loaded. Returns the ensemble with the configuration, devices and fingerprint that follow from
+        its members. Raises InvalidArgument: the ensemble cannot be loaded.
         """
         if again:
             return self.ensembles.check(found, self._supervisor.workers.devices)
@@ -446,10 +438,9 @@ class Models:
     def worker_left(self, incarnation: int, how: str, usable: Sequence[str]) -> None:
         """Tells the fronts that a dead worker process serves nothing any more.
 
-        Loads that the process had not answered are sent to the process that replaces it, or fail.
-
-        ``incarnation``: the number of the dead worker process. ``how``: how the process ended, such as "was killed by SIGSEGV".
-        ``usable``: the devices that workers can still use.
+        Loads that the process had not answered are sent to the process that replaces it, or fail. ``incarnation``: the number of
+        the dead worker process. ``how``: how the process ended, such as "was killed by SIGSEGV". ``usable``: the devices that
+        workers can still use.
         """
         self._readiness.loads(incarnation, None)
         left = self.lifecycle.worker_left(incarnation, how)

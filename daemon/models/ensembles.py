@@ -309,9 +309,8 @@ class Coming:
         """Publishes to the fronts that an ensemble is LOADING; the caller loads the ensemble's members in the ``with`` block.
 
         Nothing is published if a version of the ensemble is in use. If the block raises, the ensemble's former state is
-        published again. Otherwise the ensemble's own load, which follows, publishes its state.
-
-        ``known``: the ensemble's former entry in the lifecycle; None: it had none.
+        published again. Otherwise the ensemble's own load, which follows, publishes its state. ``known``: the ensemble's former
+        entry in the lifecycle; None: it had none.
         """
         serves = known is not None and any(version.in_use for version in known.versions.values())
         versions = [(found.name, number) for number in (() if serves else found.chosen)]

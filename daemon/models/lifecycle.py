@@ -359,10 +359,9 @@ class Lifecycle:
         """Notes that a worker process has ended or is stopped on purpose, so that it serves nothing.
 
         Returns instructions, which the caller must carry out. Loads that the process had not answered are sent to the process
-        that replaces it, or are given up if too many processes died while loading the version.
-
-        ``worker``: the number of the process. ``how``: how it ended, as the end of a sentence, such as "died". ``dismissed``:
-        True if it is stopped on purpose; its end is then not blamed on the versions that it was loading.
+        that replaces it, or are given up if too many processes died while loading the version. ``worker``: the number of the
+        process. ``how``: how it ended, as the end of a sentence, such as "died". ``dismissed``: True if it is stopped on
+        purpose; its end is then not blamed on the versions that it was loading.
         """
         self._workers.pop(worker, None)
         out: list[Instruction] = []

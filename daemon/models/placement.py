@@ -62,9 +62,8 @@ def _shared(message: ModelConfig, devices: Sequence[str], rate_limited: bool, ea
     """Returns the devices of the shared workers that load a model, or that would load it if it were not isolated.
 
     ``devices``: the devices of all shared workers. ``rate_limited``: True if the rate limiter is on; a model is then placed on
-    the workers that count the resources it needs. ``each``: how many GPUs each worker has.
-
-    Raises InvalidArgument: the model names GPUs that no worker has, or two of its settings ask for different single workers.
+    the workers that count the resources it needs. ``each``: how many GPUs each worker has. Raises InvalidArgument: the model
+    names GPUs that no worker has, or two of its settings ask for different single workers.
     """
     chosen = _named(message, devices, each)
     together = message.parameters[TOGETHER].string_value if TOGETHER in message.parameters else ""

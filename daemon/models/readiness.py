@@ -87,10 +87,9 @@ def _standing(name: str, refused: str, lifecycle: Lifecycle) -> Standing:
 def readiness(standing: Iterable[Standing], strict: bool, counted: Collection[str]) -> Readiness:
     """Decides whether the daemon is ready, which it is if every model that counts is served. Also names unserved models.
 
-    A model whose devices are broken does not count as long as another model is served. If the devices of all models are
-    broken, all models count.
-
-    ``strict``: if True, models that failed to load count as well. ``counted``: the names of the models that count.
+    A model whose devices are broken does not count as long as another model is served. If the devices of all models are broken,
+    all models count. ``strict``: if True, models that failed to load count as well. ``counted``: the names of the models that
+    count.
     """
     every = list(standing)
     unserved = [model for model in every if not model.served]

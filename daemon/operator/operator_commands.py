@@ -149,8 +149,7 @@ class OperatorCommands:
         """Has a worker record a profile for ``seconds``. Returns the folder of the profile as JSON.
 
         ``folder``: where it is written; "": a new folder below $STATE_DIRECTORY or, if that is not set, the folder for temporary
-        files.
-        Raises InvalidArgument: there is no such worker.
+        files. Raises InvalidArgument: there is no such worker.
         """
         worker = next((each for each in self._supervisor.workers.ready() if each.name == name), None)
         if worker is None:

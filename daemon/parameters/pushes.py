@@ -213,9 +213,8 @@ class Parameters:
         """Returns the number of a model's version that serves or, if none serves, is being loaded.
 
         ``number``: the version that the client named; 0: the newest. ``lacking``: if True, a version also counts that does not
-        serve because pushed values for a new worker were lost.
-
-        Raises NotFound: there is no such version; Unavailable: it cannot be served now.
+        serve because pushed values for a new worker were lost. Raises NotFound: there is no such version; Unavailable: it cannot
+        be served now.
         """
         models = self._models.lifecycle.models
         asked = {n: v for n, v in models[model].versions.items() if number in (0, n)} if model in models else {}
@@ -310,10 +309,8 @@ class Parameters:
         """Carries out a push into a version that does not serve because earlier values of its sets were lost.
 
         The version is then loaded again, and the method returns once it serves. ``content``: the push's record; its memory is
-        set here. ``memory``: a descriptor of the memory that the client sent.
-
-        Raises Unavailable: the push does not bring all values as sealed memory, or has a checksum; InvalidArgument: the load
-        failed.
+        set here. ``memory``: a descriptor of the memory that the client sent. Raises Unavailable: the push does not bring all
+        values as sealed memory, or has a checksum; InvalidArgument: the load failed.
         """
         of = f"model '{key[0]}' version {key[1]}"
         if memory < 0 or wanted.partial or wanted.checksum or not push_checks.is_sealed(memory):
@@ -405,17 +402,12 @@ class Parameters:
         """Stages new values on every worker that serves a version, and then has every worker commit them.
 
         Between the two steps ``put`` is called, which brings the values into force in this process: a worker that dies after
-        that is replaced by one that gets the new values.
-
-        Args:
-          stage: the operation that gives the values to a worker without using them.
-          memory: a descriptor of memory with the values; -1: the workers use the set's former values, which they still have.
-          move_sequences: if True, sequences that have begun go on with the new values; otherwise with the old ones.
-          put: stores the new values as those in force.
-          check: raises an exception if the values are not wanted any more.
-
-        Raises _NoWorker: all workers died before the commit; ServingError: a worker refused the values. After an error nothing
-        has changed.
+        that is replaced by one that gets the new values. ``stage``: the operation that gives the values to a worker without
+        using them. ``memory``: a descriptor of memory with the values; -1: the workers use the set's former values, which they
+        still have. ``move_sequences``: if True, sequences that have begun go on with the new values; otherwise with the old
+        ones. ``put``: stores the new values as those in force. ``check``: raises an exception if the values are not wanted any
+        more. Raises _NoWorker: all workers died before the commit; ServingError: a worker refused the values. After an error
+        nothing has changed.
         """
         staged: set[int] = set()
         try:

@@ -165,9 +165,7 @@ def near(addresses: Sequence[str], system: Path = Path("/sys")) -> str:
     """Returns the CPU cores on the NUMA nodes of these GPUs that this process may use, as Linux lists cores ("0-3,8").
 
     The kernel places a page near the core that first touches it. So page-locked memory of a process on these cores is near the
-    GPU.
-
-    "" is returned if the host has one node, if a GPU's node is not known, or if this process may use none of these cores.
+    GPU. "" is returned if the host has one node, if a GPU's node is not known, or if this process may use none of these cores.
     ``addresses``: the GPUs' PCI addresses. ``system``: the folder in which sysfs is mounted.
     """
     nodes = {_node(address, system) for address in addresses}

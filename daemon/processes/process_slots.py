@@ -116,12 +116,10 @@ class ProcessSlots:
     def died(self, dead: Child, start: Callable[[], None], doing: str = "") -> None:
         """Calls ``start`` after a delay, to replace a dead process, if a process of its name is still needed then.
 
-        If ``start`` raises OSError, it is called again after another delay.
-
-        While no process of this name has been ready, ``gives_up`` is called in two cases, and may stop the daemon instead: the
-        dead process has reported that it cannot use its device, or it is at least the fifth in a row that has died.
-
-        ``doing``: what the process did, for the log, such as " while loading model 'm' version 1"; "": that is not known.
+        If ``start`` raises OSError, it is called again after another delay. While no process of this name has been ready,
+        ``gives_up`` is called in two cases, and may stop the daemon instead: the dead process has reported that it cannot use
+        its device, or it is at least the fifth in a row that has died. ``doing``: what the process did, for the log, such as "
+        while loading model 'm' version 1"; "": that is not known.
         """
         if not self._needs(dead):
             return

@@ -111,10 +111,9 @@ def place(
 ) -> tuple[Content, ...]:
     """Returns the contents for a request's record: small tensors as bytes, large tensors as slices of shared memory.
 
-    Large tensors are copied into the lease, unless they lie in the arena already. Tensors in regions are left out. A tensor
-    that is still JSON only gets a slice, which ``fill`` fills.
-
-    ``lease``: the memory for large tensors; None: no tensor needs any. ``inline_byte_size``: the most bytes of a small tensor.
+    Large tensors are copied into the lease, unless they lie in the arena already. Tensors in regions are left out. A tensor that
+    is still JSON only gets a slice, which ``fill`` fills. ``lease``: the memory for large tensors; None: no tensor needs any.
+    ``inline_byte_size``: the most bytes of a small tensor.
     """
     used = 0
     placed: list[Content] = []

@@ -190,11 +190,9 @@ class SequenceRouting:
 def _unharmed(run: list[InFlight], state: SequenceState | None) -> list[InFlight]:
     """Returns the requests at the end of ``run`` that a dead worker has not begun, so that another worker may run them.
 
-    Nothing is returned if the worker had begun the sequence, or if a request is missing from ``run``, because another front
-    had sent it or a client cancelled it.
-
-    ``run``: the unanswered requests of one sequence, in order. ``state``: what the worker's page says of the sequence; None:
-    nothing.
+    Nothing is returned if the worker had begun the sequence, or if a request is missing from ``run``, because another front had
+    sent it or a client cancelled it. ``run``: the unanswered requests of one sequence, in order. ``state``: what the worker's
+    page says of the sequence; None: nothing.
     """
     if state is SequenceState.BEGUN or state is SequenceState.ENDED:
         return []

@@ -154,11 +154,9 @@ class SpanExporter:
     ) -> None:
         """Queues the spans of a request's parts, such as "compute", and of the requests that its model made to other models.
 
-        Args:
-          own: the id of the request's own span.
-          moments: the names and times of the request's moments.
-          timeline: the spans of the model's code and its requests to other models; None: there are none.
-          offset: ns to add to CLOCK_MONOTONIC to get the time since 1970.
+        ``own``: the id of the request's own span. ``moments``: the names and times of the request's moments. ``timeline``: the
+        spans of the model's code and its requests to other models; None: there are none. ``offset``: ns to add to
+        CLOCK_MONOTONIC to get the time since 1970.
         """
         at = dict(moments)
         run = own

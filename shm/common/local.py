@@ -41,10 +41,7 @@ class Served(Protocol):
         """
 
     def withdraw(self, request: Any) -> None:
-        """Tells the worker that nobody waits for an answer any more.
-
-        ``request``: the worker's object of the request.
-        """
+        """Tells the worker that nobody waits for an answer any more. ``request``: the worker's object of the request."""
 
     def end_sequence(self, sequence_id: int | str) -> None:
         """Ends a sequence without a further request, and drops the state that the model keeps for it.

@@ -162,10 +162,9 @@ class Model(Calls):
     ) -> concurrent.futures.Future[Answer]:
         """Sends one request and returns a future of its answer; ``cancel()`` on the future cancels the request.
 
-        The input arrays may be written to as soon as this returns. Arrays of ``Client.empty`` are an exception: they must not
-        be written to until the answer has come. The future's ``result()`` raises the server's errors.
-
-        ``outputs``: names of the outputs to return; empty: all. ``own``: the request's other fields, such as ``priority``.
+        The input arrays may be written to as soon as this returns. Arrays of ``Client.empty`` are an exception: they must not be
+        written to until the answer has come. The future's ``result()`` raises the server's errors. ``outputs``: names of the
+        outputs to return; empty: all. ``own``: the request's other fields, such as ``priority``.
         """
         return promised(self._connection.ask(self.call(inputs, outputs, own, detached=True)))
 
@@ -223,9 +222,8 @@ class Model(Calls):
     def sequence(self, sequence_id: SequenceId = 0) -> ModelSequence:
         """Returns a new sequence: requests that share state in the model and are sent one after the other.
 
-        No request is sent yet. Each call of the returned object sends one request.
-
-        ``sequence_id``: the sequence's id, an integer or a string; 0 or "": a new random id.
+        No request is sent yet. Each call of the returned object sends one request. ``sequence_id``: the sequence's id, an
+        integer or a string; 0 or "": a new random id.
         """
         return ModelSequence(self, sequence_id or self.sequence_id())
 
@@ -237,10 +235,7 @@ class Model(Calls):
         self._connection.end_sequence(self.name, sequence_id)
 
     def close(self) -> None:
-        """Ends the use of this object: every later call of it raises Unavailable. The client itself stays connected.
-
-        Idempotent.
-        """
+        """Ends the use of this object: every later call of it raises Unavailable. The client itself stays connected. Idempotent."""
         self._closed = True
 
     def __enter__(self) -> Model:

@@ -15,13 +15,12 @@ from .tensors import check_place as check_place
 
 
 class Answer(dict):  # type: ignore[type-arg]
-    """The answer to a request: output name -> array.
+    """The answer to a request: output name -> array. Large outputs are read-only views of the server's memory.
 
-    Large outputs are read-only views of the server's memory. That memory stays reserved as long as anything refers to it: an
-    array of the answer, a view of an array, or an array that another library made of one without a copy. ``with answer:`` and
-    ``release()`` drop the answer's own references; if there are no others, the memory is given back at once.
-
-    ``version`` is the version of the model that answered. ``parameters`` are the parameters that the model's answer has.
+    That memory stays reserved as long as anything refers to it: an array of the answer, a view of an array, or an array that
+    another library made of one without a copy. ``with answer:`` and ``release()`` drop the answer's own references; if there are
+    no others, the memory is given back at once. ``version`` is the version of the model that answered. ``parameters`` are the
+    parameters that the model's answer has.
     """
 
     #: The version of the model that answered.

@@ -98,7 +98,6 @@ def _given(node: Any, path: tuple[str, ...], known: Mapping[str, str]) -> Iterat
     """Yields (path, value) for each input below ``node``. A path has the keys and indices on the way to the value.
 
     A sequence is walked if the model has inputs whose names begin with the sequence's; any other sequence is an input's value.
-
     ``known``: the datatype of each input of the model, by name.
     """
     for key, value in node:

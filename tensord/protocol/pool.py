@@ -23,7 +23,6 @@ def define(module: dict[str, Any]) -> None:
     """Adds the messages of a .proto file to ``POOL``, the pool of all protobuf messages of tensord.
 
     They are read from a file beside the module, NAME.binpb for NAME_pb2: a serialized FileDescriptorProto, as protoc makes it.
-
     ``module``: the variables of the Python module. DESCRIPTOR, the message classes, and the enumerations with their values are
     added to them.
     """

@@ -41,10 +41,7 @@ _INLINE_TENSORS = 8
 
 
 def failure(request_id: int, error: ServingError, version: int = 0, final: bool = True) -> AnswerRecord:
-    """Returns the answer record that reports an error; a long message is cut off.
-
-    ``version``: the model's version; 0: unknown.
-    """
+    """Returns the answer record that reports an error; a long message is cut off. ``version``: the model's version; 0: unknown."""
     message = bounded(error.message, _MAX_MESSAGE)
     if not message.isascii():
         message = message.encode("utf-8", "replace").decode()
@@ -202,7 +199,6 @@ def _put(
     """Writes the outputs to their places, except for outputs that the program has written there itself.
 
     Returns the descriptions of all outputs, and for each output that is not in a region its content or its place in the arena.
-
     Raises InvalidArgument: the memory of a region does not exist any more.
     """
     tensors: list[PreparedTensor] = []

@@ -359,9 +359,8 @@ class Calls:
             self.daemon.is_ready(call.prepared.model, call.prepared.version, said)
 
     def _made(self, call: ModelCall, now_ns: int) -> InnerRequest:
-        """Makes the request that a call stands for; the caller queues it.
+        """Makes the request that a call stands for; the caller queues it. Raises NotFound: this worker does not have the model.
 
-        Raises NotFound: this worker does not have the model.
         Raises another ServingError: the call is not valid, or too many calls are in flight.
         """
         caller, prepared = call.caller, call.prepared

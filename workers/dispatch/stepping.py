@@ -220,9 +220,8 @@ class SteppingRuns:
     def step(self, now_ns: int, wait: bool) -> bool:
         """Launches each version's next insertions and steps, and sends the answers of those that have finished.
 
-        ``wait``: waits until each version's oldest launch has finished; otherwise only reads what has finished already.
-
-        Returns whether there is more to do immediately: a launch whose results are to be read, or a request that may get a slot.
+        ``wait``: waits until each version's oldest launch has finished; otherwise only reads what has finished already. Returns
+        whether there is more to do immediately: a launch whose results are to be read, or a request that may get a slot.
         """
         pending = False
         for version, stepping in list(self.living.items()):
@@ -421,10 +420,7 @@ class Stepping:
             self._batcher.pause(request)
 
     def _lose(self, error: BaseException) -> None:
-        """Ends all requests that have a slot with an error, because the device's state is lost.
-
-        Waiting requests run afterwards.
-        """
+        """Ends all requests that have a slot with an error, because the device's state is lost. Waiting requests run afterwards."""
         cause = (error.__cause__ or error) if isinstance(error, StateLost) else self._model.lost() and error
         _log.error("%s, and with it all requests that had a slot", self._model.describe(cause), exc_info=cause)
         self.given.clear()

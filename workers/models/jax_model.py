@@ -167,9 +167,8 @@ class JaxModel:
     def programs(self, key: Shapes, most: int) -> list[Executable | GroupedProgram | None]:
         """Returns the list of programs for 1 to ``most`` rows of a batching key; None in it: none is compiled for that many.
 
-        If one call can run several requests, the list is for 1 to ``grouped_calls.MOST`` requests instead of rows.
-        The list is empty if outputs have to be cut, inputs are ragged, or sequence state varies in size. Nothing is compiled
-        here.
+        If one call can run several requests, the list is for 1 to ``grouped_calls.MOST`` requests instead of rows. The list is
+        empty if outputs have to be cut, inputs are ragged, or sequence state varies in size. Nothing is compiled here.
         """
         if self.grouped is not None:
             # What does not share calls, or not yet, is run one after the other.

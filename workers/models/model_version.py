@@ -214,10 +214,8 @@ class ModelVersion:
     def _hold(self, former: ParameterSet | None, new: ParameterSet, moves: bool) -> bool:
         """Decides which parameters are used further by sequences, and by requests of a stepped model, that have begun.
 
-        Args:
-          former: the parameters that the set had until now; None: the set is new.
-          moves: True: they go on with ``new``; False: with the parameters that they had.
-        Returns: whether any of them goes on with ``former``.
+        ``former``: the parameters that the set had until now; None: the set is new. ``moves``: True: they go on with ``new``;
+        False: with the parameters that they had. Returns: whether any of them goes on with ``former``.
         """
         # None is always the newest of main.
         now, held = None if new.name == MAIN_SET else new, False

@@ -337,9 +337,8 @@ def _client_error(error: Any) -> ServingError:
 class DeclaredOutputs:
     """Checks the outputs that a version computes against its configuration, and reshapes them as clients expect them.
 
-    Triton sends an output as the model returns it, whatever the configuration says, and drops outputs that are not
-    declared. So does this class, and warns of a difference once, or with the model's parameter ``strict_outputs`` refuses
-    the output.
+    Triton sends an output as the model returns it, whatever the configuration says, and drops outputs that are not declared. So
+    does this class, and warns of a difference once, or with the model's parameter ``strict_outputs`` refuses the output.
     """
 
     def __init__(self, message: ModelConfig, signature: Signature) -> None:

@@ -179,10 +179,9 @@ class ParameterSet:
 
     @property
     def may_leave(self) -> bool:
-        """True if the set may leave the device.
+        """True if the set may leave the device. It has to be in host memory and not waiting to be put into use.
 
-        It has to be in host memory and not waiting to be put into use. ``main`` may leave only if the model's parameters are
-        loaded on demand.
+        ``main`` may leave only if the model's parameters are loaded on demand.
         """
         moves = self.is_hosted and self.placed_byte_size > 0
         return moves and (self.sets.main is not self or self.sets.on_demand) and self not in self.sets.staged
@@ -435,10 +434,7 @@ class ParameterSets:
             self.room.leave_stack(self.stack)
 
     def kept(self, name: str, number: int) -> ParameterSet:
-        """Returns the set with this name and number.
-
-        Raises NotFound: it is neither in use nor was it in use just before.
-        """
+        """Returns the set with this name and number. Raises NotFound: it is neither in use nor was it in use just before."""
         for found in (self.newest(name), self._before.get(name)):
             if found is not None and found.number == number:
                 return found

@@ -60,10 +60,9 @@ class Making:
     def __init__(
         self, operation: MakeParameters, pool: MemoryPool, limit: int, leaves: Leaves, base: ParameterSet | None
     ) -> None:
-        """Stores what describes the push; nothing is read yet.
+        """Stores what describes the push; nothing is read yet. ``limit``: the most bytes that one push may have.
 
-        ``limit``: the most bytes that one push may have. ``base``: the set from which the leaves are taken that the source lacks;
-        None: the source has all leaves.
+        ``base``: the set from which the leaves are taken that the source lacks; None: the source has all leaves.
         """
         self._pool = pool
         self._leaves = leaves

@@ -93,8 +93,7 @@ class StepPrograms:
     ) -> None:
         """``slots``: how many requests the carry has room for.
 
-        ``insert_rows``: how many requests ``insert`` adds at a time; 0: one, in arrays
-        without an axis for requests.
+        ``insert_rows``: how many requests ``insert`` adds at a time; 0: one, in arrays without an axis for requests.
         """
         self._functions = functions
         self._signature = signature

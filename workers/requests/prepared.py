@@ -289,9 +289,7 @@ def _check(
     """Checks names, datatypes and shapes of a request's inputs, or takes the result from the version's cache.
 
     ``contents``: the bytes of the inputs. If an input is invalid, the bytes of the inputs after it are checked before the error
-    is raised, as in Triton.
-
-    Raises ServingError: the inputs do not fit the model.
+    is raised, as in Triton. Raises ServingError: the inputs do not fit the model.
     """
     described = tuple([(tensor.name, tensor.datatype, tensor.shape) for tensor in inputs])
     checked = version.checked.get(described)
@@ -364,10 +362,7 @@ def _quoted(names: list[str]) -> str:
 
 
 def _batch_size(inputs: Sequence[PreparedTensor], own: RequestRecord, signature: Signature) -> int:
-    """Returns the batch size, which all inputs share.
-
-    Raises InvalidArgument: batch sizes differ, or the size is out of bounds.
-    """
+    """Returns the batch size, which all inputs share. Raises InvalidArgument: batch sizes differ, or the size is out of bounds."""
     rows: int | None = None
     for tensor in reversed(inputs):
         if not tensor.shape:

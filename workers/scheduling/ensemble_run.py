@@ -137,9 +137,8 @@ class EnsembleRun(Generic[T]):
     def _look(self, tensor: str, iteration: int, again: bool) -> T | None:
         """Returns a tensor's value for one more use, and drops the value after its last use. None: the tensor was left out.
 
-        Args:
-          iteration: the number of the streaming step's response on which the tensor depends.
-          again: whether every iteration uses the tensor, so that it is kept if it does not depend on a streaming step.
+        ``iteration``: the number of the streaming step's response on which the tensor depends. ``again``: whether every
+        iteration uses the tensor, so that it is kept if it does not depend on a streaming step.
         """
         key = (tensor, iteration) if self._dynamic(tensor) else (tensor, 0)
         value = self._values[key]

@@ -324,10 +324,9 @@ class SequenceTable(Generic[S]):
         return request
 
     def done(self, request: S, now_ns: int) -> LiveSequence[S] | None:
-        """Marks a request as run.
+        """Marks a request as run. Returns the sequence that becomes ready thereby, or None.
 
-        Returns the sequence that becomes ready thereby, or None. It is the request's own sequence, or the first of those that
-        wait for a slot.
+        It is the request's own sequence, or the first of those that wait for a slot.
         """
         live = request.live
         live.running = False
@@ -408,10 +407,7 @@ class SequenceTable(Generic[S]):
         return refused, None
 
     def note_lost(self, live: LiveSequence[S], now_ns: int) -> None:
-        """Records that a sequence's state was lost.
-
-        The next request with its id gets that error, unless the request has START.
-        """
+        """Records that a sequence's state was lost. The next request with its id gets that error, unless the request has START."""
         if not live.closed:
             self._lost.pop(live.correlation_id, None)
             self._lost[live.correlation_id] = now_ns
@@ -419,10 +415,7 @@ class SequenceTable(Generic[S]):
             del self._lost[next(iter(self._lost))]
 
     def close(self, correlation_id: int | str) -> LiveSequence[S] | None:
-        """Ends the sequence with an id once its waiting requests have run.
-
-        Returns the sequence that gets its slot now, or None.
-        """
+        """Ends the sequence with an id once its waiting requests have run. Returns the sequence that gets its slot now, or None."""
         live = self._live.get(correlation_id)
         return None if live is None else self._close(live)
 
