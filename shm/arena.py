@@ -119,7 +119,10 @@ class Budget:
         self.returned += 1
 
     def reclaim(self) -> bool:
-        """Closes an unused segment of one of the arenas. Returns whether a segment was closed; in this base class always False."""
+        """Closes an unused segment of one of the arenas.
+
+        Returns whether a segment was closed; in this base class always False.
+        """
         return False
 
 

@@ -93,7 +93,10 @@ class DeviceLost(Unavailable):
 
 
 class Driver:
-    """The CUDA driver as this process uses it. A device's context is opened when it is first needed, and stays until ``close``."""
+    """The CUDA driver as this process uses it.
+
+    A device's context is opened when it is first needed, and stays until ``close``.
+    """
 
     def __init__(self) -> None:
         self._contexts: dict[int, Context] = {}
@@ -286,7 +289,10 @@ class Context:
         return pointer, int(start) + int(byte_size) - pointer
 
     def close_opened(self, pointer: int) -> None:
-        """Closes an allocation that ``open`` has opened. An error of the driver is ignored, as the memory is another process's."""
+        """Closes an allocation that ``open`` has opened.
+
+        An error of the driver is ignored, as the memory is another process's.
+        """
         with contextlib.suppress(CudaError, DeviceLost):
             self.enter()
             self.call(self.driver.cuIpcCloseMemHandle, pointer)

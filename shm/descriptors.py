@@ -41,7 +41,10 @@ def received(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
 
 
 def raise_limit() -> int:
-    """Raises this process's limit of open files to the most that the system allows, and returns it. Children inherit the limit."""
+    """Raises this process's limit of open files to the most that the system allows, and returns it.
+
+    Children inherit the limit.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return most

@@ -142,7 +142,10 @@ class Spans:
         self.flush()
 
     def flush(self) -> None:
-        """Sends all collected traces to the supervisor now. If the supervisor does not take them, drops them and logs a warning."""
+        """Sends all collected traces to the supervisor now.
+
+        If the supervisor does not take them, drops them and logs a warning.
+        """
         if not self._waiting:
             return
         traces, self._waiting = tuple(self._waiting), []

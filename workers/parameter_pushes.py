@@ -61,7 +61,10 @@ class ParameterPushes:
     def __init__(
         self, models: ModelTable, regions: RegionTable, thread: WorkThread, options: Workers, agenda: Agenda[AgendaPart]
     ) -> None:
-        """``thread``: copies, stages and frees parameters, and does nothing else. ``agenda``: the schedule of the worker's loop."""
+        """``thread``: copies, stages and frees parameters, and does nothing else.
+
+        ``agenda``: the schedule of the worker's loop.
+        """
         self._models = models
         self._regions = regions
         self._thread = thread
@@ -96,7 +99,10 @@ class ParameterPushes:
             answer(_DONE, None)
 
     def _find(self, model: str, version: int) -> ModelVersion:
-        """Returns a loaded model version, also one that does not serve requests yet. Raises NotFound: there is no such version."""
+        """Returns a loaded model version, also one that does not serve requests yet.
+
+        Raises NotFound: there is no such version.
+        """
         found = self._models.held.get((model, version)) or self._models.serving(model, version)
         if found is None:
             raise NotFound(f"{UNKNOWN_MODEL}'{model}' version {version} is not found")

@@ -254,7 +254,10 @@ class Worker:
         return not at_once and self._dispatcher.idle
 
     def _wait(self) -> list[tuple[int, int]]:
-        """Waits for events and carries out datagrams that came meanwhile. Returns the other events: (descriptor, epoll events)."""
+        """Waits for events and carries out datagrams that came meanwhile.
+
+        Returns the other events: (descriptor, epoll events).
+        """
         now_ns, next_ns = time.monotonic_ns(), self._next_ns
         until_ns = now_ns + self._beat_ns if next_ns is None else min(next_ns, now_ns + self._beat_ns)
         if self._stop_ns:
@@ -346,7 +349,10 @@ class Worker:
         self._close_lane(submitter)
 
     def _look_at_half(self, submitter: SubmitterLink[Request], now_ns: int) -> None:
-        """Records how much of a client's incomplete record has arrived, and since when. Raises InvalidArgument: it is too much."""
+        """Records how much of a client's incomplete record has arrived, and since when.
+
+        Raises InvalidArgument: it is too much.
+        """
         number, byte_size = submitter.lane.channel.whole, submitter.lane.channel.half_byte_size
         known = self._halves.get(submitter)
         if byte_size == 0 and known is None:

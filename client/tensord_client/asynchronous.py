@@ -191,7 +191,10 @@ class AsyncModel(Calls):
         await asyncio.to_thread(self._connection.end_sequence, self.name, sequence_id)
 
     async def close(self) -> None:
-        """Ends the use of this object: every later call of it raises Unavailable. The client itself stays connected. Idempotent."""
+        """Ends the use of this object: every later call of it raises Unavailable. The client itself stays connected.
+
+        Idempotent.
+        """
         self._closed = True
 
     async def __aenter__(self) -> AsyncModel:

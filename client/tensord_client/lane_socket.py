@@ -209,7 +209,10 @@ class LaneSocket:
     # ---------------------------------------------------------------------------------------------------------- end
 
     def shut_down(self) -> None:
-        """Shuts the socket down, so that a thread that waits in ``receive`` returns. The descriptor stays open until ``close``."""
+        """Shuts the socket down, so that a thread that waits in ``receive`` returns.
+
+        The descriptor stays open until ``close``.
+        """
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 

@@ -9,6 +9,9 @@ MAX_ENTRIES = 1024
 
 
 def check_count(count: int, what: str) -> None:
-    """Raises InvalidArgument if a list or object has more than ``MAX_ENTRIES`` entries. ``what`` names the entries in the error."""
+    """Raises InvalidArgument if a list or object has more than ``MAX_ENTRIES`` entries.
+
+    ``what`` names the entries in the error.
+    """
     if count > MAX_ENTRIES:
         raise InvalidArgument(f"{count} {what} are given, at most {MAX_ENTRIES} are allowed")

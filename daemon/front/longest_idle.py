@@ -50,7 +50,10 @@ class LongestIdle:
         self._search_at = self._log_at = 0.0
 
     def make_room(self, now: float) -> bool:
-        """Closes the connection that has been idle longest. Returns False if no connection is idle. ``now``: monotonic seconds."""
+        """Closes the connection that has been idle longest. Returns False if no connection is idle.
+
+        ``now``: monotonic seconds.
+        """
         for _ in range(2):
             while self._found:
                 used_at, guest = self._found.popleft()

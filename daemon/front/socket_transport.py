@@ -305,7 +305,10 @@ class SocketTransport(asyncio.Transport):
             self._end_soon(error)
 
     def _end_soon(self, error: OSError | None) -> None:
-        """Ends the connection in the next iteration of the event loop. ``error``: passed to the protocol's ``connection_lost``."""
+        """Ends the connection in the next iteration of the event loop.
+
+        ``error``: passed to the protocol's ``connection_lost``.
+        """
         self._ending = True
         self._watch.loop.call_soon(self._end, error)
 

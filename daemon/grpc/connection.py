@@ -299,7 +299,10 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def announce_end(self) -> None:
-        """Tells the client by GOAWAY to open no more streams. If its preface has not arrived yet, closes the connection at once."""
+        """Tells the client by GOAWAY to open no more streams.
+
+        If its preface has not arrived yet, closes the connection at once.
+        """
         if self.http2.phase is ConnectionPhase.OPENING:
             self.abort()
         elif self.http2.phase is ConnectionPhase.OPEN:

@@ -266,7 +266,10 @@ TRAILERS_OK = _literal(b"grpc-status", b"0")
 
 
 def trailers(status: int, message: str) -> bytes:
-    """Returns the encoded trailers of a response. The status message is percent-encoded and cut to the size that clients accept."""
+    """Returns the encoded trailers of a response.
+
+    The status message is percent-encoded and cut to the size that clients accept.
+    """
     text = urllib.parse.quote(message[:_MAX_MESSAGE], safe=" !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~").encode()[:_MAX_MESSAGE]
     cut = text.rfind(b"%", max(0, len(text) - 2))
     if cut >= 0 and len(text) == _MAX_MESSAGE:

@@ -362,7 +362,10 @@ class Http2:
     # -------------------------------------------------------------------------- 6.2: HEADERS, 6.10: CONTINUATION, 8.1
 
     def _headers(self, number: int, flags: int, payload: bytes) -> int:
-        """Handles a HEADERS frame on the stream ``number``. Returns what decoding it cost, in units of the arrival of one frame."""
+        """Handles a HEADERS frame on the stream ``number``.
+
+        Returns what decoding it cost, in units of the arrival of one frame.
+        """
         if not number:
             raise Violation(frames.PROTOCOL_ERROR, "HEADERS for stream 0")
         if flags & frames.PADDED:

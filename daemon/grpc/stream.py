@@ -237,7 +237,10 @@ class Stream:
         return self.arriving is not None and self.arriving.waits_for_room
 
     def _room_came(self) -> None:
-        """Called when the arriving message's wait for arena memory has ended. The client's time to send the message starts anew."""
+        """Called when the arriving message's wait for arena memory has ended.
+
+        The client's time to send the message starts anew.
+        """
         self.partial_since = 0.0
         self._note()
         self.grant()
@@ -268,7 +271,10 @@ class Stream:
             self._defect()
 
     def grant(self) -> None:
-        """Grants the client as many bytes of window as it has used up. It does nothing while the stream can accept no more data."""
+        """Grants the client as many bytes of window as it has used up.
+
+        It does nothing while the stream can accept no more data.
+        """
         if self.ungranted > 0 and not (self.held or self.half_closed or self.ended or self.waits_for_room):
             self.http2.write(frames.window_update(self.id, self.ungranted))
             self.ungranted = 0

@@ -90,7 +90,10 @@ class AsgiRequest:
         task.add_done_callback(tasks.discard)
 
     def abandon(self) -> None:
-        """Reports to the application that the client has disconnected. An answer that the application still gives is discarded."""
+        """Reports to the application that the client has disconnected.
+
+        An answer that the application still gives is discarded.
+        """
         self._gone = True
         self._news.set()
 

@@ -301,7 +301,10 @@ class Messages:
 
 
 class ParserFeed:
-    """Feeds the bytes of one client to its connection's HTTP parser. Created once the client has sent a head that is not cached."""
+    """Feeds the bytes of one client to its connection's HTTP parser.
+
+    Created once the client has sent a head that is not cached.
+    """
 
     def __init__(self, serving: HttpServing, transport: asyncio.Transport, order: AnswerOrder) -> None:
         self._serving = serving
@@ -450,7 +453,10 @@ class ParserFeed:
         asyncio.get_running_loop().call_soon(self._go_on)
 
     def _go_on(self) -> None:
-        """Parses the bytes that were left for this iteration of the event loop. Resumes reading unless something else pauses it."""
+        """Parses the bytes that were left for this iteration of the event loop.
+
+        Resumes reading unless something else pauses it.
+        """
         if self._transport.is_closing():
             return
         order, (rest, self._rest) = self._order, (self._rest, b"")

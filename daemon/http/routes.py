@@ -152,7 +152,10 @@ class Routes:
     # ------------------------------------------------------------------------------------------------ health
 
     async def live(self, request: Request) -> Response:
-        """Answers whether the server is alive. KServe's client reads that from the body, Triton's client from the status alone."""
+        """Answers whether the server is alive.
+
+        KServe's client reads that from the body, Triton's client from the status alone.
+        """
         return _answer({"live": True})
 
     async def ready(self, request: Request) -> Response:

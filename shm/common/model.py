@@ -235,7 +235,10 @@ class Model(Calls):
         self._connection.end_sequence(self.name, sequence_id)
 
     def close(self) -> None:
-        """Ends the use of this object: every later call of it raises Unavailable. The client itself stays connected. Idempotent."""
+        """Ends the use of this object: every later call of it raises Unavailable. The client itself stays connected.
+
+        Idempotent.
+        """
         self._closed = True
 
     def __enter__(self) -> Model:

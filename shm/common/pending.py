@@ -105,7 +105,10 @@ class Pending(Generic[T]):
         """
 
     def withdraw(self) -> None:
-        """Tells the server that nobody waits for the answer any more. Called once, in any thread. This base class does nothing."""
+        """Tells the server that nobody waits for the answer any more. Called once, in any thread.
+
+        This base class does nothing.
+        """
 
     def settle(self, until: float | None) -> None:
         """Waits until nobody uses the arrays of this request, which its caller has cancelled. This base class returns at once.

@@ -95,7 +95,10 @@ class ModelCall:
             first()
 
     def next(self) -> tuple[Result | None, bool]:
-        """Waits for the next response, and returns it and whether it is the last. None: the call ends without another response."""
+        """Waits for the next response, and returns it and whether it is the last.
+
+        None: the call ends without another response.
+        """
         self._thread = threading.get_ident()
         self._taken += 1
         self._asked = self._taken

@@ -160,7 +160,10 @@ class Caller:
         return self.phase is CallerPhase.SERVING and not (self is self.port.detached and self.port.loading)
 
     def close(self) -> None:
-        """Drops the requests, which have ended. A call by a task that the code has left running is then on behalf of no request."""
+        """Drops the requests, which have ended.
+
+        A call by a task that the code has left running is then on behalf of no request.
+        """
         self.requests, self.execution = (), None
 
     def __repr__(self) -> str:

@@ -163,7 +163,10 @@ class CudaDevice:
         self._staging_byte_size = size
 
     def _fill_together(self, staged: Sequence[tuple[GatheredPart, int]], byte_size: int) -> int:
-        """Queues one transfer of all tensors in host memory, then copies within the device. Returns the number of bytes copied."""
+        """Queues one transfer of all tensors in host memory, then copies within the device.
+
+        Returns the number of bytes copied.
+        """
         content, copied, of_host = self.host.content, 0, False
         of_device: list[tuple[int, CudaTensor | GpuArray]] = []
         for (_, dtype, shape, arrays), at in staged:
@@ -249,7 +252,10 @@ class CudaDevice:
     # ------------------------------------------------------------------------------------------------------ outputs
 
     def keep(self, made: jax.Array) -> GpuArray:
-        """Returns an output as an array that stays on the device. The output must have been computed: this does not wait for it."""
+        """Returns an output as an array that stays on the device.
+
+        The output must have been computed: this does not wait for it.
+        """
         kept = self._seen(made)
         if self._staging <= kept.pointer < self._staging + self._staging_byte_size:
             # The program has returned an input as it is, which the next batch will overwrite.

@@ -420,7 +420,10 @@ class Stepping:
             self._batcher.pause(request)
 
     def _lose(self, error: BaseException) -> None:
-        """Ends all requests that have a slot with an error, because the device's state is lost. Waiting requests run afterwards."""
+        """Ends all requests that have a slot with an error, because the device's state is lost.
+
+        Waiting requests run afterwards.
+        """
         cause = (error.__cause__ or error) if isinstance(error, StateLost) else self._model.lost() and error
         _log.error("%s, and with it all requests that had a slot", self._model.describe(cause), exc_info=cause)
         self.given.clear()

@@ -172,7 +172,10 @@ class ModelImports:
             self.forget()
 
     def forget(self) -> None:
-        """Removes the modules and closes the resources that their code has made, now or after the last ``release``. Idempotent."""
+        """Removes the modules and closes the resources that their code has made, now or after the last ``release``.
+
+        Idempotent.
+        """
         with self._lock:
             self._forgotten = True
             if self._holders:

@@ -27,7 +27,10 @@ from tensord.workers.tensors.signature import Signature, TensorSpec
 
 
 class Unfit:
-    """The batching key of a request whose inputs do not fit its state. It equals no other key, so the request runs in no batch."""
+    """The batching key of a request whose inputs do not fit its state.
+
+    It equals no other key, so the request runs in no batch.
+    """
 
     def __init__(self, error: InvalidArgument) -> None:
         #: Why the request cannot run.

@@ -51,7 +51,10 @@ class SequenceRegister:
             each.publish_slots()
 
     def left(self) -> None:
-        """Removes ended sequences from the sequence page, if there are any. It may be called only once their answers were sent."""
+        """Removes ended sequences from the sequence page, if there are any.
+
+        It may be called only once their answers were sent.
+        """
         if self.ended:
             self.settle()
 

@@ -167,7 +167,10 @@ class _Memory:
         return Unavailable(f"the host has no {self.byte_size} bytes of memory for parameters")
 
     def fill(self, parts: Sequence[Part]) -> None:
-        """Fills memory that nobody uses any more. If copying a part raises, that is raised, and the memory can be filled again."""
+        """Fills memory that nobody uses any more.
+
+        If copying a part raises, that is raised, and the memory can be filled again.
+        """
         if not self._is_populated:
             # In pieces, because whoever maps memory meanwhile waits. Linux before 5.14 does not know it: each page is a fault.
             for start in range(0, self.byte_size, PIECE):
@@ -287,7 +290,10 @@ class MemoryPool:
         return NewMemory(memory, self)
 
     def _new(self, parts: Sequence[Part], byte_size: int) -> _Memory:
-        """Returns new memory that is filled with parts. If the host has too little, it first frees unused memory of other sizes."""
+        """Returns new memory that is filled with parts.
+
+        If the host has too little, it first frees unused memory of other sizes.
+        """
         try:
             return _Memory(parts, byte_size)
         except Unavailable:
@@ -316,7 +322,10 @@ class MemoryPool:
             return memory.lend()
 
     def give_back(self, memory: _Memory) -> None:
-        """Takes over memory, and keeps it if memory of its size was sealed lately. If too much is kept, the oldest is given up."""
+        """Takes over memory, and keeps it if memory of its size was sealed lately.
+
+        If too much is kept, the oldest is given up.
+        """
         if memory.byte_size not in self._filled_ns:
             memory.close()
             return

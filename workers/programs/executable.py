@@ -265,7 +265,10 @@ class Executable(ABC):
         """
 
     def uncut(self, outputs: RunOutputs) -> BatchOutputs | None:
-        """Returns a run's outputs as bytes, from which each answer copies its rows. None: they are too large, or stay on a GPU."""
+        """Returns a run's outputs as bytes, from which each answer copies its rows.
+
+        None: they are too large, or stay on a GPU.
+        """
         if outputs.contents is None:
             return None
         if self._layout is None:

@@ -123,7 +123,10 @@ class ExecutableCache:
     """Stores executables in a cache directory, and finds them by a digest of everything that they depend on; for any thread."""
 
     def __init__(self, directory: CacheDirectory | None, programs: JaxCache | None = None) -> None:
-        """``directory``: where executables are stored; None: nowhere. ``programs``: JAX's own cache; None: JAX does not use one."""
+        """``directory``: where executables are stored; None: nowhere.
+
+        ``programs``: JAX's own cache; None: JAX does not use one.
+        """
         self._directory = directory
         self._programs = programs
         #: Counts compilations through this cache, and others that its users report.

@@ -472,7 +472,10 @@ _Answer = tuple[Result | None, bool]
 
 
 def response_of(result: Result | None) -> InferenceResponse:
-    """Converts the result of a called model to the response for the calling model. ``result`` None: a response without tensors."""
+    """Converts the result of a called model to the response for the calling model.
+
+    ``result`` None: a response without tensors.
+    """
     if isinstance(result, ServingError):
         return InferenceResponse(error=TritonError(result.message, ErrorCode.of(result.code)))
     tensors = [Tensor.shared(name, np.asarray(array)) for name, array in (result or {}).items()]

@@ -232,7 +232,10 @@ class RegionTable:
         return found
 
     def settle(self) -> None:
-        """Closes unregistered and replaced regions that no request uses. The loop calls this as long as there are such regions."""
+        """Closes unregistered and replaced regions that no request uses.
+
+        The loop calls this as long as there are such regions.
+        """
         if not self.leaving:
             return
         for region in [region for region in self.leaving if not region.leases]:

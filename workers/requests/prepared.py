@@ -362,7 +362,10 @@ def _quoted(names: list[str]) -> str:
 
 
 def _batch_size(inputs: Sequence[PreparedTensor], own: RequestRecord, signature: Signature) -> int:
-    """Returns the batch size, which all inputs share. Raises InvalidArgument: batch sizes differ, or the size is out of bounds."""
+    """Returns the batch size, which all inputs share.
+
+    Raises InvalidArgument: batch sizes differ, or the size is out of bounds.
+    """
     rows: int | None = None
     for tensor in reversed(inputs):
         if not tensor.shape:

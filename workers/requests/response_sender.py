@@ -472,7 +472,10 @@ class ResponseSender:
             self.counted()
 
     def settle(self, byte_size: int) -> None:
-        """Counts sent bytes as taken by the client, or as dropped. A waiting ``send`` continues once half of the limit is free."""
+        """Counts sent bytes as taken by the client, or as dropped.
+
+        A waiting ``send`` continues once half of the limit is free.
+        """
         self._settled += byte_size
         if self._on_room and 2 * (self._posted - self._settled) <= self._max_ahead:
             self.wake()

@@ -99,7 +99,10 @@ class RequestTimeline:
         return next((span for span in reversed(self._spans) if not span.ended_ns), None)
 
     def open(self, span: Span) -> bool:
-        """Adds a span of the model's code; any thread may call it. Returns False, and adds nothing, if there are too many spans."""
+        """Adds a span of the model's code; any thread may call it.
+
+        Returns False, and adds nothing, if there are too many spans.
+        """
         if len(self._spans) >= MAX_SPANS:
             return False
         self._spans.append(span)

@@ -407,7 +407,10 @@ class SequenceTable(Generic[S]):
         return refused, None
 
     def note_lost(self, live: LiveSequence[S], now_ns: int) -> None:
-        """Records that a sequence's state was lost. The next request with its id gets that error, unless the request has START."""
+        """Records that a sequence's state was lost.
+
+        The next request with its id gets that error, unless the request has START.
+        """
         if not live.closed:
             self._lost.pop(live.correlation_id, None)
             self._lost[live.correlation_id] = now_ns
@@ -415,7 +418,10 @@ class SequenceTable(Generic[S]):
             del self._lost[next(iter(self._lost))]
 
     def close(self, correlation_id: int | str) -> LiveSequence[S] | None:
-        """Ends the sequence with an id once its waiting requests have run. Returns the sequence that gets its slot now, or None."""
+        """Ends the sequence with an id once its waiting requests have run.
+
+        Returns the sequence that gets its slot now, or None.
+        """
         live = self._live.get(correlation_id)
         return None if live is None else self._close(live)
 

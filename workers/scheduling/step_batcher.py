@@ -261,7 +261,10 @@ class StepBatcher(QueuePlanner[W]):
         return SlotAnswer(request, row, said & EMITS > 0, over)
 
     def failed(self) -> list[W]:
-        """Frees all slots because the device's state is lost. Returns the requests that had a slot; all of these requests fail."""
+        """Frees all slots because the device's state is lost.
+
+        Returns the requests that had a slot; all of these requests fail.
+        """
         lost = list(self._holders)
         self.done(lost, 0)
         # The device begins anew, and knows of nobody.

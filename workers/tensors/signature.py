@@ -94,7 +94,10 @@ class TensorSpec:
         return in_slices(array) if strings else array
 
     def for_client(self, array: Array, batches: bool) -> Array:
-        """Returns a tensor of the model in the shape that a client sees. ``batches``: whether its first dimension is the batch."""
+        """Returns a tensor of the model in the shape that a client sees.
+
+        ``batches``: whether its first dimension is the batch.
+        """
         if not self.reshaped:
             return array
         lead = array.shape[:1] if batches else ()
