@@ -35,10 +35,7 @@ def write_model(repository: Path, name: str, source: str, config: str = "", vers
 
 
 def of_x(y: str, x: str = "FP32[4]", to: str = "", more: str = "") -> str:
-    """Returns a model.py with output ``y``, an expression of input ``x``.
-
-    ``x``, ``to``: datatype and shape of the input, and of the output, by default those of the input. ``more``: further lines.
-    """
+    """Returns a model.py with output ``y``, an expression of input ``x``. ``to``: the type of ``y`` if not that of ``x``."""
     return (
         f'inputs, outputs = {{"x": "{x}"}}, {{"y": "{to or x}"}}\n{more}\n\ndef create(path, config, device):\n'
         f'    return (lambda params, inputs: {{"y": (lambda x: {y})(inputs["x"])}}), {{}}\n'

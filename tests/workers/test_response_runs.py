@@ -54,10 +54,6 @@ SCRIPTED = f"""
                     }}
         return apply, None
 """
-#: Several of one kind, then several of another.
-SCRIPTS = st.lists(st.tuples(st.integers(0, PAUSE), st.sampled_from([1, 2, 3, 9])), min_size=1, max_size=8).map(
-    lambda blocks: [kind for kind, count in blocks for _ in range(count)]
-)
 
 
 @pytest.fixture(scope="module")

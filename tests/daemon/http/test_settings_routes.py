@@ -10,6 +10,8 @@ from tensord.shm.operations import ChangeLog, ChangeTrace, Operation
 from tests.fakes import Client, FrontProcess, front_process
 
 LOGGING, TRACE, MODEL_TRACE = "/v2/logging", "/v2/trace/setting", "/v2/models/m/trace/setting"
+UNSIGNED = "attempt to access JSON non-unsigned-integer as unsigned-integer"
+NO_FILE = "log file location can not be updated through network protocol"
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +63,8 @@ def test_what_the_supervisor_is_asked(
         (LOGGING, b"{", 400, "failed to parse the request JSON buffer: Missing a name for object member. at 1"),
         (LOGGING, b"5", 400, "failed to parse the request JSON buffer: an object is expected"),
         (LOGGING, b'{"log_info":1}', 400, "attempt to access JSON non-boolean as boolean"),
-        (LOGGING, b'{"log_verbose_level":-1}', 400, "attempt to access JSON non-unsigned-integer as unsigned-integer"),
-        (
-            LOGGING,
-            b'{"log_verbose_level":true}',
-            400,
-            "attempt to access JSON non-unsigned-integer as unsigned-integer",
-        ),
+        (LOGGING, b'{"log_verbose_level":-1}', 400, UNSIGNED),
+        (LOGGING, b'{"log_verbose_level":true}', 400, UNSIGNED),
         (
             LOGGING,
             b'{"log_verbose_level":4294967296}',
@@ -81,13 +78,8 @@ def test_what_the_supervisor_is_asked(
         (TRACE, b'{"trace_level":[1]}', 400, "attempt to access JSON non-string as string"),
         (TRACE, b'{"trace_rate":5}', 400, "attempt to access JSON non-string as string"),
         (TRACE, b'{"trace_file":null}', 501, "trace file location can not be updated through network protocol"),
-        (LOGGING, b'{"log_file":"/etc/passwd"}', 501, "log file location can not be updated through network protocol"),
-        (
-            LOGGING,
-            b'{"log_file":"","log_info":1}',
-            501,
-            "log file location can not be updated through network protocol",
-        ),
+        (LOGGING, b'{"log_file":"/etc/passwd"}', 501, NO_FILE),
+        (LOGGING, b'{"log_file":"","log_info":1}', 501, NO_FILE),
     ],
 )
 def test_what_is_refused_before_anybody_is_asked(

@@ -1,7 +1,4 @@
-"""Parameters are exchanged between two batches: every answer is of exactly one set, and none older than what was committed.
-
-TENSORD_TEST_SWAPS=N exchanges them N times instead of 250.
-"""
+"""Parameters are exchanged between two batches: every answer is of exactly one set, and none older than what was committed."""
 
 from __future__ import annotations
 
@@ -16,8 +13,6 @@ import pytest
 from tensord.shm.errors import NotFound
 from tests.records import Tensor
 from tests.workers.parameters.pushing import PushingLoop, mapped, numbered, said, value, write_chain, write_numbered
-
-SWAPS = int(os.environ.get("TENSORD_TEST_SWAPS", "250"))
 
 
 @pytest.fixture
