@@ -69,10 +69,7 @@ class Acceptor:
             self._loop.add_reader(listener.fileno(), self._readable, listener)
 
     async def close(self, timeout: float) -> None:
-        """Accepts the connections that clients have already made, and closes the listening sockets.
-
-        Returns when every accepted connection has its protocol (and TLS), or after ``timeout`` seconds.
-        """
+        """Closes the listening sockets once all connections made so far have their protocols, or after ``timeout`` seconds."""
         if self._closed:
             return
         self._counters.serve(False)
@@ -103,10 +100,7 @@ class Acceptor:
         crowd.took(taken, room)
 
     def _replaces(self, mine: int) -> bool:
-        """Returns whether a new connection only replaces a connection of this front that has ended.
-
-        ``mine``: how many connections this front has now.
-        """
+        """Returns whether a new connection only replaces one of this front, which has ``mine`` now, that has ended."""
         if mine < self._most:
             self._most = min(self._most, mine + _MOST_REPLACED)
             return True
@@ -121,10 +115,7 @@ class Acceptor:
             self._loop.remove_reader(listener.fileno())
 
     def _resume(self) -> None:
-        """Resumes accepting after a pause.
-
-        Accepts a waiting connection at once, because no other front has accepted it meanwhile.
-        """
+        """Resumes accepting after a pause, with a waiting connection at once: no other front has accepted it meanwhile."""
         self._timer = None
         self.start()
         for listener in self._listeners:
@@ -133,10 +124,7 @@ class Acceptor:
         self._most = max(self._most, self._counters.own() + len(self._opening))
 
     def _take(self, listener: ListeningSocket) -> bool:
-        """Accepts a waiting connection and opens it.
-
-        Returns False if no connection waits, or if descriptors or memory are lacking; then it also pauses accepting.
-        """
+        """Accepts a waiting connection. Returns False if none waits, or, pausing, if descriptors or memory are lacking."""
         try:
             connection, address = listener.accept()
         except (BlockingIOError, InterruptedError):

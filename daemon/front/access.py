@@ -53,10 +53,7 @@ CALLS: Mapping[str, str] = {
 
 
 class Restricted(Unavailable):
-    """Raised when a call needs an access key that the client did not send.
-
-    It becomes HTTP status 403, or UNAVAILABLE over gRPC.
-    """
+    """Raised when a call needs an access key that the client did not send: HTTP status 403, or UNAVAILABLE over gRPC."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,10 +56,7 @@ class Answered:
         self.log_every(access)
 
     def log_every(self, access: int) -> None:
-        """Changes what is logged: every ``access``-th inference answer that is no error, and at most 10 errors a second.
-
-        If ``access`` is 0, nothing is logged.
-        """
+        """Logs every ``access``-th inference answer that is no error, and at most 10 errors a second; 0: nothing is logged."""
         self._log.log_every(access, self._words[self._good])
 
     def good(self, request: InFlight, version: int, answer: Buffer | Sequence[Buffer]) -> None:
@@ -77,10 +74,7 @@ class Answered:
             self._write(CODES[self._protocol][0], request, version, size)
 
     def managed(self, code: str) -> None:
-        """Counts an answer to a request that is no inference request.
-
-        ``code``: the HTTP status in digits, or the name of the gRPC status.
-        """
+        """Counts an answer other than inference by ``code``: the HTTP status in digits, or the name of the gRPC status."""
         self._words[self._places.get(code, self._other)] += 1
 
     def failed(self, code: str, message: str, request: InFlight | None = None, account: Account | None = None) -> None:

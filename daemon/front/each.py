@@ -9,10 +9,7 @@ _log = logging.getLogger(__name__)
 
 
 def call_each(calls: Iterable[Callable[[], object]], what: str) -> None:
-    """Calls all functions in order. If one raises an exception, that is logged and the others are still called.
-
-    ``what``: names the functions in the log.
-    """
+    """Calls all functions in order. If one raises, that is logged (``what`` names them) and the others are still called."""
     for call in calls:
         try:
             call()

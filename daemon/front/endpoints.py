@@ -82,10 +82,7 @@ class Endpoints:
         return ""
 
     async def _everywhere(self) -> None:
-        """Waits until every front has acknowledged the state of the models that this front has now.
-
-        After that no front refuses what this front has confirmed to its client.
-        """
+        """Waits until every front has the models' state that this front has: none then refuses what this one has confirmed."""
         edition = self._table.edition
         if self._settled < edition:
             await self.ask(Settle())

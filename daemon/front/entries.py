@@ -9,9 +9,6 @@ MAX_ENTRIES = 1024
 
 
 def check_count(count: int, what: str) -> None:
-    """Raises InvalidArgument if a list or object has more than ``MAX_ENTRIES`` entries.
-
-    ``what`` names the entries in the error.
-    """
+    """Raises InvalidArgument if there are more than ``MAX_ENTRIES`` entries, which the error calls ``what``."""
     if count > MAX_ENTRIES:
         raise InvalidArgument(f"{count} {what} are given, at most {MAX_ENTRIES} are allowed")

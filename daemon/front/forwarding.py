@@ -20,10 +20,7 @@ _REMEMBERED = 1024
 
 
 class Forwarding:
-    """Selects the headers that models get as request parameters.
-
-    A header is selected if the pattern matches a part of its name.
-    """
+    """Selects the headers that models get as request parameters: the pattern matches a part of their names."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = header_pattern.compiled(pattern)

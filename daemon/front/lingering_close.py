@@ -31,10 +31,7 @@ MOST_DROPPED = 256 << 20
 
 
 class LingeringClose:
-    """Closes connections only after their clients have received all answers.
-
-    A connection whose client takes fewer than ``min_rate`` bytes a second is closed at once.
-    """
+    """Closes connections once their clients have all answers, or at once if a client takes under ``min_rate`` bytes a second."""
 
     def __init__(self, min_rate: int) -> None:
         self._min_rate = min_rate
@@ -103,10 +100,7 @@ class Lingering(asyncio.Protocol):
         self._lingering_close.forget(self)
 
     def is_late(self, now: float, min_rate: int) -> bool:
-        """Returns whether the client has received at most ``min_rate`` bytes a second on average, over ``LINGER_SECONDS``.
-
-        ``now``: monotonic seconds.
-        """
+        """Returns whether the client has received at most ``min_rate`` bytes a second on average, over ``LINGER_SECONDS``."""
         untaken = _waiting(self._transport, termios.TIOCOUTQ)
         return self._pace.is_slow(self._since, untaken, now, LINGER_SECONDS, min_rate)
 

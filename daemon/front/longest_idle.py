@@ -37,10 +37,7 @@ class IdleConnection(Protocol):
 
 
 class LongestIdle:
-    """Closes the connection that has been idle longest, when there are too many.
-
-    ``connections``: the front's open connections. ``limit``: the most connections of all fronts together, for the log.
-    """
+    """Closes the connection idle longest when there are too many. ``limit``: the most of all fronts together, for the log."""
 
     def __init__(self, connections: Collection[IdleConnection], limit: int) -> None:
         self._connections = connections
@@ -50,10 +47,7 @@ class LongestIdle:
         self._search_at = self._log_at = 0.0
 
     def make_room(self, now: float) -> bool:
-        """Closes the connection that has been idle longest. Returns False if no connection is idle.
-
-        ``now``: monotonic seconds.
-        """
+        """Closes the connection that has been idle longest. Returns False if no connection is idle."""
         for _ in range(2):
             while self._found:
                 used_at, guest = self._found.popleft()

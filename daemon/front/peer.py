@@ -25,19 +25,13 @@ _MAX_GROUPS = 1024
 
 @contextlib.contextmanager
 def _opened(fd: int) -> Iterator[socket.socket]:
-    """Yields a ``socket.socket`` for a connection's descriptor, because asyncio's socket objects lack some options.
-
-    It has a descriptor of its own, and is open in the ``with`` block only.
-    """
+    """Yields a ``socket.socket`` with its own descriptor, open in the ``with`` block: asyncio's objects lack some options."""
     with socket.socket(fileno=os.dup(fd)) as sock:
         yield sock
 
 
 def peer_of(fd: int) -> Peer:
-    """Returns the identity of a connection's client; ANONYMOUS if the client has disconnected.
-
-    ``fd``: the descriptor of the connection's socket.
-    """
+    """Returns the client of the connection whose socket is ``fd``; ANONYMOUS if the client has disconnected."""
     try:
         with _opened(fd) as sock:
             if sock.family != socket.AF_UNIX:
@@ -136,10 +130,7 @@ def end_of(fd: int, connection: ConnectionEnd, reclaim: str) -> Iterator[int]:
 
 @contextlib.contextmanager
 def process_of(fd: int) -> Iterator[int]:
-    """Yields a pidfd of the process that made the connection; -1 if it is no Unix socket, or the process is not known.
-
-    The pidfd is open in the ``with`` block only.
-    """
+    """Yields a pidfd of the client's process, open in the ``with`` block only; -1: no Unix socket, or the process is unknown."""
     process = _pidfd(fd)
     try:
         yield process

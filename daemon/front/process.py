@@ -145,10 +145,7 @@ class Front(ABC):
 
     @abstractmethod
     async def open(self, options: Options, endpoints: Endpoints) -> None:
-        """Starts to serve clients. Returns once connections are accepted.
-
-        ``endpoints``: carries out requests other than inference.
-        """
+        """Starts to serve clients; returns once connections are accepted. ``endpoints`` answers all but inference."""
 
     def accept(
         self,
@@ -210,10 +207,7 @@ class Front(ABC):
         """Yields a description of each open connection for operators, as ``longest_idle.described`` makes it."""
 
     def _record(self, record: Any, fds: list[int]) -> None:
-        """Applies a message from the supervisor, mostly by passing it on to the submitter, the table of models, or the tracer.
-
-        ``fds``: the descriptors that came with the message.
-        """
+        """Applies a message from the supervisor, and its descriptors ``fds``, mostly by passing it on to the part it concerns."""
         match record:
             case Start():
                 child_process.enable_stack_report(*fds)

@@ -94,10 +94,7 @@ class SocketTransport(asyncio.Transport):
             self._look_for(self._watched | _LEFT)
 
     def ready(self, events: int) -> None:
-        """Handles the epoll events in the mask ``events``: sends, reads, or ends the connection.
-
-        For EPOLLIN alone, ``read`` may be called instead if reading is not paused.
-        """
+        """Handles the epoll events in the mask ``events``; for EPOLLIN alone, ``read`` may be called instead unless paused."""
         if self._unsent and events & ~_IN:
             self._send_rest()
         if self.reading:
@@ -230,10 +227,7 @@ class SocketTransport(asyncio.Transport):
                 self._keep(pieces, sent)
 
     def _keep(self, pieces: Iterable[bytes | bytearray | memoryview], sent: int) -> None:
-        """Stores the bytes that the socket has not taken, to send them later, and calls the protocol's ``pause_writing``.
-
-        ``sent``: how many bytes of ``pieces`` the socket has taken.
-        """
+        """Stores ``pieces`` without the ``sent`` bytes that the socket has taken, to send later, and pauses the protocol."""
         self._unsent = deque(memoryview(piece) for piece in pieces)
         self._drop(sent)
         self._look_for(self._watched | _OUT)
@@ -305,10 +299,7 @@ class SocketTransport(asyncio.Transport):
             self._end_soon(error)
 
     def _end_soon(self, error: OSError | None) -> None:
-        """Ends the connection in the next iteration of the event loop.
-
-        ``error``: passed to the protocol's ``connection_lost``.
-        """
+        """Ends the connection in the loop's next iteration, with ``error`` for the protocol's ``connection_lost``."""
         self._ending = True
         self._watch.loop.call_soon(self._end, error)
 

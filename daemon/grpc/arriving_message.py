@@ -187,17 +187,11 @@ class ArrivingMessage(Receiver):
             self._on_room()
 
     def refuse(self, error: ServingError) -> None:
-        """Refuses the message: ``take`` will raise ``error`` together with the request's id.
-
-        Bytes that still arrive are discarded.
-        """
+        """Refuses the message: ``take`` will raise ``error`` with the request's id; bytes that still arrive are discarded."""
         self._end(RefusedRequest(error, self.client_id))
 
     def _end(self, refused: RefusedRequest) -> None:
-        """Refuses the message and frees its arena memory: ``take`` will raise ``refused``.
-
-        Bytes that still arrive are discarded.
-        """
+        """Frees the message's arena memory and discards what still arrives: ``take`` will raise ``refused``."""
         self.is_placed = True
         self.rest = NOWHERE
         # What it was raised through refers to this message, and would keep its bytes until garbage is collected.

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 
 class Call(ABC):
-    """Base class of gRPC calls, which take messages from a stream and send responses there.
-
-    After ``abandoned`` no other method is called.
-    """
+    """A gRPC call: takes messages from a stream, sends responses there. After ``abandoned`` no other method is called."""
 
     __slots__ = ()
 
@@ -36,10 +33,7 @@ class Call(ABC):
 
     @abstractmethod
     def message(self, content: Buffer, start: int, end: int) -> None:
-        """Handles a complete message of the client, ``content[start:end]``, now, or stores it for later.
-
-        To store it, a call must use the function ``kept``: a view would keep the bytes around the message in memory.
-        """
+        """Handles the client's message ``content[start:end]`` now, or stores it for later as ``kept`` returns it."""
 
     @abstractmethod
     def half_closed(self) -> None:
@@ -57,18 +51,12 @@ class Call(ABC):
 
     @property
     def asked(self) -> InFlight | None:
-        """Returns the call's inference request.
-
-        None if it is not decoded yet, or if the call has no such request or may have several.
-        """
+        """Returns the call's inference request; None if not decoded yet, or if the call has none or may have several."""
         return None
 
     @abstractmethod
     def stop(self) -> None:
-        """Ends the call because the server stops. Accepted requests are still answered; new requests are not accepted.
-
-        Idempotent.
-        """
+        """Ends the call as the server stops: accepted requests are still answered, new ones are not accepted. Idempotent."""
 
     @abstractmethod
     def abandoned(self) -> None:
@@ -76,10 +64,7 @@ class Call(ABC):
 
 
 def kept(content: Buffer, start: int, end: int) -> Buffer:
-    """Returns the bytes ``content[start:end]`` as an object that may be stored.
-
-    If they are only a part of ``content`` they are copied, because a view would keep all of ``content`` in memory.
-    """
+    """Returns ``content[start:end]`` to store: a copy if it is only a part, as a view would keep all of ``content`` in memory."""
     return content if end - start == len(content) else bytes(content[start:end])
 
 

@@ -126,10 +126,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         return self._room
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Handles ``nbytes`` bytes that were read from the socket.
-
-        Bytes in the read buffer are parsed. Bytes that were read into a large message's memory are only counted.
-        """
+        """Parses ``nbytes`` bytes read into the read buffer, or counts them if they were read into a large message's memory."""
         http2, room = self.http2, self._room
         if http2.phase is CLOSED:
             return
@@ -157,10 +154,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._choose_room()
 
     def _rest(self) -> None:
-        """Pauses reading until the next iteration of the event loop.
-
-        The client has sent as many frames as one iteration may handle.
-        """
+        """Pauses reading for one iteration of the event loop: the client has sent as many frames as one may handle."""
         assert self._transport is not None
         self._resting = True
         self._transport.pause_reading()
@@ -177,10 +171,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def _choose_room(self) -> None:
-        """Chooses where the next bytes are read to.
-
-        The rest of a large payload is read into the message's memory, all other bytes into the read buffer.
-        """
+        """Chooses where to read next: the rest of a large payload into the message's memory, all else into the read buffer."""
         if self.http2.phase is CLOSED or self._paused_since or self._resting:
             return
         stream = self.http2.data_stream
@@ -204,10 +195,7 @@ class Http2Connection(asyncio.BufferedProtocol):
     # ---------------------------------------------------------------------------------------------------------- writing
 
     def flush(self) -> None:
-        """Writes the bytes that are queued in ``Http2.out`` to the transport.
-
-        Closes the connection if it is ending and no stream is left.
-        """
+        """Writes what ``Http2.out`` has queued to the transport, and closes it if it is ending and no stream is left."""
         http2 = self.http2
         if http2.phase is CLOSED:
             return
@@ -257,10 +245,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._see_out()
 
     def when_written(self, on_written: Callable[[], None]) -> None:
-        """Calls ``on_written`` once all bytes that were written so far have left, or the connection is lost.
-
-        Then the memory of those bytes may be reused.
-        """
+        """Calls ``on_written`` once the memory of what was written may be reused: it has left, or the connection is lost."""
         if self._lost or not (self.http2.out or self._paused_since):
             on_written()
         else:
@@ -299,10 +284,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def announce_end(self) -> None:
-        """Tells the client by GOAWAY to open no more streams.
-
-        If its preface has not arrived yet, closes the connection at once.
-        """
+        """Tells the client by GOAWAY to open no more streams; closes at once if its preface has not arrived yet."""
         if self.http2.phase is ConnectionPhase.OPENING:
             self.abort()
         elif self.http2.phase is ConnectionPhase.OPEN:
@@ -310,10 +292,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             self.http2.announce_end()
 
     def stop(self) -> None:
-        """Ends the connection because the server stops.
-
-        New streams are refused; open streams end once their requests are answered.
-        """
+        """Ends the connection as the server stops: new streams are refused, open ones end once their requests are answered."""
         self.http2.stop(self.loop.time())
 
     def make_room(self) -> None:
@@ -324,10 +303,7 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     @property
     def asks_nothing(self) -> bool:
-        """Returns whether the connection is open and its client waits for nothing.
-
-        A client waits for nothing if every request is answered and every response is sent.
-        """
+        """Returns whether the connection is open, every request is answered and every response is sent."""
         if self.http2.phase is CLOSED or self._paused_since:
             return False
         return all(stream.idle for stream in self.http2.streams.values())
@@ -341,10 +317,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         return self._used_at
 
     def check(self, now: float) -> None:
-        """Checks the deadlines of the connection, and ends it if one has passed. Called about once a second.
-
-        ``now``: seconds of the event loop's clock.
-        """
+        """Ends the connection if one of its deadlines has passed. Called about once a second."""
         options, http2 = self.serving.options, self.http2
         assert self._transport is not None
         left = self._transport.get_write_buffer_size()
@@ -364,10 +337,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         return self._check_age(now)
 
     def _is_alive(self, now: float) -> bool:
-        """Returns whether the client still answers. If nothing has come from the client for long, it is sent a PING.
-
-        ``now``: seconds of the event loop's clock.
-        """
+        """Returns whether the client still answers. If nothing has come from the client for long, it is sent a PING."""
         options, heard_at = self.serving.options, self.http2.heard_at
         if self._asked_at:
             if heard_at >= self._asked_at:

@@ -115,10 +115,7 @@ def check_dependency(stream: int, payload: bytes) -> None:
 
 
 def unpadded(payload: bytes) -> bytes:
-    """Returns the payload of a PADDED frame without its padding.
-
-    Raises Violation: the length of the padding is missing, or the padding is longer than the payload.
-    """
+    """Returns a PADDED frame's payload without its padding. Raises Violation: the padding's length is missing or too large."""
     if not payload:
         raise Violation(FRAME_SIZE_ERROR, "a padded frame without the size of its padding")
     if payload[0] >= len(payload):

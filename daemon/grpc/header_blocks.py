@@ -57,10 +57,7 @@ class CallHead(NamedTuple):
 
 
 class HeaderBlocks:
-    """Decodes the header blocks that a client sends on one connection.
-
-    ``max_byte_size``: the most bytes of the decoded fields of one block.
-    """
+    """Decodes a connection's header blocks; ``max_byte_size``: the most bytes of the decoded fields of one block."""
 
     def __init__(self, max_byte_size: int) -> None:
         self._decode = decoder(max_byte_size).decode
@@ -140,10 +137,7 @@ def _with_own(head: CallHead, own: Fields) -> CallHead:
 
 
 def _timeout_ns(text: str) -> int:
-    """Returns the value of a grpc-timeout header (at most eight digits and a unit) in nanoseconds.
-
-    Any other text gives 0, which means no timeout.
-    """
+    """Returns a grpc-timeout header (at most eight digits and a unit) in ns; any other text gives 0, no timeout."""
     unit = _UNITS_NS.get(text[-1:])
     digits = text[:-1]
     if unit is None or not (digits.isascii() and digits.isdigit()) or len(digits) > 8:
@@ -173,10 +167,7 @@ def check_common(fields: Iterable[Field]) -> None:
 
 
 def check_own(fields: Iterable[Field]) -> int | None:
-    """Checks the header fields that belong to a single call. Raises Malformed: a field is invalid.
-
-    Returns the content-length; None if the call has none.
-    """
+    """Checks the fields of a single call; returns the content-length, or None. Raises Malformed: a field is invalid."""
     length: bytes | None = None
     for name, value in fields:
         _check_name(name)
@@ -266,10 +257,7 @@ TRAILERS_OK = _literal(b"grpc-status", b"0")
 
 
 def trailers(status: int, message: str) -> bytes:
-    """Returns the encoded trailers of a response.
-
-    The status message is percent-encoded and cut to the size that clients accept.
-    """
+    """Returns a response's encoded trailers; the message is percent-encoded and cut to the size that clients accept."""
     text = urllib.parse.quote(message[:_MAX_MESSAGE], safe=" !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~").encode()[:_MAX_MESSAGE]
     cut = text.rfind(b"%", max(0, len(text) - 2))
     if cut >= 0 and len(text) == _MAX_MESSAGE:

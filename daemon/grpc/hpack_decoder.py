@@ -31,10 +31,7 @@ _SIZES = struct.Struct("=II")
 
 
 def parted(decoded: Iterable[Field]) -> tuple[bytes, Fields]:
-    """Separates the decoded header fields that many calls share (``COMMON``) from all others, and returns both.
-
-    The former are packed as one bytes object, which ``fields`` unpacks.
-    """
+    """Returns the fields that many calls share (``COMMON``), packed as bytes that ``fields`` unpacks, and all others."""
     common: list[bytes] = []
     own: Fields = []
     for name, value in decoded:

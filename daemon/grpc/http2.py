@@ -289,10 +289,7 @@ class Http2:
         self._any_data(number, flags, data[start:end])
 
     def _any_data(self, number: int, flags: int, payload: bytes) -> None:
-        """Passes the payload of a complete DATA frame, padded or not, to the stream ``number``.
-
-        If the stream has ended, the payload is counted and discarded.
-        """
+        """Passes the payload of a complete DATA frame to its stream; if that has ended, it is counted and discarded."""
         stream = self._data_target(number, len(payload))
         if stream is None:
             return
@@ -362,10 +359,7 @@ class Http2:
     # -------------------------------------------------------------------------- 6.2: HEADERS, 6.10: CONTINUATION, 8.1
 
     def _headers(self, number: int, flags: int, payload: bytes) -> int:
-        """Handles a HEADERS frame on the stream ``number``.
-
-        Returns what decoding it cost, in units of the arrival of one frame.
-        """
+        """Handles a HEADERS frame. Returns what decoding it cost, in units of the arrival of one frame."""
         if not number:
             raise Violation(frames.PROTOCOL_ERROR, "HEADERS for stream 0")
         if flags & frames.PADDED:
@@ -591,10 +585,7 @@ class Http2:
         self.write(frames.goaway(last, violation.code, violation.reason))
 
     def announce_end(self) -> None:
-        """Sends the first GOAWAY of a graceful end, and a PING.
-
-        The client's acknowledgement of the PING shows that the client has read both frames.
-        """
+        """Sends the first GOAWAY of a graceful end, and a PING whose acknowledgement shows that the client has read both."""
         self.phase = ConnectionPhase.ANNOUNCED
         self.write(frames.goaway(STREAM_ID, frames.NO_ERROR) + frames.frame(frames.PING, 0, 0, _LAST_CALL))
 
@@ -606,10 +597,7 @@ class Http2:
             self.write(frames.goaway(self._last_told, frames.NO_ERROR))
 
     def stop(self, now: float) -> None:
-        """Ends the connection because the server stops. Each stream ends once its accepted requests are answered.
-
-        ``now``: seconds of the event loop's clock.
-        """
+        """Ends the connection because the server stops. Each stream ends once its accepted requests are answered."""
         self.end()
         for stream in list(self.streams.values()):
             stream.stop(now, self._read_of(stream))

@@ -317,10 +317,7 @@ class CallRequest(InFlight):
 
     @classmethod
     def refused(cls, call: InferCall, refused: RefusedRequest) -> CallRequest | None:
-        """Makes an object that stands for a refused request in logs, and is never sent to a worker.
-
-        Returns None if the model of the refused request is unknown.
-        """
+        """Makes the stand-in for a refused request in logs, never sent to a worker; None if its model is unknown."""
         if not refused.model:
             return None
         context = None if refused.trace is None else refused.trace.context
@@ -380,10 +377,7 @@ class CallRequest(InFlight):
         self.call.several(self)
 
     def _written(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> list[Buffer]:
-        """Encodes an answer that is no error as pieces of a ModelInferResponse, without copying its tensors.
-
-        Returns an empty list if the answer has no outputs and only says that no further response comes.
-        """
+        """Encodes a good answer as pieces, without copying tensors; no pieces if it only says that no response follows."""
         streamed = self.call.streams
         if self.decoupled and is_mark(prepared, own):
             return []
@@ -395,10 +389,7 @@ class CallRequest(InFlight):
 
 
 class Sent:
-    """Callback for when a traced answer was written to the client: releases the answer's memory and ends its trace.
-
-    ``release``: releases that memory; None: the answer has none.
-    """
+    """Called when a traced answer was written: calls ``release`` for its memory (None: it has none) and ends its trace."""
 
     __slots__ = ("_release", "_trace")
 

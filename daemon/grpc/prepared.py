@@ -50,10 +50,7 @@ class Understood(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PreparedMessage:
-    """Holds the decoded part that request messages have in common if they differ only in id, scheduling and raw tensors.
-
-    ``PreparedMessages`` caches it.
-    """
+    """The decoded part that requests share which differ only in id, scheduling and raw tensors (see ``PreparedMessages``)."""
 
     #: Kinds of answers remembered: of each worker another one, and where outputs have no fixed shape more.
     MAX_ANSWERS: ClassVar[int] = 8
@@ -70,10 +67,7 @@ class PreparedMessage:
     unary: dict[int, AnswerLayout] = field(default_factory=dict)
 
     def answer_layout(self, prepared: PreparedAnswer, streamed: bool) -> AnswerLayout:
-        """Returns the encoder of answers whose part that repeats is ``prepared``.
-
-        ``streamed``: True: the encoder is for ModelStreamInfer; False: for ModelInfer.
-        """
+        """Returns the encoder of answers like ``prepared``, for ModelStreamInfer if ``streamed``, else for ModelInfer."""
         known = self.streamed if streamed else self.unary
         # Who is kept here keeps what was prepared, so nothing else has its address meanwhile.
         layout = known.get(id(prepared))
@@ -89,10 +83,7 @@ class PreparedMessage:
 
 
 class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
-    """Caches the decoded form of a front's request messages.
-
-    The key is the bytes of a message without its id, scheduling parameters and raw tensors, called the rest of the message.
-    """
+    """Caches a front's decoded request messages by their rest: their bytes without id, scheduling and raw tensors."""
 
     __slots__ = ("_schedulings", "_submitter", "_table")
 
@@ -105,17 +96,11 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         self._schedulings: BoundedCache[bytes, Scheduling] = BoundedCache(count)
 
     def is_usable(self, known: PreparedMessage, raws: int) -> bool:
-        """Returns whether the entry ``known`` may be used for a message with ``raws`` raw tensors.
-
-        The entry must be of messages with as many raw tensors, and its model must serve.
-        """
+        """Returns whether the entry ``known`` is of messages with ``raws`` raw tensors and its model still serves."""
         return known.decoded.raw_count == raws and (known.edition == self._table.edition or self._serves(known))
 
     def scheduling(self, parameters: bytes) -> Scheduling | None:
-        """Decodes the encoded parameters of a message that schedule it.
-
-        Returns None if they are not written as usual: then the message must be decoded in full.
-        """
+        """Decodes a message's scheduling parameters; None if written unusually: the message must be decoded in full."""
         if not parameters:
             return UNSCHEDULED
         found = self._schedulings[parameters]
@@ -126,10 +111,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         return found
 
     def _serves(self, known: PreparedMessage) -> bool:
-        """Returns whether the model of a cached message still serves.
-
-        Called if the table of models has changed since the last look.
-        """
+        """Returns whether the model of a cached message still serves; called after the table of models has changed."""
         decoded = known.decoded
         try:
             known.decoupled = self._table.find(decoded.model, decoded.version).streams

@@ -65,10 +65,7 @@ class DecodedHead:
     is_raw: bool = True
 
     def with_raws(self, raws: Sequence[InputContent]) -> list[InputContent]:
-        """Returns the content of each input, in order.
-
-        ``raws``: the ``raw_count`` raw tensors (raw_input_contents) of the message.
-        """
+        """Returns the content of each input, in order. ``raws``: the message's ``raw_count`` raw tensors."""
         rest = iter(raws)
         return [next(rest) if content is None else content for content in self.contents]
 
@@ -132,10 +129,7 @@ def decode_head(head: bytes, has_raw: bool, table: ModelStates) -> tuple[Decoded
 
 
 def model_of(head: bytes) -> str:
-    """Returns the model that an encoded ModelInferRequest names, cut to a length for logs; "" if it names none.
-
-    Other fields may be malformed.
-    """
+    """Returns the model that a request names, cut to a length for logs; "" if none. Other fields may be malformed."""
     name = b""
     for tag, _, begin, size in fields(head, len(head)):
         if tag == _MODEL_NAME:
@@ -200,10 +194,7 @@ def _content(entry: Any, datatype: str, has_raw: bool, model: str) -> InputConte
 
 
 def _typed_bytes(name: str, datatype: str, kind: str, contents: Any) -> bytes:
-    """Converts the typed values in ``contents`` to the bytes of a raw tensor.
-
-    ``kind``: the datatype of the numbers in the only field of ``contents`` that is filled.
-    """
+    """Converts the typed values in ``contents`` to raw bytes; ``kind``: the datatype of the numbers in its only filled field."""
     if datatype == "BYTES":
         return encoded(list(contents.bytes_contents))
     numbers, dtype = packed_numbers.of_contents(contents, DTYPES[kind]), DTYPES[datatype]
@@ -257,10 +248,7 @@ def _requested(entry: Any) -> RequestedOutput:
 
 
 def decode_scheduling(parameters: bytes) -> Scheduling | None:
-    """Decodes the encoded parameters that schedule a request.
-
-    Returns None if they are not written as usual: then ``decode_head`` must decode them.
-    """
+    """Decodes the scheduling parameters of a request; None if written unusually: then ``decode_head`` must decode them."""
     try:
         given = grpc_service_pb2.ModelInferRequest.FromString(parameters).parameters
         if PARAMETERS.keys() >= given.keys():

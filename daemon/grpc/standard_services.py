@@ -141,10 +141,7 @@ class Reflection:
         self._services = sorted(services)
 
     def answer(self, question: Any) -> Any:
-        """Returns the ServerReflectionResponse to a ServerReflectionRequest.
-
-        For an unknown file or symbol it is an error response.
-        """
+        """Returns the response to a reflection request; for an unknown file or symbol it is an error response."""
         answer = self._messages.ServerReflectionResponse(valid_host=question.host, original_request=question)
         kind = question.WhichOneof("message_request")
         error = answer.error_response
@@ -161,10 +158,7 @@ class Reflection:
         return answer
 
     def _fill(self, answer: Any, kind: str, asked: Any) -> None:
-        """Fills in the answer to a request whose field ``kind`` has the value ``asked``.
-
-        Raises KeyError: the symbol does not exist.
-        """
+        """Fills in the answer to a request whose field ``kind`` is ``asked``. Raises KeyError: there is no such symbol."""
         if kind == "file_by_filename":
             _describe(answer, POOL.FindFileByName(asked))
         elif kind == "file_containing_symbol":

@@ -178,10 +178,7 @@ class Stream:
             self._defect()
 
     def _take(self, piece: memoryview) -> None:
-        """Cuts received bytes into messages, and passes complete messages to the call.
-
-        A message may arrive in several pieces, and a piece may hold several messages.
-        """
+        """Cuts received bytes, which may hold parts of messages or several, into messages, and passes whole ones to the call."""
         at, end = 0, len(piece)
         while at < end and not self._finished:
             arriving = self.arriving
@@ -215,10 +212,7 @@ class Stream:
                 self._arrived(arriving)
 
     def advance(self, byte_size: int) -> None:
-        """Counts ``byte_size`` bytes that the connection has read into the memory of the arriving message.
-
-        If that completes the message, it is passed to the call.
-        """
+        """Counts bytes read into the arriving message's memory; if that completes the message, passes it to the call."""
         if self._promised is not None and not self._counts(byte_size):
             return
         arriving = self.arriving
@@ -237,10 +231,7 @@ class Stream:
         return self.arriving is not None and self.arriving.waits_for_room
 
     def _room_came(self) -> None:
-        """Called when the arriving message's wait for arena memory has ended.
-
-        The client's time to send the message starts anew.
-        """
+        """Called when the message's wait for arena memory has ended: the client's time to send it starts anew."""
         self.partial_since = 0.0
         self._note()
         self.grant()
@@ -271,10 +262,7 @@ class Stream:
             self._defect()
 
     def grant(self) -> None:
-        """Grants the client as many bytes of window as it has used up.
-
-        It does nothing while the stream can accept no more data.
-        """
+        """Grants the client as much window as it has used up, unless the stream can accept no more data now."""
         if self.ungranted > 0 and not (self.held or self.half_closed or self.ended or self.waits_for_room):
             self.http2.write(frames.window_update(self.id, self.ungranted))
             self.ungranted = 0
@@ -336,10 +324,7 @@ class Stream:
                 raise
 
     def _deliver(self, flag: int, content: Buffer, start: int, end: int) -> None:
-        """Passes the complete message ``content[start:end]`` to the call.
-
-        If it is compressed (``flag`` is 1), it is inflated before.
-        """
+        """Passes the message ``content[start:end]`` to the call, inflated if it is compressed (``flag`` is 1)."""
         assert self.call is not None
         if flag:
             content = inflated(
@@ -349,10 +334,7 @@ class Stream:
         self.call.message(content, start, end)
 
     def _counts(self, byte_size: int) -> bool:
-        """Counts received bytes against the request's content-length. Returns True if they stay within it.
-
-        If they exceed it, resets the stream and returns False.
-        """
+        """Counts received bytes; if they exceed the request's content-length, resets the stream and returns False."""
         assert self._promised is not None
         self._promised -= byte_size
         if self._promised < 0 and not self.ended:
@@ -586,10 +568,7 @@ class Stream:
                 self.refuse(UNAVAILABLE, f"a message came at fewer than {options.min_rate} bytes a second")
 
     def _is_stalled(self, now: float) -> bool:
-        """Returns whether the client takes response bytes too slowly, so that a window or the socket stops the stream.
-
-        ``now``: seconds of the event loop's clock.
-        """
+        """Returns whether the client takes response bytes too slowly, so that a window or the socket stops the stream."""
         if not self.blocked:
             return False
         if self._pace is None:

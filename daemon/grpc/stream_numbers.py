@@ -52,19 +52,13 @@ class StreamNumbers:
         return max(0, self.next - 2)
 
     def use(self, number: int) -> None:
-        """Notes that a new stream uses the identifier ``number``, which is odd and above all used ones.
-
-        Lower identifiers that were not used cannot be used any more.
-        """
+        """Notes that a new stream uses ``number``, odd and above all used ones; lower ones cannot be used any more."""
         if number > self.next:
             self._gaps.append((self.next, number - 2))
         self.next = number + 2
 
     def past(self, number: int) -> Past:
-        """Returns why the stream with the identifier ``number`` is not open.
-
-        If the stream ended too long ago to be remembered, returns CUT, the most lenient reason.
-        """
+        """Returns why the stream ``number`` is not open; CUT, the most lenient reason, if it ended too long ago."""
         if not number & 1 or number >= self.next:
             return Past.IDLE
         ended = self._ended.get(number)

@@ -41,10 +41,7 @@ _ONE_MESSAGE = "a unary call has one request message"
 
 
 class UnaryInfer(InferCall):
-    """Answers one ModelInfer call: sends its request to a worker, and the answer to the client.
-
-    A request of a sequence is sent after the earlier requests of the sequence.
-    """
+    """Answers one ModelInfer call. A request of a sequence goes to a worker after the earlier ones of its sequence."""
 
     streams = False
     __slots__ = ("_asked", "_message", "_sequence", "_waits_since", "infer", "stream")
@@ -96,10 +93,7 @@ class UnaryInfer(InferCall):
 
     @property
     def sequence(self) -> Sequence | None:
-        """Returns the request's sequence (model and sequence id).
-
-        None if it belongs to no sequence, or if that is not known yet.
-        """
+        """Returns the request's (model, sequence id); None if it belongs to no sequence or that is not known yet."""
         message = self._message
         said = message.cutter.head if isinstance(message, ArrivingMessage) else message
         size, found = self._sequence
@@ -235,10 +229,7 @@ class StepOrder:
         self._due = False
 
     def waits(self, step: UnaryInfer) -> bool:
-        """Returns whether a complete request must wait for an earlier request of its sequence.
-
-        If so, the request's ``resume`` or ``miss`` will be called.
-        """
+        """Returns whether a step must wait for an earlier one; if so, its ``resume`` or ``miss`` will be called."""
         if next(iter(self.unsent)) is step or (sequence := step.sequence) is None:
             return False
         for other in self.unsent:
@@ -285,10 +276,7 @@ class StepOrder:
 
 
 def sequence_of(message: Buffer | bytearray) -> Sequence | None:
-    """Returns the sequence (model and sequence id) that a message names, of which perhaps only the beginning has arrived.
-
-    Returns None if the message names no sequence, or if the sequence id has not arrived.
-    """
+    """Returns the (model, sequence id) that a message, or its beginning, names; None if there is none, or not yet."""
     said = b""
     for tag, start, begin, size in fields(message, min(len(message), _MAX_BEGINNING)):
         if tag in (_MODEL, _PARAMETER):

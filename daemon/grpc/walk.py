@@ -47,10 +47,7 @@ else:
 
 
 def fields(content: Buffer | bytearray, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yields tag, offset, offset of the content and size of the content for each field of an encoded message before ``end``.
-
-    It stops at the first field that is cut short, or that a ModelInferRequest does not have.
-    """
+    """Yields tag, offset, and offset and size of the content for each field before ``end``, up to one that is cut or unknown."""
     at = 0
     while at < end and content[at] in _TAGS:
         start, at, size, shift = at, at + 1, 0, 0
