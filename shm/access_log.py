@@ -37,19 +37,13 @@ class AccessLog:
         self._window_ns = self._logged = self._left_out = 0
 
     def log_every(self, every: int, count: int) -> None:
-        """Logs errors, and one in ``every`` answers without an error, from now on; ``every`` 0: logs nothing.
-
-        ``count``: how many answers without an error there were so far.
-        """
+        """Logs errors, and one in ``every`` answers without error (``count`` were so far), from now on; 0: nothing."""
         if every != self.every:
             self.every = every
             self.next = count + every if every else _NEVER
 
     def admits_error(self) -> bool:
-        """Counts an error. Returns whether it may be logged now, since errors are limited to a rate.
-
-        If not, the next line that is logged says how many errors were left out.
-        """
+        """Counts an error; returns whether the rate lets it be logged. The next line says how many were left out."""
         if not self.every:
             return False
         now_ns = time.monotonic_ns()

@@ -43,10 +43,7 @@ OnSegment = Callable[[Segment], None]
 
 
 class Lease(msgspec.Struct, eq=False):
-    """The right to use one block of an arena: to write to the block and to send it, until the holder releases the lease.
-
-    It is a Struct, because one is made for every large request and answer.
-    """
+    """The right to use one block of an arena, to write to it and to send it, until the holder releases the lease."""
 
     #: None: it was released.
     _arena: Arena | None
@@ -102,10 +99,7 @@ class Budget:
         return 0
 
     def take(self, byte_size: int, held: int = 0) -> bool:
-        """Reserves ``byte_size`` bytes for a new segment of an arena. Returns False if the limit leaves no room for the segment.
-
-        ``held``: how many bytes the arena's segments have already.
-        """
+        """Reserves bytes for a new segment of an arena that has ``held`` bytes already; False: the limit has no room."""
         while self.used + byte_size > self.max_byte_size and not self.reclaim():
             if held + byte_size > self.share:
                 return False
@@ -119,10 +113,7 @@ class Budget:
         self.returned += 1
 
     def reclaim(self) -> bool:
-        """Closes an unused segment of one of the arenas.
-
-        Returns whether a segment was closed; in this base class always False.
-        """
+        """Closes an unused segment of one of the arenas; returns whether one was closed (in this base class never)."""
         return False
 
 
@@ -314,10 +305,7 @@ class Arena:
         return number, 0, size
 
     def _take_reserved(self, order: int) -> _Block | None:
-        """Allocates a block of ``BLOCK`` x 2^order bytes in the segment that is reserved for small tensors.
-
-        Returns None if the reserved segment has no room now.
-        """
+        """Allocates ``BLOCK`` x 2^order bytes in the segment reserved for small tensors; None: it has no room now."""
         if self._reserve is None:
             number = self._next_segment
             if not self._make(number, self._reserve_byte_size):
@@ -329,10 +317,7 @@ class Arena:
         return None if offset is None else (number, offset, BLOCK << order)
 
     def _make(self, number: int, byte_size: int) -> bool:
-        """Creates a segment with this number. Returns False if the budget has no room for the segment now, else True.
-
-        Raises: Unavailable: the host has no memory left.
-        """
+        """Creates a segment. False: the budget has no room for it now. Raises Unavailable: the host has no memory left."""
         if self._budget is not None and not self._budget.take(byte_size, self.held_byte_size):
             return False
         try:
@@ -346,10 +331,7 @@ class Arena:
         return True
 
     def trim(self) -> bool:
-        """Closes one unused large segment (made for one large tensor), the one that has been unused for longest.
-
-        Returns whether there was one.
-        """
+        """Closes the large segment that has been unused for longest; returns whether there was one."""
         if not self._free_large:
             return False
         self._close_segment(self._free_large.pop(0))
@@ -401,10 +383,7 @@ class Buddies:
         self._given[(block_size // BLOCK).bit_length() - 1].append(offset)
 
     def _split(self, order: int) -> int | None:
-        """Splits the smallest free block that is large enough until a block of ``BLOCK`` x 2^order bytes is left over.
-
-        Returns that block's offset; None: no free block is large enough.
-        """
+        """Splits the smallest large-enough free block down to ``BLOCK`` x 2^order bytes; returns its offset, or None."""
         for larger in range(order, self._orders):
             if self._free[larger]:
                 offset, _ = self._free[larger].popitem()

@@ -106,10 +106,7 @@ class Strings:
         return Strings(self.content, (self.size,) if isinstance(shape, int) else shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """Returns a new object array of bytes objects. They are decoded in slices, and other threads may run between the slices.
-
-        ``dtype``, ``copy``: numpy's arguments.
-        """
+        """Returns a new object array of bytes objects, decoded in slices, between which other threads may run."""
         values, at = np.empty(self.size, np.object_), 0
         for start in range(0, self.size, SLICE):
             elements, at = strings.decode(self.content, at, SLICE)
@@ -132,10 +129,7 @@ def in_slices(array: Array) -> Array:
 
 
 def encoded_strings(array: Array) -> Array:
-    """Returns an array of strings with many elements as an encoded ``Strings``, and any other array unchanged.
-
-    Call it in the thread that made the array, because encoding takes long.
-    """
+    """Returns a large array of strings as ``Strings``, others unchanged; for the thread that made it, as encoding takes long."""
     if array.dtype.kind not in "SUO" or array.size <= SLICE:
         return array
     return cast(Array, Strings(byte_content(array), array.shape))

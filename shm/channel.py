@@ -145,10 +145,7 @@ class Channel:
             self._queue.append(encoded)
 
     def put_apart(self, *records: Record) -> None:
-        """Queues records that are to be sent in one datagram, which contains no other record.
-
-        If the records do not fit into one datagram, each is queued as by ``put``.
-        """
+        """Queues records to be sent in one datagram with no other record; each by itself if they do not fit into one."""
         encoded = [_encode(record) for record in records]
         if sum(map(len, encoded)) > _ROOM:
             for record in records:
@@ -229,10 +226,7 @@ class Channel:
                 descriptors.close(fds)
 
     def adopt(self, datagram: bytes) -> None:
-        """Queues a datagram that other code has packed but could not send, because this channel's socket was full.
-
-        Call it only while nothing else is queued.
-        """
+        """Queues a datagram that other code packed but could not send; only while nothing else is queued."""
         assert not self.waiting
         self._unsent = (datagram, ())
 
@@ -309,10 +303,7 @@ class Channel:
         return records, fds
 
     def _keep_part(self, content: bytes) -> None:
-        """Appends one part of a large record to the parts that were received before.
-
-        Raises InvalidArgument: the record is too large.
-        """
+        """Appends one part of a large record to those received before. Raises InvalidArgument: it is too large."""
         self._parts += memoryview(content)[1:]
         if len(self._parts) > self._max_record:
             raise InvalidArgument(
@@ -363,26 +354,17 @@ class Channel:
 
 
 def _is_shortage(error: OSError) -> bool:
-    """Returns whether a send failed only because the socket or the host has no room now.
-
-    False: it failed because the other end is gone.
-    """
+    """Returns whether a send failed only for want of room in the socket or host; False: the other end is gone."""
     return isinstance(error, BlockingIOError) or error.errno in _SHORTAGES
 
 
 def _array_head(count: int) -> bytes:
-    """Encodes the header of a msgpack array of ``count`` elements.
-
-    With it, records that were encoded one by one become one list.
-    """
+    """Encodes the header of a msgpack array of ``count`` elements, which makes records encoded one by one a list."""
     return bytes((0x90 | count,)) if count < 16 else b"\xdc" + count.to_bytes(2, "big")
 
 
 def _duplicated(fds: tuple[int, ...]) -> tuple[int, ...]:
-    """Duplicates file descriptors and returns the duplicates.
-
-    Raises OSError: this process may open no more descriptors; the duplicates that were made before are closed then.
-    """
+    """Duplicates descriptors. Raises OSError, all duplicates closed: this process may open no more."""
     made: list[int] = []
     try:
         for fd in fds:

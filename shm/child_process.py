@@ -114,10 +114,7 @@ _MAX_STACK_BYTE_SIZE = 32 << 10
 
 
 def create_stack_report() -> int:
-    """Creates a memfd to which a process can write the stacks of its threads. Returns the memfd's descriptor.
-
-    The log can then show the stacks under the process's name, apart from what else the process prints.
-    """
+    """Creates a memfd for the stacks of a process's threads, which the log shows under its name; returns the descriptor."""
     return os.memfd_create("tensord-stack", os.MFD_CLOEXEC)
 
 
@@ -128,9 +125,6 @@ def enable_stack_report(fd: int) -> None:
 
 
 def read_stack_report(fd: int) -> list[str]:
-    """Returns the lines of the stacks that a process wrote to ``fd`` before it died; empty: it wrote none.
-
-    At most 32 KiB are read.
-    """
+    """Returns at most 32 KiB of the stacks that a process wrote to ``fd`` before it died, as lines; empty: it wrote none."""
     text = os.pread(fd, _MAX_STACK_BYTE_SIZE, 0).decode(errors="replace")
     return [line for line in text.splitlines() if line.strip()]

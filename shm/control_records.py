@@ -79,10 +79,7 @@ class Readiness(Record, frozen=True, tag="readiness"):
 
 
 class Loading(Record, frozen=True, tag="loading"):
-    """Tells the supervisor which step of loading a model a worker is at: executable ``number`` of ``total``.
-
-    ``total`` is 0 until the number of executables is known.
-    """
+    """Tells the supervisor which executable a worker's load is at: ``number`` of ``total``; 0: ``total`` is not known yet."""
 
     name: str
     version: int
@@ -100,10 +97,7 @@ class Loading(Record, frozen=True, tag="loading"):
 
 
 class Start(Record, frozen=True, tag="start"):
-    """The first record to a child process: the number of this start, the process's name and the whole configuration.
-
-    ``options`` is ``tensord.config.options.Options`` as msgpack.
-    """
+    """The first record to a child process: number of this start, its name, and ``config.options.Options`` as msgpack."""
 
     #: Unique per process start; the child repeats it in ChildReady, so answers of a predecessor are never mistaken.
     incarnation: int
@@ -113,10 +107,7 @@ class Start(Record, frozen=True, tag="start"):
 
 
 class Stop(Record, frozen=True, tag="stop"):
-    """Asks a child process to finish its requests within ``grace_ns`` nanoseconds and then to exit with status 0.
-
-    A front that gets this accepts no new connections.
-    """
+    """Asks a child process to finish its requests within ``grace_ns``, accept no new connections, and exit with status 0."""
 
     grace_ns: int
 
@@ -136,10 +127,7 @@ class ChildReady(Record, frozen=True, tag="ready"):
 
 
 class StatePublished(Record, frozen=True, tag="published"):
-    """Tells a front that the supervisor has sent it all state (models, workers, readiness) up to number ``edition``.
-
-    The front answers with StateAcknowledged once it acts upon that state.
-    """
+    """Tells a front that it has all state up to ``edition``. It acts upon the state, then answers StateAcknowledged."""
 
     edition: int
 
@@ -269,10 +257,7 @@ class WorkerFenced(Record, frozen=True, tag="fenced"):
 
 
 class ModelState(Record, frozen=True, tag="model"):
-    """Describes one model version to a front.
-
-    It is sent with all fields on every change, and replaces the earlier record of the version.
-    """
+    """Describes one model version to a front: sent with all fields on every change, in place of the earlier record."""
 
     name: str
     version: int
@@ -316,10 +301,7 @@ class RequestsRefused(Record, frozen=True, tag="refused"):
 
 
 class RegionPlace(Record, frozen=True, tag="place"):
-    """Tells a front in which GPU's memory a CUDA region lies. It is sent where there are several workers.
-
-    ``device`` "": the region does not exist any more.
-    """
+    """Tells a front which GPU has a CUDA region, where there are several workers. ``device`` "": the region is gone."""
 
     region: str
     #: The GPU, "cuda:1"; for workers that have several GPUs, their first one.
@@ -327,10 +309,7 @@ class RegionPlace(Record, frozen=True, tag="place"):
 
 
 class Load(Record, frozen=True, tag="load"):
-    """Tells a worker to load one version of a model, warm it up and answer with Loaded.
-
-    If the worker has loaded the version before, the earlier load serves requests meanwhile.
-    """
+    """Tells a worker to load and warm up a version and answer with Loaded; an earlier load serves requests meanwhile."""
 
     name: str
     version: int
@@ -355,10 +334,7 @@ class CancelLoad(Record, frozen=True, tag="cancel-load"):
 
 
 class Loaded(Record, frozen=True, tag="loaded"):
-    """Tells the supervisor that a worker has loaded a version, or why it has not.
-
-    ``reason``: a sentence that says why the load failed; "": the version is loaded.
-    """
+    """Tells the supervisor that a worker has loaded a version. ``reason``: a sentence on why it failed; "": it is loaded."""
 
     name: str
     version: int
@@ -422,10 +398,7 @@ FromWorker = ChildReady | Loaded | Loading | Unloaded | Reply | ControlCall | La
 
 
 class CheckLoads(Record, frozen=True, tag="check"):
-    """Asks a checking process (``tensord.workers.check``) to load model versions one by one, and to report each result.
-
-    It loads them as a worker would.
-    """
+    """Asks a checking process (``tensord.workers.check``) to load versions one by one, as a worker would, and report each."""
 
     #: The daemon's ``tensord.config.options.Options`` as msgpack.
     options: msgspec.Raw

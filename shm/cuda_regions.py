@@ -55,10 +55,7 @@ class LastingCalls:
         self._allocate = self._function(library.cuMemAlloc_v2, c_void_p, c_size_t)
 
     def allocate(self, byte_size: int) -> tuple[Any, int]:
-        """Allocates device memory in the current context. Returns the driver's result code and the memory's address.
-
-        The address is 0 if the allocation failed.
-        """
+        """Allocates device memory in the current context; returns the driver's result code and the address, 0 on failure."""
         pointer = c_uint64(0)
         (code,) = self._allocate(byref(pointer), byte_size)
         return code, pointer.value
@@ -93,10 +90,7 @@ class DeviceLost(Unavailable):
 
 
 class Driver:
-    """The CUDA driver as this process uses it.
-
-    A device's context is opened when it is first needed, and stays until ``close``.
-    """
+    """The CUDA driver as this process uses it. A device's context opens when first needed, and stays until ``close``."""
 
     def __init__(self) -> None:
         self._contexts: dict[int, Context] = {}
@@ -104,10 +98,7 @@ class Driver:
         self.lost = ""
 
     def context(self, ordinal: int) -> Context:
-        """Returns the context of a device. ``ordinal``: the device's number in this process.
-
-        Raises NoCuda: there is no such device, or it cannot be used.
-        """
+        """Returns the context of a device by its number here. Raises NoCuda: there is none, or it cannot be used."""
         found = self._contexts.get(ordinal)
         if found is None:
             found = self._contexts[ordinal] = Context(self, _bindings(), ordinal)
@@ -194,10 +185,7 @@ class Context:
         return results[0] if len(results) == 1 else tuple(results)
 
     def enter(self) -> None:
-        """Makes this context the current context of the calling thread.
-
-        Copies, ``clear``, ``synchronize`` and ``stream`` need that.
-        """
+        """Makes this the thread's current context; copies, ``clear``, ``synchronize`` and ``stream`` need that."""
         self.call(self.driver.cuCtxSetCurrent, self._handle)
 
     def stream(self) -> int:
@@ -211,10 +199,7 @@ class Context:
     # ------------------------------------------------------------------------------------------------------- copies
 
     def to_device(self, pointer: int, address: int, byte_size: int) -> None:
-        """Queues a copy from host memory at ``address`` to device memory at ``pointer``.
-
-        The host memory must not change until ``synchronize`` has returned.
-        """
+        """Queues a copy from host memory, unchanged until ``synchronize`` returns, to device memory (``pointer``)."""
         self.call(self._lasting.host_to_device, pointer, address, byte_size, self.stream())
 
     def to_host(self, address: int, pointer: int, byte_size: int) -> None:
@@ -241,10 +226,7 @@ class Context:
     # ------------------------------------------------------------------------------------------------------- memory
 
     def allocate(self, byte_size: int) -> int:
-        """Allocates device memory, aligned to 256 bytes, and returns its address.
-
-        Raises Unavailable: the device has none left.
-        """
+        """Allocates device memory, aligned to 256 bytes; returns its address. Raises Unavailable: none is left."""
         self.enter()
         try:
             return int(self.call(self._lasting.allocate, byte_size))
@@ -289,10 +271,7 @@ class Context:
         return pointer, int(start) + int(byte_size) - pointer
 
     def close_opened(self, pointer: int) -> None:
-        """Closes an allocation that ``open`` has opened.
-
-        An error of the driver is ignored, as the memory is another process's.
-        """
+        """Closes an allocation that ``open`` has opened. Errors are ignored, as the memory is another process's."""
         with contextlib.suppress(CudaError, DeviceLost):
             self.enter()
             self.call(self.driver.cuIpcCloseMemHandle, pointer)
@@ -398,10 +377,7 @@ class CudaRegion(Leased):
         self._start: int | None = pointer
 
     def pointer(self, offset: int, byte_size: int) -> int:
-        """Returns the device address of a range of the region.
-
-        Raises InvalidArgument: the range is not wholly inside the region, or the region is closed.
-        """
+        """Returns a range's device address. Raises InvalidArgument: it is outside the region, or the region is closed."""
         check_range(offset, byte_size, self.byte_size, self.name)
         if self._start is None:
             raise InvalidArgument(f"shared memory region '{self.name}' is not registered any more")
@@ -416,20 +392,14 @@ class CudaRegion(Leased):
             self.context.synchronize()
 
     def write(self, offset: int, address: int, byte_size: int) -> None:
-        """Queues a copy from host memory at ``address`` to the region.
-
-        Call ``settle`` before the client learns of the new bytes.
-        """
+        """Queues a copy from host memory to the region. Call ``settle`` before the client learns of the new bytes."""
         pointer = self.pointer(offset, byte_size)
         with self.guarded():
             self.context.enter()
             self.context.to_device(pointer, address, byte_size)
 
     def copy(self, offset: int, pointer: int, byte_size: int) -> None:
-        """Queues a copy from device memory at ``pointer`` to the region.
-
-        Call ``settle`` before the client learns of the new bytes.
-        """
+        """Queues a copy of device memory to the region. Call ``settle`` before the client learns of the new bytes."""
         target = self.pointer(offset, byte_size)
         with self.guarded():
             self.context.enter()

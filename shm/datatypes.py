@@ -27,10 +27,7 @@ OPEN = -1
 
 
 def wire_name(datatype: str) -> str:
-    """Returns the name that records use for a client's datatype: "BYTES" for "STRING", and any other name unchanged.
-
-    The name need not be a datatype's.
-    """
+    """Returns the name that records use: "BYTES" for "STRING", any other, also one of no datatype, unchanged."""
     return "BYTES" if datatype == _BYTES_ALIAS else datatype
 
 

@@ -41,10 +41,7 @@ def received(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
 
 
 def raise_limit() -> int:
-    """Raises this process's limit of open files to the most that the system allows, and returns it.
-
-    Children inherit the limit.
-    """
+    """Raises this process's limit of open files, which children inherit, to the most the system allows; returns it."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return most

@@ -25,18 +25,12 @@ def number_of(gpu: str) -> int:
 
 
 def name(gpu: int, share: int = 0) -> str:
-    """Returns the device name of one of a GPU's workers: "cuda:1" for the first one (``share`` 0), "cuda:1/2" for ``share`` 2.
-
-    ``gpu``: the GPU's number.
-    """
+    """Returns the device name of one of a GPU's workers: "cuda:1" for the first one (``share`` 0), "cuda:1/2" for ``share`` 2."""
     return f"cuda:{gpu}/{share}" if share else f"cuda:{gpu}"
 
 
 def alone(device: str, model: str) -> str:
-    """Returns the device name of a worker that serves only the model ``model``: "cuda:1#m" for model "m" on "cuda:1".
-
-    ``device``: the device name of the worker that serves all other models there.
-    """
+    """Returns the device name of the worker for ``model`` alone, beside the worker ``device``: "cuda:1#m" on "cuda:1"."""
     return f"{gpu_of(device) or device}{_ALONE}{model}"
 
 
@@ -46,8 +40,5 @@ def model_of(device: str) -> str:
 
 
 def shared(device: str) -> str:
-    """Returns the device name of the worker that serves all models that have no worker of their own.
-
-    That is "cpu:0" for "cpu:0#m" and for "cpu:0".
-    """
+    """Returns the device name of the worker for all models without one of their own: "cpu:0" for "cpu:0#m" and for "cpu:0"."""
     return device.partition(_ALONE)[0]

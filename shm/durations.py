@@ -44,10 +44,7 @@ class Durations:
         counts[at + self._row - 1] += ns
 
     def ran(self, protocol: int, request_ns: int, queue_ns: int, compute_ns: int) -> None:
-        """Counts an answered request in the histograms of three kinds: request, queue and compute. No duration may be negative.
-
-        ``protocol``: a position in PROTOCOLS.
-        """
+        """Counts an answered request (PROTOCOLS[``protocol``]) in three histograms. No duration may be negative."""
         counts, bounds, row, at = self.counts, self.bounds, self._row, protocol * len(KINDS) * self._row
         counts[at + bisect_left(bounds, request_ns)] += 1
         counts[at + row - 1] += request_ns

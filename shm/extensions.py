@@ -31,10 +31,7 @@ def sources(folder: Path, names: Sequence[str]) -> str:
 
 
 def check(module: ModuleType) -> None:
-    """Raises ImportError if a C extension was not built from the source files that lie beside it.
-
-    An installed extension has no source files beside it, and always passes.
-    """
+    """Raises ImportError if sources lie beside a C extension (never beside an installed one) and it was not built from them."""
     assert module.__file__ is not None
     folder, built = Path(module.__file__).parent, getattr(module, "SOURCES", "")
     names = built.split()[:-1]

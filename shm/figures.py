@@ -126,10 +126,7 @@ class ParameterFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unkn
 
 
 class VersionFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The counters of one model version on one worker.
-
-    They begin when the worker loads the version, and end when it unloads it.
-    """
+    """The counters of one model version on one worker, from when the worker loads the version until it unloads it."""
 
     name: str
     version: int

@@ -25,26 +25,17 @@ else:
 
 
 def any_faults() -> bool:
-    """Returns whether in any guarded mapping of this process a page was missing when the page was read or written.
-
-    This takes less time than to look at ``faults`` of each mapping.
-    """
+    """Returns whether any guarded mapping of this process had a missing page; faster than to look at each one's ``faults``."""
     return available and _guard.any()
 
 
 def may_be_missing(address: int) -> bool:
-    """Returns whether an address lies in a mapping whose pages may vanish.
-
-    That is so if the mapping has a ``Guarded`` and no GPU's driver has locked its pages.
-    """
+    """Returns whether an address is in a mapping with a ``Guarded`` whose pages no GPU's driver has locked, so may vanish."""
     return available and _guard.may_be_missing(address)
 
 
 def install() -> None:
-    """Installs this process's handler of SIGBUS, the signal for a missing page. Idempotent.
-
-    Does nothing if the C extension was not built.
-    """
+    """Installs this process's handler of SIGBUS, the signal for a missing page, if the C extension was built. Idempotent."""
     if available:
         _guard.install()
 
@@ -66,10 +57,7 @@ class Guarded:
         return 0 if self._slot is None else _guard.faults(self._slot)
 
     def hold(self, held: bool) -> None:
-        """Notes whether a GPU's driver has locked the mapping's pages. May be called in any thread.
-
-        ``held``: True: the driver has locked them; False: it is about to unlock them.
-        """
+        """Notes, in any thread, that a GPU's driver has locked the pages (True) or is about to unlock them (False)."""
         if self._slot is not None:
             _guard.hold(self._slot, held)
 

@@ -130,10 +130,7 @@ class LaneEnd:
         return received if received[0] else self.channel.receive()
 
     def announce(self, segment: int) -> None:
-        """Queues a SegmentOpened with a segment's descriptor, unless the other end knows the segment already.
-
-        Raises Unavailable: this process has no file descriptor left to send.
-        """
+        """Queues SegmentOpened unless the other end knows the segment. Raises Unavailable: no descriptor is left to send."""
         if segment not in self.announced:
             opened = self.arena.segment(segment)
             with descriptors.needed("sending an arena segment"):
@@ -141,10 +138,7 @@ class LaneEnd:
             self.announced.add(segment)
 
     def _apply_segment(self, record: object, fds: list[int]) -> None:
-        """Carries out a record about a segment: of this end's arena, or of the other end's arena.
-
-        Raises InvalidArgument: the record is malformed, or is about something other than a segment.
-        """
+        """Carries out a record about a segment of either arena. Raises InvalidArgument: it is malformed, or no such record."""
         if type(record) is SegmentRefused and not fds:
             self.announced.discard(record.segment)
         elif type(record) is SegmentOpened and len(fds) == 1:
@@ -254,10 +248,7 @@ class SubmitterLane(LaneEnd):
         self.channel.put(Taken(request_id, byte_size))
 
     def flush(self) -> bool:
-        """Sends all queued records, and gives leases of answers that are not needed any more back to the worker.
-
-        Returns True if no record is left. False: call it again when the socket is writable.
-        """
+        """Sends all queued records and gives unneeded leases back; False: call again when the socket is writable."""
         self.unsaid = False
         if self._closures != self.arena.closures:
             self._withdraw_closed()
@@ -462,10 +453,7 @@ class WorkerLane(LaneEnd):
         self.channel.put_encoded(records)
 
     def _announced(self, request_id: int, lease: LeaseKey) -> AnswerRecord | None:
-        """Announces the segment of a lease to the submitter. Returns None; returns an error to send if that fails.
-
-        It fails if this process has no file descriptor left; the lease is released then.
-        """
+        """Announces a lease's segment; with no descriptor left for that, releases the lease and returns an error."""
         try:
             self.announce(lease[0])
         except Unavailable as error:
@@ -497,10 +485,7 @@ def _agree(records: list[Any], fds: list[int]) -> bool:
 
 
 def _segment_of(lost: DescriptorsLost) -> int:
-    """Returns the number of the segment whose file descriptor was lost.
-
-    Raises InvalidArgument: the descriptor did not come with exactly one SegmentOpened, the only record that may have one.
-    """
+    """Returns the number of the segment whose descriptor was lost. Raises InvalidArgument: it was not one SegmentOpened's."""
     if len(lost.records) != 1 or type(lost.records[0]) is not SegmentOpened:
         raise InvalidArgument(f"malformed datagram: {lost}")
     return lost.records[0].segment

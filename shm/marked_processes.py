@@ -48,10 +48,7 @@ def everybody() -> list[Found]:
 
 
 def has(found: Found, mark: str) -> bool:
-    """Returns whether a process has ``mark``, the mark of a worker or a load, in the environment that it was started with.
-
-    Returns False if the environment cannot be read.
-    """
+    """Returns whether ``mark`` is in the environment that a process was started with; False: it cannot be read."""
     entry = f"{MARK}={mark}".encode()
     try:
         with open(f"/proc/{found.pid}/environ", "rb") as file:
@@ -81,10 +78,7 @@ def send(found: Found, number: int) -> bool:
 
 
 def kill_all(mark: str) -> int:
-    """Kills all processes that have ``mark`` in their environment. Returns how many were killed.
-
-    Looks for such processes again after each round until none is left, at most 20 times.
-    """
+    """Kills all processes that have ``mark``, in up to 20 rounds until none is left; returns how many were killed."""
     killed: set[int] = set()
     for _ in range(_MAX_LOOKS):
         found = [each for each in everybody() if has(each, mark) and send(each, signal.SIGKILL)]

@@ -49,10 +49,7 @@ class Slice(Record, frozen=True, tag="a"):
 
 
 class RegionSlice(Record, frozen=True, tag="r"):
-    """Names a range of bytes in a client's registered region.
-
-    For an output, ``byte_size`` is how much room there is, not how many bytes are written.
-    """
+    """Names a range of bytes in a client's region. For an output, ``byte_size`` is the room there is, not what is written."""
 
     region: str
     offset: int
@@ -80,10 +77,7 @@ class PreparedTensor(Record, frozen=True, tag="t"):
 
 
 class RequestedOutput(Record, frozen=True, tag="o"):
-    """Names an output that the client asked for.
-
-    ``region``: where the worker writes the output; None: the output comes with the answer.
-    """
+    """Names an output that the client asked for, and the ``region`` to write it to; None: it comes with the answer."""
 
     name: str
     region: RegionSlice | None = None
@@ -95,10 +89,7 @@ class RequestedOutput(Record, frozen=True, tag="o"):
 
 
 class WireVersion(Record, frozen=True, tag="V"):
-    """Says which version of these records the sender uses. It is the first record on a lane in each direction.
-
-    This record never changes, so that a process with any other version can read it and report the difference.
-    """
+    """The sender's version of these records, the first on a lane in each direction. It never changes, so all can read it."""
 
     number: int
 
@@ -117,19 +108,13 @@ class SegmentClosed(Record, frozen=True, tag="S-"):
 
 
 class SegmentRefused(Record, frozen=True, tag="S!"):
-    """Tells the owner of an arena that the sender could not map a segment.
-
-    The owner announces the segment again before it uses the segment the next time.
-    """
+    """Tells an arena's owner that the sender could not map a segment; it is announced again before its next use."""
 
     segment: int
 
 
 class TracedTensor(Record, frozen=True, tag="tt"):
-    """A tensor of a traced request as text: its elements in row-major order, separated by commas.
-
-    Of a large tensor only the first elements are there.
-    """
+    """A traced request's tensor as text: elements in row-major order, joined by commas; of a large one only the first."""
 
     activity: str
     name: str
@@ -259,20 +244,14 @@ class Release(Record, frozen=True, tag="L"):
 
 
 class Taken(Record, frozen=True, tag="T"):
-    """Tells the worker that the client has taken ``byte_size`` more bytes of a request's responses.
-
-    Bytes are counted by ``lane.response_byte_size``.
-    """
+    """Tells the worker that the client has taken more bytes of a request's responses (``lane.response_byte_size``)."""
 
     request_id: int
     byte_size: _Natural
 
 
 class Cancel(Record, frozen=True, tag="X"):
-    """Tells the worker that nobody waits for the answer to a request.
-
-    A request that is queued is not run any more. The worker sends a final answer in any case.
-    """
+    """Tells the worker that nobody waits for a request: it is not run if it is queued, and gets a final answer in any case."""
 
     request_id: int
 
@@ -328,18 +307,12 @@ LAST = PreparedAnswer()
 
 
 def is_mark(prepared: PreparedAnswer, answer: AnswerRecord) -> bool:
-    """Returns whether an answer is neither a response nor an error, and only says that no further response comes.
-
-    ``prepared``: the part that the answer shares with others.
-    """
+    """Returns whether an answer is neither a response nor an error, and only says that no further response comes."""
     return prepared.final and not (answer.code or prepared.version or prepared.outputs)
 
 
 def all_parameters(prepared: PreparedRequest, own: RequestRecord) -> dict[str, Parameter]:
-    """Returns the parameters that a client gave with a request, except those for scheduling, such as priority and timeout.
-
-    ``prepared``: the part that the request shares with others; ``own``: the rest of the request.
-    """
+    """Returns the parameters that a client gave with a request, except those for scheduling, such as priority and timeout."""
     return {**prepared.parameters, SET_PARAMETER: own.parameter_set} if own.parameter_set else prepared.parameters
 
 

@@ -69,10 +69,7 @@ class ModelStatistics(Record, frozen=True, tag="c.stats"):
 
 
 class Peer(Record, frozen=True, tag="peer"):
-    """Identifies the client that asks for an operation, by what the socket says of it and not by what the client says.
-
-    Source: ``tensord.daemon.front.peer``.
-    """
+    """Identifies the client that asks, by what the socket says of it and not the client (``tensord.daemon.front.peer``)."""
 
     #: "tcp": only the address is known.  "unix": the kernel vouches for the rest.  "operator": the control socket.
     kind: str = "tcp"
@@ -86,10 +83,7 @@ class Peer(Record, frozen=True, tag="peer"):
 
     @property
     def owner(self) -> str:
-        """Returns the name under which quotas count this client: the name of its user or, for a TCP client, of its host.
-
-        (Clients of one TCP host cannot be told apart for longer than a connection.)
-        """
+        """Returns the name under which quotas count this client: its user's or, for a TCP client, its host's."""
         return f"uid {self.uid}" if self.kind == "unix" else f"{self.kind} {self.address.rpartition(':')[0]}".strip()
 
 
@@ -117,10 +111,7 @@ class RegisterSystemRegion(Record, frozen=True, tag="c.reg"):
 
 
 class RegisterCudaRegion(Record, frozen=True, tag="c.regcuda"):
-    """Registers an allocation of a client's GPU memory as a region under a name.
-
-    Any process that has the handle can open the memory, so the handle is never written to a log.
-    """
+    """Registers an allocation of GPU memory as a region. Its handle opens the memory to anyone, so it is never logged."""
 
     name: str
     #: A cudaIpcMemHandle_t: 64 bytes.
@@ -147,10 +138,7 @@ class UnregisterRegion(Record, frozen=True, tag="c.unreg"):
 
 
 class AwaitRegion(Record, frozen=True, tag="c.awaitreg"):
-    """Asks a worker to reply once all earlier regions of this name are closed. Reply: empty.
-
-    An earlier region was unregistered, and is closed once no request uses it.
-    """
+    """Asks a worker to reply (empty) once all earlier, unregistered regions of this name are closed: no request uses them."""
 
     name: str
 
@@ -250,10 +238,7 @@ class StageParameters(Record, frozen=True, tag="c.stageparams"):
 
 
 class CommitParameters(Record, frozen=True, tag="c.commitparams"):
-    """Tells a worker to use the parameters of a push for every batch from now on. Reply: JSON {}.
-
-    StageParameters has copied them to the device before.
-    """
+    """Tells a worker to use, from now on, the parameters of a push that StageParameters has staged. Reply: JSON {}."""
 
     push: int
     #: Whether sequences and stepped requests that have begun go on with it, too.
@@ -261,10 +246,7 @@ class CommitParameters(Record, frozen=True, tag="c.commitparams"):
 
 
 class AbortParameters(Record, frozen=True, tag="c.abortparams"):
-    """Tells a worker to drop the parameters of a push that StageParameters has copied to the device, if there are any.
-
-    Reply: JSON {}.
-    """
+    """Tells a worker to drop the parameters of a push that StageParameters has staged, if there are any. Reply: JSON {}."""
 
     push: int
 
@@ -347,10 +329,7 @@ class RegionStatus(Record, frozen=True, tag="c.regstat"):
 
 
 class Settle(Record, frozen=True, tag="c.settle"):
-    """Asks the supervisor to reply once every front acts upon all changes that the asking front knew of when it asked.
-
-    Reply: empty.
-    """
+    """Asks the supervisor to reply (empty) once every front acts upon all changes that the asking front knew of."""
 
 
 class AwaitIdle(Record, frozen=True, tag="c.idle"):
@@ -362,20 +341,14 @@ class EndIdleLanes(Record, frozen=True, tag="c.idlelanes"):
 
 
 class TakeProfile(Record, frozen=True, tag="c.profile"):
-    """Tells a worker to record a profile with JAX's profiler for ``seconds``, and to write it below ``folder``.
-
-    Reply: empty, once the profile is written.
-    """
+    """Tells a worker to record ``seconds`` with JAX's profiler below ``folder``. Reply: empty, once it is written."""
 
     seconds: float
     folder: str
 
 
 class SequenceRecords(Record, frozen=True, tag="c.seqrec"):
-    """Asks a worker for its live sequences. Reply: JSON array with an object for each sequence.
-
-    It has at most 1,000 sequences of each model version.
-    """
+    """Asks a worker for its live sequences, at most 1,000 a model version. Reply: JSON array with an object for each."""
 
 
 class ConnectionRecords(Record, frozen=True, tag="c.connrec"):
@@ -391,10 +364,7 @@ class TraceExemplars(Record, frozen=True, tag="c.exemplars"):
 
 
 class ChangeLog(Record, frozen=True, tag="c.log"):
-    """Asks the supervisor to change log settings for all processes. Reply: JSON, all settings.
-
-    Settings that are None stay unchanged.
-    """
+    """Asks the supervisor to change log settings, None unchanged, for all processes. Reply: JSON, all settings."""
 
     info: bool | None = None
     warning: bool | None = None

@@ -34,10 +34,7 @@ R = TypeVar("R")
 
 
 def memory_of(prepared: PreparedRequest) -> int:
-    """Returns about how many bytes of memory a received prepared request takes up.
-
-    If its parts are small, that is many times the number of bytes that were received.
-    """
+    """Returns about how much memory a received prepared request takes: if its parts are small, many times what was received."""
     tensors: list[PreparedTensor | RequestedOutput] = [*prepared.inputs, *prepared.outputs]
     parameters, size = prepared.parameters, sys.getsizeof
     texts = sum([size(tensor.name) for tensor in tensors]) + size(prepared.model)
@@ -130,16 +127,10 @@ class Numbers(Generic[T]):
 
 
 class PublishedNumbers(set[Numbered[T]]):
-    """The prepared requests or answers that the other end of a lane knows by their numbers.
-
-    If a number is assigned anew, the request or answer that had the number before is removed from this set.
-    """
+    """The prepared requests or answers that the other end knows by number; one whose number is assigned anew leaves it."""
 
     def __init__(self, channel: Channel, record: Callable[[int, T], Record]) -> None:
-        """Starts with no number sent on this channel.
-
-        ``record``: the class of records that assign a number, Prepare or PrepareAnswer.
-        """
+        """Starts with no number sent on this channel. ``record`` assigns numbers: Prepare or PrepareAnswer."""
         self._channel = channel
         self._record: Callable[[int, T], Record] = record
         self._numbers: dict[int, Numbered[T]] = {}

@@ -120,10 +120,7 @@ def _shm_open(bare: str) -> int:
 
 
 def check_sealed(name: str, fd: int) -> None:
-    """Raises InvalidArgument unless ``fd`` is a memfd of ordinary pages that nobody can resize.
-
-    ``name``: the region's name, for the error.
-    """
+    """Raises InvalidArgument, naming region ``name``, unless ``fd`` is a memfd of ordinary pages that nobody can resize."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         pages = os.fstatvfs(fd).f_bsize
@@ -156,10 +153,7 @@ class _ObjectRegion(Leased):
     """Base class of regions in a shared-memory object. It owns the object's descriptor. Offsets count from the region's start."""
 
     def __init__(self, name: str, fd: int, offset: int, byte_size: int) -> None:
-        """Takes ownership of the object's descriptor ``fd``, and closes it if this raises.
-
-        Raises InvalidArgument: the range is empty, or not inside the object.
-        """
+        """Owns ``fd``, closed if this raises. Raises InvalidArgument: the range is empty, or not inside the object."""
         found = os.fstat(fd)
         if byte_size <= 0 or offset < 0 or offset + byte_size > found.st_size:
             os.close(fd)
@@ -176,10 +170,7 @@ class _ObjectRegion(Leased):
 
 
 class Region(_ObjectRegion):
-    """A registered range of a client's shared-memory object, mapped for reading and writing in this worker.
-
-    The access modes "guarded" and "sealed" use it.
-    """
+    """A client's registered range, mapped for reading and writing here: the access modes "guarded" and "sealed" use it."""
 
     def __init__(self, name: str, fd: int, offset: int, byte_size: int, populate: int = _POPULATE_LIMIT) -> None:
         """Maps a range of the object, and takes ownership of its descriptor ``fd``, which is closed if this raises.
@@ -224,10 +215,7 @@ class Region(_ObjectRegion):
         return mapping
 
     def view(self, offset: int, byte_size: int) -> memoryview:
-        """Returns a range of the region as a writable view, without a copy.
-
-        Raises InvalidArgument: the range is outside the region.
-        """
+        """Returns a range as a writable view, without a copy. Raises InvalidArgument: it is outside the region."""
         check_range(offset, byte_size, self.byte_size, self.name)
         return self._whole[offset : offset + byte_size]
 
@@ -263,10 +251,7 @@ class Region(_ObjectRegion):
         self._whole[offset : offset + byte_size] = content
 
     def read(self, offset: int, byte_size: int) -> bytes:
-        """Returns a copy of a range, for content that is parsed, which the owner of the memory could change meanwhile.
-
-        Raises InvalidArgument: the range is not inside the region.
-        """
+        """Returns a copy of a range, to parse: the owner may change the range. Raises InvalidArgument: it is outside."""
         return bytes(self.view(offset, byte_size))
 
     def close(self) -> None:

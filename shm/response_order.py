@@ -30,10 +30,7 @@ class ResponseOrder(Generic[K, A]):
         return len(self._turns)
 
     def passes(self, request: K) -> bool:
-        """Returns whether a request's answer may be sent now and no stored answer waits for it. If so, forgets the request.
-
-        If it returns False, give the answer to ``done``.
-        """
+        """Forgets a request and returns True if its answer may be sent and none waits for it; else give it to ``done``."""
         turns = self._turns
         if self._ready or not turns or turns[0] is not request:
             return False
@@ -50,10 +47,7 @@ class ResponseOrder(Generic[K, A]):
         return self._leaving()
 
     def withdrawn(self, request: K) -> list[tuple[K, A]]:
-        """Forgets a request, which gets no answer.
-
-        Returns (request, answer), in their order, for all answers that may be sent now.
-        """
+        """Forgets a request without answer; returns, in order, all (request, answer) that may be sent now."""
         self._turns.remove(request)
         return self._leaving()
 

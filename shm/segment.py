@@ -47,10 +47,7 @@ class Segment:
 
     @classmethod
     def create(cls, byte_size: int) -> Segment:
-        """Creates a segment of ``byte_size`` bytes and maps it.
-
-        Raises Unavailable: the host has not enough memory left, or this process has no file descriptor left.
-        """
+        """Creates and maps a segment. Raises Unavailable: the host lacks memory, or this process a file descriptor."""
         with descriptors.needed("another arena segment"):
             fd = os.memfd_create("tensord", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -108,10 +105,7 @@ class Segment:
         return cls(fd, byte_size, mapping, memoryview(mapping).toreadonly())
 
     def close(self) -> None:
-        """Closes the descriptor and unmaps the memory. Idempotent.
-
-        A view that is still in use keeps the memory mapped until the view is dropped; the descriptor is closed in any case.
-        """
+        """Closes the descriptor, and unmaps the memory once no view of it is in use. Idempotent."""
         if self.fd < 0:
             return
         if self.before_close is not None:

@@ -18,10 +18,7 @@ class Seldom:
         self._next: dict[str, float] = {}
 
     def is_due(self, what: str = "") -> bool:
-        """Returns whether the caller should log the failure now. Returns True at most once a minute for each ``what``.
-
-        ``what``: names the failure, if the caller has several.
-        """
+        """Returns whether to log the failure ``what`` (for callers with several) now: at most once a minute each."""
         now = self._clock()
         if now < self._next.get(what, now):
             return False

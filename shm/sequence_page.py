@@ -93,10 +93,7 @@ class SequenceState(enum.IntEnum):
 
 
 class FreeSlots(NamedTuple):
-    """How many more sequences of a model version a worker can admit now, as the worker's sequence page shows it.
-
-    A model version can have a limited number of sequences on a worker; each takes a slot.
-    """
+    """How many more sequences of a version a worker can admit now, each in a slot, as the worker's page shows it."""
 
     #: A number that changes each time the slots are published.
     edition: int
@@ -139,10 +136,7 @@ class SequencePage:
 
     @classmethod
     def attach(cls, fd: int) -> SequencePage:
-        """Maps a worker's page for reading, and takes ownership of its descriptor.
-
-        Raises InvalidArgument: ``fd`` is not a sequence page.  Unavailable: the page cannot be mapped now.
-        """
+        """Maps a page to read; owns ``fd``. Raises InvalidArgument: it is no page. Unavailable: it cannot be mapped."""
         segment = Segment.attach(fd, os.fstat(fd).st_size)
         words = segment.view.cast("Q") if segment.byte_size % 8 == 0 else None
         whole = (
@@ -171,10 +165,7 @@ class SequencePage:
         return (_STATES[value & 3], value >> 2) if value & 3 else None
 
     def slots(self, key: Key) -> FreeSlots | None:
-        """Returns how many more sequences of a model version the worker can admit; None: the page does not say.
-
-        ``key``: the key of the model version.
-        """
+        """Returns how many more sequences of the version with this key fit; None: the page does not say."""
         value = self.value(key)
         return FreeSlots(value >> 42, value >> 22 & _MOST_SLOTS, value >> 2 & _MOST_SLOTS) if value else None
 
@@ -225,10 +216,7 @@ class SequencePage:
         return since_ns
 
     def begin(self, key: Key, since_ns: int) -> None:
-        """Changes the state of a sequence from WAITING to BEGUN.
-
-        ``since_ns``: the time that ``admit`` returned. If a later sequence has the same key, nothing changes.
-        """
+        """Changes a sequence, admitted at ``since_ns``, from WAITING to BEGUN, unless a later one has the same key."""
         if self.value(key) == since_ns << 2 | SequenceState.WAITING:
             self._store(key, since_ns << 2 | SequenceState.BEGUN)
 
@@ -256,20 +244,14 @@ class SequencePage:
             self._sequences -= 1
 
     def publish_slots(self, key: Key, free: int, backlog: int) -> None:
-        """Writes to the page how many more sequences a model version can admit (``free``), and how many wait (``backlog``).
-
-        ``key``: the key of the model version.
-        """
+        """Publishes how many more sequences a version can admit (``free``), and how many wait (``backlog``)."""
         self._edition = self._edition % _MOST_SLOTS + 1
         if self._models < _MOST_MODELS or self.value(key):
             free, backlog = min(free, _MOST_SLOTS), min(backlog, _MOST_SLOTS)
             self._models += self._store(key, self._edition << 42 | free << 22 | backlog << 2)
 
     def withdraw_slots(self, key: Key) -> None:
-        """Removes from the page how many more sequences a model version can admit.
-
-        Fronts then send no new sequence of the version to this worker.
-        """
+        """Removes a version's number of free slots, so that fronts send no new sequence of it here."""
         self._models -= self._remove(key)
 
     def __len__(self) -> int:
@@ -283,10 +265,7 @@ class SequencePage:
         return _HEADER if at + _ENTRY == self._end else at + _ENTRY
 
     def _place(self, key: Key) -> int:
-        """Returns where in the page's words the entry of a key begins.
-
-        If the key has no entry, returns where the free entry begins in which it would be stored.
-        """
+        """Returns the index of the first word of a key's entry or, if it has none, of the free entry to store it in."""
         words, at = self._words, self._home(key[0])
         while words[at] and (words[at] != key[0] or words[at + 1] != key[1]):
             at = self._next(at)

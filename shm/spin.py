@@ -14,10 +14,7 @@ from time import monotonic_ns
 
 
 class Spin:
-    """Decides whether a loop that waits for records polls before it sleeps: only if its last wait was shorter than ``limit_ns``.
-
-    ``limit_ns``: for how many nanoseconds to poll at most; 0: it never polls.
-    """
+    """Decides whether a loop polls before it sleeps: if its last wait was shorter than ``limit_ns`` (0: it never polls)."""
 
     __slots__ = ("_limit_ns", "_since_ns", "_worth")
 
@@ -42,10 +39,7 @@ class Spin:
         return monotonic_ns()
 
     def end(self, now_ns: int) -> None:
-        """Notes that a wait has ended, whether or not a record came.
-
-        The next ``begin`` says to poll only if this wait was shorter than ``limit_ns``.
-        """
+        """Notes that a wait has ended, with a record or without; the next ``begin`` goes by how long it was."""
         self._worth = now_ns - self._since_ns < self._limit_ns
 
     def __repr__(self) -> str:

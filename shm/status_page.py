@@ -104,10 +104,7 @@ class StatusPage:
         self._words[2] = now_ns
 
     def beat(self, now_ns: int) -> None:
-        """Writes ``now_ns`` to the page as the time of the main loop's last iteration.
-
-        The supervisor checks how long ago it was.
-        """
+        """Writes the time of the main loop's last iteration; the supervisor checks how long ago it was."""
         self._words[2] = now_ns
 
     @property
@@ -130,10 +127,7 @@ class StatusPage:
 
     @staticmethod
     def word(slot: int) -> int:
-        """Returns the index of the page's word at which the part for one execution thread begins.
-
-        ``slot``: the number of that part; 0 is the main loop's.
-        """
+        """Returns the index of the word where execution thread ``slot``'s part begins; slot 0 is the main loop's."""
         return _WORDS * (slot + 1)
 
     def begin(self, slot: int, requests: Sequence[tuple[int, int]], model: int, now_ns: int) -> None:
@@ -164,10 +158,7 @@ class StatusPage:
         words[at] = len(recorded)
 
     def end(self, slot: int, now_ns: int) -> None:
-        """Writes to the page that an execution thread has finished its run.
-
-        ``slot``: the number of the thread's part of the page; LOOP_SLOT, the main loop's, also sets the state to ``resting``.
-        """
+        """Writes that an execution thread has finished its run; LOOP_SLOT also sets the state to ``resting``."""
         if slot < SLOTS:
             words = self._words
             words[_WORDS * (slot + 1)] = 0

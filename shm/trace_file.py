@@ -106,10 +106,7 @@ class TraceFiles:
 
 
 def append(path: str, traces: bytes) -> None:
-    """Appends traces to the JSON array in a file.
-
-    Raises: OSError: the file cannot be written.  ValueError: the file does not end with a JSON array.
-    """
+    """Appends traces to the JSON array in a file. Raises OSError: writing failed. ValueError: the file ends with no array."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -139,8 +136,5 @@ def _put(fd: int, content: bytes, at: int) -> None:
 
 
 def begin(path: str) -> None:
-    """Makes an empty trace file, or empties an existing one. Called when the server starts.
-
-    Raises OSError: the file cannot be written.
-    """
+    """Makes or empties a trace file, when the server starts. Raises OSError: the file cannot be written."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _MODE))

@@ -69,10 +69,7 @@ class Exemplars:
         self._versions: dict[tuple[str, int], dict[tuple[int, int], tuple[str, float, float]]] = {}
 
     def note(self, model: str, version: int, trace_id: str, moments: Mapping[str, int]) -> None:
-        """Stores a traced request, which had no error, as the exemplar of each bucket that one of its durations falls into.
-
-        ``moments``: name of each timestamp -> time in ns of CLOCK_MONOTONIC.
-        """
+        """Stores an errorless request, by its ``moments`` (ns), as exemplar of each bucket its durations fall into."""
         found = self._versions.pop((model, version), {})
         while len(self._versions) >= MAX_EXEMPLARS:
             del self._versions[next(iter(self._versions))]
@@ -109,10 +106,7 @@ class SpanIds(NamedTuple):
 
 
 class Spans:
-    """Collects the ended traces of a front or a worker, and sends several at a time to the supervisor.
-
-    Only the event loop of the process may use it.
-    """
+    """Collects ended traces and sends several at a time to the supervisor. Only the process's event loop may use it."""
 
     def __init__(self, hand_over: Callable[[TracesEnded], bool], later: Later | None = None) -> None:
         """Starts without traces. ``hand_over``: sends traces to the supervisor; returns False if it drops them.
@@ -142,10 +136,7 @@ class Spans:
         self.flush()
 
     def flush(self) -> None:
-        """Sends all collected traces to the supervisor now.
-
-        If the supervisor does not take them, drops them and logs a warning.
-        """
+        """Sends all collected traces now; if the supervisor does not take them, drops them and logs a warning."""
         if not self._waiting:
             return
         traces, self._waiting = tuple(self._waiting), []
@@ -205,10 +196,7 @@ class Tracer:
         self._last_id = incarnation << _ID_BITS
 
     def changed(self, record: TraceChanged, fds: list[int]) -> None:
-        """Sets the trace settings of a model; for model "", of all models that have none of their own.
-
-        ``fds``: the descriptors that came with the record, of which this takes ownership.
-        """
+        """Sets a model's trace settings ("": those of all without their own); takes ownership of the record's ``fds``."""
         self._forget(record.model)
         self._samplers[record.model] = Sampler(record, fds, self._files)
         self._look()
@@ -310,10 +298,7 @@ class Sampler:
         return bool(self._path and self.level)
 
     def write(self, trace: bytes) -> None:
-        """Writes a finished trace to the file or, if ``log_frequency`` is set, collects that number of traces first.
-
-        Call it only if ``writes`` is True.
-        """
+        """Writes a finished trace, or collects ``log_frequency`` of them first. Call it only if ``writes`` is True."""
         if not self._log_frequency:
             self._files.write(self._path, trace, indexed=False)
             return
@@ -384,10 +369,7 @@ class Trace:
         self._stamps.append((ns or time.monotonic_ns(), name))
 
     def sent(self, record: RequestRecord, ns: int = 0) -> None:
-        """Stores the record that is being sent to a worker, or that a worker has received, and adds a timestamp for that.
-
-        ``ns``: the time in ns of CLOCK_MONOTONIC; 0: now.
-        """
+        """Stores the record sent to, or received by, a worker and stamps it with ``ns`` (CLOCK_MONOTONIC; 0: now)."""
         self.client_id, self._record = record.client_id, record
         self.stamp(trace_stamps.REQUEST_START, ns)
 
@@ -411,10 +393,7 @@ class Trace:
         self.stamp(trace_stamps.REQUEST_END)
 
     def end(self) -> None:
-        """Writes the trace to its file, with the traces of requests that the model made.
-
-        Sends it to the collector, if there is one.
-        """
+        """Writes the trace, with those of requests the model made, to its file and to the collector, if there is one."""
         timeline = self._timeline or _UNTOLD
         if self._sampler.writes:
             entries = self._head(self._id, self._model, self._version, timeline.parameters)
