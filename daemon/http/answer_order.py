@@ -190,10 +190,7 @@ class AnswerOrder:
             self._turning = False
 
     def announce_end(self) -> None:
-        """Makes the newest unanswered request the last one on this connection: its answer says ``Connection: close``.
-
-        It does nothing if no request is unanswered.
-        """
+        """Makes the newest unanswered request, if any, the last one here: its answer says ``Connection: close``."""
         last = self.requests[-1] if self.requests else None
         if last is None or not last.keep_alive:
             return
@@ -283,10 +280,7 @@ class AnswerOrder:
 
     @property
     def received(self) -> int:
-        """Returns how many bytes of the arriving body were received.
-
-        Returns -1 if no body is arriving, if the body waits for memory, or if the client still waits for ``100 Continue``.
-        """
+        """Returns the arriving body's received bytes; -1: none arrives, it waits for memory, or ``100 Continue`` is awaited."""
         if self.receiving is None or self._body_waits_since or self._expects_continue:
             return -1
         direct = self.reader.byte_size if self.reader is not None and self.reader.reads_body else 0

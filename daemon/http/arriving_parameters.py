@@ -23,10 +23,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_
 
 
 class ArrivingParameters:
-    """Receives the parameters that clients push, for all connections of one front.
-
-    It limits how many bytes of parameters arrive at the same time.
-    """
+    """Receives the parameters that clients push to a front, and limits how many bytes of them arrive at the same time."""
 
     def __init__(self) -> None:
         #: Bytes of memory that are taken, or promised by a Content-Length, now.
@@ -129,10 +126,7 @@ class _Pushed:
         self._written = end
 
     def sealed(self) -> int:
-        """Seals the memory against changes.
-
-        Returns its file descriptor, which ``close`` will close; -1 if no bytes were written.
-        """
+        """Seals the memory; returns its descriptor, which ``close`` will close, or -1 if no bytes were written."""
         if self._memory >= 0:
             fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, _SEALS)
         return self._memory

@@ -42,10 +42,7 @@ class _Error(msgspec.Struct):
 
 
 class AsgiRequest:
-    """One HTTP request that the ASGI application answers, which is any request that is no inference request.
-
-    ``keep_alive``: whether the connection stays open after the answer.
-    """
+    """One HTTP request other than inference. ``keep_alive``: whether the connection stays open after the answer."""
 
     def __init__(self, serving: HttpServing, scope: dict[str, Any], order: AnswerOrder, keep_alive: bool) -> None:
         self._serving = serving
@@ -66,10 +63,7 @@ class AsgiRequest:
     # ------------------------------------------------------------------------------------------- the connection's side
 
     def receive(self, chunk: bytes) -> None:
-        """Adds a piece of the body to the bytes that the application will read.
-
-        If the answer is complete, the piece is discarded.
-        """
+        """Adds a piece of the body to what the application will read; discards it if the answer is complete."""
         self.received += len(chunk)
         if not self._answered:
             self._body += chunk
@@ -90,10 +84,7 @@ class AsgiRequest:
         task.add_done_callback(tasks.discard)
 
     def abandon(self) -> None:
-        """Reports to the application that the client has disconnected.
-
-        An answer that the application still gives is discarded.
-        """
+        """Reports to the application that the client has disconnected; what it still answers is discarded."""
         self._gone = True
         self._news.set()
 
@@ -161,10 +152,7 @@ class AsgiRequest:
         self._finish(status, body)
 
     def _finish(self, status: int, body: bytes) -> None:
-        """Ends the request, whose answer was written: counts the answer, logs an error, and lets the next request be answered.
-
-        ``body`` is the answer's body; an error's message is read from it.
-        """
+        """Ends the request, which was answered with ``body``: counts it, logs an error, lets the next one be answered."""
         self._answered = True
         self._news.set()
         # A probe that hears "not ready" has made no mistake.

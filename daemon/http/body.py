@@ -103,10 +103,7 @@ class TextBody:
         self.advance(len(chunk))
 
     def rest(self) -> memoryview:
-        """Returns the memory for the bytes that are still to come, into which the socket may be read directly.
-
-        After ``drop`` that is memory for bytes that are discarded.
-        """
+        """Returns the memory to read the rest from the socket into; after ``drop``, memory for discarded bytes."""
         if self._kept:
             return self._memory[self.received :]
         return self._memory[: self._byte_size - self.received]

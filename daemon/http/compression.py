@@ -177,10 +177,7 @@ def answer_coding(accept: bytes) -> str:
 
 
 def _quality(parameter: bytes) -> float:
-    """Returns the value of the parameter ``q=0.8`` of an Accept-Encoding header. A malformed value counts as 0.
-
-    A coding with q 0 is not used.
-    """
+    """Returns the value of ``q=0.8`` in Accept-Encoding; a malformed one counts as 0, with which a coding is not used."""
     name, _, value = parameter.partition(b"=")
     try:
         quality = float(value) if name.strip() == b"q" else 0.0

@@ -169,10 +169,7 @@ class Http1Connection(asyncio.Protocol):
         return True
 
     def _parse(self, data: bytes, between: bool) -> None:
-        """Feeds received bytes to the parser.
-
-        ``between``: True if no request was arriving or unanswered when the bytes came, so that they begin a request.
-        """
+        """Feeds bytes to the parser. ``between``: no request was arriving or unanswered, so that they begin one."""
         order, feed = self.order, self._feed
         if feed is None:
             feed = self._feed = ParserFeed(self._serving, self.transport, order)
@@ -222,10 +219,7 @@ class Http1Connection(asyncio.Protocol):
         order.reader.receive(body.rest()[:_PIECE_BYTE_SIZE] if isinstance(body, TextBody) else body.rest())
 
     def _leave_reader(self) -> None:
-        """Removes the ``BodyReader`` from the connection, because the client sends small requests again.
-
-        While reading is paused it does nothing.
-        """
+        """Removes the ``BodyReader``, as the client sends small requests again; does nothing while reading is paused."""
         order = self.order
         if order.reader is not None and not order.flow.read_paused:
             order.reader.leave()
@@ -308,18 +302,12 @@ class Http1Connection(asyncio.Protocol):
 
     @property
     def used_at(self) -> float:
-        """Returns the monotonic time, in seconds, since which the connection is idle or the head of a request is arriving.
-
-        Returns 0 if neither is so.
-        """
+        """Returns since when (monotonic seconds) the connection is idle or a head is arriving; 0 if neither is so."""
         return self.order.times.idle_since or self.order.times.head_since
 
     @property
     def asks_nothing(self) -> bool:
-        """Returns whether the client waits for no answer and for no rest of an answer.
-
-        A client that has sent only a part of a head does not wait for one.
-        """
+        """Returns whether the client waits for no answer nor the rest of one; with a part of a head sent it waits for none."""
         order = self.order
         return not (order.requests or order.times.body_since or order.flow.write_paused)
 

@@ -32,10 +32,7 @@ class Job:
         self._steps.close()
 
     def step(self) -> bool:
-        """Runs one step of the conversion. Returns whether there are more steps.
-
-        After the last step it calls the callback for the result, or, if the step has raised, the one for the exception.
-        """
+        """Runs one step; returns whether there are more. After the last it calls back with the result or the exception."""
         try:
             next(self._steps)
             return True

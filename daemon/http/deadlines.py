@@ -55,10 +55,7 @@ class ClientDeadlines:
         return came >= 0 and now - self._silent_since > SILENCE_SECONDS
 
     def held_up(self, now: float) -> None:
-        """Restarts the deadlines of the arriving head and body, because the server, not the client, delays the request.
-
-        ``now``: monotonic seconds.
-        """
+        """Restarts the deadlines of the arriving head and body, because the server, not the client, delays the request."""
         if self.head_since:
             self.head_since = now
         if self.body_since:

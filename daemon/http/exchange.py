@@ -197,10 +197,7 @@ class Exchange(InFlight):
         self._go_on()
 
     def take_turn(self) -> None:
-        """Called when every earlier request of the connection is answered: submits this request if its body is complete.
-
-        If the client waits for ``100 Continue``, that is sent.
-        """
+        """Called when every earlier request is answered: submits this one if complete, or sends ``100 Continue`` if awaited."""
         self.my_turn = True
         if self.phase is _RECEIVING:
             self._order.ask_for_body(self)
@@ -300,10 +297,7 @@ class Exchange(InFlight):
             self._answer_if_refused(self._read, reception.body)
 
     def _read(self, body: Body) -> None:
-        """Decodes the JSON of a complete body, and submits the request.
-
-        If the JSON is long, large arrays are first cut out in steps.
-        """
+        """Decodes a complete body's JSON, if it is long after cutting out large arrays in steps, and submits the request."""
         json_size = self._head.json_size
         text: bytes | memoryview
         if isinstance(body, PlacedBody):
@@ -569,10 +563,7 @@ class Exchange(InFlight):
         return self._head.origin_lines + self._timing_line + lines
 
     def written(self) -> None:
-        """Called when the transport no longer needs the answer's shared memory.
-
-        Releases that memory, and ends the request's trace.
-        """
+        """Called when the transport no longer needs the answer's shared memory: releases it, and ends the trace."""
         unwritten, self._unwritten = self._unwritten, None
         if unwritten is not None:
             self._serving.submitter.release(*unwritten)
@@ -593,10 +584,7 @@ class Exchange(InFlight):
             self._refused(error)
 
     def _refused(self, error: Exception) -> None:
-        """Answers the request with ``error``. An exception that is no ``ServingError`` is a defect of the server, and is logged.
-
-        After a defect, the connection is aborted instead if a part of an answer was already written.
-        """
+        """Answers the request with ``error``. A defect (no ``ServingError``) is logged, and aborts an answer that has begun."""
         if isinstance(error, ServingError):
             self._answer_error(http_status(error), error.message)
         else:

@@ -59,10 +59,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Generation(InFlight):
-    """One request to the endpoint generate, generate_stream or infer_stream, until its answer is complete.
-
-    Each of the three endpoints has a subclass.
-    """
+    """One request to generate, generate_stream or infer_stream (a subclass each), until its answer is complete."""
 
     _serving: HttpServing
     _head: InferHead
@@ -279,24 +276,15 @@ class Generation(InFlight):
             self._serving.submitter.release(lane, own.lease)
 
     def _answer(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> None:
-        """Writes one response that is no error, or stores it until ``_end``.
-
-        Raises InvalidArgument: the response cannot be expressed at this endpoint.
-        """
+        """Writes or stores one good response. Raises InvalidArgument: this endpoint cannot express the response."""
         raise NotImplementedError
 
     def _fail(self, error: ServingError, final: bool) -> None:
-        """Sends the client an error, which the model has given or which occurred when a response was to be written.
-
-        ``final``: whether no response follows.
-        """
+        """Sends the client an error of the model or of writing a response. ``final``: whether no response follows."""
         raise NotImplementedError
 
     def _end(self) -> None:
-        """Ends the answer after the model's last response.
-
-        Raises InvalidArgument: there was no response, but this endpoint needs one.
-        """
+        """Ends the answer after the last response. Raises InvalidArgument: there was none, but this endpoint needs one."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------------- bytes
@@ -332,10 +320,7 @@ class Generation(InFlight):
         self._write_whole(status, _encode({"error": message}))
 
     def _meet_defect(self) -> None:
-        """Logs the exception that is being handled, and answers 500.
-
-        If a part of the answer was written, it aborts the connection.
-        """
+        """Logs the exception being handled, and answers 500, or aborts the connection if an answer has begun."""
         _log.exception("request '%s' for model '%s' met a defect of the server", self._client_id, self._head.model)
         if self._begun:
             self._gone = True

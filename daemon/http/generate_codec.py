@@ -154,10 +154,7 @@ class JoinedAnswers:
             parts.append(content)
 
     def whole(self) -> tuple[PreparedAnswer, tuple[Content, ...]]:
-        """Returns all responses joined into one answer: its outputs' names, datatypes and shapes, and their bytes.
-
-        If there were no responses, the outputs have no elements.
-        """
+        """Returns all responses joined into one answer and its bytes; the outputs of no responses have no elements."""
         tensors = [
             PreparedTensor(name, datatype, (sum(sizes), *rest))
             for name, (datatype, rest, sizes, _) in self._outputs.items()

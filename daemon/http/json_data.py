@@ -102,10 +102,7 @@ def flat(leaves: list[Any], datatype: str, name: str) -> bytes:
 
 
 def refuse_half_floats(datatype: str, count: int, name: str) -> None:
-    """Checks that a tensor of ``count`` elements can be sent as JSON.
-
-    Raises InvalidArgument: it is FP16 or BF16, and not empty.
-    """
+    """Checks that a tensor can be sent as JSON. Raises InvalidArgument: it is FP16 or BF16, and not empty."""
     if count and not DATATYPES[datatype].json:
         raise InvalidArgument(
             f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input {name}"
@@ -113,10 +110,7 @@ def refuse_half_floats(datatype: str, count: int, name: str) -> None:
 
 
 def _wire_bytes(values: list[Any], datatype: str) -> bytes:
-    """Converts a list of values to a tensor's bytes. The values must have been checked to be of the datatype's kind.
-
-    Raises OverflowError: a number is out of the datatype's range.
-    """
+    """Converts values of the datatype's kind to a tensor's bytes. Raises OverflowError: a number is out of its range."""
     if datatype == "BYTES":
         return encoded(values)
     dtype = DTYPES[datatype]
@@ -158,10 +152,7 @@ def _leaves(value: list[Any], shape: list[int], name: str) -> list[Any]:
 
 
 def is_nesting_of(dims: Sequence[int], shape: Sequence[int]) -> bool:
-    """Returns whether nested lists of the lengths ``dims`` (outermost first) fit a tensor of ``shape``.
-
-    Lengths and dimensions of 1 are ignored.
-    """
+    """Returns whether nested lists of the lengths ``dims``, outermost first, fit ``shape``; lengths of 1 are ignored."""
     return [dim for dim in dims if dim != 1] == [dim for dim in shape if dim != 1]
 
 

@@ -83,10 +83,7 @@ class JsonArray:
         return self.count * (ELEMENT_SIZES[self.datatype] or 0)
 
     def wire_bytes(self) -> bytes:
-        """Converts the whole array at once and returns the tensor's bytes.
-
-        Raises: InvalidArgument: the text is no JSON array for this datatype and shape.
-        """
+        """Converts the whole array at once. Raises InvalidArgument: it is no JSON array for this datatype and shape."""
         content = bytearray(self.byte_size)
         for _ in self.fill(memoryview(content)):
             pass
@@ -114,10 +111,7 @@ class JsonArray:
         return self.byte_size
 
     def _pieces(self) -> Iterator[tuple[int, bytes]]:
-        """Yields the text between the outer brackets in pieces, each with its offset in ``text``. A piece ends before a comma.
-
-        Raises: InvalidArgument: the text of one value is longer than a piece.
-        """
+        """Yields pieces, with offsets in ``text``, that end before a comma. Raises InvalidArgument: a value exceeds a piece."""
         start, end = 1, len(self.text) - 1
         while end - start > PIECE_BYTE_SIZE:
             piece = bytes(self.text[start : start + PIECE_BYTE_SIZE])
@@ -217,10 +211,7 @@ class JsonStrings:
 
     @property
     def byte_size(self) -> int:
-        """Returns the most bytes that the tensor can have.
-
-        Each string takes 4 bytes in the tensor for its length, where the text has 3 bytes for its quotation marks and comma.
-        """
+        """Returns the most bytes of the tensor: 4 for a string's length, where the text has 3 for its quotes and comma."""
         return len(self.text) + self.count
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:

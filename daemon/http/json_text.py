@@ -51,10 +51,7 @@ def writer(tensor: PreparedTensor) -> Callable[[bytes | memoryview], bytes]:
 
 
 def pieces(tensor: PreparedTensor, content: bytes | memoryview) -> Iterator[bytes]:
-    """Yields the JSON array of a tensor in pieces that take about a millisecond each.
-
-    Raises InvalidArgument: JSON cannot express the tensor. That may show only after some pieces.
-    """
+    """Yields a tensor's JSON in pieces of about 1 ms. Raises InvalidArgument, perhaps after some: JSON cannot express it."""
     separator = b"["
     for text in _string_pieces(tensor, content) if tensor.datatype == "BYTES" else _number_pieces(tensor, content):
         yield separator + text[1:-1]
@@ -118,10 +115,7 @@ class ResponseLayout:
     __slots__ = ("_outputs", "_shared", "prepared")
 
     def __init__(self, prepared: PreparedAnswer, model: str, client_id: str) -> None:
-        """Encodes the part of the JSON that is the same in all responses.
-
-        Raises InvalidArgument: JSON cannot express an output.
-        """
+        """Encodes what all responses share of the JSON. Raises InvalidArgument: JSON cannot express an output."""
         self.prepared = prepared
         self._shared: dict[str, Any] = {"id": client_id} if client_id else {}
         self._shared |= {"model_name": model, "model_version": str(prepared.version)}

@@ -40,10 +40,7 @@ _REMEMBERED = 1024
 
 @dataclass(frozen=True, slots=True)
 class InferRoute:
-    """Holds the model, the version (0: the newest) and the endpoint that a request target names.
-
-    ``error``: why the version is refused; None if it is not.
-    """
+    """Model, version (0: the newest) and endpoint of a request target. ``error``: why the version is refused, or None."""
 
     model: str
     version: int
@@ -130,10 +127,7 @@ class InferHead:
 
 
 def refusal(version: str, fields: Fields) -> tuple[int, str] | None:
-    """Checks framing, Host header and HTTP version of a request, all of which must be unambiguous.
-
-    Returns None if they are good, otherwise the status and text of the error response.
-    """
+    """Checks framing, Host and HTTP version, which must be unambiguous. Returns an error's status and text, or None."""
     hosts = 0
     for name, value in fields:
         if name == b"host":
@@ -148,10 +142,7 @@ def refusal(version: str, fields: Fields) -> tuple[int, str] | None:
 
 
 def path_and_query(target: bytes) -> tuple[str, bytes, bytes]:
-    """Splits a request target into the percent-decoded path, the path as it came, and the query.
-
-    An encoded slash (%2F) stays encoded in the decoded path, because it does not separate path segments.
-    """
+    """Splits a target into the percent-decoded path (but %2F, which separates no segments, stays), the raw path and the query."""
     match = _TARGET.fullmatch(target)
     path, query = (match[1], match[2] or b"") if match else (target, b"")
     if b"%" not in path:

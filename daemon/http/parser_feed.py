@@ -66,10 +66,7 @@ def _bare_line_feed(data: bytes, begin: int, end: int) -> int:
 
 
 class Messages:
-    """Handles the callbacks of httptools' parser for one connection: makes requests of them, which are added to ``order``.
-
-    A request whose head is not acceptable is refused.
-    """
+    """Makes requests of the HTTP parser's callbacks and adds them to ``order``; those with unacceptable heads are refused."""
 
     def __init__(self, serving: HttpServing, transport: asyncio.Transport, order: AnswerOrder) -> None:
         self._serving = serving
@@ -217,10 +214,7 @@ class Messages:
             exchange.take_turn()
 
     def _complete(self, head: InferHead) -> None:
-        """Applies the operator's rules to a request head and reads its ``traceparent``.
-
-        If the body is chunked, it begins to check the framing of the chunks.
-        """
+        """Applies the operator's rules to a head, reads its ``traceparent``, and begins to check a chunked body's framing."""
         if self._serving.has_rules:
             self._apply_rules(head)
         if self._serving.tracer.joins:
@@ -229,10 +223,7 @@ class Messages:
             self._chunks_begin()
 
     def _apply_rules(self, head: InferHead) -> None:
-        """Adds CORS lines to ``head``, checks the access key, and adds the headers that are forwarded to the model.
-
-        An error is not raised but stored in ``head.error``.
-        """
+        """Adds CORS lines and forwarded headers, and checks the access key. An error is stored in ``head.error``."""
         if self._order.origin_lines:
             head.tell_origin(self._order.origin_lines)
         try:
@@ -254,10 +245,7 @@ class Messages:
             generation.take_turn()
 
     def _begin_asgi_request(self, version: str, keep_alive: bool) -> None:
-        """Begins a request that is no inference request, which the ASGI application will answer.
-
-        ``keep_alive``: whether the connection stays open after the answer.
-        """
+        """Begins a request other than inference. ``keep_alive``: whether the connection stays open after the answer."""
         order = self._order
         if any(name == b"transfer-encoding" for name, _ in self.headers):
             # Each of them bounds its body itself; that of pushed parameters may be larger than any request's.
@@ -276,10 +264,7 @@ class Messages:
     # ------------------------------------------------------------------------------------------------- body
 
     def _chunks_begin(self, most: int = 0) -> None:
-        """Begins to check the framing of a chunked body against its limits.
-
-        ``most``: the most bytes of this body; without effect if it is less than the limit for any body.
-        """
+        """Begins to check a chunked body against its limits. ``most``: its most bytes, if not below the limit for any body."""
         http = self._serving.options.http
         self.chunks = ChunkSizes(max(most, http.max_body_byte_size), http.max_head_byte_size)
 
@@ -301,10 +286,7 @@ class Messages:
 
 
 class ParserFeed:
-    """Feeds the bytes of one client to its connection's HTTP parser.
-
-    Created once the client has sent a head that is not cached.
-    """
+    """Feeds one client's bytes to its HTTP parser. Created once the client has sent a head that is not cached."""
 
     def __init__(self, serving: HttpServing, transport: asyncio.Transport, order: AnswerOrder) -> None:
         self._serving = serving
@@ -427,10 +409,7 @@ class ParserFeed:
             self._order.refuse(400, "malformed HTTP request")
 
     def _end_of_head(self, data: bytes, at: int, end: int) -> int:
-        """Searches ``data[at:end]`` for the end of the arriving head.
-
-        Returns the offset behind it, or ``end`` if the head goes on.
-        """
+        """Returns the offset behind the arriving head in ``data[at:end]``, or ``end`` if the head goes on."""
         tail = self._head_tail
         cut = (tail + data[at:end]).find(END) - len(tail) if tail else data.find(END, at, end) - at
         if cut < -len(tail):
@@ -453,10 +432,7 @@ class ParserFeed:
         asyncio.get_running_loop().call_soon(self._go_on)
 
     def _go_on(self) -> None:
-        """Parses the bytes that were left for this iteration of the event loop.
-
-        Resumes reading unless something else pauses it.
-        """
+        """Parses the bytes left for this iteration, and resumes reading unless something else pauses it."""
         if self._transport.is_closing():
             return
         order, (rest, self._rest) = self._order, (self._rest, b"")

@@ -45,10 +45,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class PreparedRequests:
-    """Parses inference requests, and caches what requests of the same kind have in common. There is one per front.
-
-    Requests are of one kind if they differ only in id, scheduling and tensor values.
-    """
+    """Parses a front's inference requests, and caches what those share that differ only in id, scheduling and values."""
 
     def __init__(self, count: int = MAX_NUMBERS, inline_byte_size: int = 0) -> None:
         """Creates an empty cache.
@@ -129,10 +126,7 @@ class PreparedRequests:
         return request
 
     def _part(self, given: dict[str, Any]) -> tuple[Scheduling, str]:
-        """Separates the parameters of a request.
-
-        Returns its scheduling, and the text of all other parameters ("" if there are none).
-        """
+        """Separates a request's parameters: its scheduling, and the text of all others ("" if there are none)."""
         # As text: 1, 1.0 and true are equal, and not the same.
         text = repr(given)
         known = self._parts[text]
@@ -144,10 +138,7 @@ class PreparedRequests:
         return known
 
     def prepare(self, head: InferHead, decoded: DecodedRequest) -> ParsedRequest:
-        """Makes a parsed request of ``decoded``, with a kind that no other request shares.
-
-        The cache is neither read nor changed.
-        """
+        """Makes a parsed request of a kind that no other request shares, neither reading nor changing the cache."""
         sources = [source for _, _, _, source in decoded.inputs]
         return ParsedRequest(
             PreparedKind(head, decoded, self._inline_byte_size), decoded.id, sources, decoded.scheduling
@@ -236,10 +227,7 @@ class PreparedKind:
         self.last_answer: AnswerText | None = None
 
     def on_lane(self, numbers: Numbers[PreparedRequest]) -> Numbered[PreparedRequest] | None:
-        """Returns the number that stands for requests of this kind on the lanes. It is assigned when the second request comes.
-
-        Returns None for the first request, which is sent in full.
-        """
+        """Returns this kind's number on the lanes, assigned with the second request; None for the first, sent in full."""
         if self.numbered is None:
             self.numbered = numbers.number_again(self.record)
         return self.numbered

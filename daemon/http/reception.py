@@ -129,10 +129,7 @@ class Reception(Receiver):
         self._on_progress()
 
     def _collect(self, byte_size: int) -> None:
-        """Counts ``byte_size`` more bytes of this body as held in ordinary memory.
-
-        Raises Unavailable: the bodies of all requests of this front together would exceed the limit.
-        """
+        """Counts more bytes as held in ordinary memory. Raises Unavailable: all bodies of this front exceed the limit."""
         serving, limit = self._serving, self._serving.options.http.max_collected_byte_size
         if serving.collected_byte_size + byte_size > limit:
             serving.submitter.refusals.note(self._head.model, Refusal.BODIES)
@@ -144,10 +141,7 @@ class Reception(Receiver):
         self._collected_byte_size += byte_size
 
     def _grown(self, byte_size: int) -> bool:
-        """Counts ``byte_size`` more received bytes of a large JSON body. Returns False if the body is refused or dropped.
-
-        After False the caller discards the body.
-        """
+        """Counts more bytes of a large JSON body. Returns False if it is refused or dropped; the caller then discards it."""
         if self.error is None and not self._dropped:
             try:
                 self._collect(byte_size)
@@ -218,10 +212,7 @@ class Reception(Receiver):
     # ----------------------------------------------------------------------------------------------------------- leave
 
     def leave(self) -> tuple[Lease, ...]:
-        """Ends the reception once the tensors are in their places.
-
-        Returns the leases of the body, which the caller owns from now on. The tuple is empty if the body has no lease.
-        """
+        """Ends the reception, once the tensors are placed, and returns its leases, if any, which the caller owns from now on."""
         if self._collected_byte_size:
             self.drop_body()
         lease = self.take_lease()

@@ -232,10 +232,7 @@ def _parameters(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def refusal(key: str, given: str, wanted: str) -> InvalidArgument:
-    """Returns the error for a value of ``key`` that has a wrong type.
-
-    ``given`` and ``wanted`` name the wrong and the right type.
-    """
+    """Returns the error for a value of ``key`` that has a wrong type, ``given``, instead of ``wanted``."""
     return InvalidArgument(f"Unable to parse '{key}': attempt to access JSON {given} as {wanted}")
 
 

@@ -138,10 +138,7 @@ def response_head(json_size: int, tail_size: int, lines: bytes = b"", compressed
 
 
 def timing_line(timing: tuple[int, int, int]) -> bytes:
-    """Returns the Tensord-Timing header line of an answer.
-
-    ``timing``: the nanoseconds in the queue, the nanoseconds of computing, and the number of bytes copied.
-    """
+    """Returns the Tensord-Timing header line. ``timing``: ns in the queue, ns of computing, number of bytes copied."""
     return b"Tensord-Timing: queue-ns=%d, compute-ns=%d, copied-bytes=%d\r\n" % timing
 
 
@@ -150,10 +147,7 @@ def status_line(status: int) -> bytes:
 
 
 def error_response(status: int, message: str, lines: bytes = b"") -> bytes:
-    """Returns a complete HTTP error response, whose body is a JSON object with the message under ``error``.
-
-    ``lines``: further header lines, each with its line end.
-    """
+    """Returns a complete error response with the message as JSON. ``lines``: further header lines, with line ends."""
     body = _encode({"error": message})
     retry = b"Retry-After: 1\r\n" if status == 503 else b""
     return (

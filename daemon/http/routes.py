@@ -152,10 +152,7 @@ class Routes:
     # ------------------------------------------------------------------------------------------------ health
 
     async def live(self, request: Request) -> Response:
-        """Answers whether the server is alive.
-
-        KServe's client reads that from the body, Triton's client from the status alone.
-        """
+        """Answers whether the server is alive: KServe's client reads the body, Triton's the status alone."""
         return _answer({"live": True})
 
     async def ready(self, request: Request) -> Response:
@@ -197,10 +194,7 @@ class Routes:
         return _answer(await self._endpoints.model_config(*_target(request)))
 
     async def infer(self, request: Request) -> Response:
-        """Raises NotFound always. A connection answers inference requests itself, so that none of them reaches this handler.
-
-        It exists because the table of routes needs a handler for their path.
-        """
+        """Raises NotFound: a connection answers inference itself, but the table of routes needs a handler for its path."""
         raise NotFound("Not Found")
 
     async def statistics(self, request: Request) -> Response:
@@ -348,10 +342,7 @@ async def _read_body(request: Request, limit: int) -> bytes:
 
 
 async def _fields(request: Request, required: bool = False) -> dict[str, Any]:
-    """Returns the fields of the JSON object in the body of a request that is no inference request.
-
-    ``required``: True: an empty body is refused with InvalidArgument. False: an empty body has no fields.
-    """
+    """Returns the fields of the JSON object in the body. ``required``: refuses an empty body with InvalidArgument."""
     return control_fields.read(await _read_body(request, MAX_BODY), required)
 
 

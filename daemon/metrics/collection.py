@@ -45,10 +45,7 @@ _PATIENCE = 2.0
 
 
 class _OfSlot:
-    """Adds up the counters of a worker process and of the processes before it, which it has replaced.
-
-    Each process counts from zero.
-    """
+    """Adds up the counters of a worker process, which begin at zero, and of those that it has replaced."""
 
     def __init__(self) -> None:
         #: The worker that reported last.
@@ -191,10 +188,7 @@ class Collection:
         return {key: loaded.footprint for key, loaded in described.items() if loaded is not None}
 
     async def _ask(self, worker: WorkerProcess) -> bool:
-        """Asks a worker for its counters, and stores them.
-
-        Returns False if it did not answer in time, or in an unknown format.
-        """
+        """Asks a worker for its counters and stores them; False if it did not answer in time, or in an unknown format."""
         try:
             figures = msgspec.json.decode(await worker.result_of(WorkerFigures(), _PATIENCE), type=Figures)
         except ServingError:

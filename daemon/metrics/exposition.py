@@ -178,10 +178,7 @@ def wants_openmetrics(accept: str) -> bool:
 
 
 def families(snapshot: MetricsSnapshot, is_openmetrics: bool) -> bytes:
-    """Returns the text of all metrics except the histograms of durations.
-
-    ``is_openmetrics``: True: in the OpenMetrics format. False: in the older text format of Prometheus.
-    """
+    """Returns the text of all metrics but durations, in OpenMetrics or the older text format of Prometheus."""
     return "".join([family.text(is_openmetrics) for family in _families(snapshot)]).encode()
 
 
@@ -481,10 +478,7 @@ class Family:
         self.lines.append(f"{self.name}{suffix}{_labelled(tuple(names), tuple(values))} {floatToGoString(value)}\n")
 
     def text(self, is_openmetrics: bool) -> str:
-        """Returns the family as text; "" if it has no samples, because a metric that is described is expected to have some.
-
-        ``is_openmetrics``: True: in the OpenMetrics format. False: in the older text format of Prometheus.
-        """
+        """Returns the family as text; "" if it has no samples, because a metric that is described is expected to have some."""
         if not self.lines:
             return ""
         name, kind, said = self.name, self.kind, self._help

@@ -17,10 +17,7 @@ from tensord.shm.refusals import Refusal
 
 @dataclass(frozen=True, slots=True)
 class WorkerSlot:
-    """Holds what the metrics show of one worker and of the processes before it, which it has replaced.
-
-    It is there also while no process runs, because the worker has ended and is not replaced yet.
-    """
+    """Holds what the metrics show of a worker and those it has replaced; also while it has ended and is not replaced yet."""
 
     name: str
     device: str
@@ -40,10 +37,7 @@ class WorkerSlot:
 
 @dataclass(frozen=True, slots=True)
 class FrontSlot:
-    """Holds what the metrics show of one front and of the processes before it, which it has replaced.
-
-    It is there also while no process runs, because the front has ended and is not replaced yet.
-    """
+    """Holds what the metrics show of a front and those it has replaced; also while it has ended and is not replaced yet."""
 
     name: str
     protocol: str
@@ -63,10 +57,7 @@ class FrontSlot:
 
 @dataclass(frozen=True, slots=True)
 class RegionTotals:
-    """Holds the number of registered regions of one kind, their bytes, and how many tensors of requests lie in them now.
-
-    The kinds are "system" and "cuda".
-    """
+    """Counts the registered regions of a kind ("system", "cuda"), their bytes, and the requests' tensors in them now."""
 
     kind: str
     count: int

@@ -39,10 +39,7 @@ _MAX_TEXT = 200
 
 
 class Audit:
-    """Logs each control operation that can change something, and which client asked for it, at a limited rate.
-
-    ``clock``: returns the present time in ns, for the rate.
-    """
+    """Logs each control operation that can change something, and who asked, at a limited rate. ``clock``: gives ns."""
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._regions, self._others = LineRate(_MAX_LINES, clock), LineRate(_MAX_LINES, clock)

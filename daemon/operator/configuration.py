@@ -40,10 +40,7 @@ class Configuration:
         self.reloaded_at = time.time()
 
     async def read(self) -> Configured:
-        """Reads files, environment and flags again, checks them and returns them. Nothing is applied yet.
-
-        Raises ConfigurationError: they cannot be used.
-        """
+        """Reads files, environment and flags again and checks them; applies nothing. Raises ConfigurationError: a fault."""
         new = await asyncio.to_thread(self._reread)
         start_checks.check(new.options)
         return new

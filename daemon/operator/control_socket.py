@@ -31,10 +31,7 @@ _MAX_LINE = 1 << 20
 
 
 class ControlSocket:
-    """Listens on the control socket and answers tensorctl.
-
-    If the configuration has no path for it, the socket is where tensorctl looks by default.
-    """
+    """Answers tensorctl on the control socket; without a configured path, it is where tensorctl looks by default."""
 
     def __init__(self, options: SupervisorOptions, environment: Mapping[str, str], commands: OperatorCommands) -> None:
         self.path = unix_socket.path(options.control_socket, CONTROL_SOCKET, environment)
@@ -44,10 +41,7 @@ class ControlSocket:
         self._clients: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Binds the control socket and begins to answer tensorctl.
-
-        Raises InvalidArgument: the path in the configuration cannot be used.
-        """
+        """Binds the control socket and begins to answer. Raises InvalidArgument: the configured path cannot be used."""
         sock = self._bound() if self.path is not None else self._bound_by_default()
         if sock is not None:
             self._server = await asyncio.start_unix_server(self._serve, sock=sock, limit=_MAX_LINE)

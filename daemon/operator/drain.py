@@ -71,10 +71,7 @@ class Drain:
 
     @property
     def time_left(self) -> float:
-        """Returns for how many seconds a stop of the daemon that begins now must still accept requests.
-
-        If a drain has begun, that is the rest of its time; else the option ``supervisor.drain_time``.
-        """
+        """Returns how many seconds a stop must still accept requests: the rest of a drain, or ``supervisor.drain_time``."""
         if self.phase is DrainPhase.NONE:
             return self._supervisor.options.supervisor.drain_time
         return 0.0 if self.refuses else max(0.0, self._refuses_at - asyncio.get_running_loop().time())

@@ -57,10 +57,7 @@ class ServedModels:
 
 
 def summary(models: Models, devices: Iterable[str]) -> str:
-    """Describes the models in one line, which begins with "ready" or "not ready", as ``/v2/health/ready`` reports it.
-
-    ``devices``: the names of the workers' devices.
-    """
+    """Describes the models in one line, which begins with "ready" or "not ready", as ``/v2/health/ready`` reports it."""
     # A version whose worker has died is READY as well, until another worker has it.
     books = models.lifecycle.models
     found = {
@@ -185,10 +182,7 @@ def _state(worker: WorkerProcess) -> str:
 
 
 def _own(worker: WorkerProcess) -> dict[str, Any]:
-    """Returns the model that has this worker to itself, and the part of the GPU's memory that the worker may use.
-
-    Returns an empty dict if models share the worker.
-    """
+    """Returns the model that has this worker to itself and its part of the GPU's memory; {} if models share it."""
     part = {"memory_fraction": worker.memory_fraction} if worker.memory_fraction else {}
     return {"isolated": worker.model, **part} if worker.model else {}
 
@@ -206,10 +200,7 @@ def _since(model: str, version: int, since_ns: int, now_ns: int) -> dict[str, An
 
 
 def _cores(pid: int) -> dict[str, Any]:
-    """Returns which cores a process may use, how many threads it has, and its resident memory in MiB, as the kernel reports them.
-
-    Returns an empty dict if the process has ended.
-    """
+    """Returns a process' cores, threads and resident memory in MiB, as the kernel says; {} if it has ended."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         values = dict(line.split(":", 1) for line in lines if ":" in line)

@@ -91,10 +91,7 @@ class Operations:
             return Reply(call_id, Internal.code, FAILED)
 
     async def reply_to_model(self, call: ControlCall) -> Reply:
-        """Carries out an operation that a model asks for, and returns the reply.
-
-        A model may ask for loading, unloading and readiness. Any other operation is answered with Unsupported.
-        """
+        """Carries out what a model asks for (loading, unloading, readiness), and replies; Unsupported to anything else."""
         if isinstance(call.operation, LoadModel | UnloadModel | ModelReady):
             return await self.reply(call, by_model=True)
         return Reply(call.call_id, Unsupported.code, f"a model may not ask for {type(call.operation).__name__}")

@@ -87,10 +87,7 @@ class OperatorCommands:
         self._operations = operations
 
     async def answer(self, question: OperatorQuestion) -> bytes:
-        """Carries out a command of tensorctl and returns its result as JSON.
-
-        Raises ServingError: the command was refused or failed.
-        """
+        """Carries out a command of tensorctl; returns its result as JSON. Raises ServingError: it was refused or failed."""
         match question.command:
             case "status":
                 return msgspec.json.encode(self._supervisor.describe())
@@ -231,10 +228,7 @@ async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
 
 
 async def recent_errors(fronts: Iterable[Child], workers: Iterable[Child]) -> list[dict[str, Any]]:
-    """Returns the latest errors that clients got, the newest first.
-
-    The key ``front`` of each has the name of the front or worker that has sent it.
-    """
+    """Returns clients' latest errors, newest first, with the sending front's or worker's name as ``front``."""
     asked = [*fronts, *workers]
     told = await asyncio.gather(*(records(child, RecentErrors()) for child in asked))
     rows = [{**row, "front": child.name} for child, found in zip(asked, told, strict=True) for row in found]

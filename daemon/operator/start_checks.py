@@ -57,10 +57,7 @@ def foreseen(options: Options, as_service: bool) -> list[str]:
 
 
 def without_cache(options: Options) -> str:
-    """Returns a sentence if compiled programs cannot be stored in the folder that the configuration names; "" if they can.
-
-    The daemon starts nevertheless, but compiles all models at each start.
-    """
+    """Returns a sentence if compiled programs cannot be stored, so that each start compiles anew; "" if they can."""
     path = Path(options.executables.cache_directory).absolute()
     there = next(each for each in (path, *path.parents) if each.exists())
     if not options.executables.cache_directory or not (reason := _unwritable_folder(there, ())):

@@ -257,10 +257,7 @@ def _encoded(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _value(value: Any) -> dict[str, Any]:
-    """Returns the field of an ``AnyValue`` for an attribute's value.
-
-    An integer that does not fit into signed 64 bits becomes text.
-    """
+    """Returns the field of an ``AnyValue`` for a value; integers beyond signed 64 bits become text."""
     match value:
         case bool():
             return {"bool_value": value}

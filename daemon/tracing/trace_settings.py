@@ -79,10 +79,7 @@ def _number(setting: str, text: str, least: int, largest: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Holds the values of all trace settings of one model, or of all models.
-
-    ``level`` is a sum of ``LEVELS``: 1 timestamps, 2 tensors.
-    """
+    """Values of all trace settings of one or all models. ``level``: a sum of ``LEVELS``, 1 timestamps, 2 tensors."""
 
     level: int
     rate: int
@@ -203,10 +200,7 @@ class TraceSettings:
         return TraceChanged(name, values.level, values.rate, values.log_frequency, self._file), *scope.fds
 
     def records(self) -> list[tuple[Any, ...]]:
-        """Returns the records that tell a new front all settings.
-
-        Each is followed by its descriptors, as ``publish`` takes them.
-        """
+        """Returns the records that tell a new front all settings, each with its descriptors, as ``publish`` takes them."""
         return [self._record(name) for name in self._scopes]
 
     def _described(self, values: Values) -> dict[str, Any]:
