@@ -78,10 +78,7 @@ class ProgramFile:
     """A program that was read from a file of jax.export or StableHLO, to be called with named arrays while JAX traces."""
 
     def __init__(self, path: Path, has_parameters: bool) -> None:
-        """Reads the file. Raises InvalidArgument: it cannot be read or served; the message has its name and the reason.
-
-        ``has_parameters``: whether a file has parameters, which are then the first argument of a program of jax.export.
-        """
+        """Reads the file; ``has_parameters``: it may have some, a jax.export program's first argument. Raises InvalidArgument."""
         self.path = path
         try:
             with open(path, "rb", opener=regular) as file:

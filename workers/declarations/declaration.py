@@ -183,10 +183,7 @@ def _policy(policy: Any, workers: int) -> QueuePolicy:
 
 
 def batch_rules(message: ModelConfig) -> BatchRules:
-    """Returns the rules by which a model's requests form batches.
-
-    As in Triton, python models batch only if dynamic batching is configured. A generator gets one request at a time.
-    """
+    """Returns by which rules a model's requests form batches; python models batch only with dynamic batching, as in Triton."""
     asked = message.HasField("dynamic_batching")
     yields = message.backend != "python" and message.model_transaction_policy.decoupled
     if message.max_batch_size < 1 or yields or (message.backend == "python" and not asked):

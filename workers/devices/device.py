@@ -55,10 +55,7 @@ class DeviceName:
         os.environ["JAX_PLATFORMS"] = "cuda,cpu" if self.platform == "cuda" else self.platform
 
     def open(self, count: int = 1) -> jax.Device:
-        """Starts JAX's back end and returns the first device. ``count``: how many devices a worker on the processor has.
-
-        Raises NoDevice: JAX cannot use the device.
-        """
+        """Starts JAX's back end, on a processor with ``count`` devices. Returns the first device. Raises NoDevice."""
         import jax
 
         if self.platform == "cpu":

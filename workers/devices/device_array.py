@@ -60,10 +60,7 @@ class GpuArray:
         return GpuArray(self._context, made, made.unsafe_buffer_pointer(), self.dtype, self.shape)
 
     def copy_into(self, memory: memoryview) -> None:
-        """Copies this array to host memory of the same size in bytes, which may be a client's.
-
-        Raises DeviceLost: the GPU failed.
-        """
+        """Copies this array to host memory of the same size, which may be a client's. Raises DeviceLost: the GPU failed."""
         if not self.nbytes:
             return
         if may_be_written(memory):
@@ -93,10 +90,7 @@ class GpuArray:
 
 
 def standing(array: Array) -> Array:
-    """Returns a contiguous array from which the GPU's driver may read.
-
-    If a client may take the given array's memory away, this is a copy of the array; otherwise it is the array itself.
-    """
+    """Returns a contiguous array that the GPU's driver may read: a copy if a client may take the given array's memory away."""
     if guard.may_be_missing(address_of(array)):
         return array.copy()
     if array.nbytes:
@@ -105,10 +99,7 @@ def standing(array: Array) -> Array:
 
 
 def may_be_written(memory: memoryview) -> bool:
-    """Returns whether the GPU's driver may write to memory.
-
-    It may not if a client may take the memory away; the host must copy then.
-    """
+    """Returns whether the GPU's driver may write to memory: not if a client may take it away; the host must copy then."""
     if guard.may_be_missing(address_of(memory)):
         return False
     _look(memory)

@@ -65,10 +65,7 @@ def limit_threads(threads: int) -> None:
 
 @functools.cache
 def thread_count() -> int:
-    """Returns with how many threads XLA computes in this process.
-
-    It is looked up once, before a model can change the environment.
-    """
+    """Returns with how many threads XLA computes in this process, as looked up before a model can change the environment."""
     for name in (THREADS_VARIABLE, "NPROC"):
         given = os.environ.get(name, "")
         if given.isdecimal() and int(given) > 0:

@@ -47,10 +47,7 @@ GatheredPart = tuple[str, np.dtype[Any], tuple[int, ...], Sequence[Array]]
 
 
 def prepare_environment(options: Workers) -> None:
-    """Limits how much of the GPU's memory XLA takes, by environment variables. Variables that are set already stay as they are.
-
-    Call it before JAX's back end starts.
-    """
+    """Limits XLA's GPU memory by environment variables that are not set yet. Call it before JAX's back end starts."""
     if not os.environ.keys() & {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}:
         # Workers that share a GPU take equal parts, however many of them run already.
         os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{options.gpu_memory_fraction / options.per_gpu:g}"
@@ -126,10 +123,7 @@ class CudaDevice:
 
     @property
     def host(self) -> HostStaging:
-        """Page-locked host memory, through which small tensors cross the bus in one transfer.
-
-        Raises DeviceLost: the GPU failed.
-        """
+        """Page-locked memory through which small tensors cross the bus in one transfer. Raises DeviceLost: the GPU failed."""
         if self._host is None:
             self._host = self._pieces.take()
         return self._host
@@ -163,10 +157,7 @@ class CudaDevice:
         self._staging_byte_size = size
 
     def _fill_together(self, staged: Sequence[tuple[GatheredPart, int]], byte_size: int) -> int:
-        """Queues one transfer of all tensors in host memory, then copies within the device.
-
-        Returns the number of bytes copied.
-        """
+        """Queues one transfer of all tensors in host memory, then copies within the device. Returns the bytes copied."""
         content, copied, of_host = self.host.content, 0, False
         of_device: list[tuple[int, CudaTensor | GpuArray]] = []
         for (_, dtype, shape, arrays), at in staged:
@@ -252,10 +243,7 @@ class CudaDevice:
     # ------------------------------------------------------------------------------------------------------ outputs
 
     def keep(self, made: jax.Array) -> GpuArray:
-        """Returns an output as an array that stays on the device.
-
-        The output must have been computed: this does not wait for it.
-        """
+        """Returns an output, which must have been computed (this does not wait), as an array that stays on the device."""
         kept = self._seen(made)
         if self._staging <= kept.pointer < self._staging + self._staging_byte_size:
             # The program has returned an input as it is, which the next batch will overwrite.
@@ -382,10 +370,7 @@ def _dlpack_device_of(device: jax.Device) -> tuple[int, int]:
 
 
 def _lies_there(array: object) -> TypeGuard[CudaTensor | GpuArray]:
-    """Returns whether a tensor lies on the device and can be used there without the host.
-
-    A client's BOOL tensor cannot: its bytes may have any value, and only the host turns them into 0 and 1.
-    """
+    """Returns whether the device can use a tensor where it lies; not a client's BOOL, which only the host turns into 0 and 1."""
     return isinstance(array, GpuArray) or (isinstance(array, CudaTensor) and array.dtype != np.bool_)
 
 

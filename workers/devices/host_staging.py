@@ -51,10 +51,7 @@ class StagingPool:
         self._free.append(self._made())
 
     def take(self) -> HostStaging:
-        """Returns a piece of host memory for the calling thread: a free piece, or a new one.
-
-        Raises DeviceLost: the GPU failed.
-        """
+        """Returns free or new host memory for the calling thread. Raises DeviceLost: the GPU failed."""
         with contextlib.suppress(IndexError):
             return self._free.pop()
         return self._made()

@@ -30,19 +30,13 @@ class Marker:
         self._event = context.call(self._driver.cuEventCreate, self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 
     def set(self) -> None:
-        """Records the event behind all work that the calling thread has queued.
-
-        Raises: CudaError: the driver refused the call.  DeviceLost: the device failed.
-        """
+        """Records the event behind all work that the calling thread has queued. Raises CudaError (refused) or DeviceLost."""
         self._context.enter()
         self._context.call(self._driver.cuEventRecord, self._event, self._context.stream())
 
     @property
     def reached(self) -> bool:
-        """Returns whether the device has done all work that was queued before the last ``set``.
-
-        Raises DeviceLost: any work failed.
-        """
+        """Returns whether all work queued before the last ``set`` is done. Raises DeviceLost: any of it failed."""
         self._context.enter()
         try:
             self._context.call(self._driver.cuEventQuery, self._event)

@@ -46,10 +46,7 @@ class LateTensor:
         return type(self)(self.region, self.offset, self.dtype, shape)
 
     def copy_into(self, array: Array) -> None:
-        """Copies this tensor to a contiguous host array of the same size.
-
-        Raises InvalidArgument: the region's memory cannot be read any more.
-        """
+        """Copies this tensor to a contiguous host array of its size. Raises InvalidArgument: the region cannot be read."""
         if self.nbytes:
             self._read(array)
             if self.dtype == np.bool_:
@@ -88,10 +85,7 @@ class CudaTensor(LateTensor):
 
 
 class RegionTensor(LateTensor):
-    """A tensor in a region that is not mapped here but read through its file descriptor.
-
-    The caller has checked that the tensor lies inside the region.
-    """
+    """A tensor, read through the file descriptor of a region that is not mapped here; the caller has checked its bounds."""
 
     __slots__ = ()
     region: SnapshotRegion

@@ -31,10 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class PinnedBudget:
-    """Counts the bytes of host memory that a GPU worker has page-locked, up to a limit. Any thread may use it.
-
-    The limit is ``workers.pinned_byte_size``.
-    """
+    """Counts the bytes that a GPU worker has page-locked, up to ``workers.pinned_byte_size``. Any thread may use it."""
 
     def __init__(self, limit: int) -> None:
         """``limit``: the number of bytes that may be locked at a time."""
@@ -44,10 +41,7 @@ class PinnedBudget:
         self._lock = threading.Lock()
 
     def take(self, byte_size: int) -> bool:
-        """Reserves a number of bytes that are about to be locked.
-
-        If they would exceed the limit, reserves none and returns False.
-        """
+        """Reserves bytes that are about to be locked. Returns False, and reserves none, if they would exceed the limit."""
         with self._lock:
             fits = self.byte_size + byte_size <= self.limit
             self.byte_size += byte_size if fits else 0
@@ -81,10 +75,7 @@ class _PinnedMapping:
 
 
 class PinnedMemory:
-    """Page-locks host memory, so that the GPU of one worker can access it directly, and unlocks it.
-
-    Only the thread of the worker's loop may use it.
-    """
+    """Page-locks and unlocks host memory for the GPU of one worker. Only the thread of the worker's loop may use it."""
 
     def __init__(self, context: Context, budget: PinnedBudget, thread: WorkThread) -> None:
         """``thread``: locks and unlocks memory, and does nothing else."""

@@ -51,10 +51,7 @@ class SeveralDevices:
 
     @staticmethod
     def order(compiled: jax.stages.Compiled) -> tuple[int, ...]:
-        """Returns the ids of a program's devices, in the program's order.
-
-        If this version of JAX does not reveal them, raises whatever exception the attempt raises.
-        """
+        """Returns the ids of a program's devices, in its order; raises any exception if this version of JAX hides them."""
         shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
         # The attribute is private but needed: a program that is loaded for another order ends the process when it is run.
         return tuple(device.id for device in shardings[0]._device_assignment)
@@ -65,10 +62,7 @@ class SeveralDevices:
         return [known[number] for number in ids]
 
     def alone(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a program so that no other program on several devices runs meanwhile.
-
-        A call of the wrapped program returns when its outputs are computed.
-        """
+        """Wraps a program so that no other on several devices runs meanwhile; a call returns when its outputs are computed."""
 
         @functools.wraps(call, updated=())
         def run(*arguments: Any) -> Any:

@@ -104,10 +104,7 @@ class DeviceInputs:
         return found
 
     def send(self) -> dict[str, jax.Array]:
-        """Sends the gathered inputs to the GPU. Returns the program's arguments by name.
-
-        Raises: Unavailable: there is no memory.  DeviceLost: the GPU failed.
-        """
+        """Sends the gathered inputs to the GPU; returns arguments by name. Raises Unavailable (no memory) or DeviceLost."""
         return self._device.send(self._parts, self._byte_size)
 
     def __repr__(self) -> str:
@@ -134,10 +131,7 @@ class GpuExecutable(Executable):
         return [np.asarray(made[name]) for name in self._signature.outputs] if found is None else [*found]
 
     def _fetch(self, made: Mapping[str, Any]) -> list[bytes] | None:
-        """Copies the contents of all outputs to host memory, with one wait; the program may have packed them into one array.
-
-        Returns None if they are too large for the staging memory.
-        """
+        """Copies all outputs (perhaps packed into one array) to the host in one wait; None: too large for the staging memory."""
         packed = made.get(PACKED)
         if packed is None:
             return self._cuda.take([made[name] for name in self._signature.outputs])
@@ -186,10 +180,7 @@ class GpuExecutable(Executable):
         return RunOutputs(dict(zip(self._signature.outputs, kept, strict=True)), None)
 
     def _delivered(self, made: Mapping[str, Any], request: RequestTensors, places: Places) -> RunOutputs:
-        """Copies the outputs of a single request from the GPU to ``places``, as far as the GPU can reach them.
-
-        Returns all outputs.
-        """
+        """Copies a single request's outputs from the GPU to ``places``, as far as it can reach them. Returns all outputs."""
         reached = places.reached()
         outputs = self._cuda.deliver({name: made[name] for name in self._signature.outputs}, reached)
         places.written = reached.keys()

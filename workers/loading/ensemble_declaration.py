@@ -57,10 +57,7 @@ def _graph(message: ModelConfig) -> EnsembleGraph:
 
 
 def joined(loaded: LoadedModel, models: ModelTable) -> LoadedModel:
-    """Adds to a loaded ensemble what follows from the models of its steps. Raises NotFound: one of them is not loaded.
-
-    It streams or keeps sequences if any of them does. It is repeatable (a request may be run again) if all are.
-    """
+    """Completes an ensemble: streams or keeps sequences if a step does, repeatable if all are. Raises NotFound: one is gone."""
     assert loaded.ensemble is not None
     members = [models.find(step.model, step.version) for step in loaded.ensemble.steps]
     graph = loaded.ensemble

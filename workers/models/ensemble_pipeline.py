@@ -73,10 +73,7 @@ class EnsemblePipeline:
         return None if found is None or found.long or not found.gathers else found
 
     def programs(self, key: Shapes, most: int) -> list[PipelineProgram | None]:
-        """Returns a list of what ``program`` returns for 1 row up to ``most`` rows.
-
-        ``key``: the shapes of a request's inputs; a pipeline takes only one, so it is not looked at.
-        """
+        """Returns what ``program`` returns for 1 row up to ``most`` rows; ``key`` is not looked at, as there is only one."""
         return [self.program(rows) for rows in range(1, most + 1)]
 
     def run(self, execution: Execution, program: PipelineProgram) -> None:
@@ -116,10 +113,7 @@ class EnsemblePipeline:
         self.credit(NativeRuns(count, rows, 1, 0, 0, 0, (0, count * took, 0), [batch]))
 
     def credit(self, done: NativeRuns) -> None:
-        """Counts runs of the pipeline that C code made.
-
-        Each model of the ensemble counts all requests and its share of the time.
-        """
+        """Counts runs of the pipeline in C code: each model counts all requests and its share of the time."""
         shares = [0] * len(self._steps)
         for program in self._made.values():
             for number, ns in enumerate(program.call_ns):

@@ -96,10 +96,7 @@ class Execution:
         return self.parameters.of(request) if isinstance(self.parameters, BatchSets) else self.parameters
 
     def choose(self, sets: ParameterSets) -> ParameterSet | BatchSets:
-        """Returns the parameter set that the batch is computed with, or that of each request if its model mixes them.
-
-        Raises NotFound: a set that a request names does not exist any more.
-        """
+        """Returns the batch's set, or each request's if the model mixes them. Raises NotFound: a named one is gone."""
         if self.parameters is None:
             mixes = sets.stack is not None
             self.parameters = each_chosen_by(sets, self.requests) if mixes else chosen_by(sets, self.requests)
@@ -125,10 +122,7 @@ class Execution:
         self.cut = None
 
     def sender(self, request: Request) -> ResponseSender:
-        """Returns the object by which the model sends the responses to a request.
-
-        The model's run must set this request's result to ``STREAMED``.
-        """
+        """Returns what sends a request's responses. The model's run must set this request's result to ``STREAMED``."""
         self.by_senders = True
         if self.responder is None:
             return ResponseSender(request, ResponseReceiver(), self.began_ns)
@@ -138,19 +132,13 @@ class Execution:
         return sender
 
     def caller(self, port: ModelPort) -> Caller:
-        """Makes the object through which the model's code calls other models during this run, on behalf of the batch's requests.
-
-        During a run of a warmup sample such calls are made on behalf of no request.
-        """
+        """Makes the object by which the model's code calls other models: for the batch's requests, for none in a warmup."""
         if self.responder is None:
             return Caller(port)
         return Caller(port, self.requests, self.whole or self)
 
     def finish(self, results: list[Result | None]) -> None:
-        """Sets the results, in the order of the requests.
-
-        A result of None means that the request leaves this batch to be run again.
-        """
+        """Sets the results, in the requests' order; None: the request leaves this batch to be run again."""
         pairs = list(zip(self.requests, results, strict=True))
         self.again = [request for request, result in pairs if result is None]
         if self.again:
@@ -189,10 +177,7 @@ class RunnableModel(Describing, Protocol):
     """A model that runs batches: a jitted or host-side function, or an instance of a Triton Python model."""
 
     def execute(self, execution: Execution) -> None:
-        """Runs a batch and sets its results and times in ``execution``.
-
-        If the model raises, that is raised, and no result is set.
-        """
+        """Runs a batch and sets its results and times in ``execution``. Raises what the model raises; then no result is set."""
 
 
 def run(model: RunnableModel, execution: Execution, check: CheckDevice = works) -> None:

@@ -27,10 +27,7 @@ from tensord.workers.tensors.signature import Signature, TensorSpec
 
 
 class Unfit:
-    """The batching key of a request whose inputs do not fit its state.
-
-    It equals no other key, so the request runs in no batch.
-    """
+    """The batching key of a request whose inputs do not fit its state: it equals no other, so the request runs in no batch."""
 
     def __init__(self, error: InvalidArgument) -> None:
         #: Why the request cannot run.
@@ -38,10 +35,7 @@ class Unfit:
 
 
 def program_signature(described: Signature) -> Signature:
-    """Returns the signature of the compiled program, which has the sequences' state among its inputs and outputs.
-
-    Raises Unsupported: the model has ragged inputs.
-    """
+    """Returns the compiled program's signature, with the sequences' state in it. Raises Unsupported: it has ragged inputs."""
     if described.ragged:
         name = described.states[0].name
         raise Unsupported(
@@ -105,10 +99,7 @@ class FreeState:
         request.keep(arrays)
 
     def _fitting(self, request: RequestTensors, kept: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Returns ``kept``, the state of a sequence, after a check.
-
-        Raises InvalidArgument: an axis name has one size in the state and another in the request's inputs.
-        """
+        """Returns ``kept``, a sequence's state. Raises InvalidArgument: an axis has another size in the request's inputs."""
         lengths = self._lengths(request.arrays)
         for spec in self._described.states:
             for axis, size in zip(spec.axes, kept[spec.name].shape[self._described.batches :], strict=True):
@@ -124,10 +115,7 @@ class FreeState:
         return self._shapes.lengths({name: array for name, array in arrays.items() if name in self._described.inputs})
 
     def begun(self, arrays: Mapping[str, Array], rows: int) -> dict[str, Array]:
-        """Returns the initial state for a sequence's first inputs, which have ``rows`` rows.
-
-        Raises InvalidArgument: two inputs give one axis different sizes.
-        """
+        """Returns the initial state for a sequence's first inputs. Raises InvalidArgument: they give one axis different sizes."""
         lengths = self._lengths(arrays)
         lead = (rows,) if self._described.batches else ()
         found: dict[str, Array] = {}

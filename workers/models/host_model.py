@@ -120,10 +120,7 @@ class HostModel(HostFunction):
 
 
 def fetched(request: Request) -> tuple[dict[str, Array], int]:
-    """Returns a request's inputs as arrays in host memory, and how many bytes were copied for that.
-
-    A ``LateTensor`` is read here, in the model's own thread.
-    """
+    """Returns a request's inputs in host memory, and the bytes copied. Reads each ``LateTensor``, in the model's own thread."""
     inputs = {name: np.asarray(array) for name, array in request.arrays.items()}
     copied = sum(array.nbytes for array in request.arrays.values() if isinstance(array, LateTensor))
     return inputs, copied
@@ -148,10 +145,7 @@ class GeneratorModel(HostFunction):
         execution.results = [STREAMED]
 
     def response(self, request: Request, made: Any) -> Result:
-        """Returns ``made``, a value that the generator yielded for a request, as a response in the client's shapes.
-
-        Raises Internal: the value is no valid response of this model.
-        """
+        """Returns a value that the generator yielded as a response in the client's shapes. Raises Internal: it is not valid."""
         parameters: Any = {}
         if isinstance(made, tuple) and len(made) == 2:
             made, parameters = made
@@ -205,10 +199,7 @@ class _GeneratorRun:
         sender.finish(alone)
 
     def _room(self) -> None:
-        """Has the instance's thread resume the generator, as its client has acknowledged enough responses.
-
-        Called on the worker's loop.
-        """
+        """On the worker's loop: has the instance's thread resume the generator, as its client has acknowledged enough."""
         assert self._resume is not None
         self._resume(self._rested)
 

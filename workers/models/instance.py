@@ -150,10 +150,7 @@ class Instance:
         return False
 
     def close(self, closed: Callable[[], None]) -> None:
-        """Ends the model and the thread after all given executions; then ``closed`` is called on the worker's loop.
-
-        An instance that is being initialised ends after that.
-        """
+        """Ends model and thread after all given executions (and initialising); then ``closed`` is called on the worker's loop."""
         self.closing = True
         self._jobs.put(_Closing(closed))
         if self._failure is not None:

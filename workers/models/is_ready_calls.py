@@ -24,10 +24,7 @@ _SECONDS = 5.0
 
 
 class IsReadyCalls:
-    """Calls the ``is_ready()`` of all instances of a version.
-
-    The instances' threads call ``join`` and ``leave``; the worker's loop calls the other methods.
-    """
+    """Calls ``is_ready()`` of a version's instances. Their threads call ``join`` and ``leave``, the worker's loop the rest."""
 
     def __init__(self, name: str, inbox: Inbox) -> None:
         self._name = name

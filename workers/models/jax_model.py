@@ -140,10 +140,7 @@ class JaxModel:
         self.free_state = free_state
 
     def for_instances(self, count: int, alone: bool) -> JaxModel:
-        """Returns a copy of this model, with the same programs, that is run by ``count`` threads.
-
-        A model with sequence state has no copies. ``alone``: as for the constructor.
-        """
+        """Returns a copy with the same programs for ``count`` threads; not with state. ``alone``: as in the constructor."""
         return JaxModel(self._version, self._signature, self._buckets, self.executables, count, alone)
 
     def wanted_by(self, requests: Sequence[Request]) -> Wanted:

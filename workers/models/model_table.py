@@ -66,10 +66,7 @@ class ModelTable:
         self._drain(version, done)
 
     def hold(self, version: ModelVersion) -> None:
-        """Holds a loaded version: no request goes to it before ``serve_held``.
-
-        A version of the same number that was held is ended.
-        """
+        """Holds a loaded version: no request goes to it before ``serve_held``. A held version of the same number is ended."""
         self.discard_held(version.name, version.version)
         self.held[version.name, version.version] = version
 
@@ -86,10 +83,7 @@ class ModelTable:
             self.discard(version)
 
     def serving(self, name: str, number: int) -> ModelVersion | None:
-        """Returns a version that was added and not removed; None: there is none.
-
-        It may have only passive instances, without requests.
-        """
+        """Returns a version that was added and not removed, maybe with passive instances only; None: there is none."""
         return self._serving.get((name, number))
 
     def discard(self, version: ModelVersion) -> None:
@@ -111,10 +105,7 @@ class ModelTable:
         raise NotFound(f"{UNKNOWN_MODEL}'{name}' is not found")
 
     def is_coming(self, name: str, number: int) -> bool:
-        """Returns whether a version is being loaded or held in this worker, so that ``find`` may find it soon.
-
-        ``number`` 0: any version.
-        """
+        """Returns whether a version (0: any) is being loaded or held in this worker, so that ``find`` may find it soon."""
         return any(model == name and number in (0, version) for model, version in (*self.coming, *self.held))
 
     def load_ended(self, name: str, number: int) -> None:
@@ -129,10 +120,7 @@ class ModelTable:
         return found is not None and found.loaded.is_ready_calls is None
 
     def settle(self) -> bool:
-        """Closes draining versions that have finished their requests.
-
-        Returns whether any was closed, and so removed from the table.
-        """
+        """Closes, and so removes, draining versions that have finished their requests. Returns whether there was any."""
         drained = len(self.draining)
         self.draining = [version for version in self.draining if not version.settle()]
         return len(self.draining) < drained

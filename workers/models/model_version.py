@@ -235,10 +235,7 @@ class ModelVersion:
         return held
 
     def lose(self, instance: int, now_ns: int) -> list[tuple[Request, ServingError]]:
-        """Ends the sequences of an instance, because their state is lost.
-
-        Returns their waiting requests, each with the error for it.
-        """
+        """Ends an instance's sequences, whose state is lost. Returns their waiting requests, each with its error."""
         if self.sequences is None:
             return []
         self.statistics.lost_sequences += len(self.sequences.table.begun(instance))
@@ -319,10 +316,7 @@ class ModelVersion:
         self._on_closed.append(call)
 
     def settle(self) -> bool:
-        """Closes this version if it is draining and has no requests.
-
-        Returns True once it has closed and its instances have ended.
-        """
+        """Closes this version if it is draining without requests. Returns True once it and its instances have ended."""
         if self.state is VersionState.DRAINING and not self.busy:
             self.state = VersionState.CLOSED
             del self.loaded.users[self]
@@ -341,10 +335,7 @@ class ModelVersion:
         self._open_instances -= 1
 
     def _lets_go(self) -> bool:
-        """Ends the processes that the model's code has left running, unless a later load uses the same code.
-
-        Returns True once none is left.
-        """
+        """Ends processes left by the model's code, unless a later load uses it. Returns True once none is left."""
         processes = None if self.loaded.users else self.loaded.imports.processes
         if processes is None:
             return True

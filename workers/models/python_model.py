@@ -45,10 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 def auto_complete(module: ModuleType, message: ModelConfig, port: ModelPort) -> ModelConfig:
-    """Returns the configuration as completed by the model's ``auto_complete_config``, or as it is if the model has none.
-
-    Raises InvalidArgument: the model returned no valid configuration; or any error that the model itself raises.
-    """
+    """Returns the configuration, completed by any ``auto_complete_config``. Raises InvalidArgument, or what the model raises."""
     complete = getattr(module.TritonPythonModel, "auto_complete_config", None)
     if complete is None:
         return message
@@ -287,10 +284,7 @@ class PythonModel:
             return error
 
     def _rescheduled(self, request: Request, response: Any) -> Result | None:
-        """Returns None if a request that the model asked to have run again may be; else the error that answers it.
-
-        Only models with iterative sequences may ask for that, and ``response`` must be None.
-        """
+        """Returns None if a request may run again: of an iterative sequence, without a response; else the error for it."""
         if self._sequences is None or self._sequences.iterative is None:
             refused = Internal(
                 "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured to "

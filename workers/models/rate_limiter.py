@@ -41,10 +41,7 @@ class RateLimiter:
         self.moved = False
 
     def add(self, instances: Iterable[Instance]) -> None:
-        """Adds those instances that need resources and were not added before.
-
-        The caller must have checked that none needs more than the operator has configured.
-        """
+        """Adds new instances that need resources; the caller has checked that none needs more than is configured."""
         for instance in instances:
             if instance.needs and instance not in self._turns:
                 # One that comes later has not missed the turns of the others.
@@ -78,10 +75,7 @@ class RateLimiter:
         return instance in self._running
 
     def done(self, instance: Instance, again: bool = False) -> None:
-        """Frees an instance's resources, or ends its wait for them.
-
-        ``again``: the instance has run, and asks at once for another run.
-        """
+        """Frees an instance's resources, or ends its wait; ``again``: it has run, and asks at once for another run."""
         if instance in self._running:
             del self._running[instance]
             for name, count in instance.needs.items():

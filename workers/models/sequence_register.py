@@ -42,19 +42,13 @@ class SequenceRegister:
         self.live += 1
 
     def tell(self) -> None:
-        """Writes the numbers of free slots that have changed to the sequence page.
-
-        It is called before answers are sent, because clients may start sequences when they get these.
-        """
+        """Writes changed numbers of free slots to the page; called before answers, as clients start sequences after them."""
         changed, self.changed = self.changed, set()
         for each in changed:
             each.publish_slots()
 
     def left(self) -> None:
-        """Removes ended sequences from the sequence page, if there are any.
-
-        It may be called only once their answers were sent.
-        """
+        """Removes ended sequences from the sequence page; may be called only once their answers were sent."""
         if self.ended:
             self.settle()
 

@@ -43,10 +43,7 @@ class DeviceRun(NamedTuple):
         return bool(self.made.is_ready())
 
     def read(self) -> Array:
-        """Waits for the results and returns them: UINT8[rows, size], laid out as ``Rows`` says.
-
-        Raises what the program raised.
-        """
+        """Waits for the results and returns them: UINT8[rows, size], laid out as in ``Rows``. Raises what the program raised."""
         return np.asarray(self.made)
 
 
@@ -84,10 +81,7 @@ class SteppedModel:
         self._unmasked: tuple[int, frozenset[int], Any] | None = None
 
     def key(self, arrays: Mapping[str, Array]) -> Shapes:
-        """Returns the batching key of a request's inputs: requests with equal keys may be inserted by one call.
-
-        Raises InvalidArgument: the model has no program for these inputs.
-        """
+        """Returns the key of inputs that one call may insert together. Raises InvalidArgument: no program takes them."""
         key = self._shapes.key(arrays)
         if key not in self.executables.inserts:
             for axis, size in self._shapes.lengths(arrays).items():

@@ -80,10 +80,7 @@ class Sample:
         self.run(runner, model_name, check)
 
     def run_stepped(self, model: SteppedModel, model_name: str) -> None:
-        """Runs the sample ``count`` times as a request in slot 0 with one step.
-
-        Raises InvalidArgument: the model failed, or no program takes the sample's inputs.
-        """
+        """Runs the sample ``count`` times in slot 0, one step each. Raises InvalidArgument: it failed, or no program fits."""
         for _ in range(self.count):
             request = self.request(model_name)
             try:

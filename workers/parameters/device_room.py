@@ -36,10 +36,7 @@ class _Resident(NamedTuple):
 
 
 class DeviceRoom:
-    """Counts the memory that parameter sets take on a device, and evicts sets when it is used up; any thread may use it.
-
-    ``lock`` is held while sets are brought to the device or leave it.
-    """
+    """Counts the device memory of parameter sets, and evicts sets when it is used up, under ``lock``; any thread may use it."""
 
     def __init__(self, byte_size: int, pinned: PinnedBudget | None = None) -> None:
         """Begins without sets.
@@ -66,10 +63,7 @@ class DeviceRoom:
         self._former: OrderedDict[ParameterSet, None] = OrderedDict()
 
     def use(self) -> int:
-        """Returns a number that rises with each call, for a set that is used now.
-
-        The set with the lowest number is evicted first.
-        """
+        """Returns a number that rises with each call, for a set that is used now; the set with the lowest is evicted first."""
         return next(self._uses)
 
     @property
@@ -84,10 +78,7 @@ class DeviceRoom:
         return sum([each.byte_size for each in self._stacks])
 
     def join_stack(self, stack: SetStack, model: str) -> None:
-        """Reserves memory on the device for a stack of sets until ``leave_stack``.
-
-        Raises InvalidArgument: the stacks together would have more bytes than all sets may take.
-        """
+        """Reserves device memory for a stack until ``leave_stack``. Raises InvalidArgument: more than all sets may take."""
         with self.lock:
             taken = self._stacked
             if taken + stack.byte_size > self._limit:

@@ -155,10 +155,7 @@ def places(header: bytes | memoryview, byte_size: int, what: str, leaves: Leaves
 
 
 def _entries(header: bytes | memoryview, what: str, leaves: Leaves | None) -> dict[str, _Entry]:
-    """Decodes safetensors' header. Returns leaf name -> entry.
-
-    Raises InvalidArgument: the header is not that of safetensors' layout, or has more entries than the model has leaves.
-    """
+    """Decodes safetensors' header. Returns leaf name -> entry. Raises InvalidArgument: malformed, or more entries than leaves."""
     entries: dict[str, _Entry] = {}
     try:
         texts = _decoder.decode(header)

@@ -166,10 +166,7 @@ def _placed(dtype: Any) -> Any:
 
 
 def names_of(parameters: Any, kinds: tuple[type, ...] = (object,)) -> list[str]:
-    """Returns the names of a tree's leaves that are of these types: the keys on the path to each, joined by dots.
-
-    A tree that is a single leaf has the name "array".
-    """
+    """Returns the names of a tree's leaves of these types: their paths' keys joined by dots; a tree of one leaf: "array"."""
     return [
         jax.tree_util.keystr(path, simple=True, separator=".") or "array"
         for path, leaf in jax.tree_util.tree_leaves_with_path(parameters)

@@ -68,10 +68,7 @@ class Placer:
 
 
 class ParameterSet:
-    """The parameters that a model was loaded with, or one set of new values pushed to it. The values never change.
-
-    They may leave the device and return.
-    """
+    """The parameters of the load, or one pushed set. Values never change; they may leave the device and return."""
 
     __slots__ = (
         "__weakref__",
@@ -192,10 +189,7 @@ class ParameterSet:
         return self._host is not None
 
     def hosted(self) -> Sequence[Array | None]:
-        """Returns the leaves in host memory; fetches them from the device if they are only there.
-
-        A leaf is None there if it cannot be pushed, or if the set shares it with the main set.
-        """
+        """Returns the leaves in host memory, fetched if need be; None for those that cannot be pushed or are the main set's."""
         if self._host is None:
             self._host = self.sets.leaves.hosted(jax.tree.leaves(self._trees[0]))
         return self._host
@@ -240,10 +234,7 @@ class ParameterSet:
         self.placed_byte_size -= self.sets.placer.byte_size_in_place(host)
 
     def prepare(self) -> None:
-        """Places the parameters on the device, before the set is put into use; no lock is held while copying.
-
-        Raises Unavailable: there is no room for them on the device; or whatever placing them raises.
-        """
+        """Places the parameters on the device before use, without a lock. Raises Unavailable: no room; or what placing does."""
         room = self.sets.room
         if not self._is_placed:
             with room.lock:
@@ -343,10 +334,7 @@ class ParameterSets:
         return self.main if name == MAIN_SET else self.named.get(name)
 
     def find(self, name: str) -> ParameterSet:
-        """Returns the set in use under a name, and notes that it was used now (but not for ``main``).
-
-        Raises NotFound: there is no set with that name.
-        """
+        """Returns the set in use under a name, and notes its use (but not ``main``'s). Raises NotFound: there is none."""
         found = self.named.get(name)
         if found is None:
             if name == MAIN_SET:

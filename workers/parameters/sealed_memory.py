@@ -99,10 +99,7 @@ class SealedMemory:
         self.view = memoryview(mapping)
 
     def populate(self) -> None:
-        """Maps all pages now, so that the first batch meets no page faults.
-
-        The kernel fills pages that were never written with zeros.
-        """
+        """Maps all pages now, so that the first batch meets no page faults; pages never written are zeros."""
         # By numpy, which leaves Python to others meanwhile.
         np.frombuffer(self.view, np.uint8)[:: mmap.PAGESIZE].max()
 
@@ -146,10 +143,7 @@ class _Memory:
             raise self._lacking() from error
 
     def _write(self, parts: Sequence[Part]) -> None:
-        """Writes parts by system calls, with which the kernel copies into new pages in one pass and does not clear them first.
-
-        A lack of memory is an error here; in a mapping it would be a signal.
-        """
+        """Writes parts by system calls: these do not clear new pages first, and a lack of memory is an error, not a signal."""
         piece, at = np.empty(min(PIECE, self.byte_size), np.uint8), 0
         for part in parts:
             for start in range(0, part.byte_size, PIECE):
@@ -167,10 +161,7 @@ class _Memory:
         return Unavailable(f"the host has no {self.byte_size} bytes of memory for parameters")
 
     def fill(self, parts: Sequence[Part]) -> None:
-        """Fills memory that nobody uses any more.
-
-        If copying a part raises, that is raised, and the memory can be filled again.
-        """
+        """Fills memory that nobody uses any more. Raises what copying a part raises; it can then be filled again."""
         if not self._is_populated:
             # In pieces, because whoever maps memory meanwhile waits. Linux before 5.14 does not know it: each page is a fault.
             for start in range(0, self.byte_size, PIECE):
@@ -229,10 +220,7 @@ class _Memory:
 
 
 class NewMemory:
-    """New memory that is filled with parameters; it is checked and then sealed.
-
-    Its owner calls ``sealed`` once the content is right, and ``close`` in any case.
-    """
+    """New memory, filled with parameters. Its owner calls ``sealed`` once the content is right, and ``close`` in any case."""
 
     def __init__(self, memory: _Memory, pool: MemoryPool) -> None:
         self._memory: _Memory | None = memory
@@ -245,10 +233,7 @@ class NewMemory:
         return self._memory.content
 
     def sealed(self) -> int:
-        """Seals the memory.
-
-        Returns a file descriptor of it, which the caller closes. Raises Unavailable: no file can be opened.
-        """
+        """Seals the memory. Returns its file descriptor, which the caller closes. Raises Unavailable: no file can be opened."""
         memory, self._memory = self._memory, None
         assert memory is not None
         return self._pool.sealed(memory)
@@ -290,10 +275,7 @@ class MemoryPool:
         return NewMemory(memory, self)
 
     def _new(self, parts: Sequence[Part], byte_size: int) -> _Memory:
-        """Returns new memory that is filled with parts.
-
-        If the host has too little, it first frees unused memory of other sizes.
-        """
+        """Returns new memory filled with parts; if the host has too little, first frees unused memory of other sizes."""
         try:
             return _Memory(parts, byte_size)
         except Unavailable:
@@ -322,10 +304,7 @@ class MemoryPool:
             return memory.lend()
 
     def give_back(self, memory: _Memory) -> None:
-        """Takes over memory, and keeps it if memory of its size was sealed lately.
-
-        If too much is kept, the oldest is given up.
-        """
+        """Takes memory over, and keeps it if its size was sealed lately; if too much is kept, the oldest is given up."""
         if memory.byte_size not in self._filled_ns:
             memory.close()
             return

@@ -31,10 +31,7 @@ Open = Callable[[Sequence[Array]], list[jax.Array]]
 
 
 def put(arrays: list[jax.Array], leaves: list[Array], slot: Any) -> list[jax.Array]:
-    """Returns the stack's arrays with a set's leaves in a slot.
-
-    When it is compiled, ``arrays`` are donated and changed in place.
-    """
+    """Returns the stack's arrays with a set's leaves in a slot; compiled, ``arrays`` are donated and changed in place."""
     return [
         jax.lax.dynamic_update_index_in_dim(array, leaf, slot, 0) for array, leaf in zip(arrays, leaves, strict=True)
     ]
@@ -53,10 +50,7 @@ class SetDeclaration(NamedTuple):
         return bool(self.names) and not any(_is_in(name, own) for own in self.names)
 
     def check(self, model: str, names: Sequence[str]) -> None:
-        """Checks the declared names against ``names``, those of the model's leaves.
-
-        Raises InvalidArgument: no leaf has a declared name, or the model has no parameters.
-        """
+        """Raises InvalidArgument: no leaf in ``names`` has a declared name, or the model has no parameters."""
         for own in self.names:
             if not any(_is_in(name, own) for name in names):
                 raise InvalidArgument(

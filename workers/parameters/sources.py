@@ -52,10 +52,7 @@ _BYTES = np.dtype(np.uint8)
 
 
 class Making:
-    """Copies the parameters of one push into sealed memory, which nobody changes while it is in use.
-
-    Its owner calls ``make``, and ``close`` at the end, in the worker's loop.
-    """
+    """Copies one push's parameters into sealed memory. Its owner calls ``make``, and ``close`` at the end, in the loop."""
 
     def __init__(
         self, operation: MakeParameters, pool: MemoryPool, limit: int, leaves: Leaves, base: ParameterSet | None
@@ -164,10 +161,7 @@ class Making:
                 yield found[leaf.name].reshape(-1).view(_BYTES)
 
     def check_sum(self, contents: Iterable[Any]) -> None:
-        """Compares the push's checksum, if it has one, with that of ``contents``, the source's bytes in order.
-
-        Raises InvalidArgument: they differ.
-        """
+        """Compares the push's checksum, if any, with that of the source's bytes in order. Raises InvalidArgument: they differ."""
         kind, _, wanted = self._checksum.partition(":")
         if not kind:
             return

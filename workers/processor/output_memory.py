@@ -129,10 +129,7 @@ class OutputMemory:
 
     @property
     def offerable(self) -> frozenset[str]:
-        """The names of the outputs that XLA can be made to write to given memory.
-
-        An output is missing if XLA did not allocate it separately, or if there are too many outputs.
-        """
+        """Names of the outputs that XLA can write to given memory: those allocated separately; none if there are too many."""
         return frozenset(self._skips)
 
     def refuse(self) -> None:
@@ -154,10 +151,7 @@ class OutputMemory:
 
 
 def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[dict[str, Any], OutputMemory]:
-    """Runs a program with ``call`` and learns how XLA allocates its outputs.
-
-    Returns them, and how later runs can be given memory.
-    """
+    """Runs a program with ``call``. Returns its outputs, and how later runs can have them written to given memory."""
     _native.watch_allocations()
     try:
         made = call()
@@ -167,10 +161,7 @@ def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[d
 
 
 def given_up(address: int, view: memoryview) -> bool:
-    """Returns whether ``view``, memory at ``address`` that XLA was to write an output to, has no array in it any more.
-
-    If an array lies in it, the memory is never unmapped, and this is logged.
-    """
+    """Returns whether no array lies any more in ``view``, at ``address``; else it is never unmapped, which is logged."""
     if not _native.holds(address):
         return True
     _log.warning("an output of %d bytes is kept beyond its answer: its memory stays mapped", len(view))

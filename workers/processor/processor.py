@@ -154,10 +154,7 @@ class HostExecutable(Executable):
             places.addresses[name] = address
 
     def written(self, outputs: Mapping[str, Array], addresses: Mapping[str, int]) -> list[str]:
-        """Returns the names of the outputs that XLA has written to the addresses that it should write them to.
-
-        If an output lies elsewhere, the next run learns again how XLA allocates the outputs.
-        """
+        """Returns which outputs XLA has written to their addresses. If one lies elsewhere, the next run learns again."""
         found = [name for name, address in addresses.items() if address_of(outputs[name]) == address]
         if len(found) < len(addresses):
             self.memory_of_outputs = None

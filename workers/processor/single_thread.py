@@ -51,10 +51,7 @@ class SingleThreadDevice:
         self.device = _opened()
 
     def suits(self, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled | None = None) -> bool:
-        """Returns whether a program's cost is known and so small that one thread is enough.
-
-        ``compiled``: the compiled program if only it shows the cost, as for an exported program with open sizes.
-        """
+        """Returns whether a program's cost is known and small; ``compiled``: given if only it shows that (sizes are open)."""
         return is_within(compiled or lowered, Most(self.max_flops, _MAX_BYTE_SIZE), lowered)
 
     def __repr__(self) -> str:

@@ -204,10 +204,7 @@ class CacheDirectory:
             yield place, stat.S_IMODE(found.st_mode)
 
     def _secret(self, place: int) -> bytes:
-        """Returns the key of the HMACs of all files in the directory; makes it if there is none.
-
-        If two processes make it at the same time, both use the first.
-        """
+        """Returns the key of the HMACs of all files, made if missing; of two processes that make it, both use the first."""
         try:
             return _read_secret(place)
         except FileNotFoundError:
@@ -221,10 +218,7 @@ class CacheDirectory:
 
 
 def _open(stack: contextlib.ExitStack, name: str, above: int, flags: int) -> int:
-    """Opens a directory inside another one; makes it with mode 0700 if it is missing. ``stack`` closes the file descriptor.
-
-    ``above``: file descriptor of the outer directory.
-    """
+    """Opens a directory inside that of fd ``above``, made with mode 0700 if missing. ``stack`` closes the file descriptor."""
     try:
         place = os.open(name, flags, dir_fd=above)
     except FileNotFoundError:

@@ -150,10 +150,7 @@ def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., t
 
 
 def checked(signature: Signature, rows: int, returned: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Checks what a traced function with state returned. Returns its outputs and its new state, each by name.
-
-    Raises Internal: they are not as declared.
-    """
+    """Returns a traced function's outputs and new state, each by name. Raises Internal: they are not as declared."""
     what = f"model '{signature.model}'"
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise Internal(f"{what}: apply returned {type(returned).__name__}, a pair (outputs, state) is expected")

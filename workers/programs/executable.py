@@ -76,10 +76,7 @@ class Inputs(Protocol):
         """The arrays in which the arguments are gathered, by argument name."""
 
     def send(self) -> dict[str, Any]:
-        """Returns the gathered arguments by name, as the program takes them; a GPU gets them in one transfer first.
-
-        Raises Unavailable: the device has no memory left; DeviceLost: the device has failed.
-        """
+        """Returns the arguments by name, on a GPU sent there first. Raises Unavailable: no memory left; DeviceLost: it failed."""
 
 
 class ExecutionDevice(ABC):
@@ -265,10 +262,7 @@ class Executable(ABC):
         """
 
     def uncut(self, outputs: RunOutputs) -> BatchOutputs | None:
-        """Returns a run's outputs as bytes, from which each answer copies its rows.
-
-        None: they are too large, or stay on a GPU.
-        """
+        """Returns a run's outputs as bytes, to be cut by each answer; None: they are too large, or stay on a GPU."""
         if outputs.contents is None:
             return None
         if self._layout is None:

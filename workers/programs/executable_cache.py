@@ -123,10 +123,7 @@ class ExecutableCache:
     """Stores executables in a cache directory, and finds them by a digest of everything that they depend on; for any thread."""
 
     def __init__(self, directory: CacheDirectory | None, programs: JaxCache | None = None) -> None:
-        """``directory``: where executables are stored; None: nowhere.
-
-        ``programs``: JAX's own cache; None: JAX does not use one.
-        """
+        """``directory``: where to store executables; None: nowhere. ``programs``: JAX's own cache; None: JAX does not use one."""
         self._directory = directory
         self._programs = programs
         #: Counts compilations through this cache, and others that its users report.
@@ -249,10 +246,7 @@ def _loaded(program: list[Any], placement: Placement, where: bool | tuple[int, .
 
 
 class JaxCache:
-    """A cache directory in which JAX stores and finds compiled programs by its own keys; any thread may use it.
-
-    It has the methods of ``jax._src.compilation_cache_interface``.
-    """
+    """A cache directory for JAX's own keys; any thread may use it. Implements ``jax._src.compilation_cache_interface``."""
 
     def __init__(self, directory: CacheDirectory) -> None:
         self._directory = directory
@@ -290,10 +284,7 @@ class JaxCache:
 
 
 def use_persistent_cache(directory: CacheDirectory | None) -> JaxCache | None:
-    """Tells JAX to store every compiled program in a directory, however short the compilation was.
-
-    Returns the cache; None if there is no directory or this JAX version does not allow it.
-    """
+    """Has JAX store every compiled program in a directory. Returns the cache; None: no directory, or JAX does not allow it."""
     if directory is None:
         return None
     try:

@@ -40,10 +40,7 @@ Apply = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
 
 class Executables:
-    """The executables of one model version: one for each bucket, made at load, and a few for other shapes, made later.
-
-    If there are too many for other shapes, the least recently used one of these is evicted.
-    """
+    """One version's executables: one per bucket, made at load, and a few for other shapes, the least recently used evicted."""
 
     def __init__(
         self,
@@ -181,10 +178,7 @@ class Executables:
                 self._usual = found[1]
 
     def _open(self, stack: SetStack) -> None:
-        """Allocates the arrays of a stack of parameter sets on the programs' device, and compiles the program that fills them.
-
-        Raises Internal: the device has no memory for the arrays.
-        """
+        """Allocates a stack's arrays on the programs' device, and compiles what fills them. Raises Internal: no memory."""
         name, usual = self._signature.model, self._usual
         device_memory.check(name, "its parameter sets need", stack.byte_size, jax.local_devices()[:1])
         with precision(self._signature.wide):

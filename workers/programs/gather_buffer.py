@@ -103,10 +103,7 @@ class RaggedBuffer:
 
 
 def copy_into(part: Array, array: Array) -> None:
-    """Copies an array into part of a buffer, and zeros the elements of the part that the array does not cover.
-
-    An array without a batch dimension goes into the part's first slot.
-    """
+    """Copies an array into part of a buffer, or its first slot if it has no batch dimension, and zeros the rest of the part."""
     if len(array.shape) < part.ndim:
         part = part[0, ...]  # a view, also of a single number
     if array.shape != part.shape:

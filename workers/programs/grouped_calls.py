@@ -166,10 +166,7 @@ class GroupedMemory:
 
 
 class GroupedProgram:
-    """A compiled program that computes ``rows`` requests in one call; used by the execution thread only.
-
-    The programs for different numbers of requests of one shape share their input memory.
-    """
+    """Computes ``rows`` requests in one call; shares input memory with its shape's others. For the execution thread only."""
 
     __slots__ = ("_at", "_layout", "_memory", "_outputs", "_program", "_read", "_room", "_sets", "_signature", "rows")
 
@@ -210,10 +207,7 @@ class GroupedProgram:
 
     @property
     def share(self) -> float:
-        """The estimated work of a call as a fraction of an iteration of the worker's loop.
-
-        It is a fixed bound for each request, because XLA does not count the rounds of a loop.
-        """
+        """The estimated work of a call, as a fraction of an iteration of the loop; fixed per request, as XLA counts no rounds."""
         return self.rows / 64
 
     @property
@@ -230,10 +224,7 @@ class GroupedProgram:
         return found
 
     def gather(self, requests: Sequence[RequestTensors]) -> int:
-        """Copies the inputs of requests into the memory.
-
-        Returns the bytes copied. Raises ValueError: there are more than ``rows``.
-        """
+        """Copies requests' inputs into the memory. Returns the bytes copied. Raises ValueError: they are more than ``rows``."""
         if len(requests) > self.rows:
             raise ValueError(f"{len(requests)} requests for a program of {self.rows}")
         copied = 0
@@ -355,10 +346,7 @@ class GroupedProgramMaker:
             return CompiledProgram(placement.compile(traced.lower(), options), placement)
 
     def programs(self, compiled: Mapping[int, CompiledProgram]) -> list[GroupedProgram]:
-        """Returns the programs as objects that share memory for inputs. Empty: the device has no room for that memory.
-
-        ``compiled``: number of requests -> program.
-        """
+        """Returns programs (number of requests -> program) as objects with common input memory; empty: no room for it."""
         inputs = self._single.device.inputs(self.arguments)
         if not inputs.fit:
             return []
@@ -417,10 +405,7 @@ class _Shape:
 
 
 class GroupedCalls:
-    """Compiles and finds one version's programs for grouped calls.
-
-    ``compile`` and ``prepare`` may be called in other threads, everything else in the execution thread only.
-    """
+    """Compiles and finds one version's grouped programs; but for ``compile`` and ``prepare`` in the execution thread only."""
 
     def __init__(self, signature: Signature, apply: Apply) -> None:
         self._signature = signature
@@ -428,10 +413,7 @@ class GroupedCalls:
         self._shapes: dict[Hashable, _Shape] = {}
 
     def prepare(self, singles: Sequence[Executable], make: Make) -> None:
-        """Compiles the programs for the shapes that are known at load. Raises whatever tracing the model raises.
-
-        ``singles``: the executable for one request of each shape.
-        """
+        """Compiles programs for the shapes known at load, of these ``singles``. Raises whatever tracing the model raises."""
         for single in singles:
             if self.wants(single):
                 self.add(single, self.compile(single, make))
@@ -446,10 +428,7 @@ class GroupedCalls:
         return None if shape is None else shape.fitting[min(waiting, MOST)]
 
     def wants(self, single: Executable) -> bool:
-        """Returns whether the caller should have programs made for grouped calls of an executable's shape.
-
-        Returns True only once for each shape, and only if its program has little work and small inputs.
-        """
+        """Returns whether to have a shape's grouped programs made: True once, and only for little work and small inputs."""
         shapes = single.wanted.shapes
         if shapes in self._shapes:
             return False

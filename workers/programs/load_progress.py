@@ -25,10 +25,7 @@ def nobody(number: int, total: int, compiled: int) -> None:
 
 
 class LoadProgress:
-    """Makes the programs of one model's load, reports progress, and adds up their number, bytes and time.
-
-    Used by the loading thread only.
-    """
+    """Makes one load's programs, reports progress, sums up their number, bytes and time. For the loading thread only."""
 
     def __init__(self, name: str, version: int, tell: Tell = nobody, cancellation: Cancellation | None = None) -> None:
         """``tell``: is called before each program is made. ``cancellation``: tells whether the load was given up."""
@@ -79,10 +76,7 @@ class LoadProgress:
         self._part_byte_size = sum(_part(leaf) for leaf in leaves)
 
     def made(self, what: object, program: CompiledProgram, compiled: bool) -> None:
-        """Adds the program that ``through`` yielded last to the load's sums, and logs it if it was compiled.
-
-        ``what``: describes the program in the log.
-        """
+        """Adds the program that ``through`` yielded last to the sums, and logs it as ``what`` if it was compiled."""
         if compiled:
             self._compiled += 1
             seconds = (time.monotonic_ns() - self._began_ns) / 1e9

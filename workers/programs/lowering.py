@@ -50,10 +50,7 @@ class Lowering:
         self.constant_byte_size = 0
 
     def lower(self, rows: int, shapes: Shapes, placement: Placement) -> jax.stages.Lowered:
-        """Traces and lowers the program for a batch size and input shapes, for the device of ``placement``.
-
-        Raises whatever tracing raises.
-        """
+        """Traces and lowers the program for a batch size, shapes and the device of ``placement``. Raises what tracing raises."""
         arguments: tuple[Any, ...] = (self.zeros(rows, shapes),)
         if self._signature.states:
             arguments = (*arguments, rows_argument(self._signature, rows, ()), carry_specs(self._signature))
@@ -71,10 +68,7 @@ class Lowering:
             raise LookupError(f"apply failed with {error!r}; the inputs of the model are: {names}") from error
 
     def _jitted(self) -> Any:
-        """Returns a new jitted function for one program.
-
-        It is not used again, because JAX holds megabytes while it lives (measured).
-        """
+        """Returns a new jitted function for one program; it is used once, as JAX holds megabytes while it lives (measured)."""
 
         @functools.wraps(self._apply)
         def apply(*arguments: Any) -> Any:

@@ -22,10 +22,7 @@ _LINE = 64
 
 
 def packing(apply: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
-    """Wraps a model's function so that it also returns ``PACKED``: one array with the bytes of all its declared outputs.
-
-    There is no such array if the model has one output, or large ones. The outputs themselves are returned unchanged.
-    """
+    """Wraps a model's function to return also ``PACKED``, all outputs' bytes in one array, if they are several and small."""
 
     @functools.wraps(apply, updated=())
     def packed(*arguments: Any) -> Any:

@@ -40,10 +40,7 @@ class Link(NamedTuple):
 
 
 class PipelineProgram:
-    """Runs, for one bucket, an ensemble whose steps are all compiled programs.
-
-    It has the members of ``Executable`` that the worker's loop needs for batches.
-    """
+    """Runs an ensemble of compiled programs for one bucket; has the members of ``Executable`` that the worker's loop needs."""
 
     #: Rows that no request fills are zero.
     clears = True
@@ -88,10 +85,7 @@ class PipelineProgram:
         return {name: GatherBuffer(name, array, self._batches) for name, array in self._inputs.arrays.items()}
 
     def takes(self, requests: Sequence[RequestTensors]) -> bool:
-        """Returns whether the host should gather the inputs of these requests.
-
-        On a GPU it should if the requests are small and none of their outputs stays on the GPU.
-        """
+        """Returns whether the host should gather these inputs; on a GPU only small ones, if no output stays there."""
         return not self._device.remote or all(request.small and not request.stays for request in requests)
 
     @property
@@ -120,10 +114,7 @@ class PipelineProgram:
             return self._inputs.send()
 
     def run(self) -> list[Content]:
-        """Runs the pipeline on the inputs that lie in ``memory``, which may be written again afterwards. Returns the outputs.
-
-        Raises what a program raises.
-        """
+        """Runs the pipeline on ``memory``, which is free again afterwards. Returns the outputs. Raises what a program raises."""
         return self.contents_of(self.compute(self._sent()))
 
     def contents_of(self, made: Sequence[Any]) -> list[Content]:

@@ -107,10 +107,7 @@ class StepExecutables:
         return self._place.device
 
     def check_size(self, limit: int) -> None:
-        """Traces ``init``.
-
-        Raises InvalidArgument: the carry would have more than ``limit`` bytes; or whatever ``init`` raises.
-        """
+        """Traces ``init``. Raises InvalidArgument: the carry exceeds ``limit`` bytes; or whatever ``init`` raises."""
         with precision(self._signature.wide):
             made = jax.eval_shape(self._init, self._place.parameter_specs(1))
         byte_size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))
@@ -121,10 +118,7 @@ class StepExecutables:
             )
 
     def warm(self, progress: LoadProgress) -> None:
-        """Compiles all programs, or loads them from the cache, and runs each once.
-
-        Raises Internal: a function of the model does not return what is declared.
-        """
+        """Compiles all programs, or loads them, and runs each once. Raises Internal: a function breaks its declaration."""
         lower = functools.partial(self._lower, _Wanted("step", self._slots))
         step = lower(self._place)
         if self._small is not None and (found := self._small.lowered(step, lower)) is not None:
@@ -189,10 +183,7 @@ class StepExecutables:
         return lowered
 
     def zeros(self, shapes: Shapes) -> tuple[dict[str, Array], Array]:
-        """Returns arguments for a run of ``insert`` that changes nothing: zeros, and a slot behind the last one.
-
-        ``shapes``: of one request's inputs.
-        """
+        """Returns arguments with which ``insert`` changes nothing: zeros of these shapes, and a slot behind the last one."""
         lead = (self._insert_rows,) if self._insert_rows else ()
         arrays: dict[str, Array] = {}
         for spec, shape in zip(self._signature.inputs.values(), shapes, strict=True):

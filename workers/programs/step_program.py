@@ -136,10 +136,7 @@ class StepPrograms:
         return self._rows.pack(outputs, emits, finished), (jax.tree.map(_strong, kept), live)
 
     def step(self, parameters: Any, unmasked: Any, carry: Any) -> Any:
-        """Calls the model author's ``step`` for the first slots.
-
-        ``unmasked``: BOOL, one for each of these slots: whether the request in it takes part in the step.
-        """
+        """Calls the author's ``step`` for the first slots; ``unmasked``: BOOL for each, whether its request takes part."""
         own, live = carry
         count = unmasked.shape[0]
         first = live[:count]

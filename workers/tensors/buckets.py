@@ -181,10 +181,7 @@ def _most_of(spec: TensorSpec) -> str:
 
 
 def sliced(spec: TensorSpec, shape: tuple[int, ...], lengths: Mapping[str, int]) -> tuple[slice, ...]:
-    """Returns the slices of each dim but the batch that remove the padding from an output of this shape.
-
-    ``lengths``: axis name -> its size in the request.
-    """
+    """Returns slices, but of the batch dim, that cut an output to a request's sizes (``lengths``: axis name -> size)."""
     return tuple(
         slice(None, lengths[axis]) if axis is not None and lengths.get(axis, size) < size else slice(None)
         for axis, size in zip(spec.axes, shape, strict=True)
@@ -213,10 +210,7 @@ class RequestShapes:
         self._named = any(axis is not None for spec in signature.inputs.values() for axis in spec.axes)
 
     def key(self, arrays: Mapping[str, Array]) -> Shapes:
-        """Returns a request's input shapes after bucketing: requests with equal keys may share a batch.
-
-        Raises: InvalidArgument: axes of the same name have different sizes.
-        """
+        """Returns the bucketed input shapes; equal keys may share a batch. Raises InvalidArgument: one axis has two sizes."""
         if self._fixed is not None:
             return self._fixed
         if not self._named and not self._signature.ragged:

@@ -21,10 +21,7 @@ Output = tuple[str, str, int, int, int, int, tuple[int, ...]]
 
 
 class OutputLayout:
-    """Describes where each output of a program lies in the buffers that a run returns.
-
-    Two layouts are equal only if they are one object.
-    """
+    """Says where each output of a program lies in the buffers of a run. Layouts are equal only if they are one object."""
 
     __slots__ = ("batches", "outputs", "row_byte_size")
 

@@ -19,10 +19,7 @@ NOTHING: Mapping[str, Array] = {}
 
 
 class RequestTensors(Sequenced):
-    """The attributes of a request that programs read.
-
-    ``tensord.workers.requests.request.Request`` adds the others, and sets them all.
-    """
+    """The attributes of a request that programs read; ``tensord.workers.requests.request.Request`` adds others, and sets all."""
 
     __slots__ = ("_added", "_arrays", "contents", "copied_byte_size", "prepared")
 

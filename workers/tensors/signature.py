@@ -94,10 +94,7 @@ class TensorSpec:
         return in_slices(array) if strings else array
 
     def for_client(self, array: Array, batches: bool) -> Array:
-        """Returns a tensor of the model in the shape that a client sees.
-
-        ``batches``: whether its first dimension is the batch.
-        """
+        """Returns a model's tensor in the shape that a client sees; ``batches``: its first dimension is the batch."""
         if not self.reshaped:
             return array
         lead = array.shape[:1] if batches else ()
@@ -196,10 +193,7 @@ def _meant(text: str) -> str:
 
 
 def parse_declaration(what: str, text: object) -> Declared:
-    """Parses a declaration ``DATATYPE[dims]``; a dim is a number, a name or -1. ``what``: the tensor's name in errors.
-
-    Raises InvalidArgument: the text is malformed.
-    """
+    """Parses ``DATATYPE[dims]``; a dim is a number, a name or -1. ``what``: its name in errors. Raises InvalidArgument."""
     match = _DECLARATION.fullmatch(text.replace(" ", "")) if isinstance(text, str) else None
     if match is None or match[1] not in datatypes.ELEMENT_SIZES:
         meant = _meant(text) if isinstance(text, str) else ""
@@ -223,10 +217,7 @@ def parse_declaration(what: str, text: object) -> Declared:
 def declare(
     message: ModelConfig, inputs: Mapping[str, Declared], outputs: Mapping[str, Declared], where: str = "model.py"
 ) -> None:
-    """Adds the tensors that a model declares in the file ``where`` to its configuration.
-
-    Raises InvalidArgument: declaration and configuration contradict each other.
-    """
+    """Adds the tensors declared in the file ``where`` to a configuration. Raises InvalidArgument: they contradict it."""
     for kind, fields, declared in (("input", message.input, inputs), ("output", message.output, outputs)):
         known = {field.name: field for field in fields}
         for name, tensor in declared.items():
