@@ -40,10 +40,7 @@ if TYPE_CHECKING:
 
 
 class Apart:
-    """Answers the calls of models in a process that only checks models.
-
-    Requests to other models are refused; questions whether they are ready are answered with yes.
-    """
+    """Answers the calls of models that are only checked: refuses requests, and says that any model is ready."""
 
     def __init__(self, explicit: bool) -> None:
         """``explicit``: whether the daemon loads models only on request; if so, models may ask for loads."""

@@ -26,10 +26,7 @@ _MAX_WAITING = 16
 
 
 class DaemonOperations:
-    """Asks the daemon to do what models of a worker want, such as to load another model.
-
-    Any thread may call ``ask``; only the thread of the worker's loop may use the other methods.
-    """
+    """Asks the daemon for what models want. Any thread may call ``ask``, only the loop's thread the other methods."""
 
     def __init__(self, channel: Channel, loader: WorkThread, inbox: Inbox) -> None:
         self._channel = channel

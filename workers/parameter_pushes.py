@@ -53,18 +53,12 @@ class _Staged(NamedTuple):
 
 
 class ParameterPushes:
-    """Stages pushes, which checks the new parameters and places them on the device, and then commits or aborts the pushes.
-
-    It also removes parameter sets.
-    """
+    """Stages pushes (checks them, places them on the device), commits or aborts them, and removes parameter sets."""
 
     def __init__(
         self, models: ModelTable, regions: RegionTable, thread: WorkThread, options: Workers, agenda: Agenda[AgendaPart]
     ) -> None:
-        """``thread``: copies, stages and frees parameters, and does nothing else.
-
-        ``agenda``: the schedule of the worker's loop.
-        """
+        """``thread``: copies, stages and frees parameters, and does nothing else.  ``agenda``: that of the worker's loop."""
         self._models = models
         self._regions = regions
         self._thread = thread
@@ -99,10 +93,7 @@ class ParameterPushes:
             answer(_DONE, None)
 
     def _find(self, model: str, version: int) -> ModelVersion:
-        """Returns a loaded model version, also one that does not serve requests yet.
-
-        Raises NotFound: there is no such version.
-        """
+        """Returns a loaded version, even one that does not serve yet. Raises NotFound: there is no such version."""
         found = self._models.held.get((model, version)) or self._models.serving(model, version)
         if found is None:
             raise NotFound(f"{UNKNOWN_MODEL}'{model}' version {version} is not found")
@@ -247,10 +238,7 @@ class ParameterPushes:
             self._let_go([parameters.leave()])
 
     def _leave(self, sets: ParameterSets, former: ParameterSet) -> None:
-        """Has the thread move replaced parameters from the device to host memory, if the set keeps former values.
-
-        The thread does so before it stages the next push.
-        """
+        """Has the thread move replaced parameters to host memory before the next push, if the set keeps former values."""
 
         def leave() -> None:
             # The room for versions before may have been too small for it.
@@ -266,10 +254,7 @@ class ParameterPushes:
         self._thread.do(leave, done)
 
     def _let_go(self, unused: list[object]) -> None:
-        """Has the thread drop objects that are no longer used, because freeing them takes long.
-
-        ``unused``: holds the only references to the objects.
-        """
+        """Has the thread drop objects, as freeing them takes long. ``unused``: holds the only references to them."""
         self._thread.do(unused.clear, lambda _: None)
 
     def _is_here(self, version: ModelVersion) -> bool:
@@ -287,10 +272,7 @@ class ParameterPushes:
 
 
 def _error(error: Exception, what: str) -> ServingError:
-    """Returns the error that answers a push which failed with ``error``.
-
-    It has no traceback, whose frames would keep memory in use.
-    """
+    """Returns the error that answers a push failed with ``error``, without a traceback, which would keep memory in use."""
     if isinstance(error, ServingError):
         return error.with_traceback(None)
     _log.error("%s could not be placed", what, exc_info=error)

@@ -254,10 +254,7 @@ class Worker:
         return not at_once and self._dispatcher.idle
 
     def _wait(self) -> list[tuple[int, int]]:
-        """Waits for events and carries out datagrams that came meanwhile.
-
-        Returns the other events: (descriptor, epoll events).
-        """
+        """Waits for events, carries out datagrams that came meanwhile, and returns the others: (descriptor, epoll events)."""
         now_ns, next_ns = time.monotonic_ns(), self._next_ns
         until_ns = now_ns + self._beat_ns if next_ns is None else min(next_ns, now_ns + self._beat_ns)
         if self._stop_ns:
@@ -290,10 +287,7 @@ class Worker:
         return woken.events
 
     def _drains(self, at_once: bool) -> bool:
-        """Returns whether this iteration only runs waiting requests and receives none.
-
-        ``at_once``: whether a waiting request is to be run in this iteration.
-        """
+        """Returns whether this iteration only runs waiting requests (``at_once``: one is to run now) and receives none."""
         if self._poller.missed >= _MISSED:
             self._poller.missed, self._draining = 0, _MAX_DRAINING
         if not self._draining:
@@ -349,10 +343,7 @@ class Worker:
         self._close_lane(submitter)
 
     def _look_at_half(self, submitter: SubmitterLink[Request], now_ns: int) -> None:
-        """Records how much of a client's incomplete record has arrived, and since when.
-
-        Raises InvalidArgument: it is too much.
-        """
+        """Records how much of an incomplete record came, and since when. Raises InvalidArgument: it is too much."""
         number, byte_size = submitter.lane.channel.whole, submitter.lane.channel.half_byte_size
         known = self._halves.get(submitter)
         if byte_size == 0 and known is None:
@@ -380,10 +371,7 @@ class Worker:
         self._watch_halves()
 
     def _may_log(self, now_ns: int) -> bool:
-        """Returns whether another line about clients' lanes may be logged now.
-
-        The number of lines is limited, because a client may send garbage endlessly.
-        """
+        """Returns whether another line about clients' lanes may be logged now: a client may send garbage endlessly."""
         if now_ns - self._window_ns >= _LOG_WINDOW_NS:
             self._window_ns, self._lines = now_ns, 0
         self._lines += 1
@@ -614,10 +602,7 @@ class Worker:
         self._page.set_state(WorkerState.STOPPING, now_ns)
 
     def _finished(self) -> bool:
-        """Returns whether the loop may end because all models have ended.
-
-        The models begin to end when every request is answered and all answers are sent.
-        """
+        """Returns whether all models have ended, which they do when every request is answered and all answers are sent."""
         for fd, submitter in self._submitters.items():
             if submitter.in_flight or (submitter.lane.channel.waiting and fd not in self._stalled):
                 return False

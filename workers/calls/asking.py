@@ -57,10 +57,7 @@ def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **
 def stream(
     model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]
 ) -> Iterator[dict[str, Array]]:
-    """Sends a request to another model immediately, and returns an iterator over the responses.
-
-    It implements ``tensord.models.stream``.
-    """
+    """Sends a request to another model immediately; returns an iterator over the responses (``tensord.models.stream``)."""
     call = _call(model, inputs, outputs, own, streams=True)
     call.begin()
     return _responses(call)

@@ -95,10 +95,7 @@ class ModelCall:
             first()
 
     def next(self) -> tuple[Result | None, bool]:
-        """Waits for the next response, and returns it and whether it is the last.
-
-        None: the call ends without another response.
-        """
+        """Waits for the next response; returns it, and whether it is the last. None: the call ends without another one."""
         self._thread = threading.get_ident()
         self._taken += 1
         self._asked = self._taken
@@ -109,10 +106,7 @@ class ModelCall:
         return result, final
 
     def first(self) -> asyncio.Task[tuple[Result | None, bool]]:
-        """Returns a task of the running event loop that waits for the first response, and whether it is the last.
-
-        Cancelling the task cancels the call.
-        """
+        """Returns a task that waits for the first response, and whether it is the last; cancelling it cancels the call."""
         waiting = asyncio.ensure_future(self._wait())
         waiting.add_done_callback(lambda done: self.cancel() if done.cancelled() else None)
         return waiting
@@ -137,10 +131,7 @@ class ModelCall:
             self._server.cancel(self)
 
     def stop(self) -> None:
-        """Asks a streaming model that runs in a thread to stop; its responses are still received. Cancels any other call.
-
-        Idempotent.
-        """
+        """Asks a streaming model in a thread to stop, and still receives its responses. Cancels any other call. Idempotent."""
         if not self._over:
             self._server.stop(self)
 

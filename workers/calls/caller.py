@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 
 
 class CallServer(Protocol):
-    """The interface through which models' code in any thread reaches the worker's loop.
-
-    The argument ``call`` is always a ``ModelCall``.
-    """
+    """The interface through which models' code in any thread reaches the worker's loop; ``call`` is always a ``ModelCall``."""
 
     def begin(self, call: Any) -> None:
         """Queues the request of a call for the called model. The responses, or an error, are passed to ``call.answered``."""
@@ -160,10 +157,7 @@ class Caller:
         return self.phase is CallerPhase.SERVING and not (self is self.port.detached and self.port.loading)
 
     def close(self) -> None:
-        """Drops the requests, which have ended.
-
-        A call by a task that the code has left running is then on behalf of no request.
-        """
+        """Drops the requests, which have ended: a task that the code has left running then calls on behalf of no request."""
         self.requests, self.execution = (), None
 
     def __repr__(self) -> str:

@@ -99,10 +99,7 @@ class MetricRegistry:
             family.owners.append(owner)
 
     def release(self, name: str, owner: tuple[str, int], held: Iterable[Labels]) -> None:
-        """Removes a holder from a family and from the family's metrics with the labels ``held``.
-
-        A family or metric that has no holder left is removed.
-        """
+        """Removes a holder from a family and from its metrics ``held``; what has no holder left is removed."""
         with self._lock:
             family = self._families[name]
             for labels in held:
@@ -145,10 +142,7 @@ class MetricRegistry:
             return value
 
     def increment(self, kind: MetricKind, value: Value, by: float) -> None:
-        """Adds ``by`` to a counter or gauge.
-
-        Raises: InvalidArgument: a counter would fall.  Unsupported: the metric is a histogram.
-        """
+        """Adds to a counter or gauge. Raises: InvalidArgument: a counter would fall.  Unsupported: it is a histogram."""
         if kind is MetricKind.HISTOGRAM:
             raise _unsupported()
         if kind is MetricKind.COUNTER and not by >= 0:

@@ -175,10 +175,7 @@ def _owner() -> OwnProcesses | None:
 
 
 def prepare() -> None:
-    """Patches Python's functions that start processes and threads, so that it is known which model's code starts them.
-
-    Idempotent.
-    """
+    """Patches Python's functions that start processes and threads, to know which model's code starts them. Idempotent."""
     if hasattr(os.fork, "__wrapped__"):
         return
     executes = _fork_exec_for(_posixsubprocess.fork_exec)

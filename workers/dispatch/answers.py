@@ -41,10 +41,7 @@ _INLINE_TENSORS = 8
 
 
 def failure(request_id: int, error: ServingError, version: int = 0, final: bool = True) -> AnswerRecord:
-    """Returns the answer record that reports an error; a long message is cut off.
-
-    ``version``: the model's version; 0: unknown.
-    """
+    """Returns the answer record that reports an error; a long message is cut off. ``version`` 0: unknown."""
     message = bounded(error.message, _MAX_MESSAGE)
     if not message.isascii():
         message = message.encode("utf-8", "replace").decode()
@@ -274,10 +271,7 @@ def _byte_size(content: Content) -> int:
 
 
 class _Queued:
-    """Copies of one answer's outputs into GPU memory, which run until ``settle`` or ``abandon`` has waited for them.
-
-    The object keeps the arrays that are copied alive until then.
-    """
+    """Copies of an answer's outputs into GPU memory: run, and keep their arrays, until ``settle`` or ``abandon`` has waited."""
 
     __slots__ = ("_regions", "_sources")
 
@@ -286,10 +280,7 @@ class _Queued:
         self._sources: list[Array | GpuArray] = []
 
     def write(self, region: CudaRegion, offset: int, content: Content) -> None:
-        """Begins to copy an output into GPU memory, at ``offset`` bytes of a region.
-
-        Raises: InvalidArgument: the region is no longer writable.  DeviceLost: the GPU failed.
-        """
+        """Begins a copy to GPU memory. Raises: InvalidArgument: the region is not writable now.  DeviceLost: the GPU failed."""
         if not _byte_size(content):
             return
         self._regions.append(region)

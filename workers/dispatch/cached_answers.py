@@ -79,10 +79,7 @@ class CachedAnswers:
         return True
 
     def keep(self, version: ModelVersion, execution: Execution, cache: ResponseCache) -> None:
-        """Stores the results of an execution in the response cache, except where parameters or models have changed meanwhile.
-
-        A failure to store is only logged.
-        """
+        """Stores an execution's results, unless parameters or models have changed meanwhile; a failure is only logged."""
         for request, result in zip(execution.requests, execution.results, strict=True):
             if isinstance(result, ServingError):
                 continue

@@ -63,10 +63,7 @@ class CallCircles:
     """Finds calls between a worker's models that are deadlocked, because each waits for another one to end."""
 
     def __init__(self, calls: dict[ModelCall, InnerRequest], ensembles: EnsembleRuns, limiter: RateLimiter) -> None:
-        """``calls``: all calls that have not ended, oldest first, each with the request made for it.
-
-        The caller keeps this dict up to date.
-        """
+        """``calls``: those that have not ended, oldest first, each with its request; the caller keeps the dict up to date."""
         self._calls = calls
         self._ensembles = ensembles
         self._limiter = limiter
@@ -115,10 +112,7 @@ class CallCircles:
         return False
 
     def _waits_for(self, node: _Node) -> Iterable[_Node]:
-        """Returns the requests and instances that a request or an instance (``node``) waits for; any one of them ends the wait.
-
-        If there are none, the node can proceed by itself.
-        """
+        """Returns the nodes any of which can end this node's wait; empty if the node can proceed by itself."""
         return self._instance_waits_for(node) if isinstance(node, Instance) else self._request_waits_for(node)
 
     def _request_waits_for(self, inner: InnerRequest) -> Iterable[_Node]:
@@ -175,10 +169,7 @@ class CallCircles:
         return threads
 
     def _taker(self, request: Request) -> Instance | None:
-        """Returns the instance whose model receives a request's responses.
-
-        Returns None if a client receives them, or a thread that a model has started itself.
-        """
+        """Returns the instance whose model takes a request's responses; None: a client or a model's own thread does."""
         origin: Request | None = request
         while isinstance(origin, InnerRequest):
             for call, inner in self._calls.items():
@@ -327,10 +318,7 @@ class Calls:
         self._agenda.wake(self.settle)
 
     def _look_again(self) -> None:
-        """Has the loop's next turn begin the calls that wait for a model.
-
-        It is called because a load has ended or the table of models has changed.
-        """
+        """Has the loop's next turn begin calls that wait for a model: a load has ended, or the table of models has changed."""
         if self._waiting:
             self._post(self._begin_waiting)
 
@@ -341,10 +329,7 @@ class Calls:
             self._begin(call)
 
     def _not_here(self, call: ModelCall, error: NotFound) -> None:
-        """Answers a call to a model that this worker does not have with NotFound.
-
-        The message says so if another worker has the model, which this asks the daemon.
-        """
+        """Answers a call to a model that is not here with NotFound, which says so if another worker has the model."""
 
         def said(elsewhere: bool) -> None:
             why = (
@@ -435,10 +420,7 @@ class Calls:
             self._responses.took(inner)
 
     def _stop(self, call: ModelCall) -> None:
-        """Stops a call. If a streaming model answers the call in a thread, the model is asked to stop, which it may ignore.
-
-        Any other call is cancelled.
-        """
+        """Asks the called model to stop if it streams in a thread, which it may ignore; cancels any other call."""
         inner = self._open.get(call)
         if inner is not None and inner in inner.version.senders and inner.version.loaded.instances:
             inner.may_stop = True

@@ -197,10 +197,7 @@ class Dispatcher:
         self.submit(submitter, record, now_ns)
 
     def enter(self, version: ModelVersion, request: Request, now_ns: int) -> None:
-        """Queues a request that was made inside the worker.
-
-        Raises ServingError: the model cannot take a request with these inputs.
-        """
+        """Queues a request that was made inside the worker. Raises ServingError: the model cannot take these inputs."""
         version.loaded.join(request)
         self._queue(version, request, now_ns)
 
@@ -246,10 +243,7 @@ class Dispatcher:
         self.agenda.woken.update(self._active)  # type: ignore[arg-type]
 
     def cancel(self, submitter: SubmitterLink[Request], request_id: int) -> None:
-        """Cancels a submitter's request.
-
-        A request that is running is answered when its run ends; an id not in flight is ignored.
-        """
+        """Cancels a request; one that is running is answered when its run ends. Ignores an id that is not in flight."""
         request = submitter.in_flight.get(request_id)
         if request is not None:
             self.withdraw(request)
@@ -318,10 +312,7 @@ class Dispatcher:
             self.agenda.put(self._end_silent, silent_ns)
 
     def _end_silent(self, now_ns: int) -> None:
-        """Ends the sequences of all models whose idle time is over, and answers requests of theirs that waited too long.
-
-        The answers are errors.
-        """
+        """Ends all models' sequences whose idle time is over, and answers their requests that waited too long with errors."""
         self._silent_ns = NEVER
         self.agenda.put(self._end_silent, NEVER)
         for version in self._models.everyone():
@@ -333,10 +324,7 @@ class Dispatcher:
                     self.agenda.wake(version)
 
     def _refuse(self, version: ModelVersion, answers: list[tuple[Request, ServingError]], now_ns: int) -> None:
-        """Answers requests that waited too long, or that newer requests replaced, each with its error.
-
-        If the model answers in order, the errors wait until earlier requests are answered.
-        """
+        """Answers refused or replaced requests with errors, after earlier requests if the model answers in order."""
         for request, error in answers:
             if isinstance(error, Unavailable):
                 version.statistics.failed(now_ns - request.arrived_ns)
@@ -380,10 +368,7 @@ class Dispatcher:
         return not self._stepping.living and self._share < 1
 
     def _retry(self, now_ns: int) -> None:
-        """Sends answers and responses that waited for room in the arena and fit now.
-
-        Answers and responses that waited too long are replaced by errors.
-        """
+        """Sends what waited for room in the arena and fits now; what waited too long is replaced by an error."""
         for version, requests in by_version(self._outbox.retry(now_ns)).items():
             version.executing -= len(requests)
             self._restore(version, requests)
@@ -411,10 +396,7 @@ class Dispatcher:
             self.agenda.wake(first)
 
     def _decide(self, version: ModelVersion, now_ns: int) -> bool:
-        """Carries out the decision of a version's planner: refuses requests, hands out batches, or sets when to ask again.
-
-        Returns True if the caller has to run a batch of this version in the loop.
-        """
+        """Carries out the decision of a version's planner; returns True if the caller must run a batch of it in the loop."""
         planner, instances = version.planner, version.loaded.instances
         decision = planner.decide(now_ns)
         while isinstance(decision, Refuse):
@@ -485,10 +467,7 @@ class Dispatcher:
         return executable.share if len(version.planner) >= _MANY else math.inf
 
     def _take(self, version: ModelVersion, now_ns: int, instance: int = 0) -> list[Request]:
-        """Removes the next batch of a version from its queue and returns it.
-
-        Leaves out requests that the outbox holds back because too many answers to their submitter wait.
-        """
+        """Takes a version's next batch from its queue, without requests that the outbox holds back."""
         batch = version.take(now_ns, instance)
         if not self._outbox.blocked:
             return batch
@@ -552,10 +531,7 @@ class Dispatcher:
 
 
 def _extend(version: ModelVersion, grouped: GroupedCalls, batch: list[Request]) -> GroupedProgram | None:
-    """Adds to ``batch`` waiting requests that can share one call of a program with the batch's first request.
-
-    Returns the program that runs the extended batch. Returns None, and adds nothing, if there is no such program.
-    """
+    """Adds waiting requests to ``batch`` that can share a call with it. Returns the program for all; None: none was added."""
     key = batch[0].key
     waiting = version.queue.rows(key)
     program = grouped.find(shapes_of(key), waiting + 1)

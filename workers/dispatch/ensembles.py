@@ -105,10 +105,7 @@ class EnsembleRuns:
         self._working = False
 
     def run(self, version: ModelVersion, graph: EnsembleGraph, batch: list[Request], now_ns: int) -> bool:
-        """Runs a batch of requests to an ensemble as one pipeline of compiled programs if all steps allow it, else step by step.
-
-        Returns whether the pipeline has run. Requests that did not run in the pipeline have begun step by step.
-        """
+        """Runs a batch as one pipeline if all steps allow it, and returns True; else begins it step by step."""
         # A trace has each step; of what was being executed when a worker died each step is blamed for itself; and each step finds
         # the parameter set that its request names, and says which it was.
         steps = [
@@ -129,10 +126,7 @@ class EnsembleRuns:
         batch: list[Request],
         now_ns: int,
     ) -> bool:
-        """Runs a batch through a pipeline and answers its requests.
-
-        Returns False, and answers none of the requests, if the pipeline failed.
-        """
+        """Runs a batch through a pipeline and answers it; returns False, with nothing answered, if the pipeline failed."""
         execution = Execution(batch, now_ns)
         self._page.begin(
             LOOP_SLOT, [(request.submitter.peer, request.request_id) for request in batch], version.page_key, now_ns
@@ -289,10 +283,7 @@ class EnsembleRuns:
         self._work()
 
     def _take(self, run: _Run) -> None:
-        """Starts the steps that consume waiting responses of streaming steps, oldest response first.
-
-        Stops when as many responses as allowed are worked on, or when the client has to take answers first.
-        """
+        """Starts steps on waiting responses, oldest first, until enough are worked on or the client has to take answers."""
         while run.untaken and run.error is None:
             start, inner, result = run.untaken[0]
             if run.run.running:
@@ -329,10 +320,7 @@ class EnsembleRuns:
         return run.sender is not None and run.sender.is_full and run.sender.when_room(go_on)
 
     def _fail(self, run: _Run, error: ServingError) -> None:
-        """Records the error that answers a run's request once all steps have ended, and cancels the other steps.
-
-        If the run has an error already, that error remains.
-        """
+        """Records a run's first error, with which it ends once all steps have ended, and cancels the other steps."""
         if run.error is None:
             self._set_error(run, from_code(error.code, f"in ensemble '{run.version.name}', {error.message}"))
         self._due.append((run, None))
@@ -457,10 +445,7 @@ def _check_set(request: Request, members: Iterable[ModelVersion]) -> None:
 
 
 def _fitted(arrays: dict[str, Array], specs: dict[str, TensorSpec], batches: bool) -> dict[str, Array]:
-    """Returns the tensors with the batch dimension added or removed, as a model declares its inputs or outputs in ``specs``.
-
-    ``batches``: whether the model has a batch dimension.
-    """
+    """Returns tensors with the batch dimension added or removed, as ``specs`` need it; ``batches``: the model has one."""
     return {
         name: fitting(array, specs[name].dims, batches) if name in specs else array for name, array in arrays.items()
     }

@@ -61,18 +61,12 @@ Regions = dict[str, Region]
 
 
 class _Batch:
-    """Describes to the C extension requests that can share a run.
-
-    The requests are to one load of a model version, and one row of their inputs has the same shapes in all of them.
-    """
+    """Describes to the C extension requests that can share a run: one load of a version, and one row of the same shapes."""
 
     def __init__(
         self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Shapes, runs: SequenceRuns | None = None
     ) -> None:
-        """Finds the program for each number of rows.
-
-        ``key``: the inputs' shapes.  ``runs``: runs the requests of a model with sequences; None: the model has no sequences.
-        """
+        """Finds the program for each number of rows. ``key``: the inputs' shapes.  ``runs`` None: a model without sequences."""
         self.version = version
         self.model = model
         self._key = key
@@ -128,10 +122,7 @@ class _Batch:
 
 
 class _Alone:
-    """Describes to the C extension large requests each of which runs alone.
-
-    The requests are to one load of a model version, and their inputs have the same shapes.
-    """
+    """Describes to the C extension large requests that run alone: one load of a version, and inputs of the same shapes."""
 
     def __init__(self, version: ModelVersion, model: JaxModel, executable: Executable) -> None:
         self._version = version
@@ -139,10 +130,7 @@ class _Alone:
         self.executable = executable
 
     def native(self) -> _native.Batch:
-        """Returns the description of these requests as the C extension takes it.
-
-        The description has no programs, because these requests do not share a run.
-        """
+        """Returns the C extension's description of these requests, without programs because they do not share a run."""
         sizes = self._version.batcher.at_once(self.executable.wanted.shapes)
         most = min(max((some[-1] for some in sizes), default=0), _native.MAX_ROWS)
         return _native_batch(self, self._version, self.executable.share / self.executable.rows, (-1,) * max(1, most))
@@ -171,10 +159,7 @@ def _native_batch(
 
 
 class FastPath(Poller):
-    """Answers requests that repeat earlier requests, in C, while the worker's loop waits for events.
-
-    Only the thread of the loop may use it.
-    """
+    """Answers repeats of requests in C while the worker's loop waits for events. Only the loop's thread may use it."""
 
     def __init__(
         self,
@@ -259,10 +244,7 @@ class FastPath(Poller):
                     statistics.slow_requests[why] += 1
 
     def _learn(self, version: ModelVersion, execution: Execution, request: Request) -> SlowReason | None:
-        """Registers a request with the C extension, which then answers repeats of it.
-
-        Returns the reason why repeats are not answered there. Returns None if they are, or if the run failed.
-        """
+        """Has the C extension answer repeats of a request; returns why it does not. None: it does, or the run failed."""
         preparation, submitter = request.preparation, request.submitter
         if preparation is None or submitter.closed:
             return SlowReason.NEW if request.sink is None else SlowReason.INSIDE
@@ -300,10 +282,7 @@ class FastPath(Poller):
     def _learn_together(
         self, execution: Execution, request: Request, preparation: Preparation, regions: Regions, layout: OutputLayout
     ) -> SlowReason | None:
-        """Registers a request with the C extension, which then answers repeats of it in runs that they share with other requests.
-
-        Returns the reason why that is not possible, or None.
-        """
+        """Has the C extension answer repeats of a request in shared runs; returns why it cannot, or None."""
         version, plan, prepared = request.version, preparation.plans.get(layout), preparation.prepared
         if plan is None:
             return SlowReason.TRACED if request.timeline is not None else SlowReason.LARGE
@@ -367,10 +346,7 @@ class FastPath(Poller):
     def _learn_alone(
         self, execution: Execution, request: Request, preparation: Preparation, regions: Regions
     ) -> SlowReason | None:
-        """Registers a large request with the C extension, which then answers each repeat of it in a run of its own.
-
-        Returns the reason why that is not possible, or None.
-        """
+        """Has the C extension answer each repeat of a large request in its own run; returns why it cannot, or None."""
         version, executable = request.version, execution.executable
         model = version.jitted
         if model is None or version.sequences is not None or not isinstance(executable, Executable):
@@ -406,10 +382,7 @@ class FastPath(Poller):
         return None
 
     def _found(self, places: Sequence[RegionSlice | None], submitter: SubmitterLink[Request]) -> Regions | None:
-        """Returns the regions in which these places lie; a place of None lies in no region.
-
-        Returns None if a region is not mapped in this process, or if a place has no bytes.
-        """
+        """Returns the places' regions (a place of None has none); None: one is not mapped here, or a place has no bytes."""
         regions: RegionTable | LaneSegments = submitter.segments or self._regions
         found: Regions = {}
         for place in places:
@@ -429,10 +402,7 @@ class FastPath(Poller):
 
     @staticmethod
     def _count(figures: list[tuple[Any, ...]]) -> None:
-        """Adds the requests that the C extension has answered to the statistics.
-
-        ``figures``: tuples of a ``_Batch`` or ``_Alone`` and the fields of ``NativeRuns``.
-        """
+        """Counts the C extension's answers. ``figures``: tuples of a ``_Batch`` or ``_Alone`` and ``NativeRuns``'s fields."""
         for batch, *counts in figures:
             batch.count(NativeRuns(*counts))
 
@@ -489,10 +459,7 @@ def _says_what_holds(request: Request, execution: Execution) -> bool:
 
 
 def _timeline_end(version: ModelVersion) -> bytes | None:
-    """Returns the encoded part of a traced request's timeline that follows the timestamps.
-
-    It names the version of the parameter set ``main``.
-    """
+    """Returns the encoded timeline behind its timestamps, which names the version of the parameter set ``main``."""
     main = None if version.sets is None else version.sets.main
     return timeline_end((main.name, main.number) if main is not None and main.number else None)
 
@@ -530,8 +497,5 @@ def _take_back(submitter: SubmitterLink[Request], datagram: bytes) -> bool:
 
 
 def _address(place: RegionSlice | None, byte_size: int, regions: Regions) -> int:
-    """Returns a tensor's address in a region; 0: the tensor is in the record.
-
-    Raises InvalidArgument: the tensor is not inside the region.
-    """
+    """Returns a tensor's address in a region; 0: it is in the record. Raises InvalidArgument: it is not inside the region."""
     return 0 if place is None else address_of(regions[place.region].view(place.offset, byte_size))

@@ -54,10 +54,7 @@ class InstanceRuns:
         self._changed = changed
 
     def fill(self, version: ModelVersion, now_ns: int) -> int:
-        """Gives due batches of a version to its free instances.
-
-        Returns the time (monotonic, ns) at which the next batch is due; ``NEVER``: none is.
-        """
+        """Gives due batches to free instances; returns when the next is due (monotonic, ns), ``NEVER`` if none is."""
         next_ns = NEVER
         for number, instance in enumerate(version.loaded.instances):
             while not instance.busy:
@@ -126,10 +123,7 @@ class InstanceRuns:
 
     @staticmethod
     def take_back(version: ModelVersion, request: Request) -> bool:
-        """Takes a request back from the instance it was given to, if the instance has not begun to run it.
-
-        Returns whether it did.
-        """
+        """Takes a request back from its instance if the instance has not begun to run it; returns whether it did."""
         for instance in version.loaded.instances:
             for execution in instance.given:
                 if request in execution.requests:

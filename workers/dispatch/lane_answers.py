@@ -88,10 +88,7 @@ class LaneAnswers:
         self.let_pass()
 
     def trace(self, record: TraceChanged | TraceCleared, fds: list[int]) -> None:
-        """Changes how requests are sampled for traces.
-
-        ``fds``: descriptors of the shared counters, which this object owns then.
-        """
+        """Changes how requests are sampled for traces. ``fds``: the shared counters, which this object owns then."""
         self.passed()
         if isinstance(record, TraceChanged):
             self.tracer.changed(record, fds)

@@ -58,10 +58,7 @@ class Outbox:
         self._agenda: Agenda[AgendaPart] = agenda or Agenda()
 
     def fail(self, request: Request, error: ServingError) -> None:
-        """Answers a request with an error and ends the request.
-
-        If the request's model answers in order and earlier answers wait for room, the error waits behind them.
-        """
+        """Answers a request with an error and ends it, after earlier answers that wait if its model answers in order."""
         if request.sink is not None:
             hand_over(request, error)
         elif self._overtakes(request):
@@ -71,10 +68,7 @@ class Outbox:
 
     @staticmethod
     def _overtakes(request: Request) -> bool:
-        """Returns whether an answer to the request has to wait its turn.
-
-        It has to if the request's model answers in order and an earlier answer of the model waits for room.
-        """
+        """Returns whether an answer must wait because an earlier one of a model that answers in order waits for room."""
         submitter, version = request.submitter, request.version
         if not submitter.blocked or not version.ordered or submitter.closed or request.cancelled:
             return False
@@ -117,10 +111,7 @@ class Outbox:
         self.lane_answers.rejected(submitter, record, error)
 
     def end(self, request: Request, error: ServingError | None = None) -> None:
-        """Ends a request: releases its regions and frees its id.
-
-        ``error``: what the request was answered with; None: no error.
-        """
+        """Ends a request: releases its regions and frees its id. ``error``: what it was answered with; None: no error."""
         if request.regions:
             request.release()
         submitter = request.submitter
@@ -150,10 +141,7 @@ class Outbox:
             executable.offer(execution.places)
 
     def answer_all(self, execution: Execution, now_ns: int) -> dict[Request, Failure]:
-        """Answers every request of a batch.
-
-        Returns the requests that got an error, each with the reason under which to count it.
-        """
+        """Answers a batch; returns the requests that got an error, each with the reason under which to count it."""
         failed: dict[Request, Failure] = {}
         row = 0
         for i, request in enumerate(execution.requests):
@@ -173,10 +161,7 @@ class Outbox:
         return failed
 
     def _answer_long(self, execution: Execution, i: int, now_ns: int) -> Failure | None:
-        """Answers request number ``i`` of an execution in the general way, which works for every request.
-
-        Returns the reason under which to count an error, or None if the answer is no error.
-        """
+        """Answers request ``i`` in the way that works for all; returns the reason to count an error under, None: no error."""
         request, result = execution.requests[i], execution.results[i]
         if request.timeline is not None:
             request.timeline.executed(execution.moments, request.arrays, result)
@@ -234,10 +219,7 @@ class Outbox:
         return True
 
     def _plan(self, request: Request, layout: OutputLayout) -> AnswerPlan | None:
-        """Plans how to answer a request whose batch has outputs of this layout, and stores the plan.
-
-        Returns None if none is possible.
-        """
+        """Plans, and stores, how to answer a request whose batch has this layout of outputs; None: no plan is possible."""
         plan, preparation = plan_answer(request, layout, self._options.inline_byte_size), request.preparation
         if plan is not None and preparation is not None and preparation.load is request.version.checked:
             plan = plan.number(request.submitter.lane.number(cast(PreparedAnswer, plan.said)))
@@ -310,10 +292,7 @@ class Outbox:
     # ---------------------------------------------------------------------------------------------------------- waiting
 
     def _block(self, answer: BlockedAnswer[Request], now_ns: int) -> ServingError | bool:
-        """Queues an answer until the response arena has room, and returns True.
-
-        If too many bytes of answers to the submitter wait already, returns the error to answer with instead.
-        """
+        """Queues an answer until the arena has room, and returns True; an error to answer with, if too much waits already."""
         submitter, request = answer.request.submitter, answer.request
         if submitter.blocked and submitter.blocked_byte_size + answer.byte_size > _MAX_BLOCKED * self._bound(submitter):
             return self.no_room(request, answer.byte_size, now_ns)
@@ -354,10 +333,7 @@ class Outbox:
         return False
 
     def retry(self, now_ns: int) -> list[Request]:
-        """Sends answers that waited for room and fit now; requests whose answers waited too long are answered with an error.
-
-        Returns the requests that ``hold`` has held back and that may run now.
-        """
+        """Sends or fails answers that waited for room; returns the requests that ``hold`` held back and that may run now."""
         freed: list[Request] = []
         for submitter in list(self.blocked):
             returned = submitter.returns
@@ -407,10 +383,7 @@ class Outbox:
         return min([submitter.blocked[0].give_up_ns for submitter in self.blocked], default=NEVER)
 
     def drop(self, submitter: SubmitterLink[Request]) -> None:
-        """Ends, without an answer, all requests of a submitter that are held back or whose answers wait for room.
-
-        Call it when the submitter's lane has closed.
-        """
+        """Ends, unanswered, a closed lane's requests that are held back or whose answers wait for room."""
         for waiting in submitter.blocked:
             self.end(waiting.request)
         for request in submitter.held:

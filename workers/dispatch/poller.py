@@ -67,10 +67,7 @@ class Poller:
         return 0
 
     def let_pass(self, most: int, joins: bool) -> None:
-        """Sets how many further requests on clients' lanes ``wait`` may answer.
-
-        ``joins``: if True, ``wait`` answers no request that the client has marked as part of a trace.
-        """
+        """Sets how many further client requests ``wait`` may answer; ``joins``: none that its client marked as traced."""
 
     def close(self) -> None:
         """Releases everything that ``learn`` has stored, before the worker's loop ends."""

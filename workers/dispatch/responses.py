@@ -154,10 +154,7 @@ class Responses(ResponseReceiver):
                 self._end_cancelled(sender)
 
     def respond(self, sender: ResponseSender, result: Result | None, final: bool) -> None:
-        """Sends a response that the loop itself made, behind earlier ones.
-
-        ``result`` None: only says that no response follows.
-        """
+        """Sends a response that the loop made, behind earlier ones. ``result`` None: only says that no response follows."""
         sent = result, final, sender.posted(result, final)
         if sender in self.kept:
             self.kept[sender][0].append(sent)
@@ -194,10 +191,7 @@ class Responses(ResponseReceiver):
         self.taken(request, request.ahead.popleft())
 
     def cancelled(self, request: Request) -> None:
-        """Wakes the model of a cancelled request, if it waits for the client.
-
-        Ends the request if the model has returned already.
-        """
+        """Wakes a cancelled request's model, if it waits for the client; ends the request if the model has returned."""
         sender = request.version.senders.get(request)
         if sender is not None:
             sender.wake()
@@ -282,10 +276,7 @@ class Responses(ResponseReceiver):
             hand_over(request, result, None, final)
 
     def _note_end(self, sender: ResponseSender, result: Result | None) -> None:
-        """Adds a traced request's run and its last response to its timeline.
-
-        ``result``: the outputs; None: it ended without any.
-        """
+        """Adds a traced request's run and last response to its timeline. ``result`` None: it ended without outputs."""
         request, shown = sender.request, {} if result is None else result
         assert request.timeline is not None
         request.timeline.executed((sender.began_ns, sender.began_ns, self._clock()), request.arrays, shown)
@@ -330,10 +321,7 @@ class Responses(ResponseReceiver):
         return 0 if final else response_byte_size(record.contents)
 
     def _place_small(self, sender: ResponseSender, result: dict[str, Array], final: bool) -> int:
-        """Queues a response if its tensors fit into its record (message).
-
-        Returns the number of bytes that count until the client has taken them. Returns 0, and queues nothing, if they do not fit.
-        """
+        """Queues a response if it fits into a record; returns the bytes that count until they are taken, 0 if it does not."""
         request = sender.request
         if (
             not sender.plain

@@ -32,10 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class SequenceRuns:
-    """Runs requests to one model version with sequences for the C extension, which has gathered their inputs.
-
-    It does so only while no other request to that version waits.
-    """
+    """Runs a version's requests of sequences, gathered by the C extension, while no other request to it waits."""
 
     def __init__(
         self,
@@ -87,10 +84,7 @@ class SequenceRuns:
         return len(self._chosen)
 
     def program(self, executable: Executable) -> Callable[[], list[Content]]:
-        """Returns a function that runs the chosen requests and returns their outputs.
-
-        The C extension gathers the inputs before it calls the function.
-        """
+        """Returns a function that runs the chosen requests, whose inputs C has gathered then, and returns the outputs."""
         step = self._model.gathered_run(executable)
         columns = {name: array.reshape(executable.rows, -1) for name, array in executable.gathered.items()}
 

@@ -75,10 +75,7 @@ class _Lane(NamedTuple):
 
 
 class StepRows:
-    """Sends each step's responses at once to all requests that take part.
-
-    ``joined[slot]`` is whether the request in that slot of the device's state takes part.
-    """
+    """Sends each step's responses at once to the requests that take part: those in slots with ``joined[slot]``."""
 
     def __init__(self, slots: int, layout: Rows, responses: Responses, statistics: VersionStatistics) -> None:
         self.joined = [False] * slots
@@ -147,10 +144,7 @@ class StepRows:
         return self._look() if len(self._left_ns) >= self._look_at else []
 
     def _prepare(self, slots: list[int]) -> None:
-        """Groups these slots by the lane of their request's submitter.
-
-        Requests in other slots are answered separately from now on.
-        """
+        """Groups these slots by their submitters' lanes; requests in other slots are answered separately from now on."""
         going = set(slots)
         for slot in [slot for slot in self.members if slot not in going]:
             self.leave(slot)
@@ -311,10 +305,7 @@ class Stepping:
         self._insert(requests, now_ns)
 
     def _insert(self, requests: list[Request], now_ns: int) -> None:
-        """Inserts requests into their slots in one call. If the call fails, inserts the requests one by one.
-
-        So a request that makes the call fail is the only one that gets an error.
-        """
+        """Inserts requests in one call; if it fails, one by one, so that only a request that makes it fail gets an error."""
         try:
             sets = self._model.executables.sets
             chosen = chosen_by(sets, requests)
@@ -420,10 +411,7 @@ class Stepping:
             self._batcher.pause(request)
 
     def _lose(self, error: BaseException) -> None:
-        """Ends all requests that have a slot with an error, because the device's state is lost.
-
-        Waiting requests run afterwards.
-        """
+        """Ends all requests that have a slot with an error: the device's state is lost. Waiting requests run afterwards."""
         cause = (error.__cause__ or error) if isinstance(error, StateLost) else self._model.lost() and error
         _log.error("%s, and with it all requests that had a slot", self._model.describe(cause), exc_info=cause)
         self.given.clear()

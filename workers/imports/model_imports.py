@@ -83,10 +83,7 @@ class BytecodeLoader(SourcelessFileLoader):
 
 
 class ModelImports:
-    """The package that holds the modules of one loaded model version.
-
-    It is also the package's ``__loader__``, through which ``of`` finds it.
-    """
+    """The package of a loaded version's modules; also the package's ``__loader__``, through which ``of`` finds it."""
 
     #: Numbers in packages' names. None is used twice in a process: remains of an unloaded model must not find another's code.
     _serials = itertools.count(1)
@@ -172,10 +169,7 @@ class ModelImports:
             self.forget()
 
     def forget(self) -> None:
-        """Removes the modules and closes the resources that their code has made, now or after the last ``release``.
-
-        Idempotent.
-        """
+        """Removes the modules and closes their code's resources, now or after the last ``release``. Idempotent."""
         with self._lock:
             self._forgotten = True
             if self._holders:
@@ -292,10 +286,7 @@ class ModelImports:
 
 
 class OwnModules:
-    """Finds modules of models' packages, and gives each module the builtins of its model.
-
-    It must be the first on ``sys.meta_path``.
-    """
+    """Finds modules of models' packages and gives them their model's builtins. It must be the first on ``sys.meta_path``."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -320,10 +311,7 @@ class PlainName(ModuleType):
 
 
 class PlainNames:
-    """Finds and makes placeholders (``PlainName``).
-
-    It is the last on ``sys.meta_path``, so the environment's modules come first.
-    """
+    """Finds and makes placeholders (``PlainName``). Last on ``sys.meta_path``, so the environment's modules come first."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:

@@ -48,10 +48,7 @@ _thread = threading.local()
 
 
 class WholeProcess:
-    """Counts updates of JAX's configuration that apply to the whole process.
-
-    By comparing the count one finds out whether anything has changed.
-    """
+    """Counts updates of JAX's configuration for the whole process; comparing the count shows whether anything has changed."""
 
     updates = 0
 
@@ -70,10 +67,7 @@ class OwnFlags:
 
     @contextlib.contextmanager
     def code(self) -> Iterator[None]:
-        """Applies the model's settings in this thread during the block.
-
-        Settings that code makes in the block become the model's.
-        """
+        """Applies the model's settings in this thread during the block; what code sets in it becomes the model's."""
         former = getattr(_thread, "own", None)
         with contextlib.ExitStack() as stack:
             for name, value in self._values.items():

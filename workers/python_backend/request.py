@@ -472,10 +472,7 @@ _Answer = tuple[Result | None, bool]
 
 
 def response_of(result: Result | None) -> InferenceResponse:
-    """Converts the result of a called model to the response for the calling model.
-
-    ``result`` None: a response without tensors.
-    """
+    """Converts the result of a called model to the calling model's response; None: a response without tensors."""
     if isinstance(result, ServingError):
         return InferenceResponse(error=TritonError(result.message, ErrorCode.of(result.code)))
     tensors = [Tensor.shared(name, np.asarray(array)) for name, array in (result or {}).items()]
@@ -483,10 +480,7 @@ def response_of(result: Result | None) -> InferenceResponse:
 
 
 def answer_of(call: ModelCall, first: _Answer) -> InferenceResponse | ResponseIterator:
-    """Returns what ``InferenceRequest.exec`` returns: the response, or for a decoupled call an iterator over all responses.
-
-    ``first``: the first response, and whether it is the last.
-    """
+    """Returns what ``exec`` returns: the response, or if decoupled an iterator. ``first``: (response, whether it is the last)."""
     error = first[0]
     if call.refused and isinstance(error, ServingError):
         why = "Failed for execute the inference request. " if isinstance(error, NotFound) else ""
@@ -496,10 +490,7 @@ def answer_of(call: ModelCall, first: _Answer) -> InferenceResponse | ResponseIt
 
 
 def one_response(response: InferenceResponse, decoupled: bool) -> InferenceResponse | ResponseIterator:
-    """Returns what ``InferenceRequest.exec`` returns if no model was called: ``response``, or an iterator over it.
-
-    ``decoupled``: whether the caller expects an iterator.
-    """
+    """Returns what ``exec`` returns if no model was called: ``response``, or if ``decoupled`` an iterator over it."""
     return ResponseIterator(None, (None, True), response) if decoupled else response
 
 

@@ -32,10 +32,7 @@ class RegionTable:
     def __init__(
         self, policy: RegionPolicy, driver: Driver, gpu: int | None, pinned: PinnedMemory | None = None
     ) -> None:
-        """Makes an empty table. ``gpu``: the daemon's number of the worker's first GPU.
-
-        ``gpu`` None: the worker computes on the processor, and opens regions of any GPU.
-        """
+        """``gpu``: the daemon's number of the worker's first GPU; None: a processor's worker, which opens any GPU's regions."""
         self._pinned = pinned
         self._policy = policy
         self._driver = driver
@@ -204,10 +201,7 @@ class RegionTable:
         return region.leases
 
     def when_closed(self, name: str, done: Callable[[], None]) -> None:
-        """Calls ``done`` once all former regions of this name, which were unregistered or replaced, are closed.
-
-        Regions that are unregistered or replaced after this call do not count.
-        """
+        """Calls ``done`` once all regions that were unregistered or replaced under this name before this call are closed."""
         leaving = [region for region in self.leaving if region.name == name and not _is_private(region)]
         self._waiting.append((leaving, done))
         self._call_waiters()
@@ -232,10 +226,7 @@ class RegionTable:
         return found
 
     def settle(self) -> None:
-        """Closes unregistered and replaced regions that no request uses.
-
-        The loop calls this as long as there are such regions.
-        """
+        """Closes unregistered and replaced regions that no request uses; the loop calls it as long as there are any."""
         if not self.leaving:
             return
         for region in [region for region in self.leaving if not region.leases]:
@@ -314,10 +305,7 @@ class RegionPolicy:
         )
 
     def check(self, request: RegisterSystemRegion, found: os.stat_result) -> None:
-        """Raises InvalidArgument if the client may not register this shared memory.
-
-        ``found``: owner, group and mode of the shared memory.
-        """
+        """Raises InvalidArgument if the client may not register this memory. ``found``: its owner, group and mode."""
         welcome = found.st_uid in self._owners or (_group_may(found) and found.st_gid in self._groups)
         if not welcome:
             raise InvalidArgument(
@@ -330,10 +318,7 @@ class RegionPolicy:
             )
 
     def access(self, request: RegisterSystemRegion, found: os.stat_result) -> str:
-        """Returns how shared memory is used: "guarded" or "snapshot".
-
-        "guarded": the memory is mapped, and SIGBUS shows lost pages. "snapshot": it is not mapped, only copied.
-        """
+        """Returns "guarded" (mapped; SIGBUS shows lost pages) or "snapshot" (not mapped, only copied) for shared memory."""
         if not guard.available:
             return "snapshot"
         key = request.key.lstrip("/")

@@ -121,10 +121,7 @@ class CheckedInputs(dict[Inputs, Checked]):
 
 
 class Preparation:
-    """A prepared request of one submitter, with the results of validating it and the plans of its answers.
-
-    Results and plans are valid for one load of a model version; after another load they are computed again.
-    """
+    """A submitter's prepared request, with its checks and answer plans, which are valid for one load of a model version."""
 
     __slots__ = ("checked", "large", "load", "number", "outputs", "own", "plans", "prepared")
 

@@ -362,10 +362,7 @@ def _quoted(names: list[str]) -> str:
 
 
 def _batch_size(inputs: Sequence[PreparedTensor], own: RequestRecord, signature: Signature) -> int:
-    """Returns the batch size, which all inputs share.
-
-    Raises InvalidArgument: batch sizes differ, or the size is out of bounds.
-    """
+    """Returns the batch size. Raises InvalidArgument: it differs between inputs, or is out of bounds."""
     rows: int | None = None
     for tensor in reversed(inputs):
         if not tensor.shape:
@@ -477,10 +474,7 @@ def _closed(prepared: PreparedRequest, own: RequestRecord, contents: list[Conten
 
 
 def _give_types(named: dict[str, Content], prepared: PreparedRequest, checked: Checked) -> None:
-    """Gives each ``LateTensor`` in ``named`` the dtype and shape of its input, by replacing the object.
-
-    Its bytes are read later.
-    """
+    """Replaces each ``LateTensor`` in ``named`` by one with its input's dtype and shape. Its bytes are read later."""
     for tensor, dtype in zip(prepared.inputs, checked.dtypes, strict=True):
         content = named[tensor.name]
         if isinstance(content, LateTensor):
@@ -490,10 +484,7 @@ def _give_types(named: dict[str, Content], prepared: PreparedRequest, checked: C
 def _arrays(
     prepared: PreparedRequest, own: RequestRecord, signature: Signature, contents: list[Content]
 ) -> dict[str, Array]:
-    """Returns the inputs as arrays, by name in the order of the request.
-
-    Raises InvalidArgument: the bytes of an input do not fit its datatype and shape.
-    """
+    """Returns the inputs by name, in the request's order. Raises InvalidArgument: bytes do not fit datatype and shape."""
     made = {
         tensor.name: _array(own, signature, tensor, content)
         for tensor, content in zip(reversed(prepared.inputs), reversed(contents), strict=True)
@@ -502,10 +493,7 @@ def _arrays(
 
 
 def _array(own: RequestRecord, signature: Signature, tensor: PreparedTensor, content: Content) -> Array:
-    """Makes an array of the model's shape from an input's bytes.
-
-    Raises InvalidArgument: the bytes do not fit datatype and shape.
-    """
+    """Makes an array of the model's shape from an input. Raises InvalidArgument: the bytes do not fit datatype and shape."""
     spec, shape = signature.inputs[tensor.name], tensor.shape
     if spec.datatype == "BYTES":
         # The snapshot comes first: lengths are read from it, not from memory somebody else can write.

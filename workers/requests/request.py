@@ -166,17 +166,11 @@ class Request(RequestTensors):
         return self.sink is not None or any(isinstance(region, CudaRegion) for region in self.regions)
 
     def ran_in(self, began_ns: int, computed_ns: int, gathered: int) -> None:
-        """Records the times of the request's run, for ``timed``.
-
-        ``gathered``: how many bytes were copied to put the request into a batch.
-        """
+        """Records the run's times, for ``timed``. ``gathered``: how many bytes were copied to put the request into a batch."""
         self.ran = max(0, began_ns - self.arrived_ns), computed_ns - began_ns, gathered
 
     def timed(self, answer: AnswerRecord) -> AnswerRecord:
-        """Returns the answer with times and the number of copied bytes, if the client asked for them and the request has run.
-
-        Otherwise returns the answer unchanged.
-        """
+        """Returns the answer, with times and copied bytes if the client asked for them and the request has run."""
         ran = getattr(self, "ran", None)
         if ran is None:
             return answer
@@ -225,10 +219,7 @@ class InnerRequest(Request):
     __slots__ = ("_answered", "ahead", "may_stop", "origin", "sink")
 
     def made_for(self, sink: Sink, origin: Request | None) -> InnerRequest:
-        """Sets the function ``sink`` that takes the responses, and the request on whose behalf this request is made.
-
-        ``origin`` None: there is no such request. Returns this request.
-        """
+        """Sets where responses go, and on whose behalf it is made (``origin`` None: nobody's). Returns this request."""
         self.sink: Sink = sink
         self.origin: Request | None = origin
         if self.timeline is not None and origin is not None and origin.timeline is not None:

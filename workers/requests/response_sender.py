@@ -90,17 +90,11 @@ class ResponseKind:
         self.byte_size = response_byte_size(()) + sum(self._sizes)
 
     def encode(self, request_id: int, contents: Iterable[bytes]) -> bytes:
-        """Encodes a response as a record.
-
-        ``contents``: the bytes of each output, in the order in which this object has the outputs.
-        """
+        """Encodes a response as a record. ``contents``: each output's bytes, in this object's order."""
         return answers(self._number, [request_id], self._sizes, b"".join(contents))[0]
 
     def record(self, request: Request, result: Mapping[str, Array]) -> bytes | None:
-        """Encodes a response to a request as a record; any thread may call it.
-
-        Returns None if the outputs have datatypes or shapes other than those of this kind.
-        """
+        """Encodes a response; None: its outputs have other datatypes or shapes than this kind's. Any thread may call it."""
         if len(result) != len(self._parts) and not request.outputs:
             return None
         contents: list[bytes] = []
@@ -433,10 +427,7 @@ class ResponseSender:
         return True
 
     def respond_encoded(self, kind: ResponseKind, records: list[bytes], now_ns: int) -> None:
-        """Queues encoded responses (``records``) on the lane, which always has room for them.
-
-        The first response of a request must not be among them.
-        """
+        """Queues encoded responses, never a request's first, on the lane, which always has room for them."""
         request = self.request
         request.submitter.lane.complete_encoded(kind.numbered, records)
         request.submitter.flush_soon()
@@ -472,10 +463,7 @@ class ResponseSender:
             self.counted()
 
     def settle(self, byte_size: int) -> None:
-        """Counts sent bytes as taken by the client, or as dropped.
-
-        A waiting ``send`` continues once half of the limit is free.
-        """
+        """Counts bytes as taken or dropped; a waiting ``send`` continues once half of the limit is free."""
         self._settled += byte_size
         if self._on_room and 2 * (self._posted - self._settled) <= self._max_ahead:
             self.wake()
@@ -499,10 +487,7 @@ class ResponseSender:
 
 
 def _own(result: dict[str, Array]) -> int:
-    """Replaces each array in ``result`` to which the model may still write by a copy, so that it can be sent later.
-
-    Returns the number of bytes of all arrays.
-    """
+    """Replaces arrays to which the model may still write by copies, to send them later; returns the bytes of all arrays."""
     size = 0
     for name, array in result.items():
         size += array.nbytes

@@ -144,10 +144,7 @@ class SubmitterLink(Generic[R]):
             self._hold(more)
 
     def note_half(self, byte_size: int) -> None:
-        """Counts the bytes that have arrived of a record that is still incomplete. ``byte_size``: how many there are so far.
-
-        Raises InvalidArgument: the user's requests would hold more bytes than allowed.
-        """
+        """Counts an incomplete record's bytes. Raises InvalidArgument: the user's requests would hold more than allowed."""
         more, self._half_size = byte_size - self._half_size, byte_size
         self._hold(more)
 
@@ -218,10 +215,7 @@ class SubmitterLink(Generic[R]):
             self._due.append(self)
 
     def response_kind(self, version: int, described: Described, final: bool) -> ResponseKind:
-        """Returns the object that encodes small responses of a model version with these outputs; creates it if it is new.
-
-        ``final``: whether it encodes the last responses of requests, or the others.
-        """
+        """Returns (or creates) a version's encoder of small responses. ``final``: of requests' last ones, else the others."""
         key = version, final, described
         kind = self._response_kinds.get(key)
         if kind is None:
@@ -233,10 +227,7 @@ class SubmitterLink(Generic[R]):
         return kind
 
     def known_kind(self, version: int, described: Described) -> ResponseKind | None:
-        """Returns the object that encodes small responses with these outputs; None: there is no such object yet.
-
-        The object encodes all responses of a request but the last. Any thread may call this.
-        """
+        """Returns the encoder of all small responses but a request's last; None: none yet. Any thread may call it."""
         return self._response_kinds.get((version, False, described))
 
     def answer(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
@@ -253,10 +244,7 @@ class SubmitterLink(Generic[R]):
 
 
 class LaneOwner(Budget):
-    """Counts the bytes of one user's requests, and of the answers to them, on all lanes of the user, and bounds both counts.
-
-    The base class counts the answers.
-    """
+    """Counts and bounds the bytes of one user's requests and answers on all its lanes; the base class counts the answers."""
 
     def __init__(self, name: str, max_byte_size: int, max_request_byte_size: int = 1 << 30) -> None:
         super().__init__(max_byte_size)

@@ -40,10 +40,7 @@ class BatchRules:
 
 
 class Company(NamedTuple):
-    """How requests that can share a batch wait for each other: until they have ``full`` rows, or until the delay is over.
-
-    The delay counts from the arrival of the oldest request.
-    """
+    """How requests wait for each other: until they have ``full`` rows, or the delay since the oldest's arrival is over."""
 
     #: How long the oldest request may wait.
     delay_ns: int
@@ -81,10 +78,7 @@ class DynamicBatcher(QueuePlanner[W]):
         return [range(1, smallest + 1), *(range(size, size + 1) for size in larger)]
 
     def company(self, key: Hashable) -> Company | None:
-        """Returns how requests with this batching key wait for each other.
-
-        Returns None if they do not wait, or if there are several preferred batch sizes.
-        """
+        """Returns how requests with this key wait for each other; None: not at all, or for several preferred sizes."""
         preferred, limit = self._rules.preferred, self._limit(key)
         if not self.delays or len(preferred) > 1:
             return None

@@ -55,10 +55,7 @@ class EnsembleGraph:
         self._needed: dict[frozenset[str], NeededSteps] = {}
 
     def origin_of(self, number: int) -> int | None:
-        """Returns the number of the streaming step on which the inputs of step ``number`` depend, directly or through others.
-
-        Returns None if the inputs depend on no streaming step.
-        """
+        """Returns the streaming step on which a step's inputs depend, directly or through others; None: on none."""
         found = (self.origin[tensor] for tensor in self.steps[number].inputs.values() if tensor in self.origin)
         return next(found, None)
 

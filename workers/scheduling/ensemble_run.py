@@ -158,10 +158,7 @@ class EnsembleRun(Generic[T]):
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def _due(self, number: int, tensor: str, iteration: int) -> list[int]:
-        """Returns the iterations in which step ``number`` may be ready now that ``tensor`` has arrived in this iteration.
-
-        An iteration is the number of a streaming step's response.
-        """
+        """Returns the iterations (numbers of a streaming step's responses) in which a step may be ready with this tensor."""
         if self._needed.origins[number] is None:
             return [0]
         if self._dynamic(tensor):
@@ -184,10 +181,7 @@ class EnsembleRun(Generic[T]):
         return StepStart(number, iteration, inputs, controls)
 
     def _controls_of(self, tensors: Collection[str], iteration: int) -> Controls | None:
-        """Returns the sequence controls that belong to these tensors in an iteration; None: no tensor has any.
-
-        If several tensors have controls, the controls of the first such tensor are returned.
-        """
+        """Returns the sequence controls of the first of these tensors that has any in an iteration; None: none has."""
         keys = ((tensor, iteration if self._dynamic(tensor) else 0) for tensor in tensors)
         return next((self._controls[key] for key in keys if key in self._controls), None)
 

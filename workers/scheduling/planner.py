@@ -106,10 +106,7 @@ class Planner(ABC, Generic[P]):
         """Removes and returns the requests of a free instance's next batch; empty if no batch is due."""
 
     def done(self, requests: Iterable[P], now_ns: int) -> None:
-        """Marks requests as run, successfully or not, so that requests which wait for their end may run.
-
-        By default no request waits for another's end.
-        """
+        """Marks requests as run, successfully or not, so that requests waiting for their end may run; by default none waits."""
 
     def dropped(self, request: P, now_ns: int) -> list[tuple[P, ServingError]]:
         """Drops a request that ``take`` returned and that will never run.
@@ -121,10 +118,7 @@ class Planner(ABC, Generic[P]):
 
     @abstractmethod
     def restore(self, requests: list[P], now_ns: int) -> list[tuple[P, ServingError]]:
-        """Puts requests that ``take`` returned but that could not run back into the queue.
-
-        Returns requests that fail instead, each with its error.
-        """
+        """Puts taken requests that could not run back into the queue; returns those that fail instead, with their errors."""
 
     def limit(self, key: Hashable, rows: int) -> None:
         """Sets how many rows of requests with this batching key may share a batch from now on; 0: as many as the rules allow."""

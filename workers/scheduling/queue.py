@@ -171,10 +171,7 @@ def in_turns(requests: list[W]) -> list[W]:
 
 
 class RequestQueue(Generic[W]):
-    """The waiting requests of one model version, by priority level: level 1 runs before level 2.
-
-    Within a level the owners (users) take turns, and the requests of each owner run in order.
-    """
+    """One version's waiting requests: level 1 before 2; in a level owners (users) take turns, each one's run in order."""
 
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules
@@ -351,10 +348,7 @@ class RequestQueue(Generic[W]):
         return None
 
     def waiting(self, key: Hashable) -> Iterator[W]:
-        """Iterates over the waiting requests with a batching key in the order of ``take``.
-
-        The queue must not change meanwhile.
-        """
+        """Iterates over the waiting requests with a key in the order of ``take``; the queue must not change meanwhile."""
         for number in self._order:
             owners = self._lines[number].get(key)
             if owners is not None:
@@ -542,10 +536,7 @@ def _first(waiting: OrderedDict[int, W]) -> W:
 
 
 def _in_order(owners: _Waiters[W]) -> Iterable[W]:
-    """Iterates over the requests of one line and batching key in the order in which they run.
-
-    The requests must not change meanwhile.
-    """
+    """Iterates over one line's requests of one key in the order in which they run; they must not change meanwhile."""
     if len(owners) == 1:
         (waiting,) = owners.values()
         return waiting.values()
@@ -565,10 +556,7 @@ def _sequence(request: Waiting) -> int:
 
 
 class ParkedRequests(Generic[W]):
-    """Holds, in order, requests of equal shapes that wait until a program for their shapes is compiled.
-
-    Among requests with the same replace key it holds only the newest.
-    """
+    """Requests of equal shapes, in order, that wait for a compiled program; of equal replace keys only the newest."""
 
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules
@@ -597,10 +585,7 @@ class ParkedRequests(Generic[W]):
         return None
 
     def extend(self, batch: Iterable[W]) -> list[Replacement[W]]:
-        """Adds requests taken from the queue, without a limit on their number.
-
-        Returns the requests that newer ones with the same replace key replaced.
-        """
+        """Adds requests from the queue, without a limit; returns those that newer ones with their replace key replaced."""
         replacements: list[Replacement[W]] = []
         for request in batch:
             at = self._at.get(request.replace_key)

@@ -103,10 +103,7 @@ class IterativeIds:
         self._numbers = itertools.count(1)
 
     def first_round(self, controls: Controls) -> Controls:
-        """Returns the sequence controls for a request's first run.
-
-        They have a new correlation id and START if the client gave no correlation id, and never END.
-        """
+        """Returns the controls of a first run: a new id and START if the client gave no id, and never END."""
         if not controls.correlation_id:
             return Controls(next(self._numbers), True, False)
         return controls._replace(end=False)

@@ -192,10 +192,7 @@ class SequenceBatcher(Planner[S]):
         return answers
 
     def tick(self, now_ns: int) -> list[tuple[S, ServingError]]:
-        """Ends sequences whose idle time is over, and sequences of which a request has waited too long.
-
-        Returns the requests that will not run, each with its error.
-        """
+        """Ends sequences that were idle or waited too long; returns the requests that will not run, with their errors."""
         for live in self.table.close_idle(now_ns):
             self._look(live)
         answers: list[tuple[S, ServingError]] = []

@@ -55,10 +55,7 @@ class Expiries(Generic[S]):
             heapq.heapify(self._moments)
 
     def next(self, now_ns: int) -> tuple[S, ServingError] | None:
-        """Removes and returns one request whose time is up, with its error; None: there is none.
-
-        The caller has to cancel the request's sequence.
-        """
+        """Takes a request whose time is up, with its error, or None; the caller has to cancel the request's sequence."""
         while self._moments and self._moments[0][0] <= now_ns:
             _, _, request = heapq.heappop(self._moments)
             if request.line < 0:
@@ -85,10 +82,7 @@ class Expiries(Generic[S]):
 
 
 class Slots:
-    """Allocates and frees the slots in which sequences run, across all instances of a model version.
-
-    There may be too many slots to list in memory, so only slots that were ever used are listed.
-    """
+    """Allocates and frees the slots of sequences on all instances. Lists only slots ever used: there may be too many."""
 
     def __init__(self, of_each: int, instances: int) -> None:
         self._instances = instances
@@ -407,10 +401,7 @@ class SequenceTable(Generic[S]):
         return refused, None
 
     def note_lost(self, live: LiveSequence[S], now_ns: int) -> None:
-        """Records that a sequence's state was lost.
-
-        The next request with its id gets that error, unless the request has START.
-        """
+        """Records that a sequence's state was lost: the next request with its id gets that error, unless it has START."""
         if not live.closed:
             self._lost.pop(live.correlation_id, None)
             self._lost[live.correlation_id] = now_ns
@@ -418,10 +409,7 @@ class SequenceTable(Generic[S]):
             del self._lost[next(iter(self._lost))]
 
     def close(self, correlation_id: int | str) -> LiveSequence[S] | None:
-        """Ends the sequence with an id once its waiting requests have run.
-
-        Returns the sequence that gets its slot now, or None.
-        """
+        """Ends a sequence once its waiting requests have run; returns the sequence that gets its slot now, or None."""
         live = self._live.get(correlation_id)
         return None if live is None else self._close(live)
 
@@ -430,10 +418,7 @@ class SequenceTable(Generic[S]):
         return self._free(live) if self._idle.pop(live, None) is not None else None
 
     def close_idle(self, now_ns: int | None = None) -> list[LiveSequence[S]]:
-        """Ends sequences whose idle time is over at ``now_ns``; None: ends all idle sequences.
-
-        Returns the sequences that get their slots.
-        """
+        """Ends sequences whose idle time is over (None: all idle ones); returns the sequences that get their slots."""
         ready: list[LiveSequence[S]] = []
         while self._idle:
             live, since_ns = next(iter(self._idle.items()))

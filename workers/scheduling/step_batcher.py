@@ -90,10 +90,7 @@ class SlotAnswer(NamedTuple, Generic[W]):
 
 
 class StepBatcher(QueuePlanner[W]):
-    """Plans for one model version that runs requests step by step which requests get a slot, and which take part in each step.
-
-    Its decision ``Run`` means that waiting requests are to get slots.
-    """
+    """Plans which requests of a stepped version get a slot (the decision ``Run``), and which take part in each step."""
 
     def __init__(self, rules: StepRules, queue: RequestQueue[W]) -> None:
         super().__init__(queue)
@@ -261,10 +258,7 @@ class StepBatcher(QueuePlanner[W]):
         return SlotAnswer(request, row, said & EMITS > 0, over)
 
     def failed(self) -> list[W]:
-        """Frees all slots because the device's state is lost.
-
-        Returns the requests that had a slot; all of these requests fail.
-        """
+        """Frees all slots because the device's state is lost; returns the requests that had one, all of which fail."""
         lost = list(self._holders)
         self.done(lost, 0)
         # The device begins anew, and knows of nobody.

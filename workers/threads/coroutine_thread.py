@@ -33,10 +33,7 @@ class CoroutineThread:
         return self._start(coroutine).result()
 
     def begin(self, coroutine: Coroutine[Any, Any, Any], ended: Callable[[BaseException | None], None]) -> None:
-        """Starts a coroutine in the thread.
-
-        When it ends, the thread calls ``ended`` with the exception that it raised, or None.
-        """
+        """Starts a coroutine; at its end the thread calls ``ended`` with the exception that it raised, or None."""
 
         def done(future: concurrent.futures.Future[Any]) -> None:
             ended(concurrent.futures.CancelledError() if future.cancelled() else future.exception())

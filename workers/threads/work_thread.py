@@ -37,10 +37,7 @@ class WorkThread:
         self.pending = 0
 
     def do(self, job: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
-        """Queues the function ``job`` for the thread.
-
-        Afterwards the worker's loop calls ``done`` with its result or exception.
-        """
+        """Queues ``job`` for the thread; the worker's loop calls ``done`` with its result or exception."""
         if not self._threads:
             self._start()
         self.pending += 1
