@@ -79,10 +79,7 @@ class MemoryGroup:
         return None
 
     def _lines(self, name: str) -> dict[str, int]:
-        """Reads a file of the group in which each line has a name and a number. Returns the numbers by name.
-
-        ``name``: the file's name. The result is empty if the file cannot be read.
-        """
+        """Reads lines of a name and a number from a file of the group. Returns the numbers by name; none if it is unreadable."""
         found: dict[str, int] = {}
         with contextlib.suppress(OSError):
             for line in (self.folder / name).read_text().splitlines():

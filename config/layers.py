@@ -51,10 +51,7 @@ class Setting:
 
 @functools.cache
 def known_keys() -> Mapping[str, Any]:
-    """Returns every key of the configuration with the type of its value, as ``Options`` declares it.
-
-    The result is cached, because it is needed six times in a start, and computing it takes 2 ms.
-    """
+    """Returns every key of the configuration with the type of its value, as ``Options`` declares it. Cached: it takes 2 ms."""
     found: dict[str, Any] = {}
     for field in msgspec.structs.fields(Options):
         if isinstance(field.type, type) and issubclass(field.type, Section):
@@ -114,10 +111,7 @@ def described_type(key: str) -> msgspec.inspect.Type:
 
 
 def choices(key: str) -> tuple[str, ...]:
-    """Returns the words that are allowed as the value of a key, or as an item of a list, in the order of their declaration.
-
-    An empty tuple means that any text or number may be given.
-    """
+    """Returns the words that a key's value, or an item of its list, may be, in their order; (): any text or number is allowed."""
     return tuple(_words(known_keys()[key]))
 
 
@@ -442,10 +436,7 @@ def _address(address: str) -> None:
 
 
 def _explained(key: str, reader: Callable[[Any], Any], value: Any) -> None:
-    """Calls ``reader`` with the value of a key. If ``reader`` raises ValueError, raises ConfigurationError instead.
-
-    Its message is the key, followed by the message of the ValueError.
-    """
+    """Calls ``reader`` with the value of a key. A ValueError becomes a ConfigurationError that names the key as well."""
     try:
         reader(value)
     except ValueError as error:
@@ -492,9 +483,6 @@ _SHOWN = 3
 
 
 def ignored_sentence(ignored: frozenset[str]) -> str:
-    """Returns the log message about environment variables that are ignored, because a container platform has set them.
-
-    ``ignored``: their names, of which up to three are in the message.
-    """
+    """Returns the log message about ignored environment variables of a container platform, with up to three of their names."""
     shown = ", ".join(sorted(ignored)[:_SHOWN]) + (", ..." if len(ignored) > _SHOWN else "")
     return f"environment: not read as configuration, because the container platform set it for a service: {shown}"

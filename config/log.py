@@ -166,10 +166,7 @@ class _LevelFilter(logging.Filter):
 
 
 def _note_trace(record: logging.LogRecord) -> bool:
-    """Adds the id of the current trace to a log record, unless the caller gave one (``extra={"trace_id": ...}``).
-
-    It is a filter of the logging module, and returns True, which keeps the record.
-    """
+    """Adds the current trace's id to a log record, unless the caller gave one. It is a filter that keeps every record."""
     if not hasattr(record, "trace_id"):
         record.trace_id = _find_trace()
     return True
@@ -238,8 +235,5 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _escaped(text: str, *, keep_lines: bool) -> str:
-    r"""Returns text with control characters written as ``\x1b``, so that no client can forge a log line.
-
-    ``keep_lines``: if True, line ends stay as they are, because tracebacks have them.
-    """
+    r"""Returns text with control characters written as ``\x1b``. ``keep_lines``: line ends stay, because tracebacks have them."""
     return _CONTROL.sub(lambda found: found[0] if keep_lines and found[0] == "\n" else f"\\x{ord(found[0]):02x}", text)

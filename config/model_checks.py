@@ -199,10 +199,7 @@ def _check_instances(message: ModelConfig) -> None:
 
 
 def check_device(message: ModelConfig, gpu: int | None) -> None:
-    """Raises InvalidArgument if a completed configuration asks only for GPUs and the worker has none.
-
-    ``gpu``: the number of the worker's GPU; None: it has none.
-    """
+    """Raises InvalidArgument if a completed configuration asks only for GPUs and the worker has none (``gpu`` is None)."""
     kinds = model_config_pb2.ModelInstanceGroup
     for group in message.instance_group:
         if gpu is None and all(each.kind == kinds.KIND_GPU for each in message.instance_group):

@@ -112,10 +112,7 @@ def _says(message: Any, field: FieldDescriptor, value: Any, path: str) -> bool:
 
 
 def _parts(message: Any, field: FieldDescriptor, value: Any) -> Iterable[Any]:
-    """Returns the messages that a field holds: one message, the items of a list, or the values of a map.
-
-    ``value``: the field's value. If the values of a map are no messages, nothing is returned.
-    """
+    """Returns the messages that a field holds: one message, a list's items or a map's values; none if these are no messages."""
     if is_map(field) and field.message_type is not None:
         return value.values() if field.message_type.fields_by_name["value"].message_type is not None else ()
     if field.is_repeated:

@@ -114,10 +114,7 @@ def check(
 
 
 def _circle(name: str, waiting: Mapping[str, FoundModel]) -> str:
-    """Returns the daemon's error message for an ensemble whose members depend on each other in a circle.
-
-    ``name``: the ensemble. ``waiting``: ensembles by name, including this one; each of them has a member among them.
-    """
+    """Returns the daemon's error for an ensemble in a circle. Each ensemble in ``waiting`` has a member in ``waiting``."""
     way = [name]
     while (member := next(each for each in dict(waiting[way[-1]].members) if each in waiting)) not in way:
         way.append(member)
@@ -125,10 +122,7 @@ def _circle(name: str, waiting: Mapping[str, FoundModel]) -> str:
 
 
 def _ensemble(model: FoundModel, tried: Mapping[str, Verdict]) -> Verdict:
-    """Returns the verdict on an ensemble. The rules are those by which the daemon checks an ensemble's members before a load.
-
-    ``tried``: the verdicts on the members, by name.
-    """
+    """Returns the verdict on an ensemble, by the daemon's own rules. ``tried``: the verdicts on its members, by name."""
     reason, name = model.problem, model.name
     message = model_config.from_bytes(model.config)
     members = {
@@ -221,10 +215,7 @@ def _wait(running: Sequence[_Attempt]) -> None:
 
 
 class _Attempt:
-    """A process that loads models on one device, those versions of each model that the model's version policy chooses.
-
-    ``end`` kills the process and all processes that it started.
-    """
+    """A process that loads models on one device: of each model, the versions that its version policy chooses."""
 
     def __init__(self, models: Sequence[FoundModel], options: bytes, device: Device, timeout: float) -> None:
         self.device = device.name

@@ -97,10 +97,7 @@ class _Daemon:
         self.as_json = as_json
 
     def ask(self, command: str, **words: Any) -> Any:
-        """Sends a command with its arguments to the daemon and returns the answer.
-
-        If the daemon refuses the command or is not reached, a message is printed and the program exits, with status 1 or 2.
-        """
+        """Sends a command to the daemon and returns the answer. Prints an error and exits with status 1 or 2."""
         try:
             return _ask(self._path, {"command": command, **words})
         except _Refused as error:
@@ -109,10 +106,7 @@ class _Daemon:
             self._fail(str(error), 2)
 
     def _fail(self, message: str, status: int) -> NoReturn:
-        """Prints an error's message and exits with ``status``.
-
-        The message goes to standard error. If JSON is wanted, it goes to standard output, as {"error": message}.
-        """
+        """Prints an error to standard error, or to standard output as {"error": message} if JSON is wanted, and exits."""
         if self.as_json:
             _print_json({"error": message})
         else:
@@ -236,10 +230,7 @@ def _watched(command: F) -> F:
 
 
 def _names(command: str, read: Callable[[Any], Sequence[str]]) -> Callable[..., list[CompletionItem]]:
-    """Returns a function with which the shell completes a name, as click calls it.
-
-    The names are those that ``read`` finds in the daemon's answer to ``command``.
-    """
+    """Returns a function with which click completes a name that ``read`` finds in the daemon's answer to ``command``."""
 
     def complete(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
         parent = ctx.find_root().params

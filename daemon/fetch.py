@@ -413,10 +413,7 @@ class Source:
 
 
 class _Coming(Callback):  # type: ignore[misc]
-    """Counts the bytes of an archive while it is downloaded. Prints the count every ten seconds.
-
-    If there are more than ``max_byte_size`` bytes, it raises InvalidArgument, which ends the download.
-    """
+    """Counts the bytes of a download, prints them every ten seconds, and raises InvalidArgument beyond ``max_byte_size``."""
 
     def __init__(self, file: File, max_byte_size: int) -> None:
         super().__init__()

@@ -278,10 +278,7 @@ class Supervisor:
     # --------------------------------------------------------------------------------------------------------- starting
 
     def _tell(self, front: FrontProcess) -> None:
-        """Sends a new front all that it needs: lanes to the workers, regions' GPUs, models' states and trace settings.
-
-        Lanes are sent before the models' states, because these name workers.
-        """
+        """Sends a new front all that it needs. Lanes to the workers come before the models' states, which name workers."""
         for worker in self.workers.ready():
             self._open_lane(front, worker)
         for place in self._regions.places():
@@ -301,10 +298,7 @@ class Supervisor:
             worker.send(LaneOpened(front.incarnation, protocol=front.protocol), theirs.fileno())
 
     async def _join(self, worker: WorkerProcess) -> None:
-        """Sends a worker that has become ready all that it needs: regions, lanes to the fronts, trace settings and models.
-
-        Regions are registered first, so that no request can use one that the worker lacks.
-        """
+        """Sends a ready worker all that it needs. Regions come first, so that no request can use one that it lacks."""
         await self._regions.restore(worker)
         if not worker.alive or worker.stopping:
             return

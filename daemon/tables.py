@@ -36,10 +36,7 @@ def shown(value: Any) -> str:
 
 
 def scaled(number: float, step: int, unit: str) -> str:
-    """Returns a number as text with three digits, a prefix and a unit, such as ``1.5 MiB`` or ``12 Mflop``.
-
-    ``step``: the factor between two prefixes, 1000 or, for binary prefixes, 1024.
-    """
+    """Returns a number with three digits, a prefix for each factor of ``step`` (1000 or 1024) and a unit: ``1.5 MiB``."""
     for prefix in ("", "k", "M", "G", "T"):
         if number < step or prefix == "T":
             break

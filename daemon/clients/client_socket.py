@@ -79,10 +79,7 @@ _BESIDE_LIST = 1 << 10
 
 
 class ClientSocket:
-    """Serves the Unix socket on which local clients ask for lanes and send the descriptors of their memory.
-
-    Each connection has a task, which answers one question after the other.
-    """
+    """Serves the Unix socket on which local clients ask for lanes and send the descriptors of their memory."""
 
     def __init__(
         self,
@@ -146,10 +143,7 @@ class ClientSocket:
 
     @property
     def http_path(self) -> Path | None:
-        """Returns the path for a Unix socket of the HTTP fronts, beside the clients' socket.
-
-        None is returned if there is no clients' socket, or the option ``clients.http`` is off.
-        """
+        """Returns the path of the HTTP fronts' Unix socket; None: there is no clients' socket, or ``clients.http`` is off."""
         if self._listener is None or self.path is None or not self._options.clients.http:
             return None
         return self.path.with_name(HTTP_NAME).absolute()
@@ -331,10 +325,7 @@ class ClientSocket:
 
 
 def _operation(question: ClientQuestion, fds: list[int]) -> Operation:
-    """Returns the operation that a question about regions or parameters asks for. Raises InvalidArgument: it is malformed.
-
-    ``fds``: the descriptors that came with the question.
-    """
+    """Returns the operation that a question about regions or parameters asks for. Raises InvalidArgument: it is malformed."""
     if question.unregister is not None:
         return UnregisterRegion("system", question.unregister.name)
     if (listed := question.parameters) is not None:
@@ -380,10 +371,7 @@ async def _receive(client: socket.socket) -> tuple[bytes, list[int]] | None:
 
 
 async def _send(client: socket.socket, content: bytes, fds: list[int]) -> None:
-    """Sends an answer with file descriptors. Waits while the client's socket has no room.
-
-    Raises OSError: the client is gone, or the host lacks memory or descriptors.
-    """
+    """Sends an answer with descriptors once there is room. Raises OSError: the client is gone, or the host lacks memory."""
     loop = asyncio.get_running_loop()
     while True:
         try:
@@ -397,10 +385,7 @@ async def _send(client: socket.socket, content: bytes, fds: list[int]) -> None:
 
 
 async def _ready(add: Callable[..., None], remove: Callable[[int], bool], fd: int) -> None:
-    """Waits until a descriptor can be read or written.
-
-    ``add`` and ``remove``: the event loop's ``add_reader`` and ``remove_reader``, or ``add_writer`` and ``remove_writer``.
-    """
+    """Waits until a descriptor can be read or written. ``add`` and ``remove``: the event loop's methods for one of these."""
     ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def now() -> None:
@@ -415,10 +400,7 @@ async def _ready(add: Callable[..., None], remove: Callable[[int], bool], fd: in
 
 
 async def _unless_gone(client: socket.socket, finding: Coroutine[Any, Any, ModelState]) -> ModelState:
-    """Awaits ``finding``, which a client waits for. If the client closes its connection first, ``finding`` is cancelled.
-
-    Raises ConnectionError: the client has closed its connection.
-    """
+    """Awaits ``finding``. If the client closes its connection first, cancels ``finding`` and raises ConnectionError."""
     loop = asyncio.get_running_loop()
     task = loop.create_task(finding)
     gone = False

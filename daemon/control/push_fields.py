@@ -42,10 +42,7 @@ class LeafFields(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields of a push, as clients write them in JSON.
-
-    They say where the parameters lie (in a file, in a region, or array by array in regions), and how they are applied.
-    """
+    """A push's fields in JSON: where the parameters lie (a file, a region or arrays in regions) and how they are applied."""
 
     #: 0: one more than the last.
     number: Number = 0

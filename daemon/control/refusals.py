@@ -50,10 +50,7 @@ class Refusals:
         self._settle_later()
 
     def mistaken(self, model: str, code: str, message: str) -> None:
-        """Counts a request that failed by its client's mistake. It counts for the next line in the log, not in the metrics.
-
-        ``code`` and ``message``: the error that answered the request.
-        """
+        """Counts a request that failed by its client's mistake, for the next line in the log and not for the metrics."""
         self._mistakes.note(model, code, time.monotonic_ns(), message)
         self._settle_later()
 

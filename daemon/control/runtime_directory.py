@@ -55,19 +55,13 @@ def _made(path: Path) -> Path:
 
 
 def searched(environment: Mapping[str, str]) -> list[Path]:
-    """Returns the folders in which tensorctl looks for a daemon's socket, in order.
-
-    They are $RUNTIME_DIRECTORY, the folders of the user that are safe, and the folder of the service.
-    """
+    """Returns the folders where tensorctl looks for sockets: $RUNTIME_DIRECTORY, the user's safe ones, then the service's."""
     service = of_service(environment)
     return [*([service] if service else ()), *(path for path in _owns(environment) if not _bad(path)), SERVICE]
 
 
 def further(name: str, pid: int) -> str:
-    """Returns the name for the socket of a second daemon of one user, such as ``control-4711.sock``.
-
-    ``name``: the name of the first daemon's socket. ``pid``: the second daemon's process id.
-    """
+    """Returns the name for the socket of a user's second daemon, such as ``control-4711.sock``. ``name``: the first one's."""
     stem, dot, suffix = name.rpartition(".")
     return f"{stem}-{pid}{dot}{suffix}"
 
@@ -82,10 +76,7 @@ def sockets(folder: Path, name: str) -> list[Path]:
 
 
 def _owns(environment: Mapping[str, str]) -> list[Path]:
-    """Returns the folders in which the user's sockets may lie.
-
-    There may be two, because a shell may lack the XDG_RUNTIME_DIR with which the daemon was started.
-    """
+    """Returns the folders in which the user's sockets may lie: two, because a shell may lack the daemon's XDG_RUNTIME_DIR."""
     temporary = TEMPORARY / f"tensord-{os.geteuid()}"
     runtime = environment.get("XDG_RUNTIME_DIR", "")
     return [Path(runtime, "tensord"), temporary] if runtime else [temporary]

@@ -134,10 +134,7 @@ class FrontCounters:
         self._connections[self._row] = connections
 
     def note_number(self, numbered: int, evicted: int) -> None:
-        """Counts a prepared request that was given a number.
-
-        ``numbered``: how many requests have a number now. ``evicted``: how many requests have lost theirs to this request.
-        """
+        """Counts a request that got a number: ``numbered`` have one now, and ``evicted`` have lost theirs to this request."""
         at = self._at + _PREPARED
         self._words[at] = numbered
         self._words[at + 1] += 1

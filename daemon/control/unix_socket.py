@@ -12,10 +12,7 @@ from tensord.daemon.control import runtime_directory
 
 
 def path(configured: str, name: str, environment: Mapping[str, str]) -> Path | None:
-    """Returns the path of a socket: ``configured`` or, if that is "", ``name`` in the folder that systemd made for sockets.
-
-    None is returned if ``configured`` is "" and there is no such folder.
-    """
+    """Returns ``configured`` or, if that is "", the path of ``name`` in systemd's folder for sockets; None: there is none."""
     if configured:
         return Path(configured)
     folder = runtime_directory.of_service(environment)

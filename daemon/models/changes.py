@@ -172,10 +172,7 @@ class Models:
         self._given.drop_unused(name, self.lifecycle.folders(name))
 
     def forget_served(self) -> None:
-        """Deletes the file with the names of the models that were served. Call it when the daemon stops in order.
-
-        Only a daemon that is started after a crash needs the file.
-        """
+        """Deletes the file of served models when the daemon stops in order, because only a start after a crash needs it."""
         self._before.forget()
 
     def close(self) -> None:
@@ -355,10 +352,7 @@ class Models:
         return self.ensembles.check(found, self._supervisor.workers.devices, reasons)
 
     def _settle_ensembles(self) -> None:
-        """Begins to unload ensembles of which a member does not serve.
-
-        Begins to load ensembles again whose missing members serve again, or of which a member was replaced.
-        """
+        """Begins to unload ensembles that lack a member, and to load those again whose members are back or were replaced."""
         self._take_down(self.ensembles.lost())
         for found in self.ensembles.returned():
             task = self._again[found.name] = asyncio.get_running_loop().create_task(self._bring_again(found))

@@ -93,10 +93,7 @@ class Ensembles:
         return model_config.parse_json(version.described.config.decode(), name)
 
     def _devices(self, found: FoundModel) -> tuple[str, ...]:
-        """Returns the devices of the workers that have all members of the ensemble; an empty tuple: all workers have all members.
-
-        Raises InvalidArgument: no worker has all members.
-        """
+        """Returns the devices of the workers that have all members; (): every worker. Raises InvalidArgument: there is none."""
         places = {name: self._ready(name, number) for name, number in found.members}
         named = {name: version.devices for name, version in places.items() if version is not None and version.devices}
         if not named:
@@ -152,10 +149,7 @@ class Ensembles:
         return gone
 
     def lost(self) -> list[str]:
-        """Returns the ensembles that the caller must unload now, because a member of theirs does not serve any more.
-
-        Notes that these ensembles are unloaded for want of a member. ``returned`` returns them once all members serve again.
-        """
+        """Returns the ensembles that must be unloaded because a member does not serve, and notes them for ``returned``."""
         gone = [name for name, built in self._built.items() if not self._whole(built.found)]
         return self.take_down(dict.fromkeys(each for name in gone for each in (*self.users(name), name)))
 
@@ -213,10 +207,7 @@ class Ensembles:
         return model is not None and (model.running is not None or bool(model.waiting))
 
     def _fingerprints(self, found: FoundModel) -> dict[str, str]:
-        """Returns for each member of an ensemble the fingerprint with which the member was loaded last.
-
-        The fingerprint is "" if the member is not loaded or if one of its versions failed to load.
-        """
+        """Returns for each member the fingerprint of its last load; "": it is not loaded, or one of its versions failed."""
         models = {name: self._models.get(name) for name, _ in found.members}
         return {
             name: f"{model.fingerprint} {model.repeated}" if model is not None and model.fingerprint else ""
@@ -276,10 +267,7 @@ class LoadWaits:
         return {model for model, _ in self._waits if model != name and self._way(model, name)}
 
     def _way(self, start: str, end: str) -> list[str]:
-        """Returns a chain of models from ``start`` to ``end``, both included; each model's load waits for the next one's.
-
-        An empty list means that there is no such chain.
-        """
+        """Returns a chain of models from ``start`` to ``end`` in which each load waits for the next one's; []: there is none."""
         ways = [[start]]
         seen = {start}
         while ways:

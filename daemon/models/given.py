@@ -128,10 +128,7 @@ class GivenModels:
 
 
 def _locked(folder: Path) -> int:
-    """Opens a folder, locks it with ``flock`` and returns the descriptor, or -1 if the folder cannot be opened or locked.
-
-    The lock is held until the descriptor is closed.
-    """
+    """Opens a folder and locks it. Returns the descriptor, which holds the lock while it is open; -1: this failed."""
     try:
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -145,10 +142,7 @@ def _locked(folder: Path) -> int:
 
 
 def _checked(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Returns the content of each file by its path relative to the model's folder, after checking the paths.
-
-    Raises InvalidArgument: a path is not allowed, is given twice, or is both a file and a folder.
-    """
+    """Returns the files by their paths in the model's folder. Raises InvalidArgument: a path is not allowed or given twice."""
     found: dict[str, bytes] = {}
     for given, content in files.items():
         path = given.lstrip("/")
@@ -178,10 +172,7 @@ class Overrides:
         return given if fingerprint == found.fingerprint else ""
 
     def keep(self, found: FoundModel, given: str) -> None:
-        """Stores the configuration (JSON) that a client sent with a load, for later loads of the same files.
-
-        Call it when the load has succeeded. If ``given`` is "", an earlier configuration is removed.
-        """
+        """Stores the configuration of a load that succeeded, for later loads of the same files; "": removes an earlier one."""
         if given:
             self._kept[found.name] = (found.fingerprint, given)
         else:

@@ -137,10 +137,7 @@ class Lifecycle:
 
     @staticmethod
     def _loads(model: ModelEntry) -> bool:
-        """Returns whether the model's running load still waits for a worker to load a version.
-
-        It is False if the load waits only for workers to unload the versions that were replaced.
-        """
+        """Returns whether the load still waits for a worker to load, and not only for the unload of replaced versions."""
         brought = [model.versions[number] for number in model.bringing]
         return any(v.loading or v.postponed or v.state is IndexState.LOADING for v in brought)
 
@@ -570,10 +567,7 @@ class Lifecycle:
         return found
 
     def resources(self) -> dict[str, Mapping[str, bool]]:
-        """Returns, for each model that is wanted or in use, the rate limiter's resources that it needs.
-
-        The value for each resource is True if the resource is global, and False if each device has its own.
-        """
+        """Returns the rate limiter's resources of each model that is wanted or in use, with True for a global resource."""
         return {
             name: version.resources
             for name, model in self.models.items()
@@ -582,10 +576,7 @@ class Lifecycle:
         }
 
     def reason(self, name: str, number: int) -> str:
-        """Returns why loads of a version are given up for now; "": they are not given up.
-
-        They are given up until the next retry, or until a worker can use one of the version's devices.
-        """
+        """Returns why loads of a version are given up until its next try or until a device is usable; "": they are not."""
         version = self.version(name, number)
         return "" if version is None else version.given_up
 

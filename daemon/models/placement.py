@@ -87,10 +87,7 @@ def _shared(message: ModelConfig, devices: Sequence[str], rate_limited: bool, ea
 
 
 def say_kinds(message: ModelConfig, devices: Sequence[str]) -> bool:
-    """Sets KIND_GPU in a model's instance groups without a kind, if there are both GPU and CPU workers.
-
-    Returns whether the kind of a group was set. ``devices``: the devices of all workers.
-    """
+    """Sets KIND_GPU in instance groups without a kind if there are GPU and CPU workers. Returns whether a kind was set."""
     changed = False
     if any(map(gpu_of, devices)) and not all(map(gpu_of, devices)):
         for group in message.instance_group:
@@ -149,10 +146,7 @@ def _sharing(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def resources(message: ModelConfig) -> dict[str, bool]:
-    """Returns the rate-limiter resources that a model's instances need.
-
-    The keys are the names in lower case. A value is True if the resource is global, and False if each device has its own.
-    """
+    """Returns the rate-limiter resources that a model needs, in lower case. True: global; False: each device has its own."""
     return {each.name.lower(): getattr(each, "global") for each in _needs(message)}
 
 

@@ -32,10 +32,7 @@ class Changes:
         self._seen = dict(self._acted)
 
     def look(self, found: Mapping[str, FoundModel]) -> tuple[list[FoundModel], list[str]]:
-        """Compares the models ``found`` by this poll with the poll before. Returns the models to load, and the names to unload.
-
-        A change counts only once two polls in a row have found the model's folder the same.
-        """
+        """Compares the models ``found`` with the poll before. Returns the models to load, and the names to unload."""
         states = {name: _state(model) for name, model in found.items()}
         quiet = {name for name in states.keys() | self._seen.keys() if states.get(name) == self._seen.get(name)}
         quiet |= self._acted.keys() - states.keys() - self._seen.keys()

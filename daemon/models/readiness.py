@@ -127,10 +127,7 @@ class ReadinessCheck:
         self._loading: dict[int, Loading] = {}
 
     def begin(self, wanted: Iterable[str], required: Iterable[str]) -> None:
-        """Sets which models must be served before the daemon is ready.
-
-        These are the models ``required``. If there are none, they are the models that were ``wanted`` at the first call.
-        """
+        """Sets the models that must serve before readiness: ``required`` or, if empty, those ``wanted`` at the first call."""
         if not self._begun:
             self._first = set(wanted)
         self._required = frozenset(required)

@@ -139,10 +139,7 @@ def placed(found: FoundModel, devices: Sequence[str], options: Options) -> Found
 
 
 def isolated_fraction(config: bytes, options: Workers) -> float:
-    """Returns the fraction (0 to 1) of a GPU's memory for a worker that serves one isolated model alone.
-
-    ``config``: the model's serialised configuration, which may name the fraction; otherwise the option holds.
-    """
+    """Returns the fraction (0 to 1) of a GPU's memory for one isolated model's worker, from its configuration or the option."""
     return model_checks.isolated_fraction(model_config.from_bytes(config), options.isolated_memory_fraction)
 
 
@@ -245,10 +242,7 @@ def _all_folders(repositories: Sequence[Path]) -> list[Path]:
 
 
 def find(repositories: Sequence[Path], name: str) -> FoundModel:
-    """Looks for the model ``name`` in the repositories and reads it.
-
-    If no repository has the model, or two have it, the result has an empty path and an ``error``.
-    """
+    """Reads the model ``name``. If no repository has it, or two have it, the result has an empty path and an ``error``."""
     # Only a well-formed name may become part of a path.
     if NAME.fullmatch(name):
         places = [path / name for path in repositories if (path / name).is_dir()]
@@ -349,10 +343,7 @@ def _choose(message: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _guess_backend(path: Path, message: ModelConfig, version: int) -> str:
-    """Guesses a model's backend from the names that the model's code file defines.
-
-    The file is parsed and not imported, because only the model's worker may import it.
-    """
+    """Guesses a model's backend from the names in its code file, which is parsed and not imported: only workers import it."""
     file = message.default_model_filename or "model.py"
     code = _read(path / str(version) / file, _MAX_CODE_BYTE_SIZE)
     if code is None:
@@ -440,10 +431,7 @@ class Repositories:
         return dict(self._found)
 
     def _tell_others(self, others: Mapping[Path, str], found: Mapping[str, FoundModel]) -> None:
-        """Logs each folder that is not a model, with the reason, when the folder appears and when the reason changes.
-
-        ``others``: the reason for each such folder. ``found``: the models, whose names are not logged.
-        """
+        """Logs each folder that is no model, when it appears and when the reason changes, unless ``found`` has its name."""
         others = {path: why for path, why in others.items() if path.name not in found}
         for path, why in others.items():
             if self._others.get(path) != why:

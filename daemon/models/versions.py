@@ -152,9 +152,6 @@ def awaits(models: Mapping[str, ModelEntry], version: VersionEntry) -> bool:
 
 
 def _named(models: Mapping[str, ModelEntry], name: str, number: int) -> list[VersionEntry]:
-    """Returns a list with the entry of a model's version ``number``, or an empty list if the model has no such version.
-
-    The number -1 stands for all versions of the model.
-    """
+    """Returns a list with a model's version ``number``, which is empty if there is none; -1: all versions of the model."""
     versions = models[name].versions if name in models else {}
     return [version for n, version in versions.items() if number in (-1, n)]

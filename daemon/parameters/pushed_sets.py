@@ -50,10 +50,7 @@ class Content:
             os.close(memory)
 
     def describe(self) -> dict[str, Any]:
-        """Returns the push as clients see it: its number, size, time and client, and whether its values are kept.
-
-        "kept" is "memory", "file", "repository" or "none".
-        """
+        """Returns the push as clients see it. "kept" is where its values are: "memory", "file", "repository" or "none"."""
         if self.pushed_by is None:
             return {"number": self.number, "kept": "repository"}
         return {
@@ -103,10 +100,7 @@ class PushedSets:
         return ((key, name, found) for key, sets in self._sets.items() for name, found in sets.items())
 
     def by_version(self) -> dict[VersionKey, tuple[int, int]]:
-        """Returns for each version of a model how many sets clients have pushed into, and the push number of set ``main``.
-
-        The number is 0 if no client has pushed into ``main``.
-        """
+        """Returns for each version how many sets clients have pushed into, and the push number of set ``main`` (0: none)."""
         return {
             key: (len(sets), sets[MAIN_SET].newest.number if MAIN_SET in sets else 0)
             for key, sets in self._sets.items()

@@ -647,10 +647,7 @@ class Parameters:
 
 
 def _check_death(worker: WorkerProcess, what: str) -> None:
-    """Raises Internal if a worker has died, and what it did may be the cause. No other worker is then given the parameters.
-
-    ``what``: names the parameters in the error's message.
-    """
+    """Raises Internal, naming ``what``, if a worker has died, perhaps of these parameters: no other worker is given them."""
     if worker.ended_by_work:
         raise Internal(f"{what}: the worker process that was given them {worker.describe_exit()}")
 

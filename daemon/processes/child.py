@@ -236,10 +236,7 @@ class Child:
 
     @property
     def is_of_other_version(self) -> bool:
-        """Returns whether the process ended at its start because it is of another version of tensord than this daemon.
-
-        That happens when another version was installed after the daemon was started.
-        """
+        """Returns whether the process ended at its start because another version of tensord was installed meanwhile."""
         return self.returncode == child_process.OTHER_VERSION and not self.ready
 
     @property
@@ -318,10 +315,7 @@ class FrontProcess(Child):
         self.send(StatePublished(edition))
 
     def acknowledge(self, edition: int) -> None:
-        """Notes that the front has applied all published records up to number ``edition``.
-
-        Calls of ``wait_acknowledged`` that wait for one of these records return.
-        """
+        """Notes that the front has applied all published records up to ``edition``, and ends the waits for them."""
         self.acknowledged = max(self.acknowledged, edition)
         if edition >= self._asked:
             self.owes_since_ns = 0

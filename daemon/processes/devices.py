@@ -100,10 +100,7 @@ def _cpu_workers(options: Workers) -> list[Device]:
 
 
 def _check_cores(lists: Sequence[str]) -> None:
-    """Raises MissingDevice if this process may not use a core of ``lists``, as systemd or a container forbids it.
-
-    ``lists``: the cores of each CPU worker, such as "0-3,8".
-    """
+    """Raises MissingDevice if systemd or a container forbids this process a core of ``lists``, such as "0-3,8"."""
     ours = os.sched_getaffinity(0)
     for i, text in enumerate(lists):
         missing = set(core_list.parse(text)) - ours
@@ -180,10 +177,7 @@ def near(addresses: Sequence[str], system: Path = Path("/sys")) -> str:
 
 
 def _node(address: str, system: Path) -> str:
-    """Returns the name of the NUMA node of a PCI device, such as "node0"; "": the kernel does not know it.
-
-    ``address``: the device's PCI address. ``system``: the folder in which sysfs is mounted.
-    """
+    """Returns the NUMA node of a PCI address, such as "node0"; "": the kernel does not know it. ``system``: where sysfs is."""
     with contextlib.suppress(OSError, ValueError):
         number = int((system / "bus/pci/devices" / address.lower() / "numa_node").read_text())
         return f"node{number}" if number >= 0 else ""

@@ -22,10 +22,7 @@ class FirstSignals:
         self.came: signal.Signals | None = None
 
     def watch(self) -> None:
-        """Installs handlers that note SIGTERM and SIGINT, and handlers that do nothing for SIGHUP, SIGUSR1 and SIGUSR2.
-
-        These signals are not set to SIG_IGN, because child processes would inherit that.
-        """
+        """Notes SIGTERM and SIGINT, and passes over SIGHUP, SIGUSR1 and SIGUSR2 without SIG_IGN, which children inherit."""
         for number in _ENDING:
             signal.signal(number, self._ending)
         for number in _PASSED_OVER:

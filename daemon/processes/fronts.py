@@ -168,10 +168,7 @@ class Fronts:
     # ---------------------------------------------------------------------------------------------------------- telling
 
     def publish(self, record: Record, *fds: int) -> None:
-        """Sends every front a record with duplicates of the file descriptors, as a part of the daemon's published state.
-
-        ``settled`` waits until the fronts have acknowledged it.
-        """
+        """Sends every front a record with duplicates of ``fds``. ``settled`` waits until the fronts have acknowledged it."""
         self.publish_each(lambda front: front.send(record, *fds))
 
     def publish_each(self, send: Callable[[FrontProcess], None]) -> None:

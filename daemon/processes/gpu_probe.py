@@ -39,10 +39,7 @@ class Probed:
 
 
 def probe(environment: Mapping[str, str]) -> Probed:
-    """Asks the CUDA driver, in a separate process, for the visible GPUs. Waits for at most 60 s.
-
-    ``environment``: the environment of that process; CUDA_VISIBLE_DEVICES in it says which GPUs are visible.
-    """
+    """Asks the CUDA driver for the GPUs that ``environment`` makes visible, in a separate process. Waits for at most 60 s."""
     try:
         done = subprocess.run(
             _COMMAND, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PATIENCE

@@ -41,10 +41,7 @@ class ListenError(Exception):
 
 @contextlib.contextmanager
 def named(section: str, port: str = "port") -> Iterator[None]:
-    """Adds the name of the option at fault, such as ``http.port``, to a ListenError that is raised in the ``with`` block.
-
-    ``section``: the section of the configuration. ``port``: the name of the section's option for the port.
-    """
+    """Adds the option's name, such as ``http.port``, to a ListenError that is raised in the ``with`` block."""
     try:
         yield
     except ListenError as error:
@@ -53,10 +50,7 @@ def named(section: str, port: str = "port") -> Iterator[None]:
 
 
 def bind_each(*binds: Callable[[], None]) -> None:
-    """Calls all functions ``binds``, each of which binds sockets, even if one of them fails.
-
-    Raises ListenError, after all calls: at least one function has failed; the message has the reason of each failure.
-    """
+    """Calls all ``binds``, even if one fails. Raises ListenError after all calls, with the reason of each failure."""
     refused: list[str] = []
     for bind in binds:
         try:
@@ -139,10 +133,7 @@ def _listen_unix(path: str, mode: int) -> socket.socket:
 
 
 def _listen_tcp(address: str, port: int) -> socket.socket:
-    """Binds a listening TCP socket to the first address of a host name that this host has.
-
-    For ``localhost`` the addresses are 127.0.0.1 and often ::1. Raises ListenError: no address can be bound.
-    """
+    """Binds a listening TCP socket to the first address of a host name that this host has. Raises ListenError: none works."""
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:

@@ -29,10 +29,7 @@ _MAX_START_DEATHS = 5
 
 
 class MemoryKills:
-    """Detects that the kernel has killed a process of a control group for want of memory, by the control group's counter.
-
-    ``group``: the control group; None: there is no group with such a counter, and nothing is detected.
-    """
+    """Detects by a control group's counter that the kernel killed a process for want of memory; ``group`` None: never."""
 
     def __init__(self, group: MemoryGroup | None) -> None:
         self._group = group
@@ -56,10 +53,7 @@ class MemoryKills:
 
 
 class ProcessSlots:
-    """Replaces dead child processes, each after a delay. Counts deaths and replacements by the process's name.
-
-    A process that replaces another one has the same name, such as "worker-1".
-    """
+    """Replaces dead child processes, each after a delay. Counts deaths and replacements by the process's name."""
 
     def __init__(self, options: Expert, needs: Callable[[Child], bool], gives_up: Callable[[Child], bool]) -> None:
         """Begins without deaths.
@@ -163,10 +157,7 @@ class Backoff:
     """Decides how long to wait before a dead process is replaced: first shortly, then twice as long each time. Does no I/O."""
 
     def __init__(self, first: float, maximum: float, chance: random.Random) -> None:
-        """Begins without deaths. ``first`` and ``maximum``: the first and the longest delay in seconds.
-
-        ``chance``: a source of random numbers, by which each delay is shortened by up to a tenth.
-        """
+        """Begins without deaths. Delays are ``first`` to ``maximum`` seconds; ``chance`` shortens each by up to a tenth."""
         self._first = first
         self._maximum = maximum
         self._chance = chance

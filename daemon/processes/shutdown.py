@@ -56,10 +56,7 @@ class Shutdown:
         self.requested.set()
 
     def child_died(self) -> None:
-        """Tells the waiting calls of ``finish`` and ``bury`` that a child process has died.
-
-        Call it after the process was removed from the mapping that ``finish`` was given.
-        """
+        """Wakes ``finish`` and ``bury``. Call it after a dead process was removed from the mapping that ``finish`` has."""
         self._death.set()
 
     async def hurried(self, seconds: float) -> None:
@@ -91,10 +88,7 @@ class Shutdown:
         hurry.cancel()
 
     async def bury(self, children: Callable[[], Iterable[Child]]) -> None:
-        """Kills the child processes that ``children()`` returns, and waits until none of them is alive.
-
-        ``children()`` is called again after each death, so that a process which was started meanwhile is killed as well.
-        """
+        """Kills the processes that ``children()`` returns, which is called again after each death, until none is alive."""
         while alive := [child for child in children() if child.alive]:
             self._death.clear()
             for child in alive:

@@ -78,10 +78,7 @@ class Pauses:
 
 
 def overdue(child: ChildSnapshot, options: Options, now_ns: int, pauses: Pauses) -> str:
-    """Returns why a child process should be killed: it exceeded a time limit; "": it should not be killed.
-
-    ``now_ns``: the time of CLOCK_MONOTONIC. ``pauses``: periods in which the supervisor did not run, which do not count.
-    """
+    """Returns which time limit a process has exceeded; "": none. Times are of CLOCK_MONOTONIC; ``pauses`` do not count."""
 
     def past(since_ns: int, limit: float) -> bool:
         return limit > 0 and now_ns - since_ns - pauses.within(since_ns, now_ns) > limit * 1e9

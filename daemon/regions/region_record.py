@@ -69,10 +69,7 @@ class RegisteredRegion:
             self.fd = -1
 
     def record(self, workers: list[str], leases: int) -> dict[str, Any]:
-        """Returns all that is known of the region, for operators, as values for JSON.
-
-        ``workers``: the names of the workers that have it. ``leases``: how many tensors of requests use it now.
-        """
+        """Returns all that operators see of the region, as JSON values. ``leases``: how many tensors of requests use it now."""
         request, peer = self.request, self.peer
         system = request if isinstance(request, RegisterSystemRegion) else None
         registered = datetime.datetime.fromtimestamp(self.registered_at, datetime.UTC)

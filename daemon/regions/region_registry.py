@@ -185,10 +185,7 @@ class RegionRegistry:
         task.add_done_callback(self._tasks.discard)
 
     def _device_of(self, request: RegisterCudaRegion) -> str:
-        """Returns the device name of the workers on the GPU that a request names; "": no worker has a GPU.
-
-        Raises InvalidArgument: workers have GPUs, but none has this one.
-        """
+        """Returns the device of the workers on a request's GPU; "": no worker has a GPU. Raises InvalidArgument: no such GPU."""
         gpus = {gpu for device in self._workers.devices if (gpu := gpu_of(device))}
         if not gpus:
             return ""

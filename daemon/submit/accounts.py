@@ -27,10 +27,7 @@ Sizes = tuple[int, int, int]
 
 
 class Holdings:
-    """Counts the bytes of arenas that a connection or client holds; base class of the accounts of both.
-
-    Bytes of the request arena and of the workers' response arenas are counted apart. ``limit`` is the most bytes of each.
-    """
+    """Counts the bytes that a connection or client holds, in request and response arenas apart. ``limit``: the most of each."""
 
     __slots__ = ("answers", "limit", "requests")
 
@@ -99,37 +96,25 @@ class Account(Holdings):
         return self.answers >= self.limit
 
     def note_bulky(self, kind: Hashable) -> None:
-        """Records that requests of this kind have large answers. While the client holds its share of memory, such requests wait.
-
-        ``kind``: a key for requests whose answers have the same size (``throttle.kind_of``).
-        """
+        """Records that requests of this kind have large answers. They wait while the client holds its share of memory."""
         bulky = self.client.bulky
         if len(bulky) >= _MAX_BULKY:
             bulky.clear()
         bulky.add(kind)
 
     def may_send(self, kind: Hashable) -> bool:
-        """Returns whether a request of this kind may be sent to a worker now; False: the client must read answers first.
-
-        ``kind``: a key for requests whose answers have the same size (``throttle.kind_of``).
-        """
+        """Returns whether a request of this kind may be sent to a worker now; False: the client must read answers first."""
         return not self.is_full and not (self.client.answers >= self.client.limit and kind in self.client.bulky)
 
     def describe(self) -> str:
-        """Returns the error text for a request that waited too long because the client does not read its answers.
-
-        The text names the number of bytes that the client has not read, and the limit.
-        """
+        """Returns the error text, with the bytes held and the limit, for a request whose client read no answers for too long."""
         client = self.client
         if self.is_full:
             return f"this connection has not taken {self.answers} bytes of its answers, at most {self.limit} may wait for it"
         return f"{client.answers} bytes of answers wait for clients of {client.owner}, at most {client.limit} may"
 
     def describe_requests(self, byte_size: int) -> str:
-        """Returns the error text for a request that got no ``byte_size`` bytes of the request arena in time.
-
-        The text names the number of bytes that the connection or the client holds, and the limit.
-        """
+        """Returns the error text, with the bytes held and the limit, for a request that got no ``byte_size`` bytes in time."""
         client = self.client
         if self.requests and self.requests + byte_size > self.limit:
             return (
@@ -155,10 +140,7 @@ class Accounts:
         self._many = _MANY
 
     def open(self, owner: str) -> Account:
-        """Opens the account of a new connection. What the connection holds counts for its client, too.
-
-        ``owner``: the client, which is a user on a unix socket and a host on TCP.
-        """
+        """Opens a connection's account, which also counts for its client ``owner``: a user on a unix socket, a host on TCP."""
         client = self._clients.get(owner)
         if client is None:
             self._forget_gone()

@@ -236,10 +236,7 @@ def _held(account: Account | None) -> int:
 
 
 def _tell(on_lease: OnLease, given: Lease | ServingError) -> bool:
-    """Calls ``on_lease`` with a lease or an error. Returns False if the function raised an exception, which is only logged.
-
-    So a failure of one request does not keep the other waiting requests from being served.
-    """
+    """Calls ``on_lease``. Returns False if it raised an exception, which is only logged: other requests are served."""
     try:
         on_lease(given)
     except Exception:

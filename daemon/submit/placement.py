@@ -92,10 +92,7 @@ def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None
 
 
 def room(contents: Iterable[InputContent | Unconverted], inline_byte_size: int) -> int:
-    """Returns how many bytes of the arena a request needs for tensors that do not lie in shared memory yet.
-
-    Tensors of up to ``inline_byte_size`` bytes need none, because they travel in the request's record.
-    """
+    """Returns how many bytes of the arena the tensors need that are in no shared memory and exceed ``inline_byte_size``."""
     size = 0
     for content in contents:
         if isinstance(content, _BYTES):
@@ -156,10 +153,7 @@ def fill(
 
 
 def _granted(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: Lease | ServingError) -> None:
-    """Sends a request that waited for shared memory.
-
-    ``lease``: the memory that the request got, or the error that ended the wait, with which the request is then answered.
-    """
+    """Sends a request that waited for shared memory, or answers it with the error that ended the wait."""
     try:
         if not isinstance(lease, ServingError) and not asked.cancelled:
             _send(submitter, asked, request, lease)
@@ -179,10 +173,7 @@ def _granted(submitter: Submitter, asked: InFlight, request: UnsentRequest, leas
 
 
 def _send(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: Lease | None) -> None:
-    """Puts a request's tensors into its record or its lease, and sends the request. If this raises, the leases are given back.
-
-    ``lease``: the memory for tensors that are not in shared memory yet; None: no tensor needs any.
-    """
+    """Puts a request's tensors into its record or ``lease``, and sends it. If this raises, the leases are given back."""
     trace = request.trace
     leases = () if lease is None else (lease,)
     if request.lease is not None:

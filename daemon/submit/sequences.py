@@ -144,10 +144,7 @@ class SequenceRouting:
         return worker if worker.incarnation in state.workers else None
 
     def _holder(self, key: Key) -> WorkerLink | None:
-        """Returns the worker whose page shows that it has the sequence; None: no worker has it.
-
-        If the pages of several workers show the sequence, the worker that admitted it last is returned.
-        """
+        """Returns the worker whose page shows the sequence, the last to admit it if several do; None: no worker has it."""
         found, newest = None, 0
         for worker in self._workers.values():
             value = worker.sequences.value(key)
@@ -266,20 +263,14 @@ class LostSequences:
         self._since: dict[Key, float] = {}
 
     def add(self, key: Key, now: float) -> None:
-        """Remembers that a sequence was lost with its worker at the time ``now``, in seconds.
-
-        When ``most`` sequences are remembered already, the earliest of them is forgotten.
-        """
+        """Remembers that a sequence was lost at the time ``now``, in seconds. Beyond ``most``, the earliest is forgotten."""
         self._since.pop(key, None)
         while len(self._since) >= self._most:
             del self._since[next(iter(self._since))]
         self._since[key] = now
 
     def holds(self, key: Key, idle: float, now: float) -> bool:
-        """Returns whether a sequence was lost at most ``idle`` seconds before ``now``.
-
-        A sequence lost earlier is forgotten, because a worker would have dropped it after so much idle time as well.
-        """
+        """Returns whether a sequence was lost in the last ``idle`` seconds; a worker would have dropped an earlier one, too."""
         since = self._since.get(key)
         if since is not None and now - since > idle:
             del self._since[key]

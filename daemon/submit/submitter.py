@@ -169,10 +169,7 @@ class Submitter:
         return Unavailable(f"{len(self._in_flight)} requests are in flight, at most {self._max_in_flight} are allowed")
 
     def refuse(self, refuses: bool) -> None:
-        """Sets whether new requests are refused. Requests in flight go on.
-
-        ``refuses``: True refuses all new requests, because the server is draining; False accepts them again.
-        """
+        """Sets whether new requests are refused, because the server is draining. Requests in flight go on."""
         self._refuses = refuses
         # It is the limit that each request is compared with anyhow.
         self._max_in_flight = 0 if refuses else self._most_in_flight
@@ -434,10 +431,7 @@ class Submitter:
             self._finish(request)
 
     def _route_anew(self, worker: WorkerLink, request: InFlight, answer: AnswerRecord) -> None:
-        """Sends a request to another worker, because the first one has the request's model no more.
-
-        If the model is not on another worker, the request is answered with the error that the first worker sent (``answer``).
-        """
+        """Sends a request to another worker that has its model or, if none has it, answers it with the error ``answer``."""
         if request.record.request_id not in self._in_flight:
             return  # cancelled meanwhile
         state = self._routing.state_of(request.prepared)
@@ -473,10 +467,7 @@ class Submitter:
                 self._recall(lambda other: other.account is account)
 
     def _recall(self, concerned: Callable[[InFlight], bool]) -> None:
-        """Asks the workers not to run the requests that ``concerned`` selects. Requests that have not begun come back and wait.
-
-        Requests that may not be withdrawn (``_may_come_back``) are left where they are.
-        """
+        """Asks workers not to run the selected requests that may be withdrawn. Those that have not begun come back and wait."""
         for worker in self._routing.workers.values():
             for request_id, request in worker.in_flight.items():
                 if not (request.cancelled or request.recalled) and concerned(request) and self._may_come_back(request):
@@ -547,10 +538,7 @@ class Submitter:
     # -------------------------------------------------------------------------------------- workers and models
 
     def open_lane(self, opened: LaneOpened, fds: list[int]) -> None:
-        """Opens the lane to a worker. The submitter owns the descriptors ``fds`` from now on.
-
-        ``fds``: the descriptors of the lane's socket, of the worker's status page and of its sequence page.
-        """
+        """Opens the lane to a worker. Owns ``fds``: the lane's socket, the worker's status page and its sequence page."""
         lane = SubmitterLane(socket.socket(fileno=fds[0]), self._arena, writable=opened.device.startswith("cuda:"))
         worker = WorkerLink(opened.peer, opened.device, lane, StatusPage.attach(fds[1]), SequencePage.attach(fds[2]))
         self._routing.add(worker)

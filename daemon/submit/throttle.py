@@ -20,10 +20,7 @@ from tensord.shm.errors import Unavailable
 
 @dataclass(slots=True)
 class _Line:
-    """A connection's requests that wait because they are throttled, and the ids of those that were sent after a wait.
-
-    An id is removed when the request has been answered.
-    """
+    """A connection's throttled requests, and the ids of those that were sent after a wait and are not answered yet."""
 
     #: With the time they give up.
     waiting: deque[tuple[float, InFlight]] = field(default_factory=deque)
@@ -31,10 +28,7 @@ class _Line:
 
 
 class Throttle:
-    """Decides which requests wait because their client's unread answers fill its share of response memory.
-
-    ``seconds``: how long a request waits at most. ``in_flight``: all requests of the front that are in flight, by id.
-    """
+    """Decides which requests wait, for ``seconds`` at most, because their client's unread answers fill its share of memory."""
 
     def __init__(self, in_flight: Mapping[int, InFlight], seconds: float) -> None:
         self._in_flight = in_flight
