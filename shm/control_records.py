@@ -334,7 +334,7 @@ class CancelLoad(Record, frozen=True, tag="cancel-load"):
 
 
 class Loaded(Record, frozen=True, tag="loaded"):
-    """Tells the supervisor that a worker has loaded a version. ``reason``: a sentence on why it failed; "": it is loaded."""
+    """Tells the supervisor how loading a version ended. ``reason``: a sentence on why it failed; "": it is loaded."""
 
     name: str
     version: int

@@ -30,7 +30,7 @@ class ResponseOrder(Generic[K, A]):
         return len(self._turns)
 
     def passes(self, request: K) -> bool:
-        """Forgets a request and returns True if its answer may be sent and none waits for it; else give it to ``done``."""
+        """If a request's answer may be sent and none waits for it, forgets it: True. False: give it to ``done``."""
         turns = self._turns
         if self._ready or not turns or turns[0] is not request:
             return False

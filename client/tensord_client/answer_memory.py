@@ -172,10 +172,7 @@ class ResponseSegment:
     __slots__ = ("_bytes", "address", "byte_size", "number")
 
     def __init__(self, number: int, byte_size: int, fd: int) -> None:
-        """Maps the segment that has the file descriptor ``fd``; the caller still has to close ``fd``.
-
-        Raises OSError, ValueError: the segment cannot be mapped.
-        """
+        """Maps the segment ``fd``, which the caller still has to close. Raises OSError, ValueError: it cannot be mapped."""
         self._bytes = np.frombuffer(mapped(fd, byte_size, mmap.PROT_READ), np.uint8)
         self.number = number
         self.byte_size = byte_size
@@ -291,10 +288,7 @@ class AnswerMemory:
                 release()
 
     def release_record(self) -> bytes:
-        """Takes leases from the queue, as many as one message can have, and returns a message that gives them back to the worker.
-
-        Returns b"" if no lease is queued.
-        """
+        """Returns a message that gives back as many queued leases as one message can have; b"": none is queued."""
         if not self.releases:
             return b""
         leases: list[LeaseKey] = []

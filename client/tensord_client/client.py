@@ -159,10 +159,7 @@ def connection(address: Place | None, wait: float, patience: float) -> Connectio
 
 
 def _usual() -> Iterator[str]:
-    """Yields the addresses to try where the program gives none: /run/tensord, the user's own daemon, localhost:8000.
-
-    Skips folders that another user may have made.
-    """
+    """Yields the usual addresses, less others' folders: /run/tensord, the user's own daemon, localhost:8000."""
     yield f"{SERVICE}/{CLIENTS}"
     user = os.geteuid()
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -222,10 +219,7 @@ def _holds_a_model(repository: Path) -> bool:
 
 
 def _unreachable(path: str, error: OSError) -> Unavailable:
-    """Makes the exception for a path to which connecting failed with ``error``.
-
-    If this user lacks the permission, the exception's text says which user or group has it.
-    """
+    """Makes the exception for a path to which connecting failed; where permission is lacking, it says who has it."""
     text = f"{path}: {error.strerror}"
     if not isinstance(error, PermissionError):
         return Unavailable(text)

@@ -22,16 +22,10 @@ _MAX_FDS = 253
 
 
 class ClientsSocket:
-    """A connection to the daemon's socket for clients, over which models and lanes are asked for, one request at a time.
-
-    Not thread-safe.
-    """
+    """A connection to the daemon's socket for clients, to ask for models and lanes, a request at a time. Not thread-safe."""
 
     def __init__(self, path: str, timeout: float) -> None:
-        """Connects to the socket at ``path``. ``timeout``: seconds to wait for each answer.
-
-        Raises: Unavailable: no daemon accepts the connection.
-        """
+        """Connects; each answer may take ``timeout`` seconds. Raises: Unavailable: no daemon accepts the connection."""
         self._path = path
         self._timeout = timeout
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)

@@ -52,10 +52,7 @@ class CudaLibrary:
 
     @contextmanager
     def on(self, ordinal: int) -> Iterator[None]:
-        """Makes the primary context of CUDA device ``ordinal`` this thread's current context within a ``with`` block.
-
-        Raises: Unavailable: there is no such device.
-        """
+        """Makes a device's primary context the thread's within a ``with`` block. Raises: Unavailable: no such device."""
         context = self._contexts.get(ordinal)
         if context is None:
             device, context = ctypes.c_int(), ctypes.c_void_p()
@@ -93,10 +90,7 @@ class CudaLibrary:
         self._call("cuMemcpyDtoH_v2", ctypes.c_void_p(target), ctypes.c_uint64(address), ctypes.c_size_t(byte_size))
 
     def within(self, address: int, source: int, byte_size: int) -> None:
-        """Copies ``byte_size`` bytes from ``source`` to ``address``, both on the current device, and waits until they are copied.
-
-        Call it within a ``with`` block of ``on``.
-        """
+        """Copies from ``source`` to ``address``, both on the device, and waits for that. Call it in a block of ``on``."""
         self._call("cuMemcpyDtoD_v2", ctypes.c_uint64(address), ctypes.c_uint64(source), ctypes.c_size_t(byte_size))
         self._call("cuCtxSynchronize")
 
@@ -200,10 +194,7 @@ class DeviceMemory:
 
     @property
     def driver(self) -> CudaLibrary:
-        """Returns the CUDA driver, loading it at the first use in this process.
-
-        Raises: Unavailable: this process has no CUDA driver, or no CUDA device.
-        """
+        """Returns the CUDA driver, loaded at first use. Raises: Unavailable: this process has no driver or device."""
         if self._driver is None or self._pid != os.getpid():
             self._pid, self._driver = os.getpid(), CudaLibrary()
             self.returned = deque()

@@ -43,10 +43,7 @@ class ResultsHeld(ServingError):
 
 
 def too_many_waiting(count: int, most: int) -> Unavailable:
-    """Makes the error for a request that cannot be queued.
-
-    ``count``: how many requests wait in this process. ``most``: how many may wait.
-    """
+    """Makes the error for a request that cannot be queued: ``count`` wait in this process, and ``most`` may wait."""
     return Unavailable(f"{count} requests wait in this process to be sent, at most {most} may: wait for answers first")
 
 

@@ -90,10 +90,7 @@ class HttpConnection:
         self._fields = b" HTTP/1.1\r\nHost: " + self.address.authority.encode() + b"\r\n"
 
     def forget(self) -> None:
-        """Starts anew in a child process after a fork, without open connections.
-
-        Closes the child's copies of the parent's sockets.
-        """
+        """Starts anew in a child process after a fork: closes its copies of the parent's sockets."""
         pool, waiting = self._pool, self._waiting
         self._begin()
         self._pool.is_closed = pool.is_closed
@@ -119,10 +116,7 @@ class HttpConnection:
         return self._request("GET", path, deadline=deadline, patience=patience)[0]
 
     def post(self, path: str, body: bytes) -> Any:
-        """Posts a JSON body to a path. Returns the parsed JSON of the answer; None if the answer is empty.
-
-        Raises: ServingError: the answer is an error, or none came.
-        """
+        """Posts JSON; returns the answer's JSON, None if empty. Raises: ServingError: it is an error, or none came."""
         return self._request("POST", path, b"Content-Type: application/json\r\n", [body])[0]
 
     def _request(
@@ -174,20 +168,14 @@ class HttpConnection:
         )
 
     def config(self, model: str, version: int) -> dict[str, Any]:
-        """Asks the server for a model's configuration and returns it; empty if the server does not give configurations.
-
-        ``version``: the model's version; 0: the newest.
-        """
+        """Asks the server for a model's configuration; empty: it gives none. ``version`` 0: the newest."""
         try:
             return cast("dict[str, Any]", self.get(f"{_path(model, version)}/config"))
         except (Unavailable, Unsupported):
             return {}
 
     def parameters(self, model: str, version: int) -> ModelParameters:
-        """Returns an object that lists and changes the parameter sets of a model. Nothing is sent.
-
-        ``version``: the model's version; 0: all versions.
-        """
+        """Returns an object to list and change a model's parameter sets; sends nothing. ``version`` 0: all."""
         return ModelParameters(self.manage, model, version)
 
     def manage(
@@ -243,10 +231,7 @@ class HttpConnection:
         return Prepared(self.ask, call)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Makes an ordinary array with any content: over HTTP the server shares no host memory with this process.
-
-        Raises: Unavailable: this connection is closed.
-        """
+        """Makes an ordinary array, as HTTP shares no host memory. Raises: Unavailable: this connection is closed."""
         if self._pool.is_closed:
             raise Unavailable(CLOSED)
         return np.empty(shape, dtype)
@@ -268,10 +253,7 @@ class HttpConnection:
         return self._on_devices.empty(shape, dtype, device)
 
     def _region(self, values: Any) -> tuple[str, int, int] | None:
-        """Returns the region that an array lies in: its name, the array's offset in it, and the array's number of bytes.
-
-        Returns None if the array was not made by this connection's ``empty_on``.
-        """
+        """Returns an array's region (name, offset, number of bytes); None: ``empty_on`` has not made the array."""
         if isinstance(values, np.ndarray) or self._on_devices is None or values.memory is not self._on_devices:
             return None
         return cast("tuple[str, int, int]", values.place)
@@ -337,10 +319,7 @@ class HttpConnection:
         return made
 
     def _wanted(self, call: Call, name: str) -> tuple[str, int, int] | None:
-        """Returns the GPU region that the server is to write an output to: its name, the offset in it, and the number of bytes.
-
-        Returns None if the output comes with the answer.
-        """
+        """Returns the GPU region to write an output to (name, offset, size); None: it comes with the answer."""
         place = call.places.get(name)
         return None if place is None else self._region(place)
 
@@ -376,11 +355,7 @@ class HttpConnection:
 
 
 class _Get(HttpExchange):
-    """A request without inference, by GET or another method.
-
-    Its result is a pair: the parsed JSON of the answer (None if the answer is empty), and the answer's header fields by
-    lower-case names.
-    """
+    """A request without inference. Its result: the answer's JSON (None if empty), and header fields by lower-case names."""
 
     def read(self, response: HttpResponse) -> tuple[Any, dict[bytes, bytes]]:
         if response.status != 200:
@@ -448,10 +423,7 @@ class _Infer(HttpExchange):
 
 
 def _parameters(region: tuple[str, int, int] | None) -> dict[str, Any]:
-    """Returns the "parameters" in a tensor's JSON that name a region; empty if ``region`` is None.
-
-    ``region``: (name of the region, offset in it, number of bytes).
-    """
+    """Returns the "parameters" in a tensor's JSON that name a region (name, offset, number of bytes); empty for None."""
     if region is None:
         return {}
     name, offset, byte_size = region
@@ -460,10 +432,7 @@ def _parameters(region: tuple[str, int, int] | None) -> dict[str, Any]:
 
 
 def _from_json(data: Any, datatype: str, shape: tuple[int, ...]) -> Array:
-    """Makes an array of an output that the server wrote as JSON although binary data were asked for.
-
-    ``data``: the output's elements, a list. ``datatype``: as named by the protocol, such as "FP32".
-    """
+    """Makes an array of an output that the server wrote as JSON (a list) although binary data were asked for."""
     if datatype == "BYTES":
         data = [str(each).encode() for each in data]
     made = np.empty(len(data), dtype_of(datatype))
@@ -494,10 +463,7 @@ def _json(response: HttpResponse, text: bytes | bytearray) -> Any:
 
 
 def _unexpected(response: HttpResponse, content: bytes, expected: str) -> ServingError:
-    """Makes the error for an answer with another kind of content than expected, such as a page of a proxy.
-
-    ``content``: what the answer has, which the error's text quotes. ``expected``: what was expected, such as "JSON".
-    """
+    """Makes the error for other ``content``, which it quotes, than was ``expected`` ("JSON"), such as a page of a proxy."""
     fields = [response.fields.get(name, b"").decode("latin-1") for name in (b"content-type", b"content-encoding")]
     kind = ", ".join(filter(None, fields)) or "no content type"
     return Internal(f"the server answered with {kind}, {reprlib.repr(content)}, where {expected} are expected")

@@ -90,17 +90,11 @@ class HttpResponse:
 
     @property
     def place(self) -> memoryview | None:
-        """Returns the memory that the caller is to receive the body's next bytes into, and then call ``filled``.
-
-        Returns None if there is no such memory: received bytes are then given to ``feed``.
-        """
+        """Returns the memory for the body's next bytes (then call ``filled``); None: give the bytes to ``feed``."""
         return self._places[0] if self._places else None
 
     def filled(self, count: int) -> None:
-        """Counts ``count`` bytes that the caller has received into ``place``. Once the body is full, the answer is complete.
-
-        The next ``place`` begins behind these bytes.
-        """
+        """Counts bytes received into ``place``; the next ``place`` begins behind them. A full body ends the answer."""
         rest = self._places[0][count:]
         if len(rest):
             self._places[0] = rest
@@ -303,10 +297,7 @@ class HttpChannel:
 
     @property
     def is_readable(self) -> bool:
-        """Returns whether bytes or the end of the connection can be received now.
-
-        If so, an idle connection must not be used again.
-        """
+        """Returns whether bytes or the connection's end have come; if so, an idle one must not be used again."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
@@ -326,10 +317,7 @@ class HttpChannel:
         self._out = [piece for piece in pieces if len(piece)]
 
     def keep(self, content: bytes) -> None:
-        """Replaces the bytes that are not sent yet by those in ``content``, so that the caller's arrays are not read any more.
-
-        Sends nothing. ``content``: a copy of all of the request's bytes.
-        """
+        """Replaces unsent bytes by those of ``content``, a copy of the request, so that no array is read any more."""
         left = sum(map(len, self._out))
         self._out = [memoryview(content)[len(content) - left :]] if left else []
 
@@ -371,10 +359,7 @@ class HttpChannel:
             return select.POLLIN
 
     def _give_up_sending(self) -> None:
-        """Drops the bytes that are not sent yet, because the server has answered before it got the whole request.
-
-        The connection is not used for another request.
-        """
+        """Drops unsent bytes, as the server answered before it had them; the connection is not used again."""
         self._out = []
         self._cut = True
 

@@ -41,10 +41,7 @@ class Pool:
     """A client's HTTP connections (channels) to one server, and a queue of requests that wait for a free connection."""
 
     def __init__(self, address: Address, limit: int, max_waiting: int = MAX_WAITING) -> None:
-        """Opens no connection yet.
-
-        ``limit``: the most connections that are open at a time. ``max_waiting``: the most requests that wait for a connection.
-        """
+        """Opens no connection yet. At most ``limit`` are open at a time, and ``max_waiting`` requests wait for one."""
         self.address = address
         self.is_closed = False
         self._limit = limit
@@ -137,10 +134,7 @@ class Pool:
         self.deadlines.close()
 
     def abandon(self) -> None:
-        """Closes a child process's copies of the sockets after a fork, and ends its copies of the requests.
-
-        The parent process goes on using its own.
-        """
+        """Ends a child process's copies of requests and sockets after a fork; the parent goes on using its own."""
         for channel, _ in self._idle:
             channel.close()
         for pending in [*self._granted, *self._line]:
@@ -170,10 +164,7 @@ class HttpExchange:
         raise NotImplementedError
 
     def read_next(self, response: HttpResponse) -> Any:
-        """Returns the next result of a stream; None: not all of the next result has arrived.
-
-        Raises ServingError: the next result is an error.
-        """
+        """Returns a stream's next result; None: it is incomplete. Raises ServingError: it is an error."""
         raise NotImplementedError
 
 
@@ -245,10 +236,7 @@ class HttpRequest(Pending[Any]):
         self.notify()
 
     def interrupt(self) -> None:
-        """Wakes the thread or event loop that waits for this request, because the client was closed. May be called in any thread.
-
-        The thread or event loop then ends the request with Cancelled.
-        """
+        """Wakes whoever waits, to end the request with Cancelled: the client was closed. Any thread may call it."""
         channel = self._channel
         if channel is not None:
             channel.shut_down()
@@ -315,10 +303,7 @@ class HttpRequest(Pending[Any]):
             self._finish(None)
 
     def _finish(self, error: ServingError | None) -> None:
-        """Ends this request, whose answer is complete, and gives the connection back to the pool.
-
-        ``error``: the error that whoever waits gets; None: the answer is no error.
-        """
+        """Ends this request, whose answer is complete, with ``error`` if not None; the pool gets its connection."""
         channel, self._channel = self._channel, None
         if channel is not None and not channel.may_be_kept:
             channel.close()
@@ -336,10 +321,7 @@ class HttpRequest(Pending[Any]):
         self.notify()
 
     def _release(self) -> None:
-        """Removes this request from the queue for a connection or, if it has a connection, closes the connection.
-
-        Closing the connection cancels the request at the server.
-        """
+        """Leaves the queue for a connection or closes the connection, which cancels the request at the server."""
         self._unwatch()
         if not self.end() or (not self._granted and self._pool.leave_line(self)):
             return
@@ -385,10 +367,7 @@ class HttpRequest(Pending[Any]):
     # ----------------------------------------------------------------------------------------------------------- waiting
 
     def fileno(self) -> int:
-        """Returns the connection's file descriptor, on which to wait for the poll events that ``_step`` returned.
-
-        Call it only if ``_step`` did not return 0.
-        """
+        """Returns the descriptor to poll for the events that ``_step`` returned. Call it only if they are not 0."""
         assert self._channel is not None
         return self._channel.fileno()
 
@@ -504,10 +483,7 @@ class Waiter:
         self._tell(self._new, request, request._step)
 
     def drop(self, request: HttpRequest) -> None:
-        """Asks the thread to close the connection of a request, because nobody waits for the request any more.
-
-        Call it only with a request that ``add`` was given.
-        """
+        """Asks the thread to close the connection of a request, given to ``add`` before, that nobody waits for any more."""
         self._tell(self._dropped, request, request._release)
 
     def _tell(

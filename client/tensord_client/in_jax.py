@@ -121,10 +121,7 @@ def _gathered(answers: list[Any], gather: Callable[[list[Array]], Array]) -> dic
 
 
 def leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yields (name, leaf) for each leaf of a pytree. A name has the keys on the way to the leaf, joined by dots.
-
-    A pytree that is a single leaf has the name "array".
-    """
+    """Yields (name, leaf) of a pytree: the keys to the leaf, joined by dots; "array" for a tree that is a single leaf."""
     from jax import tree_util
 
     for path, leaf in tree_util.tree_leaves_with_path(tree):

@@ -109,10 +109,7 @@ class LaneConnection(Sender):
         forgotten_by_children(self)
 
     def _begin(self) -> None:
-        """Sets to their initial values all attributes that a process does not share with its parent.
-
-        Called by the constructor, and in a child process after a fork.
-        """
+        """Sets the attributes that a process does not share with its parent: at first, and after a fork."""
         self._socket = None
         #: Held by the thread that asks the daemon, and by the one that connects over HTTP.
         self._asking, self._http_lock = threading.Lock(), threading.Lock()
@@ -131,10 +128,7 @@ class LaneConnection(Sender):
     # ------------------------------------------------------------------------------------------------- the daemon
 
     def _connect(self) -> ClientsSocket:
-        """Connects to the clients' socket, sends ``hello``, stores the daemon's answer and returns the connected socket.
-
-        The caller holds the lock ``_asking``.
-        """
+        """Connects to the clients' socket, sends ``hello`` and stores the answer. The caller holds ``_asking``."""
         connected = ClientsSocket(self.path, self._timeout)
         try:
             self.hello, _ = connected.ask({"hello": {}})
@@ -263,10 +257,7 @@ class LaneConnection(Sender):
         return opened
 
     def _close_idle(self, ended: Sequence[int]) -> None:
-        """Closes lanes that are not needed any more, if no request is in flight on them.
-
-        These are the lanes of a daemon that was replaced by another, and the lanes whose numbers are in ``ended``.
-        """
+        """Closes lanes without requests in flight: those of a replaced daemon, and those in ``ended``."""
         gone = [lane for lane in self._former if not lane.in_flight]
         self._former = [lane for lane in self._former if lane not in gone]
         gone += [self._lanes.pop(number) for number in ended if not self._lanes[number].in_flight]
@@ -404,10 +395,7 @@ class LaneConnection(Sender):
         return made
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        """Asks the daemon over HTTP for a model's configuration, and returns it with defaults filled in.
-
-        Returns an empty mapping if the daemon does not answer over HTTP, or answers with an error.
-        """
+        """Returns a model's configuration with defaults, asked for over HTTP; empty if that fails."""
         try:
             return self.http().config(model, version)
         except ServingError:
@@ -416,10 +404,7 @@ class LaneConnection(Sender):
     # ------------------------------------------------------------------------------------------------- parameter sets
 
     def parameters(self, model: str, version: int) -> ModelParameters:
-        """Returns an object that lists and changes the parameter sets of a model. Nothing is sent.
-
-        ``version``: the model's version; 0: all versions.
-        """
+        """Returns an object for a model's parameter sets. Nothing is sent. ``version`` 0: all versions."""
         return ModelParameters(self.manage, model, version)
 
     def manage(
@@ -523,10 +508,7 @@ class LaneConnection(Sender):
         return known.choose()
 
     def sent(self, call: Call, lane: ClientLane) -> None:
-        """Stores the lane that a sequence's request was sent on, since the sequence's next request must go over the same lane.
-
-        If the request is the sequence's last one, removes what was stored.
-        """
+        """Stores the lane of a sequence, for its next request; forgets it after the sequence's last request."""
         sequence_id = call.scheduling.sequence_id
         if call.scheduling.sequence_end:
             self._sequences.pop((call.model, sequence_id), None)
@@ -536,10 +518,7 @@ class LaneConnection(Sender):
     # ---------------------------------------------------------------------------------- where workers or daemons end
 
     def _look_for_more(self, known: OpenedModel, call: Call) -> None:
-        """Starts a thread that asks the daemon for lanes to further workers of a model.
-
-        ``known``: what is known of the model. ``call``: a call of the model.
-        """
+        """Starts a thread that asks the daemon for lanes to further workers of the model of ``call``."""
         known.opened_at = time.monotonic()
 
         def look() -> None:
@@ -614,10 +593,7 @@ class LaneConnection(Sender):
     # ---------------------------------------------------------------------------------------------------------- end
 
     def close(self) -> None:
-        """Closes the connection and its sockets. Requests in flight fail with Cancelled. Idempotent.
-
-        Arrays that ``empty`` has made stay valid.
-        """
+        """Closes the connection: requests in flight fail with Cancelled, arrays stay valid. Idempotent."""
         self.is_closed = True
         with self._asking:
             lanes, self._lanes, self._former = [*self._lanes.values(), *self._former], {}, []

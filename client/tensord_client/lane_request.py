@@ -40,10 +40,7 @@ _ASIDE = 0.005
 
 
 class LaneRequest(Submission, Pending[Answer]):
-    """A request over a lane. If the lane ends, or the worker refuses the request, the request may be sent again.
-
-    Until it is sent again, the request has no lane; the code calls it *astray*.
-    """
+    """A request over a lane. If the lane ends or the worker refuses it, it is *astray* (has no lane) until it is sent again."""
 
     lane: ClientLane | None = None
     request_id = 0
@@ -164,10 +161,7 @@ class LaneRequest(Submission, Pending[Answer]):
         self.astray = True
 
     def claim(self) -> bool:
-        """Returns whether the calling thread is to send this request again. If several threads call this, only one gets True.
-
-        Returns False if the request has a lane.
-        """
+        """Returns True to the one thread that is to send this request again; False also if the request has a lane."""
         with self._lock:
             astray, self.astray = self.astray, False
         if astray:
@@ -235,10 +229,7 @@ class LaneRequest(Submission, Pending[Answer]):
             raise self.late() from None
 
     def attach(self, loop: Any) -> None:
-        """Asks an event loop to read this request's lane.
-
-        If the request has no lane, a background thread sends it again instead.
-        """
+        """Asks an event loop to read this request's lane; without a lane, a background thread sends it again."""
         if self._read:
             self._acknowledge()
         lane = self.lane
@@ -260,10 +251,7 @@ class LaneRequest(Submission, Pending[Answer]):
                 self.call_back()
 
     def withdraw(self) -> None:
-        """Cancels this request: it is not sent again, and its worker is told that nobody waits for its answer.
-
-        The worker still sends a last answer, which is dropped.
-        """
+        """Cancels this request: it is not sent again, and its worker is told; the last answer is dropped."""
         with self._lock:
             astray, self.astray = self.astray, False
         if astray:
@@ -272,10 +260,7 @@ class LaneRequest(Submission, Pending[Answer]):
             self.lane.cancel(self.request_id)
 
     def _acknowledge(self) -> None:
-        """Tells the worker how many bytes of responses the program has read, so that the worker may send more.
-
-        Does nothing while fewer than 1024 bytes were read since the last such message.
-        """
+        """Tells the worker how many bytes were read, once they are 1024, so that it may send more."""
         if self._read >= _ACKNOWLEDGED and self.lane is not None:
             read, self._read = self._read, 0
             self.lane.say(wire.record("T", self.request_id, read))
@@ -296,10 +281,7 @@ class LaneRequest(Submission, Pending[Answer]):
             return Internal(f"the worker's answer is malformed: {error}")
 
     def late(self) -> ServingError:
-        """Returns the error for an answer that did not come in time.
-
-        It is ResultsHeld if the answers that the program holds leave the worker no room, else DeadlineExceeded.
-        """
+        """Returns the error of a late answer: ResultsHeld if held answers leave the worker no room, else DeadlineExceeded."""
         error = DeadlineExceeded()
         return error if self.lane is None else self.lane.answers.explained(error)
 
@@ -367,10 +349,7 @@ class Sender:
             self.claimed.discard(pending)
 
     def send_again_soon(self, pending: LaneRequest) -> None:
-        """Gives a request that no thread waits for to a background thread, which sends it again or fails it.
-
-        There is one background thread for each model that has such requests.
-        """
+        """Has a background thread, one for each model, send again or fail a request that no thread waits for."""
         model = pending.call.model, pending.call.version
         with self._astray_lock:
             waiting = self._astray.get(model)

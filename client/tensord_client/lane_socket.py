@@ -40,10 +40,7 @@ class LaneSocket:
     """The client's socket of a lane, and a queue of the datagrams that the socket had no room for."""
 
     def __init__(self, sock: socket.socket, spin_ns: int) -> None:
-        """Takes ownership of a connected socket.
-
-        ``spin_ns``: for how many nanoseconds, at most, a receive polls before it sleeps; 0: it does not poll.
-        """
+        """Takes over a connected socket; a receive polls ``spin_ns`` at most before it sleeps, 0: not at all."""
         sock.setblocking(True)
         self.sock = sock
         #: Held by the thread that sends.
@@ -115,10 +112,7 @@ class LaneSocket:
                     os.close(fd)
 
     def take_unsent(self) -> set[int]:
-        """Drops the datagrams in ``backlog``, and returns the ids of the requests in them, which were thus not sent.
-
-        The caller holds ``lock``.
-        """
+        """Empties ``backlog``; returns the ids of its requests, which were not sent. The caller holds ``lock``."""
         unsent = {request_id for _, _, ids in self.backlog for request_id in ids}
         for _, fd, _ in self.backlog:
             if fd >= 0:
@@ -209,10 +203,7 @@ class LaneSocket:
     # ---------------------------------------------------------------------------------------------------------- end
 
     def shut_down(self) -> None:
-        """Shuts the socket down, so that a thread that waits in ``receive`` returns.
-
-        The descriptor stays open until ``close``.
-        """
+        """Shuts the socket down, so that ``receive`` returns in other threads; ``close`` closes the descriptor."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 

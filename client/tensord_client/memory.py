@@ -49,10 +49,7 @@ def mapped(fd: int, byte_size: int, prot: int = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 class ClientSegment:
-    """A memfd of fixed size for arrays, which workers map too, and a list of its free ranges.
-
-    This process has it mapped for as long as anything refers to this object.
-    """
+    """A memfd of fixed size for arrays, which workers map too, and its free ranges; mapped here for as long as this exists."""
 
     def __init__(self, number: int, byte_size: int) -> None:
         """Makes a memfd with all of its pages allocated, and maps it. ``number``: the number by which requests name the segment.
@@ -87,10 +84,7 @@ class ClientSegment:
         return len(self.free) == 1 and self.sizes[0] == self.byte_size
 
     def take(self, byte_size: int) -> int | None:
-        """Allocates ``byte_size`` bytes of this segment, a multiple of ``ALIGNMENT``.
-
-        Returns their offset in bytes; None: no free range is large enough.
-        """
+        """Allocates bytes, a multiple of ``ALIGNMENT``; returns their offset; None: no free range is large enough."""
         for at, size in enumerate(self.sizes):
             if size < byte_size:
                 continue
@@ -162,10 +156,7 @@ class Memory:
         self._is_closed = False
 
     def limit(self, max_count: int, max_byte_size: int) -> None:
-        """Sets the limits that the daemon gives: how many segments there may be, and how many bytes they may have together.
-
-        Segments that exist already stay.
-        """
+        """Sets the daemon's limits on the segments' number and their bytes together. Segments that exist already stay."""
         self.max_count = max_count
         self.max_byte_size = max_byte_size
 
@@ -228,10 +219,7 @@ class Memory:
             return Block(self, segment, offset, byte_size)
 
     def collect(self) -> None:
-        """Frees the memory of arrays that nothing refers to any more, and closes unused segments.
-
-        Keeps up to 64 MiB of unused segments in reserve.
-        """
+        """Frees arrays that nothing refers to, and closes unused segments but for 64 MiB that are kept in reserve."""
         with self._lock:
             self._collect()
 

@@ -170,10 +170,7 @@ def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _array(leaf: Any) -> tuple[str, Array] | None:
-    """Returns the name of a leaf's type in safetensors' layout, and the leaf as a contiguous, little-endian array.
-
-    Returns None if the leaf cannot be an array, or has a type that the layout lacks.
-    """
+    """Returns a leaf's type in safetensors' layout, and the leaf as a contiguous little-endian array, or None."""
     bits = bfloat16_of_torch(leaf)
     try:
         array = np.ascontiguousarray(leaf if bits is None else bits)

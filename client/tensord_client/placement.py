@@ -34,10 +34,7 @@ _IN_SLOT = (-1, 0, 0)
 
 
 class Slot:
-    """Shared memory for copies of one request's inputs.
-
-    It is kept with the encoded constant part of the request, which names this memory, so that later requests can use both.
-    """
+    """Shared memory for copies of one request's inputs, kept for later ones with the encoded constant part that names it."""
 
     __slots__ = ("_slots", "arrays", "byte_size", "kind", "prepared", "segments")
 
@@ -108,10 +105,7 @@ class Slots:
             self._byte_size = 0
 
     def forget(self) -> None:
-        """Drops all memory that is kept, in a child process after a fork.
-
-        Makes a new lock, since a thread may have held the old one.
-        """
+        """Drops all kept memory in a child process after a fork, with a new lock, as a thread may have held the old one."""
         self._lock = threading.Lock()
         self.clear()
 
@@ -188,10 +182,7 @@ class Layout:
 
 
 class Placement:
-    """Puts the inputs of requests where workers can read them: in memory that the connection shares, or in the request itself.
-
-    Thread-safe.
-    """
+    """Puts inputs where workers can read them: in the connection's shared memory or in the request. Thread-safe."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
@@ -232,10 +223,7 @@ class Placement:
         return self.fill(call, self.keep_layout(call, model) if layout is None or layout.has_strings else layout)
 
     def keep_layout(self, call: Call, model: OpenedModel) -> Layout:
-        """Makes the layout of a call that is sent many times, stores it in the call and returns it.
-
-        Raises: InvalidArgument: the request cannot be sent.
-        """
+        """Makes and stores the layout of a call that is sent often. Raises: InvalidArgument: it cannot be sent."""
         layout = self.lay_out(call, model)
         # Another model was opened before, or by another process.
         assert call.layouts is not None
@@ -393,10 +381,7 @@ def encode(call: Call, tensors: Sequence[Tensor], outputs: Sequence[tuple[str, P
 
 
 def own_fields(call: Call) -> bytes:
-    """Encodes the fields that each request has of its own: its id, its deadline and how it is scheduled.
-
-    Raises: InvalidArgument: a value cannot be encoded.
-    """
+    """Encodes a request's own fields: id, deadline, scheduling. Raises: InvalidArgument: a value cannot be encoded."""
     deadline_ns = 0 if call.deadline is None else max(1, int(call.deadline * 1e9))
     try:
         return wire.own_fields(call.request_id, deadline_ns, call.scheduling)

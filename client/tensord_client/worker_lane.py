@@ -243,10 +243,7 @@ class ClientLane:
         self._outgoing_size += len(record)
 
     def _flush_outgoing(self) -> None:
-        """Sends the requests that ``submit`` has kept until the end of an event loop's iteration. The caller holds ``lock``.
-
-        Raises: LaneEnded: the worker has ended.
-        """
+        """Sends what ``submit`` kept; the caller holds ``lock``. Raises: LaneEnded: the worker has ended."""
         if self._outgoing:
             records = [record for record, _ in self._outgoing]
             ids = tuple([request_id for _, request_id in self._outgoing])
@@ -255,10 +252,7 @@ class ClientLane:
             self.socket.send(wire.datagram(records), -1, ids)
 
     def flush(self) -> None:
-        """Sends the requests that ``submit`` has kept until the end of an event loop's iteration.
-
-        Does nothing if the worker has ended.
-        """
+        """Sends what ``submit`` kept until the end of an event loop's iteration; does nothing if the worker has ended."""
         if self._outgoing:
             with self.lock, contextlib.suppress(LaneEnded):
                 self._flush_outgoing()
@@ -299,10 +293,7 @@ class ClientLane:
             del self.queued[request_id]
 
     def cancel(self, request_id: int) -> None:
-        """Cancels a request: removes it from the queue or, if it was sent, tells the worker that nobody waits for its answer.
-
-        The worker still sends a last answer to a request that was sent.
-        """
+        """Removes a request from the queue or, once it is sent, tells the worker, which still sends a last answer."""
         # The garbage collector ends streams that were left in a cycle, also in a thread that has the lock and sends just now.
         if self.lock.acquire(False):
             self.lock.release()

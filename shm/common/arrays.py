@@ -91,10 +91,7 @@ def encode_strings(array: np.ndarray) -> bytes:
 
 
 def decode_strings(content: Any, shape: Sequence[int]) -> np.ndarray:
-    """Decodes the content of a BYTES tensor into an object array of ``bytes``.
-
-    Raises: ValueError: the content is cut off, or has more or fewer elements than the shape.
-    """
+    """Decodes BYTES content to an object array of ``bytes``. Raises: ValueError: it is cut off, or does not fit the shape."""
     content = bytes(content)
     values, end = strings.decode(content, 0, len(content))
     if end < len(content):
@@ -115,10 +112,7 @@ def decode(content: Any, datatype: str, shape: Sequence[int]) -> np.ndarray:
 
 
 def typestr(dtype: np.dtype) -> tuple[str, bool]:
-    """Returns a dtype's name in numpy's array interface.
-
-    Also returns whether an array that is made by this name must then be viewed as the dtype, as for BF16.
-    """
+    """Returns a dtype's name in numpy's array interface, and whether an array made by it must be viewed as the dtype (BF16)."""
     if dtype.kind == "V" and dtype.names is None:
         return f"|V{dtype.itemsize}", True
     return dtype.str, False

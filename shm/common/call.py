@@ -79,10 +79,7 @@ def traced(name: str, value: Any) -> str:
 
 
 def natural(name: str, value: Any) -> int:
-    """Returns ``value`` as an unsigned integer of 64 bits.
-
-    Raises InvalidArgument, which names ``name``: it is no such integer.
-    """
+    """Returns ``value`` as an unsigned integer of 64 bits. Raises InvalidArgument, naming ``name``: it is none."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -134,10 +131,7 @@ def _parameter(name: str, value: Any) -> Parameter:
 
 
 def named(name: Any, version: Any) -> tuple[str, int]:
-    """Checks a model's name and version, and returns them.
-
-    Raises InvalidArgument: the name is no str, or the version is no integer from 0 on.
-    """
+    """Checks and returns a model's name and version. Raises InvalidArgument: no str, or no integer from 0 on."""
     return text("a model's name", name), natural("a model's version", version)
 
 

@@ -66,10 +66,7 @@ def _delete(
 
 
 def _capsule_gone(capsule: int) -> None:
-    """Drops the ``DeviceView`` of a DLPack capsule that nobody consumed; a consumer renames the capsule.
-
-    ``capsule``: the capsule's address.
-    """
+    """Drops the ``DeviceView`` of the capsule at this address, which nobody consumed; a consumer renames the capsule."""
     if _is_valid(capsule, _CAPSULE):
         _delete(_pointer_of(capsule, _CAPSULE))
 
@@ -90,10 +87,7 @@ def content(capsule: Any) -> ManagedTensor:
 
 
 class DeviceView:
-    """A view of device memory that other libraries can take over by DLPack, without a copy.
-
-    It keeps ``owner`` alive for as long as anybody uses the memory.
-    """
+    """A view of device memory for other libraries by DLPack, without a copy; ``owner`` lives for as long as it is used."""
 
     __slots__ = ("_owner", "_shape", "_tensor")
 
@@ -124,9 +118,6 @@ class DeviceView:
         return self._tensor.device_type, self._tensor.device_id
 
     def __dlpack__(self, **wishes: Any) -> Any:
-        """Returns a DLPack capsule of this view. The memory is written completely already, so no stream has to wait for it.
-
-        ``wishes``: DLPack's arguments, which are ignored.
-        """
+        """Returns a capsule. ``wishes`` are ignored: the memory is written completely, no stream has to wait."""
         _keep(self)
         return _new(ctypes.addressof(self._tensor), _CAPSULE, ctypes.cast(_destructor, ctypes.c_void_p))

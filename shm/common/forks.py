@@ -11,20 +11,14 @@ class Owned(Protocol):
     """An object that belongs to the process that made it: a connection, or an object that has requests in flight on one."""
 
     def forget(self) -> None:
-        """Resets this object in a child process after a fork, so that the child does not use the parent's requests and sockets.
-
-        The parent's requests are not sent, ended or called back in the child.
-        """
+        """Resets this object in a child after a fork. The parent's requests are not sent, ended or called back in it."""
 
 
 _owned: weakref.WeakSet[Owned] = weakref.WeakSet()
 
 
 def forgotten_by_children(owned: Owned) -> None:
-    """Arranges that ``owned.forget`` is called in each process that is forked off this one.
-
-    The arrangement does not keep ``owned`` alive; it ends when ``owned`` is garbage-collected.
-    """
+    """Has ``owned.forget`` called in each process that is forked off this one; does not keep ``owned`` alive."""
     _owned.add(owned)
 
 

@@ -95,10 +95,7 @@ class Newest(Generic[A]):
             self._watch(number, asked)
 
     def _keep(self, number: int, came: Any) -> None:
-        """Stores an answer or error for ``get``, unless a newer one is stored already.
-
-        ``number``: the call of ``put`` that it belongs to. ``came``: the answer or error.
-        """
+        """Stores what ``came`` (answer or error) of the ``number``-th ``put``, unless a newer one is stored already."""
         self.missed += number < self._came or self._came != self._taken
         if number > self._came:
             self._came, self._newest = number, came
@@ -108,10 +105,7 @@ class Newest(Generic[A]):
         raise NotImplementedError
 
     def _has_newer(self) -> bool:
-        """Returns whether there is an answer that ``get`` has not returned yet.
-
-        Raises: Cancelled: there is none, and none will come, because ``close`` was called.
-        """
+        """Returns whether ``get`` has an answer to return. Raises: Cancelled: ``close`` was called, and none will come."""
         if self._came == self._taken and self._closed:
             raise Cancelled("it was closed")
         return self._came != self._taken
@@ -127,10 +121,7 @@ class Newest(Generic[A]):
 
     @property
     def behind(self) -> int:
-        """Returns for how many inputs given to ``put`` an answer may still be returned by ``get``.
-
-        Inputs that newer inputs replaced do not count.
-        """
+        """Returns for how many inputs, not counting replaced ones, an answer may still be returned by ``get``."""
         with self._changed:
             return len([number for number in self._under_way if number > self._taken]) + (
                 (self._waiting is not None) + (self._came > self._taken)

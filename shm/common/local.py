@@ -35,19 +35,13 @@ class Served(Protocol):
         """
 
     def took(self, request: Any) -> None:
-        """Tells the worker that the caller has taken a response, so that the model may make more responses.
-
-        ``request``: the worker's object of the request, which came with the response.
-        """
+        """Tells the worker, by its object of the request, that a response was taken, so that the model may make more."""
 
     def withdraw(self, request: Any) -> None:
-        """Tells the worker that nobody waits for an answer any more. ``request``: the worker's object of the request."""
+        """Tells the worker, by its object of the request, that nobody waits for an answer any more."""
 
     def end_sequence(self, sequence_id: int | str) -> None:
-        """Ends a sequence without a further request, and drops the state that the model keeps for it.
-
-        Does nothing if there is none.
-        """
+        """Ends a sequence, if there is one, without a further request, and drops the state that the model keeps for it."""
 
     def close(self) -> None:
         """Waits until all requests are answered, then unloads the model. Idempotent."""
@@ -127,10 +121,7 @@ class LocalConnection:
     """A ``Connection`` to models that this process serves itself. Each model is loaded when it is first used. Thread-safe."""
 
     def __init__(self, load: Callable[[str, int], Served]) -> None:
-        """Loads nothing yet.
-
-        ``load``: loads a version of a model (0: the newest) and returns it, or raises an error that has a ``code``.
-        """
+        """Loads nothing yet. ``load`` loads a version (0: the newest), or raises an error that has a ``code``."""
         self._load = load
         self._lock = threading.Lock()
         self._models: dict[tuple[str, int], Served] = {}
@@ -142,10 +133,7 @@ class LocalConnection:
         self._thread: threading.Thread | None = None
 
     def open(self, model: str, version: int = 0) -> Description:
-        """Returns a model's description. If the model is not loaded, loads it first. ``version`` 0: the newest version.
-
-        Raises: ServingError: loading failed.
-        """
+        """Returns a model's description, and loads it first if needed (0: the newest). Raises: ServingError: loading failed."""
         return self._loaded(model, version).description
 
     def _loaded(self, model: str, version: int) -> Served:
