@@ -1,7 +1,4 @@
-"""Runs a worker: ``python -m tensord.workers --control-fd N --device cpu:0``.
-
-Only the supervisor starts it, with the control channel.
-"""
+"""Runs a worker: ``python -m tensord.workers --control-fd N --device cpu:0``, as only the supervisor does."""
 
 from __future__ import annotations
 

@@ -188,8 +188,6 @@ class Worker:
     def run(self, incarnation: int) -> None:
         """Serves requests until the supervisor orders a stop or has gone.
 
-        ``incarnation``: the number of this process's start, given by the supervisor.
-
         Raises DeviceLost: the GPU has failed permanently. Requests that failed with it are answered; requests that wait in the
         queues will run on another worker.
         """
@@ -442,11 +440,7 @@ class Worker:
     # ------------------------------------------------------------------------------------------------------------ lanes
 
     def open_lane(self, peer: int, sock: socket.socket, opened: LaneOpened) -> None:
-        """Begins to receive requests on a lane. ``peer``: the submitter's number.
-
-        ``sock``: this worker's end of the lane's socket. If a client's lane cannot be opened, the failure is logged and ``sock``
-        is closed.
-        """
+        """Begins to receive requests on a lane. If a client's cannot be opened, this is logged and ``sock`` is closed."""
         client = opened.client
         if client is None:
             self._open(SubmitterLink(peer, self._front_lane(sock), self._unflushed, protocol=opened.protocol or "http"))

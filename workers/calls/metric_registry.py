@@ -75,8 +75,6 @@ class MetricRegistry:
     def hold(self, name: str, description: str, kind: MetricKind, owner: tuple[str, int]) -> None:
         """Adds a holder to the metric family of a name, and makes the family if there is none.
 
-        ``owner``: the holder's model version.
-
         Raises InvalidArgument: the name or description is malformed, or the family is of another kind.
         Raises Unavailable: there are too many families.
         """

@@ -1,7 +1,4 @@
-"""Waits for the next events of a worker's loop: polls for a short time before it sleeps (``tensord.shm.spin``).
-
-``tensord.workers.dispatch.fast_path`` does the same in C, where the C extension could be built.
-"""
+"""Waits for the next events of a worker's loop: polls for a short time before it sleeps (``tensord.shm.spin``)."""
 
 from __future__ import annotations
 

@@ -107,13 +107,7 @@ class Responses(ResponseReceiver):
         return request.submitter.known_kind(request.version.version, found[0])
 
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
-        """Queues a response for the loop, behind the earlier responses of its sender; any thread may call it.
-
-        Args:
-          final: whether no response follows.
-          byte_size: the number of bytes that count until the client has taken the response.
-          wake: whether to wake the loop; if not, ``gather`` sends the response later.
-        """
+        """Queues a response for the loop, behind its sender's earlier ones. ``wake`` False: ``gather`` sends it later."""
         self._arrived.append((sender, (result, final, byte_size)))
         # Whoever takes them says so before it looks for them.
         if wake and (final or not self._posted):

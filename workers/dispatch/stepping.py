@@ -369,7 +369,6 @@ class Stepping:
 
         Args:
           answers: the requests, each with the number of its row in ``rows``.
-          rows: the outputs.
           join: whether requests that go on get their responses together from the next step on. Row numbers must then be slot
             numbers.
         """

@@ -1,7 +1,4 @@
-"""Tensors and datatypes of Triton Python-backend models: part of ``triton_python_backend_utils`` (see ``interface``).
-
-Source: triton-inference-server/python_backend, README.
-"""
+"""Tensors and datatypes of Triton Python-backend models (see ``interface``). Source: the README of Triton's python_backend."""
 
 from __future__ import annotations
 

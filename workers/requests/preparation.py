@@ -1,10 +1,8 @@
 """Keeps what a worker has found out about requests that repeat: checked inputs of a load, prepared requests, plans of answers.
 
-    prepared request, layout of a program's outputs ─▶ AnswerPlan, kept in the request's Preparation
-    AnswerPlan ─▶ one answer (workers/dispatch/answers.py) ─▶ the C part: the same, outside of Python
-    number of the prepared answer ─▶ answers: of many requests, or many to one request
-
-Outputs that a program writes into a lease of the response arena are planned by ``workers/dispatch/fast_path.py``.
+prepared request, layout of a program's outputs ─▶ AnswerPlan, kept in the request's Preparation
+AnswerPlan ─▶ one answer (workers/dispatch/answers.py) ─▶ the C part: the same, outside of Python
+number of the prepared answer ─▶ answers: of many requests, or many to one request
 """
 
 from __future__ import annotations
@@ -66,7 +64,6 @@ def answers(number: int, request_ids: list[int], sizes: tuple[int, ...], content
     """Encodes an answer to each of many requests that share one prepared answer.
 
     Args:
-      number: the number of the prepared answer.
       sizes: how many bytes each output has.
       contents: the outputs of each request one after the other, without gaps.
     Raises ValueError: the contents have more or fewer bytes than the sizes say.

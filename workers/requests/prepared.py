@@ -74,10 +74,8 @@ def validate(
     """Validates a received request, leases the regions that it names, and returns it.
 
     Args:
-      own: the request's record.
       preparation: the preparation of the prepared request that the record names by number or carries inside.
       regions: the regions that the request may name.
-      now_ns: when the record was received.
     Raises ServingError: the request is invalid. The message is for the client, and no region stays leased.
     """
     prepared, signature = preparation.prepared, version.signature
@@ -229,7 +227,6 @@ def validate_inner(
     Args:
       arrays: the inputs, in the shapes that a client would send; the batch axis is added or removed where the model needs it.
       outputs: the names of the wanted outputs; empty: all.
-      sink: takes the responses.
       origin: the request on whose behalf this one is made; None: there is none.
     Raises ServingError: the request is invalid. The message is for the code that made it.
     """

@@ -99,7 +99,6 @@ class Request(RequestTensors):
           regions: the regions that the request has leased, once per tensor.
           now_ns: when the request arrived, if its record does not say so.
           copied_byte_size: how many bytes of its tensors were copied so far.
-          contents: the bytes of the inputs.
           preparation: what is known about the prepared request; None: it must not be used.
         """
         #: The parameter set that it is for: by name, or, of a sequence, the one that this goes on with; None: main.

@@ -231,13 +231,7 @@ class SequenceBatcher(Planner[S]):
     # ------------------------------------------------------------------------------------------- running without waiting
 
     def run_now(self, asked: Iterable[Asked], now_ns: int) -> list[LiveSequence[S]]:
-        """Begins to run requests that arrived together, one row each, on the first instance. Does nothing if other requests wait.
-
-        It stops at the first request that has to wait, belongs to a sequence that is running, or is invalid. That request and the
-        requests after it count as not arrived.
-
-        Returns the sequences of the requests that begin, in the order of ``asked``. Call ``table.have_run`` after the run.
-        """
+        """Begins to run requests on the first instance, as ``SequenceTable.run_now`` takes them; then call ``table.have_run``."""
         self.table.close_idle(now_ns)
         return self.table.run_now(asked)
 

@@ -1,7 +1,4 @@
-"""Runs long jobs, such as loading models, one after the other in a thread beside the loop, which gets their results.
-
-While a job waits for something else ("stands aside"), another thread runs the next jobs.
-"""
+"""Runs long jobs, such as loading models, one after the other in a thread beside the loop, which gets their results."""
 
 from __future__ import annotations
 
