@@ -1,10 +1,8 @@
 """Accepts connections from the listening sockets that all front processes of a protocol share, so that each gets a fair part.
 
 A new connection wakes every front. A front that has clearly more connections than another one leaves the new connection to the
-other front for a moment. If the connection still waits then, the other front is busy, hung or dead, and the first front accepts
-it. So connections are shared out evenly while all fronts are well, and a front in trouble keeps no client waiting. For each
-connection that has ended a front accepts one at once: clients that open a connection for each request do not wait for an even
-share. See docs/decisions/one-listening-socket.md.
+other front for a moment; if it still waits then, the first front accepts it, so a front in trouble keeps no client waiting. For
+each connection that has ended a front accepts one at once. See docs/decisions/one-listening-socket.md.
 """
 
 from __future__ import annotations

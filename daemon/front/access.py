@@ -85,10 +85,7 @@ class Access:
     def __init__(self, restrictions: Mapping[str, Restriction], sentence: str, prefix: str = "") -> None:
         """Makes a rule for each restricted group of calls.
 
-        Args:
-          restrictions: the name and value of the header by group.
-          sentence: the error message, to which the quoted name of the header is added.
-          prefix: put before the name of each header.
+        ``sentence``: the error message, to which the header's quoted name is added. ``prefix``: put before each header's name.
         """
         self._rules = {
             group: Rule(

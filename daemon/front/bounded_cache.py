@@ -1,9 +1,7 @@
 """Defines a bounded cache that keeps the values that are looked up often.
 
-    put ─▶ young ─full─▶ old ─full─▶ forgotten
-             ▲────found────╯
-
-A value that is looked up again and again stays, however many others are put and never looked up.
+put ─▶ young ─full─▶ old ─full─▶ forgotten
+         ▲────found────╯
 """
 
 from __future__ import annotations

@@ -136,13 +136,10 @@ class Endpoints:
     # -------------------------------------------------------------------------------------------- repository
 
     async def load(self, model: str, parameters: Mapping[str, Any], peer: Peer = ANONYMOUS) -> None:
-        """Loads a model, and returns once it is loaded.
+        """Loads a model, and returns once it is loaded. Raises ServingError: the parameters are wrong, or the load failed.
 
-        Args:
-          parameters: ``config`` (JSON text) and ``file:<version>/<name>`` (bytes). If files are given, the model consists of
-            these files alone, and ``config`` is needed.
-          peer: the client that asks.
-        Raises ServingError: the parameters are wrong, or the model could not be loaded.
+        ``parameters``: ``config`` (JSON text) and ``file:<version>/<name>`` (bytes). If files are given, the model consists of
+        these files alone, and ``config`` is needed.
         """
         config, files = "", {}
         for key, value in sorted(parameters.items()):
@@ -165,12 +162,9 @@ class Endpoints:
         await self.ask(LoadModel(model, config, files), peer)
 
     async def unload(self, model: str, parameters: Mapping[str, Any], peer: Peer = ANONYMOUS) -> None:
-        """Unloads a model.
+        """Unloads a model. Raises ServingError: a parameter is wrong, or the model could not be unloaded.
 
-        Args:
-          parameters: ``unload_dependents``, whether an ensemble's members that no other model uses are unloaded too.
-          peer: the client that asks.
-        Raises ServingError: a parameter is wrong, or the model could not be unloaded.
+        ``parameters``: ``unload_dependents``, whether an ensemble's members that no other model uses are unloaded too.
         """
         dependents = parameters.get("unload_dependents", False)
         if not isinstance(dependents, bool):
@@ -182,16 +176,10 @@ class Endpoints:
     async def register_system(
         self, name: str, key: str, offset: int, byte_size: int, peer: Peer = ANONYMOUS, end: int = -1
     ) -> None:
-        """Registers a part of a POSIX shared-memory object as a region.
+        """Registers a part of the POSIX shared-memory object ``key`` as a region. Raises ServingError: that is not possible.
 
-        Args:
-          name: the region's name.
-          key: the name of the shared-memory object.
-          offset: the offset of the part in the object, in bytes; unsigned, like ``byte_size``.
-          peer: the client that asks.
-          end: a file descriptor that becomes readable when the region is to be removed, and that the caller closes; -1: the
-            region stays until it is unregistered.
-        Raises ServingError: the region cannot be registered.
+        ``offset`` and ``byte_size`` are unsigned. ``end``: a file descriptor that becomes readable when the region is to be
+        removed, and that the caller closes; -1: the region stays until it is unregistered.
         """
         if offset > _INT64 or byte_size > _INT64:
             raise InvalidArgument(

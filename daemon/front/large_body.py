@@ -3,8 +3,7 @@
     room? ─▶ place ─▶ everything came ─▶ take_lease        any time: drop, and what it has is given back
      ╰ none now: it waits ─▶ place, or refused
 
-``Receiver`` asks for the memory. The protocol decides where in the lease the bytes go, and which are kept outside of it
-(``tensord.daemon.http.reception``, ``tensord.daemon.grpc.arriving_message``).
+The protocol decides where in the lease the bytes go (``http.reception``, ``grpc.arriving_message``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Makes room for a new connection when a protocol has reached its limit: closes the connection that has been idle longest.
-
-So a client that opens many connections and sends no requests cannot shut other clients out.
-"""
+"""Closes the connection idle longest when a protocol is at its limit: no client shuts others out with idle connections."""
 
 from __future__ import annotations
 

@@ -25,13 +25,10 @@ class Opening:
         handshake_timeout: float | None = None,
         shutdown_timeout: float | None = None,
     ) -> None:
-        """Stores how connections are opened.
+        """Stores how connections are opened. Timeouts are in seconds: of a TLS handshake, and of the end of a TLS connection.
 
-        Args:
-          make: makes a connection's protocol; its argument is the client's name (``Peer.owner``).
-          certificates: has the TLS context; without one, connections are not encrypted.
-          handshake_timeout: the most seconds of a TLS handshake.
-          shutdown_timeout: the most seconds of the end of a TLS connection.
+        ``make``: its argument is the client's name (``Peer.owner``). Without a TLS context in ``certificates``, connections are
+        not encrypted.
         """
         self._make = make
         self._certificates = certificates

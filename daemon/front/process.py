@@ -1,8 +1,6 @@
 """Runs a front's process, for any protocol: its control connection, its table of models and its submitter.
 
 Start ─▶ what the other fronts know ─▶ Serve ─▶ open ─▶ ChildReady ─▶ lanes and models come and go ─▶ Stop: drain, close, exit 0
-
-Each protocol's server is a subclass of ``Front`` that accepts clients on listening sockets shared with other fronts, and drains.
 """
 
 from __future__ import annotations
@@ -156,11 +154,8 @@ class Front(ABC):
     ) -> None:
         """Starts to accept connections, and to check the deadlines of connections.
 
-        Args:
-          certificates: the TLS certificates, which are read again when their files change.
-          counters: counts the open connections of all fronts.
-          opening: the connections that are being opened.
-          open_: opens an accepted socket; its second argument is the client's name (``Peer.owner``).
+        ``certificates``: are read again when their files change. ``counters``: counts the open connections of all fronts.
+        ``open_``: opens an accepted socket; its second argument is the client's name (``Peer.owner``).
         """
         self._certificates = certificates
         self._acceptor = Acceptor(self.place.listeners, counters, open_, opening.pending)
@@ -292,12 +287,7 @@ class Front(ABC):
 
 
 def main(program: str, description: str, make: Callable[[socket.socket, FrontPlace], Front]) -> None:
-    """Runs the process of a front until it stops.
-
-    Args:
-      program: the name of the program in its usage message, with ``description``.
-      make: creates the front from its socket to the supervisor and its ``FrontPlace``.
-    """
+    """Runs the process of a front, which ``make`` creates from its socket to the supervisor, until it stops."""
     child_process.end_if_other_version()
     child_process.die_with_parent()
     child_process.keep_freed_memory(_KEPT_BYTE_SIZE)

@@ -2,10 +2,8 @@
 
     accept ─▶ connection_made ─▶ read: many a client has asked by then ─▶ watched by its front's epoll (``SocketWatch``)
 
-A client that opens a connection for each request pays its cost each time: the loop's own transports ask the kernel for addresses
-and options, and take three iterations of the loop until they read. This transport asks the kernel for nothing. It gives received
-bytes to the protocol as they do. Written bytes go to the socket at once; bytes that the socket does not take are kept without a
-copy, and the protocol is told with ``pause_writing`` until all of them have left.
+The loop's own transports ask the kernel for addresses and options, and take three iterations until they read; this one does not.
+Written bytes that the socket does not take at once are kept without a copy, and the protocol is told with ``pause_writing``.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@
 While the client does not take the bytes written to it, the server reads nothing from it either. If a client sends more frames
 than the server parses in one iteration of the loop, the rest is parsed in the next one, and nothing more is read until then.
 
-While the bytes of a large tensor arrive there is nothing to parse, and reading them into their final memory saves two copies of
-each byte. A client that sends one large message will most often send another. So of such a client only the first pages of each
-message are read into the read buffer, until it has sent nothing large for a while.
+Reading the bytes of a large tensor into their final memory saves two copies of each. Of a client that sends large messages only
+the first pages of each are read into the read buffer, until it has sent nothing large for a while.
 """
 
 from __future__ import annotations

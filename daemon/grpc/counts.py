@@ -2,9 +2,8 @@
 
     message ─▶ check ─▶ protobuf ─▶ a step in Python for each entry      no field is repeated more often than the limits here
 
-A client chooses how often each field occurs in its message, and a field may take only two bytes. The walk counts fields by their
-descriptors and ends at the first limit that is exceeded, so its cost is bounded, too. Messages too short to exceed a limit are
-not walked over. Malformed messages are left to protobuf.
+The walk counts fields by their descriptors and ends at the first limit that is exceeded, so its cost is bounded, too. Messages
+too short to exceed a limit are not walked over. Malformed messages are left to protobuf.
 Source: protobuf's encoding specification.
 """
 

@@ -3,9 +3,8 @@
     | :method POST | :path /... | te trailers | grpc-timeout 5S | user-agent ... | traceparent 00-... |
          common        common       common           own             common              own
 
-The fields that calls share are packed into one bytes object, by which their meaning can be cached. Decoding is done in C
-(``daemon/grpc/_hpack.c``) where that could be built, because in Python it costs more than the rest of a call; both give the same
-results and refuse the same blocks.
+The fields that calls share are packed into one bytes object, by which their meaning can be cached. ``daemon/grpc/_hpack.c``,
+where it could be built, gives the same results and refuses the same blocks.
 Source: RFC 7541.
 """
 

@@ -5,10 +5,7 @@
     DATA ─▶ Stream.receive      HEADERS ─▶ a new Stream and its Call      WINDOW_UPDATE ─▶ Stream.pump
 
 A client that breaks the protocol causes a connection error: ``Violation`` is raised, and the connection sends GOAWAY. A fault of
-a single request is a stream error: RST_STREAM is sent. The frames that clients send most (complete DATA frames, header blocks of
-one frame, window updates) are checked for first.
-
-HTTP/2 is spoken here and not by a library because a call then costs a third or less (docs/decisions/grpc-transport.md).
+a single request is a stream error: RST_STREAM is sent. Why no library: docs/decisions/grpc-transport.md.
 Source: RFC 9113; the sections are named where they apply.
 """
 
@@ -627,10 +624,7 @@ class Http2:
     def check(self, now: float, seconds: float, unread: bool) -> None:
         """Checks how much, how often and how slowly the client sends. Called about once a second.
 
-        Args:
-          now: seconds of the event loop's clock.
-          seconds: the time since the last check.
-          unread: whether reading from the socket is paused, so that the client is not blamed for bytes that do not arrive.
+        ``seconds``: since the last check. ``unread``: whether reading is paused, so that the client is not blamed for it.
         Raises Violation: the client sends too many frames, or a frame or header block takes too long to arrive.
         """
         for stream in list(self.streams.values()):

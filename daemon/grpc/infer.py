@@ -113,12 +113,10 @@ class Infer:
     def _ask_known(
         self, call: InferCall, walked: Walked, known: PreparedMessage, trace: Trace | None, lease: Lease | None
     ) -> CallRequest | None:
-        """Sends the request of a message whose other fields are cached: only id, scheduling and tensors are decoded.
+        """Sends the request of a message of which all but id, scheduling and tensors is cached, as ``known``.
 
-        ``walked``: the parts into which the message was cut. ``known``: the cache's entry for the other fields. ``trace``: the
-        request's trace; None: the request is not traced. ``lease``: the memory in which the message's tensors have arrived;
-        None: they are in ordinary memory. Returns None, without sending the request, if the message must be decoded in full
-        after all.
+        ``trace``: None: not traced. ``lease``: the memory with the message's tensors; None: they are in ordinary memory. Returns
+        None, without sending the request, if the message must be decoded in full after all.
         """
         _, client_id, parameters, raws, room = walked
         if not self._prepared.is_usable(known, len(raws)) or (known.decoupled and not call.streams):
@@ -159,10 +157,8 @@ class Infer:
     ) -> CallRequest:
         """Sends a worker a request whose tensors are in their places, and returns it.
 
-        From the call on, the submitter owns ``leases``, even if this raises. ``known``: the cached part of the request's
-        message. ``client_id``: the request's id as it came, empty if it has none; ``text`` is the same id, decoded.
-        ``contents``: the bytes of each input, or their place in the arena. ``trace``: the request's trace; None: the request is
-        not traced. ``state``: the state of the request's model, if it was looked up.
+        From the call on, the submitter owns ``leases``, even if this raises. ``client_id``: the id as it came, empty if there is
+        none; ``text``: the same, decoded. ``contents``: the bytes of each input, or their place in the arena.
         """
         submitter, numbered, deadline_ns = self.submitter, known.numbered, call.stream.deadline_ns
         if not client_id and self._makes_ids:
@@ -209,12 +205,10 @@ class Infer:
         sampled: Trace | None = None,
         lease: Lease | None = None,
     ) -> CallRequest:
-        """Sends a request that was decoded in full to a worker, and returns it.
+        """Sends a request that was decoded in full to a worker, and returns it. Times are as for ``ask``.
 
-        ``waited_ns``: when the call began to wait for the message, CLOCK_MONOTONIC; 0: no trace is begun here. ``read_ns``: when
-        the message was complete, CLOCK_MONOTONIC; 0: now. ``sampled``: the request's trace, if it was begun before; None: it was
-        not. ``lease``: the arena memory with the request's tensors; None: they are not in the arena. Raises: RefusedRequest: the
-        request was not sent, and ``lease`` is given back.
+        ``sampled``: the request's trace, if it was begun before. ``lease``: the arena memory with the request's tensors; None:
+        they are not in the arena. Raises RefusedRequest: the request was not sent, and ``lease`` is given back.
         """
         head, client_id, scheduling, contents, state, learned = understood
         trace, stream = sampled, call.stream
@@ -266,12 +260,7 @@ class Infer:
     def _trace_refused(
         self, refused: RefusedRequest, call: InferCall, waited_ns: int, read_ns: int, sampled: Trace | None
     ) -> None:
-        """Adds a trace to a request that was refused while it was decoded, if the request is sampled and names a model.
-
-        ``waited_ns``: when the call began to wait for the message, CLOCK_MONOTONIC; 0: no trace is begun here. ``read_ns``: when
-        the message was complete, CLOCK_MONOTONIC; 0: now. ``sampled``: the request's trace, if it was begun before; None: it was
-        not.
-        """
+        """Adds a trace to a request refused while decoded, if it is sampled and names a model. Arguments as ``_ask_read``'s."""
         if sampled is None and waited_ns and refused.model:
             sampled = self._sample(refused.model, call.stream.head, waited_ns, read_ns)
         if sampled is not None:
@@ -279,11 +268,7 @@ class Infer:
             refused.trace = sampled
 
     def _sample(self, model: str, head: CallHead, waited_ns: int, read_ns: int) -> Trace | None:
-        """Decides whether a request is traced. Returns its new trace, or None if it is not traced.
-
-        ``waited_ns`` and ``read_ns``: when the call began to wait for the message and when the message was complete,
-        CLOCK_MONOTONIC.
-        """
+        """Decides whether a request is traced. Returns its new trace, or None if it is not. Times are as for ``ask``."""
         metadata = head.metadata
         parent = dict(metadata).get("traceparent", "") if metadata and self.tracer.joins else ""
         trace = self.tracer.sample(model, parent, waited_ns)

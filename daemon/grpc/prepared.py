@@ -4,13 +4,9 @@
     answer  ◀─ | model_name, model_version | id | parameters, outputs | raw tensor | raw tensor | ...
                  written once                     written once                             (AnswerLayout)
 
-A message's rest, which is all but id, scheduling and raw tensors, is decoded once, by protobuf. A message with the same rest, on
-any connection, with any id and tensors, asks for the same. The meaning of a rest never changes; whether its model serves is
-checked again whenever any model has changed.
-
-The first message of a kind is decoded in full: by its fields, protobuf, and checks that word the errors. It is sent
-as the next ones are, but with the whole request in its record: a kind that comes only once takes no number. Every message that is
-malformed or unusual, or has tensor values outside its raw tensors, is decoded in full.
+A message with the same rest, on any connection, asks for the same; whether its model serves is checked again whenever any model
+has changed. The first message of a kind is sent with the whole request in its record: a kind that comes once takes no number.
+A message that is malformed or unusual, or has tensor values outside its raw tensors, is always decoded in full.
 """
 
 from __future__ import annotations
@@ -155,11 +151,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
     ) -> Understood:
         """Decodes a message that was cut into head, id and raw tensors. Caches the part that other messages may share.
 
-        Args:
-          head: the message without its id and its raw tensors.
-          raws: the raw tensors.
-          walked: the parts into which ``walk`` has cut the message; None: it could not be cut.
-          known: the cache's entry for the message; None: there is none.
+        ``walked`` and ``known`` are as for ``read``.
         Raises: RefusedRequest: the message is no valid request, or its model does not serve.
         """
         try:

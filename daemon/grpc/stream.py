@@ -73,10 +73,7 @@ _MIN_COMPRESSED = 512
 class Stream:
     """Carries one gRPC call over HTTP/2. ``Http2`` owns it until ``ended`` is True.
 
-    Args:
-      number: the stream's identifier.
-      head: the decoded headers of the call.
-      send_window: how many bytes may be sent to the client on this stream, until the client grants more.
+    ``send_window``: how many bytes may be sent to the client on this stream, until the client grants more.
     """
 
     # What nearly every call leaves as it is costs nothing here.
@@ -551,9 +548,7 @@ class Stream:
     def check(self, now: float, direct: int) -> None:
         """Ends the call if its client sends a message or takes a response too slowly. Called about once a second.
 
-        Args:
-          now: seconds of the event loop's clock.
-          direct: how many bytes were read into the arriving message's memory and not yet reported by ``advance``.
+        ``direct``: how many bytes were read into the arriving message's memory and not yet reported by ``advance``.
         """
         options = self.http2.serving.options
         if self._is_stalled(now):
@@ -584,10 +579,8 @@ class Stream:
     def stop(self, now: float, direct: int) -> None:
         """Ends the call once its accepted requests are answered, because the server stops. Called again until the call has ended.
 
-        If a client has begun a message and stopped sending, its call is ended without waiting for the rest.
-        Args:
-          now: seconds of the event loop's clock.
-          direct: how many bytes were read into the arriving message's memory and not yet reported by ``advance``.
+        If a client has begun a message and stopped sending, its call is ended without waiting for the rest. ``direct``: as for
+        ``check``.
         """
         call = self.call
         if self._finished or call is None:

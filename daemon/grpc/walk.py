@@ -3,9 +3,8 @@
     | model_name | id | parameters: priority | inputs | outputs | ... | raw_input_contents | raw_input_contents |
           rest    own            own            rest     rest                 own                  own
 
-Messages of one kind differ only in their id, their scheduling parameters and their tensors' bytes. The walk (``_walk.c``) accepts
-what clients usually write. Any other message, and every message where the walk was not compiled, is decoded in full
-(``PreparedMessages.read``).
+The walk (``_walk.c``) accepts what clients usually write. Any other message, and every message where the walk was not compiled,
+is decoded in full (``PreparedMessages.read``).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     requests   [ active | next | next ]     an Exchange (infer), a Generation (generate, generate_stream),
                                             or an AsgiRequest (everything else, which Starlette answers)
 
-Requests are answered in the order in which they came, whatever their kind. What arrives after a refused request is discarded.
+What arrives after a refused request is discarded.
 """
 
 from __future__ import annotations
@@ -28,11 +28,7 @@ HttpRequest = Exchange | Generation | AsgiRequest
 
 
 class AnswerOrder:
-    """Keeps the requests of one connection in the order in which they came, and writes their answers in that order.
-
-    Args:
-      account: counts the arena memory that this connection holds.
-    """
+    """Keeps a connection's requests, and their answers, in order. ``account``: counts the arena memory that it holds."""
 
     def __init__(self, serving: HttpServing, transport: asyncio.Transport, account: Account) -> None:
         self._serving = serving
@@ -72,9 +68,7 @@ class AnswerOrder:
     def append(self, request: HttpRequest, expects_continue: bool = False) -> None:
         """Adds a request whose head has arrived. It will be answered after the earlier requests. Its body arrives next.
 
-        Args:
-          expects_continue: True: the client sends the body only after ``100 Continue``, which ``ask_for_body`` sends. False: the
-            client sends the body unasked.
+        ``expects_continue``: the client sends the body only after ``100 Continue``, which ``ask_for_body`` sends.
         """
         self.requests.append(request)
         self.receiving = request

@@ -163,23 +163,16 @@ class PlacedBody:
         return self.lease.view[self._start : self._start + head_size]
 
     def places(self, head_size: int, parts: list[BinaryPart]) -> tuple[Slice, ...]:
-        """Returns where each of the body's binary tensors lies in the arena.
+        """Returns where each of the body's binary tensors lies in the arena. ``head_size``: the bytes of JSON before the first.
 
         Call it only if no tensor is small enough to be sent within the request's record.
-        Args:
-          head_size: the number of bytes of JSON before the first tensor.
         """
         slice_ = self.lease.place
         segment, start = slice_.segment, slice_.offset + self._start + head_size
         return tuple([Slice(segment, start + part.offset, part.byte_size) for part in parts])
 
     def place(self, head_size: int, part: BinaryPart, inline_byte_size: int) -> Content:
-        """Returns where one binary tensor of the body lies in the arena.
-
-        A tensor of at most ``inline_byte_size`` bytes is copied instead, and its bytes are returned.
-        Args:
-          head_size: the number of bytes of JSON before the first tensor.
-        """
+        """Returns where one binary tensor lies in the arena, or a copy if it has at most ``inline_byte_size`` bytes."""
         start = self._start + head_size + part.offset
         if part.byte_size <= inline_byte_size:
             return bytes(self.lease.view[start : start + part.byte_size])

@@ -118,11 +118,8 @@ class Inflation:
 class Deflation:
     """Compresses an answer in steps by gzip or deflate. ``compressed`` holds the result.
 
-    Args:
-      coding: "gzip" or "deflate".
-      level: zlib's level, from 1. Answers are mostly numbers, for which a higher level saves hardly a byte.
-      pieces: the bytes of the answer. This object keeps no reference to a piece that is compressed, and none at all after
-        ``drop``.
+    ``level``: zlib's, from 1; answers are mostly numbers, for which a higher one saves hardly a byte. No reference is kept to one
+    of ``pieces`` that is compressed, and none at all after ``drop``.
     """
 
     def __init__(self, coding: str, level: int, pieces: Iterable[Buffer]) -> None:

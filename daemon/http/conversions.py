@@ -2,7 +2,7 @@
 
     iteration   | sockets | one step | sockets | one step | ...      one step in each, however many jobs wait; jobs take turns
 
-Threads would not help: the libraries that read and write JSON hold the interpreter's lock while they do.
+Threads would not help: the JSON libraries hold the interpreter's lock.
 """
 
 from __future__ import annotations

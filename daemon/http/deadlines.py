@@ -45,10 +45,8 @@ class ClientDeadlines:
     def stopped(self, now: float, came: int) -> bool:
         """Returns whether no more bytes of the arriving request have come for more than ``SILENCE_SECONDS``.
 
-        Call it again and again while the server stops, because the time counts from the first call with the same ``came``.
-        Args:
-          now: monotonic seconds.
-          came: how many bytes of the arriving request have been received; below 0: no request is arriving.
+        Call it again and again while the server stops: the time counts from the first call with the same ``came``, the bytes
+        received of the request; below 0: no request is arriving.
         """
         if came != self._came:
             self._came, self._silent_since = came, now

@@ -3,8 +3,7 @@
     head ─▶ body (reception) ─▶ prepared ─▶ submit ─▶ answer ─▶ encode (response_codec) ─▶ socket
      ╰────────── small ─────────▲                       ╰─ known kind: cached head, tensors ─▲
 
-Each arrow is a call from the connection's or the lane's callback. The connection's ``AnswerOrder`` keeps exchanges in the order
-in which their requests came, so an answer is written only by the exchange whose turn it is.
+Each arrow is a call from a callback. An answer is written only by the exchange whose turn it is in the ``AnswerOrder``.
 
     AnswerRecord ─▶ of a known kind: its head is cached, but for the id ─▶ one piece
                  ├▶ encoded (response_codec), in steps if it is large   ─▶ pieces; slices of the arena are not copied
@@ -128,11 +127,7 @@ class Exchange(InFlight):
             reception.refuse(error)
 
     def _admit(self) -> None:
-        """Begins a trace if the request is sampled, and checks that its model accepts requests over HTTP.
-
-        Raises NotFound: the model version neither serves nor is being loaded; Unsupported: the model gives several responses to a
-        request; or the ``error`` that was found in the request's head.
-        """
+        """Begins a trace if the request is sampled, and then checks the request as ``_check`` does, with the same errors."""
         # First: what is refused is traced as well.
         self._sample()
         self._check()

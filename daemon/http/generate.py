@@ -5,9 +5,8 @@
                                                                         ├▶ GenerateStream: each as an event, when it comes
                                                                         ╰▶ InferStream: each with its tensors as bytes
 
-Each arrow is a call from the connection's or the lane's callback, as for infer (``exchange``). A response is acknowledged to its
-worker once it is written, and none is written while the client does not read: so the worker waits for a slow client. If a client
-disconnects, its request is cancelled.
+A response is acknowledged to its worker once it is written, and none is written while the client does not read: so the worker
+waits for a slow client. If a client disconnects, its request is cancelled.
 Source: Triton docs/protocol/extension_generate.md; WHATWG HTML, "Server-sent events".
 """
 
@@ -339,12 +338,7 @@ class Generation(InFlight):
             self._trace.end()
 
     def _finish(self, status: int, said: bytes = b"") -> None:
-        """Ends the request, whose answer is written: counts and logs it, frees its memory, and lets the next request be answered.
-
-        Args:
-          status: the HTTP status of the answer.
-          said: the text of the answer, for the log.
-        """
+        """Ends the request, which was answered with the text ``said``: counts, logs, frees, and lets the next be answered."""
         if status == 200:
             self._serving.answered.good(self, 0 if self._state is None else self._state.version, said)
         else:

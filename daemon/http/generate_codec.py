@@ -115,9 +115,7 @@ def _nesting(values: Any, max_rank: int) -> list[int]:
 class JoinedAnswers:
     """Joins all responses to a generate request into one answer: each output is concatenated along its first axis.
 
-    Args:
-      state: the state of the model version, whose metadata lists the outputs.
-      max_byte_size: the most bytes of all outputs together.
+    ``max_byte_size``: the most bytes of all outputs together.
     """
 
     def __init__(self, state: ModelState, max_byte_size: int) -> None:
@@ -134,10 +132,7 @@ class JoinedAnswers:
     def add(self, prepared: PreparedAnswer, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]) -> None:
         """Adds the next response, whose outputs are copied. Raises InvalidArgument: all responses together exceed the limit.
 
-        Args:
-          prepared: the names, datatypes and shapes of the outputs.
-          contents: the bytes of each output, or their place in the response arena.
-          view: returns the memory at such a place.
+        ``contents``: the bytes of each output, or their place in the response arena, of which ``view`` returns the memory.
         """
         self._parameters |= prepared.parameters
         for tensor, place in placed(prepared.outputs, contents):

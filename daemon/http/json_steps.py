@@ -5,9 +5,8 @@
     [ "a","b", ... ,"," , ... ,"z" ]      strings: a piece ends at a quotation mark that a comma and another one follow
       └ piece  ┘└ piece      ┘
 
-No piece takes longer than about a millisecond, so that the event loop can serve other connections between two pieces. A piece of
-numbers that simdjson refuses is parsed by RapidJSON, like a small text, which converts it or says what is wrong. If simdjson is
-not installed, msgspec parses the pieces.
+No piece takes longer than about a millisecond. A piece of numbers that simdjson refuses is parsed by RapidJSON, which converts it
+or says what is wrong. If simdjson is not installed, msgspec parses the pieces.
 
 Where a piece of strings ends may also be the beginning of a string that is nothing but a comma. Such a piece is no JSON: then
 parsing it fails, and the piece is extended to the next such place, which is the right one.

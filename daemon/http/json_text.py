@@ -130,9 +130,8 @@ class ResponseLayout:
     def encode(self, contents: tuple[Content, ...], view: Callable[[Slice], memoryview] | None = None) -> bytes:
         """Returns one response as a JSON object. Raises InvalidArgument: JSON cannot express an output.
 
-        Args:
-          contents: the bytes of each output, or their place in the response arena.
-          view: returns the memory at such a place; None: no output lies in the arena.
+        ``contents``: the bytes of each output, or their place in the response arena. ``view``: returns the memory at such a
+        place; None: no output lies in the arena.
         """
         fields = dict(self._shared)
         for (name, write, is_one), place in zip(self._outputs, contents, strict=True):

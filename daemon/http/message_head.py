@@ -172,11 +172,7 @@ def infer_head(
 ) -> InferHead:
     """Interprets the head of an inference request. If a header field is wrong, the result's ``error`` says so; nothing is raised.
 
-    Args:
-      route: the model, version and endpoint in the request target.
-      version: the HTTP version, such as "1.1".
-      keep_alive: whether the connection stays open after the answer.
-      compresses: whether answers are compressed for clients that accept it.
+    ``version``: of HTTP, such as "1.1". ``compresses``: whether answers are compressed for clients that accept it.
     """
     length: int | None = 0
     json_size: int | None = None

@@ -5,9 +5,8 @@
          │                                       ╰▶ checked (request_codec) ─▶
          ╰▶ exact: what the quick parser does not understand ────────────────▶
 
-Requests are of one kind if they agree in model, version, names, datatypes, shapes, sizes, regions, outputs and parameters,
-whichever connection they come on. Of a request of a known kind only that is checked which may differ within the kind: its id, its
-scheduling (``shm.common.scheduling``), the values of its tensors, the order of its keys and the HTTP head.
+Requests are of one kind if they agree in model, version, names, datatypes, shapes, sizes, regions, outputs and parameters. Of a
+known kind only what may differ is checked: id, scheduling, the values of tensors, the order of keys and the HTTP head.
 """
 
 from __future__ import annotations
@@ -50,9 +49,8 @@ class PreparedRequests:
     def __init__(self, count: int = MAX_NUMBERS, inline_byte_size: int = 0) -> None:
         """Creates an empty cache.
 
-        Args:
-          count: how many kinds of requests are cached, at least, and how many JSON texts.
-          inline_byte_size: the largest tensor, in bytes, that is sent to a worker within the request's record.
+        ``count``: how many kinds of requests are cached, at least, and how many JSON texts. ``inline_byte_size``: the largest
+        tensor, in bytes, that is sent to a worker within the request's record.
         """
         self._inline_byte_size = inline_byte_size
         #: The fields that all requests of a kind share -> the kind.
@@ -164,14 +162,9 @@ def _values(prepared: PreparedKind, said: RequestHead, apart: Cut | None) -> lis
 
 
 class PreparedKind:
-    """Holds what the inference requests of one kind have in common: they differ only in id, scheduling and tensor values.
+    """Holds what a front's inference requests of one kind have in common, and the JSON heads of answers to them.
 
-    It also caches the JSON heads of answers to these requests. All connections of a front share it.
-
-    Args:
-      head: the parsed head of the first such request.
-      asked: the decoded JSON of the first such request.
-      inline_byte_size: the largest tensor, in bytes, that is sent to a worker within the request's record.
+    ``head`` and ``asked`` are of the first such request. ``inline_byte_size``: as for ``PreparedRequests``.
     """
 
     __slots__ = (
@@ -233,13 +226,9 @@ class PreparedKind:
         return self.numbered
 
     def answer(self, prepared: PreparedAnswer, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> AnswerText:
-        """Returns the encoder of those answers to requests of this kind that have ``prepared`` in common.
+        """Returns the encoder, created by the first call, of answers to this kind that share ``prepared``.
 
-        The first call creates the encoder, and later calls return the same one.
-        Args:
-          own: the record of the present answer.
-          view: returns the bytes of a slice of the response arena.
-        Raises: InvalidArgument: a tensor of the answer is outside the arena.
+        ``own``: the record of the present answer. Raises: InvalidArgument: a tensor of the answer is outside the arena.
         """
         known = self._answers.get(id(prepared))
         if known is None or known.prepared is not prepared:
@@ -276,15 +265,10 @@ class AnswerText:
         own: AnswerRecord,
         view: Callable[[Slice], memoryview],
     ) -> None:
-        """Encodes the JSON head that all these answers share, from the first of them.
+        """Encodes the JSON head that all these answers share, from ``own``, the record of the first of them.
 
         If the JSON must contain an output's values, or is long, no head is cached: then ``whole`` and ``pieces`` return None.
-
-        Args:
-          model: the model's name in the request's path.
-          asked: a request of the kind that is answered; it says which outputs are binary.
-          own: the record of the first answer.
-          view: returns the bytes of a slice of the response arena.
+        ``asked``: a request of the kind that is answered; it says which outputs are binary.
         Raises: InvalidArgument: a tensor of the answer is outside the arena.
         """
         self.prepared = prepared

@@ -41,10 +41,8 @@ def encode(
     """Encodes an answer that is no error. Returns its JSON head and its binary tensors.
 
     Args:
-      prepared: the names, datatypes and shapes of the outputs.
       contents: the bytes of each output, or their place in the response arena.
       client_id: the request's id; "": it has none.
-      asked: the request, which says which outputs are binary.
       view: returns the bytes of a slice of the response arena.
       in_steps: whether a placeholder is written for each large tensor in the JSON, which ``encode_in_steps`` replaces.
     Raises: InvalidArgument: an output cannot be written as JSON; the message says which one and what to do.
@@ -94,15 +92,9 @@ def encode_in_steps(
     asked: DecodedRequest,
     view: Callable[[Slice], memoryview],
 ) -> Generator[None, None, tuple[list[Buffer], list[Buffer]]]:
-    """Encodes an answer that is no error, and yields after each piece of a large tensor's JSON.
+    """Encodes an answer as ``encode`` does, and yields after each piece of a large tensor's JSON.
 
     Returns the pieces of the JSON head, and the binary tensors.
-    Args:
-      prepared: the names, datatypes and shapes of the outputs.
-      contents: the bytes of each output, or their place in the response arena.
-      client_id: the request's id; "": it has none.
-      asked: the request, which says which outputs are binary.
-      view: returns the bytes of a slice of the response arena.
     Raises: InvalidArgument: an output cannot be written as JSON.
     """
     texts: list[list[Buffer]] = []

@@ -46,13 +46,9 @@ class BusyPart:
         self._workers = self._running = 0
 
     def look(self, now_ns: int, busy_ns: int, workers: int, running: int = 0) -> None:
-        """Stores the time of all runs that have ended so far.
+        """Stores the total time of all runs that have ended so far, of all workers. Times are CLOCK_MONOTONIC ns.
 
-        Args:
-          now_ns: CLOCK_MONOTONIC.
-          busy_ns: the total time of these runs, of all workers.
-          workers: how many workers there are.
-          running: how many workers have a run that has lasted longer than ``WINDOW_NS``.
+        ``running``: how many workers have a run that has lasted longer than ``WINDOW_NS``.
         """
         while len(self._looks) > 1 and now_ns - self._looks[1][0] >= WINDOW_NS:
             self._looks.popleft()
@@ -76,11 +72,8 @@ class BusyPart:
 def line(draining: bool, unreadiness: str, busy: float) -> bytes:
     """Returns the state of the daemon as one line for HAProxy's agent-check.
 
-    Args:
-      draining: whether the daemon is being drained.
-      unreadiness: why the daemon is not ready; "": it is ready.
-      busy: the part of the time in which the workers run models, 0 to 1. The more it is, the smaller is the weight in the line;
-        but the weight is at least 1, because HAProxy takes 0 as an order to drain.
+    ``unreadiness``: why it is not ready; "": it is. ``busy``: the part of the time in which the workers run models, 0 to 1. The
+    weight in the line falls with it, but is at least 1, because HAProxy takes 0 as an order to drain.
     """
     if draining:
         return b"drain\n"

@@ -1,8 +1,7 @@
 """Writes a snapshot as the text that Prometheus reads, in its own format or in OpenMetrics.
 
-Names are Triton's where it has the metric; others begin with ``tensord_``. Runs in a thread of its own; between two scrapes only
-the text of labels is cached. (prometheus_client creates objects for each sample and each of its labels; with a hundred models
-that was most of a scrape's time. The text is the same to the byte.)
+Names are Triton's where it has the metric; others begin with ``tensord_``. Runs in a thread of its own. The text is that of
+prometheus_client, to the byte, which takes far longer.
 Source: Triton docs/user_guide/metrics.md; the Prometheus exposition format 0.0.4 and OpenMetrics 1.0.
 """
 
@@ -452,11 +451,7 @@ class Family:
     def __init__(self, kind: str, name: str, text: str, value: float | None = None, labels: Sequence[str] = ()) -> None:
         """Creates a family. If ``value`` is given, it has one sample with this value and without labels.
 
-        Args:
-          kind: the metric's type in OpenMetrics.
-          name: the name of the samples; a counter's must end in ``_total``.
-          text: the help text.
-          labels: the names of the labels of each sample.
+        ``kind``: the type in OpenMetrics. ``name``: of the samples; a counter's must end in ``_total``. ``text``: the help text.
         """
         self.kind, self.name = kind, name
         self.lines: list[str] = []

@@ -3,8 +3,7 @@
     figures of a worker ─▶ what it has counted so far          totals = all of these + what ended workers and loads had counted
     worker or load gone ─▶ its last known counters are kept
 
-A worker that replaces another counts from zero. A plain sum over workers would decrease then, and Prometheus would take all that
-remains for new. What a worker counted after its last report is lost when it dies.
+If a sum decreased, Prometheus would take all that remains for new. What a worker counts after its last report dies with it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The state of the daemon at one moment, as the metrics show it.
-
-It is gathered on the supervisor's loop, and rendered in another thread. What its values mean say the metrics of ``exposition``.
-"""
+"""The state of the daemon at one moment, gathered on the supervisor's loop; ``exposition`` renders it in another thread."""
 
 from __future__ import annotations
 

@@ -49,10 +49,7 @@ class Audit:
     ) -> None:
         """Logs an operation that was carried out, or refused with ``error``. It logs nothing if the operation only reads.
 
-        Args:
-          peer: the client that asked; None: a model asked.
-          error: why the operation was refused; None: it was carried out.
-          result: the result of the operation, JSON or empty.
+        ``peer``: the client that asked; None: a model asked. ``result``: of the operation, JSON or empty.
         """
         what = _described(operation)
         if not what:

@@ -1,6 +1,4 @@
-"""The operator's Unix socket: tensorctl asks, the supervisor answers.
-
-Each question and each answer is one line with a JSON object.
+"""The operator's Unix socket: tensorctl asks, the supervisor answers; each is one line with a JSON object.
 
     {"command": "load", "name": "digits"}   ─▶   {"result": ...}  or  {"error": "..."}
 

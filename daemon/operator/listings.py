@@ -151,11 +151,8 @@ def of_workers(
 ) -> list[dict[str, Any]]:
     """Returns a description of each worker process, with its device, its state and what it runs now.
 
-    Args:
-      slots: knows how often each worker has died.
-      models: the versions of each model that workers may serve, by the model's name.
-      lanes: how many lanes clients have to a worker, by the worker's name.
-      now_ns: CLOCK_MONOTONIC.
+    ``slots``: knows how often each worker has died. ``models``: the versions that workers may serve, by model. ``lanes``: how
+    many lanes clients have to a worker, by the worker's name. ``now_ns``: CLOCK_MONOTONIC.
     """
     names = {model_key(name, version): (name, version) for name, versions in models.items() for version in versions}
     return [

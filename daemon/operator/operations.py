@@ -72,13 +72,9 @@ class Operations:
     _audit: Audit
 
     async def reply(self, call: ControlCall, end: int = -1, by_model: bool = False) -> Reply:
-        """Carries out the operation in ``call`` and returns the reply.
+        """Carries out the operation in ``call`` and returns the reply. A failure is not raised: its code and message are there.
 
-        A failure is not raised: its code and message are in the reply.
-        Args:
-          end: a file descriptor that came with the operation and that the caller closes; -1: none. With a registration it becomes
-            readable when the region is to be unregistered; with a push it is the memory of the parameters.
-          by_model: True: a model asks, so that ``call.peer`` has no meaning. False: a client or an operator asks.
+        ``end`` and ``by_model``: as for ``answer``.
         """
         call_id, operation = call.call_id, call.operation
         _log.debug("operation %s %s", type(operation).__name__, getattr(operation, "name", ""))
@@ -170,11 +166,7 @@ class Operations:
         return listings.of_model(self._models, name, index, workers, slow)
 
     async def _slow(self, worker: WorkerProcess, name: str) -> dict[int, dict[str, int]]:
-        """Returns why a worker has answered requests for a model in Python instead of C.
-
-        The result has, for each version, the number of such requests by reason. It is an empty dict if the worker does not answer
-        in time.
-        """
+        """Returns how often a worker answered in Python instead of C, by version and reason; {} if it does not answer in time."""
         try:
             figures = msgspec.json.decode(await worker.result_of(WorkerFigures(), _READY_SECONDS), type=Figures)
         except ServingError:

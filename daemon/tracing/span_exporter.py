@@ -11,8 +11,7 @@
 
     export ─▶ ExportTraceServiceRequest, until it has enough spans or has waited long enough ─▶ ``span_sender``, a thread
 
-Spans are made as protobuf messages at once: an object of the library's SDK for each span, which it encodes afterwards, takes many
-times as long. A bounded number of spans waits while the collector does not answer; further spans are dropped and counted.
+A bounded number of spans waits while the collector does not answer; further spans are dropped and counted.
 Source: OpenTelemetry's specification of traces, opentelemetry-proto.
 """
 
