@@ -1,7 +1,6 @@
 """Reads the memory control groups that hold this process: each group's limit, the memory left, and its kills for want of memory.
 
-A container's group is one, and a service with ``MemoryMax=``; each group also keeps to the limits of all groups around it. Both
-versions of control groups are read. The default sizes of the daemon's memory are fractions of what they allow.
+Both versions of control groups are read. Each group also keeps to the limits of all groups around it.
 Source: the kernel's admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
 """
 
@@ -55,8 +54,7 @@ class MemoryGroup:
     def left(self) -> int | None:
         """Returns how many more bytes of memory the processes of this group may use; None: there is no limit.
 
-        Page cache counts as free, because the kernel frees it when memory gets short. Shared memory, which is in the page
-        cache, does not count as free.
+        Page cache counts as free, because the kernel frees it when memory gets short, but not the shared memory in it.
         """
         names = _NAMES[self.version]
         limit, used = self.limit, self._number(names.used)

@@ -1,7 +1,4 @@
-"""Compiles the pattern that says which headers of a request are forwarded to its model.
-
-The pattern is in RE2's syntax: matching takes linear time whatever clients send.
-"""
+"""Compiles the RE2 pattern of request headers that are forwarded to models: matching takes linear time, whatever clients send."""
 
 from __future__ import annotations
 

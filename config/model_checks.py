@@ -1,8 +1,4 @@
-"""Checks the fields of a model's configuration, each by itself and together.
-
-Whatever an operator or a client wrote is checked here before any process uses it; an error names the model and the field.
-``tensord.config.model_fields`` says which fields are refused altogether.
-"""
+"""Checks the fields of a model's configuration, each by itself and together, before any process uses what a client wrote."""
 
 from __future__ import annotations
 
@@ -249,10 +245,7 @@ def _check_cache(message: ModelConfig) -> None:
 
 
 def _check_order(message: ModelConfig) -> None:
-    """Raises InvalidArgument, with Triton's message, if settings of a model's queues contradict ``preserve_ordering``.
-
-    These are several priorities, and a timeout after which requests are delayed.
-    """
+    """Raises InvalidArgument, as Triton does, if ``preserve_ordering`` is set with several priorities or a delaying timeout."""
     batching = message.dynamic_batching
     if batching.priority_levels > 1:
         raise InvalidArgument(f"Only one priority level is allowed when 'preserve_ordering' is true for {message.name}")

@@ -1,8 +1,4 @@
-"""A model's configuration, Triton's published ModelConfig message: read from config.pbtxt or JSON, completed and printed.
-
-``tensord.protocol`` has the message; protobuf parses it. ``tensord.config.model_checks`` refuses mistakes in it, and
-``tensord.config.model_fields`` says which fields are used, refused or ignored.
-"""
+"""A model's configuration, Triton's published ModelConfig message: read from config.pbtxt or JSON, completed and printed."""
 
 from __future__ import annotations
 
@@ -106,8 +102,7 @@ def _as_json(found: re.Match[str]) -> str:
 def _shaped(what: str, given: Any, described: Descriptor) -> dict[str, Any]:
     """Returns a JSON object in which a single value is put into a list where the protobuf message has a list.
 
-    ``what``: names the object in messages. ``described``: the message's type. Raises InvalidArgument: an object is expected and
-    something else is given, or an object or list is given for a single value.
+    ``what``: names the object in messages. Raises InvalidArgument: an object or a single value is expected and is not given.
     """
     if not isinstance(given, dict):
         raise InvalidArgument(f"{what}: {_kind(given)} is given, an object is expected")

@@ -1,8 +1,6 @@
 """Names the fields of ModelConfig that are not used: those refused when a model is loaded, and those ignored with a warning.
 
-Every other field of the published message is used: ``tensord.config.model_checks``, or the worker that loads the model, refuses
-wrong values. A test has their paths, and fails if a newer message has a field that nobody has looked at. The tables of
-docs/models.md are these.
+A test knows all other fields, and fails if a newer message has one that nobody has looked at. docs/models.md has these tables.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The daemon's options as one frozen value. ``tensord.config.layers`` fills it from default.toml < file < environment < flags.
 
-What each option means is said in ``config/default.toml`` alone; this module has types and bounds, which msgspec enforces.
-Sizes are bytes, times seconds unless the name says otherwise. Only operators set options; no option can be set over the network.
+``config/default.toml`` says what each option means; this module has types and bounds, which msgspec enforces. Sizes are bytes,
+times seconds unless the name says otherwise. Only operators set options; no option can be set over the network.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Parses the amounts of resources that model instances share (the rate limiter), as ``rate_limit.resources`` lists them.
-
-Each entry is ``NAME:COUNT`` or ``NAME:COUNT:DEVICE``.
-"""
+"""Parses ``NAME:COUNT`` and ``NAME:COUNT:DEVICE``: amounts of the rate limiter's resources, which model instances share."""
 
 from __future__ import annotations
 

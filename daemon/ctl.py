@@ -114,20 +114,15 @@ class _Daemon:
         sys.exit(status)
 
     def do(self, command: str, **words: Any) -> None:
-        """Sends a command with its arguments to the daemon, and prints the answer as JSON.
-
-        An empty answer is printed only if JSON is wanted, as {}. If the daemon refuses the command or is not reached, the
-        program exits.
-        """
+        """Sends a command to the daemon, and prints its answer as JSON; {} only if JSON is wanted. Exits after an error."""
         result = self.ask(command, **words)
         if result is not None or self.as_json:
             _print_json({} if result is None else result)
 
     def show(self, watch: float | None, print_: Callable[[Any], None], command: str, **words: Any) -> None:
-        """Sends a command with its arguments to the daemon, and prints the answer with ``print_``, or as JSON if that is wanted.
+        """Sends a command to the daemon, and prints the answer with ``print_``, or as JSON if that is wanted.
 
-        ``watch``: the seconds after which this is repeated, until the user interrupts; None: it is done once. If the daemon
-        refuses the command or is not reached, the program exits.
+        ``watch``: the seconds after which this is repeated; None: it is done once. After an error the program exits.
         """
         while True:
             result = self.ask(command, **words)
@@ -151,11 +146,9 @@ class _Refused(Exception):
 
 
 def _ask(path: Path | None, question: Mapping[str, Any]) -> Any:
-    """Sends a command to a daemon and returns its result, as decoded JSON.
+    """Sends a command to a daemon and returns its result, as decoded JSON. ``path`` None: the daemon is searched for.
 
-    ``path``: the daemon's control socket; None: it is searched for in the folders where daemons have it by default.
-    ``question``: the fields of ``OperatorQuestion``. Raises _Unreachable: no daemon answers, or several do; _Refused: the daemon
-    answered with an error.
+    Raises _Unreachable: no daemon answers, or several do; _Refused: the daemon answered with an error.
     """
     sock = _connected(path) if path is not None else _found()
     try:

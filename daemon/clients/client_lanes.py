@@ -193,10 +193,7 @@ class ClientLanes:
         return self._answer(state, wanted.version, entries), sockets
 
     def _opened(self, connection: ClientConnection, workers: list[WorkerProcess], model: str) -> list[socket.socket]:
-        """Opens a lane to each of ``workers``, and returns the client's ends. After an error no lane is open.
-
-        ``model``: the model's name, for messages. Raises Unavailable: the user has too many lanes, or no descriptor is free.
-        """
+        """Opens a lane to each worker, or none. Returns the client's ends. Raises Unavailable: too many lanes or descriptors."""
         owner, options = connection.peer.owner, self._options
         if workers and self._owned[owner] + len(workers) > options.max_owner_lanes:
             raise Unavailable(

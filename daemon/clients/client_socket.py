@@ -2,8 +2,7 @@
 
     accept ─▶ admitted ─▶ question ─▶ answer ─▶ question ...  ─▶ end of file: its lanes end
 
-The messages are in ``tensord.daemon.clients.client_messages``. The mode and folder of the socket decide who may connect; the
-kernel says which user a client is. Each connection has a task, which answers one question after the other.
+The mode and folder of the socket decide who may connect; the kernel says which user a client is. Each connection has a task.
 """
 
 from __future__ import annotations
@@ -241,10 +240,9 @@ class ClientSocket:
     ) -> tuple[Any, list[socket.socket]]:
         """Carries out a client's question. Returns the answer, and the sockets whose descriptors must be sent with it.
 
-        If the question fails, the answer is a ClientError. ``content``: the question, as JSON. ``fds``: the descriptors that
-        came with the question, which the caller must close. ``connection``: the client's connection. ``client``: the
-        connection's socket. ``end``: tells other processes when the client's connection ends. Raises OSError: the client is
-        gone.
+        ``content``: the question, as JSON. ``fds``: its descriptors, which the caller must close. ``end``: tells other
+        processes when the client's connection ends. If the question fails, the answer is a ClientError.
+        Raises OSError: the client is gone.
         """
         try:
             question = msgspec.json.decode(content, type=ClientQuestion)

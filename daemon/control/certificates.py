@@ -54,10 +54,7 @@ class Certificates:
         self.context = tls_context(options)
 
     def look(self) -> None:
-        """Reads the PEM files again if one of them has changed, and makes a new TLS context for later connections.
-
-        If the changed files cannot be used, this is logged and the former context stays.
-        """
+        """Makes a new TLS context for later connections if the PEM files have changed; if it cannot, the former one stays."""
         if self.context is None or (stamps := self._stamps()) == self._seen:
             return
         self._seen = stamps

@@ -1,7 +1,4 @@
-"""A control channel on an asyncio loop: calls back for each received record, and sends records once per iteration of the loop.
-
-Used by the supervisor for each child process and by each front for the supervisor. Only calls wait, for their replies.
-"""
+"""A control channel on an asyncio loop: calls back for each received record, and sends records once per iteration of the loop."""
 
 from __future__ import annotations
 
@@ -27,8 +24,7 @@ _LIMIT = 1024
 class ControlChannel:
     """Sends and receives records on the control channel between the supervisor and a child process, on an event loop.
 
-    ``on_close`` is called once, when the other process has closed the channel or sent invalid data. It is not called after
-    ``close``.
+    ``on_close`` is called once, when the other process closes the channel or sends invalid data, but not after ``close``.
     """
 
     def __init__(

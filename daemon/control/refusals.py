@@ -55,10 +55,7 @@ class Refusals:
         self._settle_later()
 
     def of_room(self, model: str, on_room: Callable[[T | ServingError], None]) -> Callable[[T | ServingError], None]:
-        """Returns a function that counts a refusal if it is called with an error, and then calls ``on_room``.
-
-        ``on_room`` is called with memory for a request or with an error. ``model``: the name of the request's model.
-        """
+        """Returns a function that passes memory or an error on to ``on_room``, and counts the error as a refusal of ``model``."""
 
         def given_room(given: T | ServingError) -> None:
             if isinstance(given, ServingError):

@@ -67,11 +67,7 @@ def further(name: str, pid: int) -> str:
 
 
 def sockets(folder: Path, name: str) -> list[Path]:
-    """Returns the possible paths of daemons' sockets in a folder.
-
-    The first one is that of the socket ``name``, whether it exists or not. After it come the sockets of the user's other
-    daemons.
-    """
+    """Returns the possible paths of sockets in a folder: that of ``name``, if it exists or not, and the user's other daemons'."""
     return [folder / name, *sorted(folder.glob(further(name, 0).replace("0", "[0-9]*")))]
 
 

@@ -80,11 +80,7 @@ class SharedCounters:
         return self._words[row * _WORDS + 1]
 
     def prepared_requests(self, row: int) -> tuple[int, int, int]:
-        """Returns three counts of prepared requests of the front in row ``row``.
-
-        They count the requests that have a number now, the requests that were ever given one, and the requests that ever lost
-        their number to others.
-        """
+        """Returns how many prepared requests of a front have a number now, ever got one, and ever lost theirs to others."""
         at = row * _WORDS + _PREPARED
         return self._words[at], self._words[at + 1], self._words[at + 2]
 

@@ -122,10 +122,7 @@ class Models:
         self._overrides.keep(found, given)
 
     async def _load_given(self, name: str, files: Mapping[str, bytes], config: str) -> None:
-        """Loads a model from files that a client sent. ``files``: the content of each file, by its path in the model's folder.
-
-        ``config``: the model's configuration in JSON; it must not be empty.
-        """
+        """Loads a model from files that a client sent, by their paths in its folder. ``config``: JSON, which is not empty."""
         if not config:
             raise InvalidArgument(repository.given_error(name, "files are given without a 'config'"))
         if not repository.NAME.fullmatch(name):
@@ -483,11 +480,7 @@ class Models:
         return [*states, self.readiness]
 
     def _begin(self, instructions: Sequence[Instruction]) -> None:
-        """Carries out the lifecycle's instructions in order.
-
-        Depending on the instruction, it sends a record to a worker, sends a state to the fronts, forgets parameters that
-        clients sent, ends the wait for an operation, or starts a timer.
-        """
+        """Carries out the lifecycle's instructions in order."""
         for instruction in instructions:
             match instruction:
                 case Send(worker, record):

@@ -5,10 +5,8 @@ Each model that came with files lies in a private folder for as long as it is se
     <temporary folder, mode 0700>/<serial>/<model>/<version>/model.py
 
 The temporary folder lies where the service manager keeps the daemon's data, if it does, because a worker that is replaced reads
-the files again. It is locked, which systemd-tmpfiles and the next daemon respect.
-
-``keep`` writes such a folder and ``drop`` removes it; both touch the disk and must run off the event loop. The caller says which
-folders are in use. Source: Triton docs/protocol/extension_model_repository.md, "file:<version>/<file-name>".
+the files again. It is locked, which systemd-tmpfiles and the next daemon respect. ``keep`` and ``drop`` must run off the event
+loop. Source: Triton docs/protocol/extension_model_repository.md, "file:<version>/<file-name>".
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     <repository>/<model>/config.pbtxt          optional
     <repository>/<model>/<version>/model.py    version: a whole number from 1; instead of it a program (``model_folder``)
 
-A folder that cannot be served is still found, with the reason: the model is listed, and loading it raises that reason. Call these
-functions off the event loop; they return plain values.
+A folder that cannot be served is listed with the reason. Call these functions off the event loop; they return plain values.
 """
 
 from __future__ import annotations
@@ -127,10 +126,7 @@ def _no_folder(others: Sequence[str]) -> str:
 
 
 def placed(found: FoundModel, devices: Sequence[str], options: Options) -> FoundModel:
-    """Returns a copy of the model with the devices of the workers that load it.
-
-    ``devices``: the devices of all shared workers. Raises InvalidArgument: no worker can load the model.
-    """
+    """Returns a copy of the model with those of ``devices`` that load it. Raises InvalidArgument: no worker can load it."""
     message, limited = model_config.from_bytes(found.config), options.rate_limit.mode != "off"
     chosen = placement.place(message, devices, limited, options.workers.devices_per_worker)
     config = message.SerializeToString() if placement.say_kinds(message, devices) else found.config

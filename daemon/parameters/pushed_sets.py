@@ -3,8 +3,8 @@
     content    one number of a set: sealed memory, or the file it came from, or nothing ("not kept")
     set        its newest content, the one before it, and the highest number that it ever had
 
-The memory of all contents together is limited. When it is full, contents before the newest are dropped first, the oldest of them
-before others. Does no I/O but closing file descriptors; ``tensord.daemon.parameters.pushes`` decides when a content is in force.
+When the memory of all contents is full, contents before the newest are dropped first, the oldest of them before others.
+Does no I/O but closing file descriptors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Decides which devices get a worker process, and which GPUs each worker sees.
-
-Reads environment variables, installed packages and what the CUDA driver says to another process. JAX is not asked, because that
-would load JAX, and a CUDA context, into the supervisor.
-"""
+"""Decides which devices get a worker process, and which GPUs each worker sees, without loading JAX or a CUDA context."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Handles signals until the event loop exists: a SIGTERM or SIGINT that comes earlier is remembered for the loop.
 
-Without a handler the first process of a container would lose these signals; elsewhere it would end without a message. SIGHUP,
-SIGUSR1 and SIGUSR2 have no effect so early: a reload has nothing to do before the start is over, and the others mean nothing
-here.
+Without a handler the first process of a container would lose these signals; elsewhere it would end without a message.
 """
 
 from __future__ import annotations

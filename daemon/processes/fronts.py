@@ -2,9 +2,8 @@
 
     a change ─▶ publish to every front ─▶ StatePublished(edition) ─▶ StateAcknowledged of all that serve ─▶ the client is answered
 
-A client may ask one front for a change and send its next request to another front. So the code that answers the change first
-waits in ``settled`` until every front uses the new state. A front that starts gets the published state, and serves only once it
-has acknowledged all of it.
+A client may ask one front for a change and send its next request to another, so the answer first waits in ``settled`` until every
+front uses the new state. A front that starts serves only once it has acknowledged all of the published state.
 """
 
 from __future__ import annotations

@@ -50,11 +50,7 @@ class GpuWatcher:
         return self._gpus if time.monotonic() - self._said_at < _STALE else ()
 
     async def run(self, environment: Mapping[str, str]) -> None:
-        """Runs the process that watches the GPUs until this task is cancelled.
-
-        If that process ends, it is started again after 60 s. ``environment``: the process's variables in addition to those of
-        this process.
-        """
+        """Runs the process that watches the GPUs, and starts it again 60 s after its end. ``environment``: added variables."""
         try:
             while True:
                 reason = await self._watch(environment)

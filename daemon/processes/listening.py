@@ -1,13 +1,9 @@
 """Opens the listening sockets, which the supervisor binds or the service manager passes (sd_listen_fds(3)), for all fronts.
 
-The sockets outlive every front: connections that clients open while a front is replaced wait in the backlog and are not refused.
-
-What the service manager passes:
+The sockets outlive every front: connections that clients open while a front is replaced wait in the backlog. The service manager
+passes this, with FileDescriptorName= of each socket's unit; a socket without a name is for HTTP:
 
     LISTEN_PID=<us>  LISTEN_FDS=3  LISTEN_FDNAMES=http:http:grpc      descriptors 3, 4 and 5
-
-A socket's name is its protocol, set as FileDescriptorName= in its unit. A socket without a name, which systemd then names after
-the unit, is for HTTP. The paths of Unix sockets belong to the service manager, so they stay when the daemon ends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Notifies the service manager (sd_notify(3)) of readiness, status and liveness. Does nothing where there is no such socket.
 
-Each message is one datagram, to the path or abstract address in ``NOTIFY_SOCKET``. If the service manager does not read, the
-message is dropped.
+Each message is one datagram, which is dropped if the service manager does not read.
 """
 
 from __future__ import annotations

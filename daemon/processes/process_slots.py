@@ -1,7 +1,4 @@
-"""Slots for child processes that must always run: a process that dies in a slot is replaced, after a delay that grows.
-
-A slot has a name ("http-0", "worker-1"); the processes in it come and go.
-"""
+"""Slots for child processes that must always run ("http-0", "worker-1"): one that dies is replaced, after a growing delay."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Shuts the daemon down: notes what asks for it, and stops child processes.
-
-first signal     children are told to stop, and have until a deadline to finish
-second signal    children that still run are killed at once
-"""
+"""Shuts the daemon down: a first signal has children finish until a deadline, and a second one has them killed at once."""
 
 from __future__ import annotations
 

@@ -2,9 +2,8 @@
 
     spawn ─▶ its interpreter starts, it imports ─▶ ``tensord.daemon.processes.child.Child`` adopts it ─▶ Start
 
-Imports take most of a process's start, so workers are started before the supervisor's own imports. They open no device until they
-get Start. A process that is not adopted ends with this process, or when its channel is closed (``tensord.shm.child_process``).
-Call these functions from the main thread only, because the kernel's parent-death signal is tied to the calling thread.
+Imports take most of a process's start. A process that is not adopted ends with this process, or when its channel is closed. Call
+these functions from the main thread only, because the kernel's parent-death signal is tied to the calling thread.
 """
 
 from __future__ import annotations

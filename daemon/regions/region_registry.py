@@ -9,10 +9,9 @@
                      │      ▲
                      ╰▶ RENEWING   the same owner registers the same again: workers swap one for the other, or it stays as it is
 
-A region is registered on all workers that can use it or on none. All kinds of region share one namespace, as in Triton. A region
-that a user registered over a Unix socket belongs to that user: only the user and the operator can unregister it. A region that
-was registered over TCP belongs to everybody, as in Triton. With ``regions.reclaim`` a user's region is unregistered when the
-process or the connection that registered it ends.
+A region is registered on all workers that can use it or on none. All kinds of region share one namespace, as in Triton. Only the
+user who registered a region over a Unix socket and the operator can unregister it; a region that came over TCP belongs to
+everybody. With ``regions.reclaim`` a user's region ends with the process or the connection that registered it.
 """
 
 from __future__ import annotations

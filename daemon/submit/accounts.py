@@ -3,10 +3,9 @@
     request arena      memory of request bodies and messages, from the first byte until the request is answered
     response arenas    memory of answers that the client has not taken
 
-A connection or client that holds its share waits until some of its memory is given back; others are not affected. One that holds
-nothing may always have one lease, so that every allowed size is possible. A client is a user on a unix socket, a host on TCP:
-programs with one address cannot be told apart, so small leases never count against their common share, and medium leases have a
-larger limit.
+A connection or client that holds its share waits until some of its memory is given back. One that holds nothing may always have
+one lease, so that every allowed size is possible. A client is a user on a unix socket, a host on TCP: programs with one address
+cannot be told apart, so small leases never count against their common share, and medium leases have a larger limit.
 """
 
 from __future__ import annotations

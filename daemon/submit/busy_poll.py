@@ -1,8 +1,4 @@
-"""Keeps a front's process awake while the answers of a few requests are about to come.
-
-A process that sleeps on an idle processor takes tens of microseconds to wake up, and the process that wakes it pays as well.
-With many requests in flight there is always something to do; with slow models polling does not pay (``tensord.shm.spin``).
-"""
+"""Keeps a front's process awake while answers are about to come: waking a sleeping process takes tens of microseconds."""
 
 from __future__ import annotations
 

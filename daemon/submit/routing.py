@@ -1,8 +1,7 @@
 """Routes each request to a worker that has its model, near its regions: to the one with the fewest requests in flight.
 
-The workers that can run a prepared request are cached by its number, until anything changes that they depend on: the table of
-models, the places of regions, the lanes. If the model keeps sequences, only that is cached: each request goes to the worker that
-has its sequence (``tensord.daemon.submit.sequences``).
+The workers that can run a prepared request are cached by its number, until the models, the places of regions or the lanes change.
+A request of a sequence goes to the worker that has the sequence (``tensord.daemon.submit.sequences``).
 """
 
 from __future__ import annotations
@@ -160,11 +159,7 @@ class Routing:
 
 
 class RegionPlaces(dict[str, str]):
-    """Maps the name of each region in GPU memory to its GPU, as the supervisor published it.
-
-    The supervisor publishes GPUs of regions only if there are several workers and some of them are on GPUs. A worker on
-    another device can use such a region, too.
-    """
+    """Maps each region in GPU memory to its GPU, if there are several workers, some on GPUs. Other workers can use it, too."""
 
     __slots__ = ()
 

@@ -208,11 +208,7 @@ def _rank(key: Key, worker: WorkerLink) -> int:
 
 
 def _spare(worker: WorkerLink, slots: Key) -> int:
-    """Returns how many more sequences of a model a worker can run.
-
-    This is the number that the worker has published under the key ``slots``, less the sequences that were sent to it since
-    then. It is negative if sequences wait there.
-    """
+    """Returns how many more sequences a worker can run: those that it published, less those sent since; below 0: some wait."""
     published = worker.sequences.slots(slots)
     if published is None:
         return 0

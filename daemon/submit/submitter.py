@@ -6,14 +6,12 @@ The numbered story of one request, in the order of this file:
 2. If no worker can run it, it waits until one can, but not for too long.
 3. Records leave: at once for an idle worker, the others at the end of the loop's iteration in one datagram for each worker.
 4. The answer comes back on the lane; the request (``in_flight``) gets the answer, and the lane whose arena has its tensors.
-5. The request's owner calls ``release`` when the answer's bytes have left. Until then the answer's lease is outstanding, and
-   counts against the connection's share, beyond which more requests of the connection are throttled (``throttle``).
+5. The request's owner calls ``release`` when the answer's bytes have left. Until then the answer's lease counts against the
+   connection's share, beyond which more requests of the connection are throttled (``throttle``).
 
 The submitter owns what a request takes (its entry in flight, its leases, its place on a lane) from ``send`` until its end, also
-if sending it fails. A failure ends one request; all other requests go on.
-
-End of file on a lane only stops sending. The dead worker's requests run on other workers once the supervisor says that the worker
-is fenced, because until then it might still write. Each request gets exactly one final answer.
+if sending it fails. End of file on a lane only stops sending: the requests of a dead worker run on other workers once the
+supervisor says that it is fenced, because until then it might still write. Each request gets exactly one final answer.
 """
 
 from __future__ import annotations
@@ -643,11 +641,7 @@ class Submitter:
             self._timer = self._loop.call_later(_TIMER_SECONDS, self._time_out)
 
     def _time_out(self) -> None:
-        """Ends the requests that have waited too long: for a worker, for memory, for their client, or for an answer.
-
-        A request waits for its client while the client has not read earlier answers. The timer is started again if any request
-        still waits.
-        """
+        """Ends the requests that waited too long: for a worker, memory, an answer, or their client to read earlier answers."""
         self._timer = None
         now = self._loop.time()
         for request in self._without_worker_since(now):

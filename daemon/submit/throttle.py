@@ -180,11 +180,7 @@ class Throttle:
 
 
 def _has_own_room(account: Account, line: _Line) -> bool:
-    """Returns whether the connection's share has room for one more answer.
-
-    Answers that the client has not read count, and so does an expected answer of the last size for each request that was sent
-    after a wait.
-    """
+    """Returns whether the connection's share has room for one more answer, besides unread answers and expected ones."""
     expected = account.answers + (len(line.sent) + 1) * account.last
     return not account.is_full and (expected <= account.limit or not (line.sent or account.answers))
 
