@@ -244,7 +244,7 @@ class Release(Record, frozen=True, tag="L"):
 
 
 class Taken(Record, frozen=True, tag="T"):
-    """Tells the worker that the client has taken more bytes of a request's responses (``lane.response_byte_size``)."""
+    """Tells the worker that the client took that many more bytes of responses, counted by ``lane.response_byte_size``."""
 
     request_id: int
     byte_size: _Natural

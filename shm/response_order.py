@@ -30,7 +30,10 @@ class ResponseOrder(Generic[K, A]):
         return len(self._turns)
 
     def passes(self, request: K) -> bool:
-        """If a request's answer may be sent and none waits for it, forgets it: True. False: give it to ``done``."""
+        """Returns whether to send a request's answer now, with none waiting for it; else give it to ``done``.
+
+        If so, forgets the request.
+        """
         turns = self._turns
         if self._ready or not turns or turns[0] is not request:
             return False
