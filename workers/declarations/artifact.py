@@ -4,9 +4,7 @@
     params.*                            arguments, put on the device once
 
 Tensors are as the programs have them; sizes that vary become axes, with the buckets that config.pbtxt gives them.
-
-Names come from the pytree of a program's arguments and results (``tensord.workers.tensors.tensor_trees``). If there is only one
-positional argument, names do not begin with its number.
+Names are as in ``tensord.workers.tensors.tensor_trees``, but do not begin with the number of a single positional argument.
 """
 
 from __future__ import annotations
@@ -275,8 +273,7 @@ def digest(folder: Path) -> bytes:
 def module(folder: Path, message: ModelConfig, platform: str) -> ModuleType:
     """Builds a Python module from the programs of a version's folder, with ``inputs``, ``create`` and so on like a model.py.
 
-    ``platform``: that of the worker's device, as ``jax.Device`` names it. Raises InvalidArgument: a file cannot be read, or the
-    files do not belong together; the message names the file.
+    ``platform``: as ``jax.Device`` names it. Raises InvalidArgument: a file cannot be read or does not fit; it is named.
     """
     return _Artifact(folder, message, platform).module()
 

@@ -1,6 +1,4 @@
-"""Reads how a model's configuration treats sequences, and makes control inputs, which describe them to the model.
-
-The scheduler makes control inputs for each request, and no client may send them.
+"""Reads how a model's configuration treats sequences, and makes control inputs (no client sends any), which describe them to it.
 
     START, END, READY    one of two values that the configuration gives, as INT32, FP32 or BOOL
     CORRID               the correlation id

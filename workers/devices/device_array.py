@@ -1,7 +1,5 @@
 """An output on the GPU, which stays there until its destination is known: a region on the device, or host memory.
 
-It has an array's shape, dtype and size, can be cut into rows and reshaped, and turns into an array in host memory on demand.
-
 A client may take its host memory away at any time. When the processor accesses missing pages, the fault guard (``shm/guard.py``)
 has the request answered with an error. When the driver accesses missing pages, it may fail for good, and with it everybody's
 requests on that GPU. So the driver is given a client's memory only where the pages are locked; the host copies all other memory.

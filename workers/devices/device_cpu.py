@@ -1,7 +1,4 @@
-"""Pins CPU workers to their share of the cores, before XLA sizes its thread pools by the cores that it may use.
-
-Measured on two cores: two pinned workers run a matrix product 20 % faster in sum than two that are not.
-"""
+"""Pins CPU workers to their share of the cores, before XLA sizes its thread pools by the cores that it may use."""
 
 from __future__ import annotations
 

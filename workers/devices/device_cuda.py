@@ -256,9 +256,7 @@ class CudaDevice:
     def take(self, made: Sequence[jax.Array], cuts: Sequence[tuple[int, int]] = ()) -> list[bytes] | None:
         """Copies outputs to host memory and returns the bytes of each. It waits once, also for outputs still being computed.
 
-        Returns None if the outputs are too large for the staging memory. ``cuts``: the ranges of bytes to return, if there is a
-        single output; empty: each output is returned whole.
-
+        None: they are too large for the staging memory. ``cuts``: the ranges of bytes to return of a single output; empty: all.
         Raises DeviceLost: the GPU failed. An error of the program's run is raised unchanged.
         """
         ends = list(itertools.accumulate([-(-byte_size_of(array) // _LINE) * _LINE for array in made]))
@@ -282,9 +280,7 @@ class CudaDevice:
     ) -> dict[str, GpuArray | Array]:
         """Copies outputs to their places. It waits once, also for outputs still being computed.
 
-        Returns all outputs. Outputs without a place are returned as host arrays if they are small together, else as arrays on the
-        device.
-
+        Returns all outputs; those without a place as host arrays if they are small together, else as arrays on the device.
         Raises: InvalidArgument: a region cannot be written any more.  DeviceLost: the GPU failed. An error of the program's
         run is raised unchanged.
         """

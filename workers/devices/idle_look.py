@@ -3,8 +3,7 @@
     a thread's clock ─▶ inbox ─▶ loop, if it is idle: is the last mark reached? ─▶ another mark
                                    └─ not for too long, or an error ─▶ DeviceLost: the worker ends and is replaced
 
-The loop itself checks: if the driver does not return, the loop stops, which the supervisor sees. While the GPU has work, the
-errors of that work show a failure.
+If the driver does not return, the loop stops, which the supervisor sees. While the GPU has work, errors show a failure.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Input tensors that are read only when their batch is gathered: in a client's GPU memory, or in a snapshot region.
 
-So a request in a queue holds no copy, and the tensor is copied once, straight into the buffer of the executable. A tensor has
-an array's shape, dtype and size and turns into an array on demand, so queues, buckets and models that run on the host treat it as
-one; code that can use a tensor on the device uses its ``pointer`` instead.
+So a request in a queue holds no copy, and the tensor is copied once, into the executable's buffer. It turns into an array on
+demand, and is treated as one; code that can use a tensor on the device uses its ``pointer`` instead.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The devices of a model that runs on several of them, and the rule that a worker runs one program on several devices at a time.
 
-The parts of such a program wait for each other. If two threads began two programs, some devices might begin with the first and
-some with the second, and all would wait for ever.
+The parts of such a program wait for each other: if devices began two programs in different orders, all would wait for ever.
 """
 
 from __future__ import annotations

@@ -121,8 +121,7 @@ class Loader:
     def load(self, record: Load, tell: Tell = nobody, cancellation: Cancellation | None = None) -> LoadedModel:
         """Loads a model version. Raises ServingError: that failed; the message is one sentence, and details are in the log.
 
-        ``tell``: called before each program is compiled or read from the cache, with its number, how many there are, and how many
-        were compiled so far.
+        ``tell``: called before each program is made, with its number, how many there are, and how many were compiled so far.
         """
         progress = LoadProgress(record.name, record.version, tell, cancellation)
         try:

@@ -1,8 +1,7 @@
 """Runs the steps of an ensemble as one pipeline of programs, if no other requests wait for any of its models.
 
-The results are those of running each step as a request to its model. A pipeline needs compiled programs of fixed shapes on the
-worker's device for all steps, and each step must run at once and in a batch of its own. Pipelines are found once for each set of
-outputs, until a model changes.
+The results are those of running each step as a request to its model. All steps need compiled programs of fixed shapes on the
+worker's device, and must run at once, each in a batch of its own.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class EnsemblePipeline:
         return None if found is None or found.long or not found.gathers else found
 
     def programs(self, key: Shapes, most: int) -> list[PipelineProgram | None]:
-        """Returns what ``program`` returns for 1 row up to ``most`` rows; ``key`` is not looked at, as there is only one."""
+        """Returns what ``program`` returns for 1 up to ``most`` rows; ``key`` is ignored, as a pipeline takes only one."""
         return [self.program(rows) for rows in range(1, most + 1)]
 
     def run(self, execution: Execution, program: PipelineProgram) -> None:
@@ -208,10 +207,9 @@ def needs_steps(request: Request) -> bool:
 
 
 def _program(step: _Step, batches: bool, rows: int) -> Executable | None:
-    """Returns the program that computes a step for ``rows`` rows.
+    """Returns the program that computes a step for ``rows`` rows, of an ensemble that ``batches``.
 
-    None: running the step takes more than a program, such as a thread of its own or a lookup in the response cache.
-    ``batches``: whether the ensemble has a batch dimension; if the step's model differs in this, None is returned as well.
+    None: running the step takes more than a program (a thread, the response cache), or its model differs in ``batches``.
     """
     member = step.version
     loaded, model, specs = member.loaded, member.jitted, member.signature.inputs

@@ -148,10 +148,7 @@ class Execution:
 
 
 def chosen_by(sets: ParameterSets, requests: Sequence[Request]) -> ParameterSet:
-    """Returns the parameter set that a batch is computed with: the one that its first request names, ``main`` if it names none.
-
-    In requests that want to know the set it is noted for the answer. Raises NotFound: there is no set with that name any more.
-    """
+    """Returns the set that a batch's first request names, or ``main``; noted where requests ask. Raises NotFound: it is gone."""
     chosen = requests[0].chosen
     found = sets.main if chosen is None else chosen if isinstance(chosen, ParameterSet) else sets.find(chosen)
     if sets.told:
@@ -181,11 +178,7 @@ class RunnableModel(Describing, Protocol):
 
 
 def run(model: RunnableModel, execution: Execution, check: CheckDevice = works) -> None:
-    """Runs a batch. Afterwards each request has a result or an error in ``execution``.
-
-    If the run of several requests fails, each is run alone where running it twice does no harm; any other gets the error.
-    ``check``: raises if the model's device has failed.
-    """
+    """Runs a batch; then each request has a result or an error. ``check``: raises if the model's device has failed."""
     try:
         model.execute(execution)
     except BaseException as error:  # also sys.exit() in a model: it must cost its request an answer, not the thread

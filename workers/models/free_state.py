@@ -4,8 +4,7 @@
                                               run: the state goes in as further inputs, and comes out as further outputs
                       keep ◀─ the new state ──╯
 
-The arrays are in host memory, because no single array could hold those of all sequences. A run that fails does not change them.
-Used by the worker's loop only.
+The arrays are in host memory, and a run that fails does not change them. Used by the worker's loop only.
 """
 
 from __future__ import annotations

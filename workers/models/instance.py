@@ -1,8 +1,6 @@
 """Runs one instance of a model in a thread of its own: if the model is not jitted (it may sleep), or has several instances.
 
-    loop ── Execution ──▶ thread: status page, run, status page ──▶ inbox: ``done(execution)`` on the loop
-
-The model's ``initialize``, ``execute`` and ``close`` all happen in that thread, as in a process of its own.
+loop ── Execution ──▶ thread: status page, run, status page ──▶ inbox: ``done(execution)`` on the loop
 """
 
 from __future__ import annotations
@@ -46,8 +44,7 @@ class _Closing:
 class Instance:
     """A thread that runs one instance of a model.
 
-    Only the worker's loop uses ``given`` (the batches given to the thread), ``depth`` (the most batches that may be given at a
-    time) and ``status_slot``.
+    For the loop only: ``given`` (the thread's batches), ``depth`` (the most that may be given at a time) and ``status_slot``.
     """
 
     def __init__(

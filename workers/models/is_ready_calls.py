@@ -48,10 +48,9 @@ class IsReadyCalls:
             self._models.remove(is_ready)
 
     def ask(self, answered: Callable[[bool], None]) -> None:
-        """Asks all instances whether they are ready, and calls ``answered`` with the result on the worker's loop.
+        """Calls ``answered``, on the worker's loop, with whether all instances are ready.
 
-        The result is True if every ``is_ready`` returned ``True``. It is False if one returned anything else or raised, or if
-        they have not all returned after five seconds.
+        They are if every ``is_ready`` returned ``True`` within five seconds.
         """
         self._waiting.append((time.monotonic() + _SECONDS, answered))
         if self._thread is None:

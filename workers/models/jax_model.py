@@ -164,8 +164,8 @@ class JaxModel:
     def programs(self, key: Shapes, most: int) -> list[Executable | GroupedProgram | None]:
         """Returns the list of programs for 1 to ``most`` rows of a batching key; None in it: none is compiled for that many.
 
-        If one call can run several requests, the list is for 1 to ``grouped_calls.MOST`` requests instead of rows. The list is
-        empty if outputs have to be cut, inputs are ragged, or sequence state varies in size. Nothing is compiled here.
+        If one call can run several requests, the list is for 1 to ``grouped_calls.MOST`` requests instead of rows. It is empty
+        if outputs have to be cut, inputs are ragged, or sequence state varies in size.
         """
         if self.grouped is not None:
             # What does not share calls, or not yet, is run one after the other.
@@ -225,12 +225,9 @@ class JaxModel:
         return not self._cut and len(requests) == 1 and (not self._signature.batches or requests[0].rows == bucket)
 
     def execute(self, execution: Execution, carry: Carry | None = None) -> None:
-        """Runs a batch and fills in its outputs.
+        """Runs a batch and fills in its outputs. ``carry``: the instance's sequence state; None: that of the worker's loop.
 
-        ``carry``: the sequence state of the instance that runs the batch; None: the state that the worker's loop uses.
-
-        Raises LookupError: no executable for the batch is compiled.  StateLost: the run failed, and the state of all sequences is
-        lost with it.
+        Raises LookupError: no executable for it is compiled.  StateLost: the run failed, and the state of all sequences is lost.
         """
         requests = execution.requests
         executable: Executable | GroupedProgram | None = execution.executable

@@ -91,10 +91,7 @@ class ModelTable:
         self._drain(version, lambda: None)
 
     def find(self, name: str, number: int) -> ModelVersion:
-        """Returns the version that a request goes to; ``number`` 0: the newest.
-
-        Raises NotFound: there is no such version; InvalidArgument: it has only passive instances, which take no requests.
-        """
+        """Returns the version for a request (0: the newest). Raises NotFound: none; InvalidArgument: only passive instances."""
         version = self._found.get((name, number))
         if version is not None:
             return version

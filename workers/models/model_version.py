@@ -203,8 +203,7 @@ class ModelVersion:
     def commit(self, parameters: ParameterSet, moves: bool) -> Unused:
         """Puts staged parameters into use. Returns the parameters that they replace.
 
-        ``moves``: True: sequences that have begun, and requests that a stepped model has begun, go on with the new parameters;
-        False: they go on with those that they began with.
+        ``moves``: True: begun sequences and stepped requests go on with the new ones; False: with those that they began with.
         """
         assert self.sets is not None
         former = self.sets.newest(parameters.name)

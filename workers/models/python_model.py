@@ -213,8 +213,7 @@ class PythonModel:
     def _sent(self, request: Request, asked: interface.InferenceRequest) -> Result | None:
         """Returns the result of a request to a decoupled model after its run; its responses go through response senders.
 
-        ``STREAMED``: a sender answers, now or later.  Internal: the model kept no sender, so that nothing will answer.  None: the
-        model asked for another run of the request.
+        ``STREAMED``: a sender answers, now or later.  Internal: none was kept.  None: the model asked for another run.
         """
         again = bool(asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
         held = asked.sender is not None
@@ -235,8 +234,7 @@ class PythonModel:
     ) -> None:
         """Ends the requests that an ``execute`` coroutine has left unanswered, with an error; called in the coroutines' thread.
 
-        ``error``: the exception that the coroutine raised, which ends them all. None: it returned; then a request for which the
-        model keeps a sender is not ended, because it may still be answered.
+        ``error``: what the coroutine raised; it ends all. None: it returned; requests with a kept sender may still be answered.
         """
         caller.close()
         if self._port.ran is not None:
@@ -343,11 +341,9 @@ class DeclaredOutputs:
         self._warned = False
 
     def fit(self, name: str, array: Array, rows: int) -> Array:
-        """Returns an output in the shape that clients see.
+        """Returns an output in the shape that clients see, ``dims``, also where the model computes that of ``reshape``.
 
-        That is the configuration's ``dims``, also where the model computes the shape that ``reshape`` gives instead. An output
-        with other dimensions is returned as it is, and a warning is logged once. Raises Internal: its dimensions are not as
-        declared and ``strict_outputs`` is set.
+        An output of other dimensions stays as it is, with one warning; with ``strict_outputs`` it raises Internal.
         """
         spec = self._signature.outputs[name]
         array = spec.as_objects(array)

@@ -64,11 +64,7 @@ class RateLimiter:
         self._limits.update(self._given)
 
     def may_run(self, instance: Instance) -> bool:
-        """Reserves the resources that an instance needs, until ``done``. Returns False if they are not all free.
-
-        In this case the instance waits for them: this is to be called again once ``moved`` is True, as resources became free
-        then.
-        """
+        """Reserves an instance's resources until ``done``. False: not all are free; call it again once ``moved`` is True."""
         if instance not in self._running:
             self._waiting[instance] = None
             self._grant()

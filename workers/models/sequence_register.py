@@ -1,7 +1,6 @@
-"""Registers the live sequences of all models of a worker: limits how many there are, and publishes them to the fronts.
+"""Registers a worker's live sequences: limits how many there are, and publishes them to the fronts. For the worker's loop only.
 
-A sequence is on the shared sequence page before any request of it runs, and until all its answers were sent. Used by the worker's
-loop only.
+A sequence is on the shared sequence page before any request of it runs, and until all its answers were sent.
 """
 
 from __future__ import annotations

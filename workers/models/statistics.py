@@ -1,7 +1,4 @@
-"""Counts the requests, runs and responses of one model version, in the shape of Triton's statistics extension.
-
-A refused request counts nowhere. Source: Triton docs/protocol/extension_statistics.md.
-"""
+"""Counts a model version's requests (refused ones nowhere), runs and responses, as in Triton's extension_statistics.md."""
 
 from __future__ import annotations
 
@@ -218,10 +215,9 @@ class VersionStatistics:
         self.responses = ResponsesByNumber()
 
     def executed(self, execution: Execution, failed: Mapping[Request, Failure], now_ns: int) -> None:
-        """Counts a batch that has run; its answers are written, or wait for memory.
+        """Counts a batch that has run (its answers are written, or wait for memory), with its ``failed`` requests.
 
-        ``failed``: the requests that ended with an error.
-        Requests that response senders answer are counted by ``streamed`` instead, once their last response was sent.
+        ``streamed`` counts instead, once their last response was sent, requests that response senders answer.
         """
         began, gathered, computed = execution.began_ns, execution.gathered_ns, execution.computed_ns
         answered: Sequence[Request] = execution.requests

@@ -1,10 +1,8 @@
-"""Makes and runs the samples of ``model_warmup``, before a version serves. They are not counted in statistics.
+"""Makes and runs the samples of Triton's ``model_warmup`` before a version serves; statistics do not count them.
 
-    inputs     zeros, random values, or a file of <model>/warmup/: the tensor's bytes as a client would send them
-    batch_size for a model that batches: the sample's dims come without the batch dimension
-    count      how often the sample is run; 0 means once
-
-Source: Triton's model_config.proto, ModelWarmup.
+inputs     zeros, random values, or a file of <model>/warmup/: the tensor's bytes as a client would send them
+batch_size for a model that batches: the sample's dims come without the batch dimension
+count      how often the sample is run; 0 means once
 """
 
 from __future__ import annotations
@@ -113,10 +111,9 @@ class Sample:
 def samples(
     message: ModelConfig, described: Signature, folder: Path, more: Mapping[str, Array] | None = None
 ) -> list[Sample]:
-    """Makes the warmup samples of a completed configuration.
+    """Makes the warmup samples of a completed configuration. ``folder``: the model's, with the files of ``warmup/``.
 
-    ``folder``: the model's folder, with the files of ``warmup/``. ``more``: name -> value, with one row, of inputs that clients
-    do not send. Raises InvalidArgument: a sample does not fit the model, or its file cannot be read.
+    ``more``: name -> value, with one row, of inputs no client sends. Raises InvalidArgument: one does not fit, or cannot be read.
     """
     made: list[Sample] = []
     room = MAX_BYTE_SIZE
@@ -154,10 +151,9 @@ def _sample(setting: Any, described: Signature, folder: Path, room: int, more: M
 
 
 def _tensor(what: str, given: Any, spec: TensorSpec, lead: tuple[int, ...], folder: Path, room: int) -> Array:
-    """Returns one input of a warmup sample as the model takes it.
+    """Returns one input of a warmup sample as the model takes it. ``given``: the input in ``model_warmup``.
 
-    ``given``: the input in ``model_warmup``. ``lead``: the batch dimension, or (). ``room``: the most bytes that it may have.
-    Raises InvalidArgument: the input does not fit the model or ``room``, or its file cannot be read.
+    ``lead``: the batch dimension, or (). ``room``: its most bytes. Raises InvalidArgument: unfit, too large, or not readable.
     """
     datatype, dims = datatypes.from_model_config(data_type_name(given)), tuple(given.dims)
     if datatype != spec.datatype or not spec.fits(dims):

@@ -137,10 +137,7 @@ class DeviceRoom:
             heapq.heappush(self._order, entry)
 
     def keep(self, parameters: ParameterSet) -> None:
-        """Keeps a set that a newer one has replaced, in host memory, so that it can be put into use again.
-
-        The oldest kept sets are forgotten when all kept sets have together more bytes than sets may take on the device.
-        """
+        """Keeps a replaced set in host memory, to be put into use again; beyond the sets' limit the oldest are forgotten."""
         self._former[parameters] = None
         while sum([each.byte_size for each in self._former]) > self._limit:
             oldest, _ = self._former.popitem(last=False)

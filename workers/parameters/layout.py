@@ -1,4 +1,4 @@
-"""Reads and writes parameters in the form in which processes pass them on: safetensors' layout in sealed memory.
+"""Reads and writes parameters in safetensors' layout (https://github.com/huggingface/safetensors#format) in sealed memory.
 
     | length of the header u64 | header: JSON, padded with spaces | tensors, one behind the other, without holes |
     header   {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ..., "__metadata__": {...}}
@@ -6,8 +6,6 @@
 The header is checked as if an attacker had written it. In memory that is laid out here the tensors begin at a multiple of
 ``ALIGNMENT``, and so does each tensor except the few behind the first whose size is not a multiple: XLA uses aligned tensors
 without a copy.
-
-Source: safetensors' format, https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations

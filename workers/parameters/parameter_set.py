@@ -195,10 +195,7 @@ class ParameterSet:
         return self._host
 
     def leave(self) -> object:
-        """Removes the parameters from the device if they are in host memory. Programs that run keep them until they end.
-
-        Returns what was on the device; its memory is freed when the caller drops the result.
-        """
+        """Takes parameters that are in host memory off the device. Returns them; dropping the result frees their memory there."""
         with self.sets.room.lock:
             trees: list[Any] = []
             if self._host is not None:
@@ -234,7 +231,7 @@ class ParameterSet:
         self.placed_byte_size -= self.sets.placer.byte_size_in_place(host)
 
     def prepare(self) -> None:
-        """Places the parameters on the device before use, without a lock. Raises Unavailable: no room; or what placing does."""
+        """Places the parameters on the device before use, without a lock. Raises Unavailable: no room; or what copying raises."""
         room = self.sets.room
         if not self._is_placed:
             with room.lock:

@@ -83,8 +83,7 @@ class SealedMemory:
     def __init__(self, fd: int) -> None:
         """Maps sealed memory; the caller keeps ``fd`` and may close it.
 
-        Raises InvalidArgument: the memory is not sealed, or empty; Unavailable: it cannot be mapped now, or so many files are
-        open that the remaining file descriptors are reserved for requests.
+        Raises InvalidArgument: it is not sealed, or empty; Unavailable: it cannot be mapped, or too many files are open.
         """
         if not is_sealed(fd) and _seals(fd) & _RETURNING != _RETURNING:
             raise InvalidArgument("the memory of parameters is not sealed against changes")
@@ -111,10 +110,7 @@ class _Memory:
     """A memfd and a writable mapping of it, which this process alone has."""
 
     def __init__(self, parts: Sequence[Part], byte_size: int) -> None:
-        """Allocates memory and fills it with parts, one behind the other.
-
-        Raises Unavailable: the host has no memory left, or the process no file descriptor; or whatever copying a part raises.
-        """
+        """Allocates and fills memory. Raises Unavailable: no memory or file descriptor is left; or what copying a part raises."""
         self.byte_size = byte_size
         #: Whether the memory was free already at the last call of ``MemoryPool.expire``.
         self.is_spare = False

@@ -92,10 +92,9 @@ class SetStack:
     """Holds parameter sets of one loaded model version side by side on the device, so that the rows of a batch can mix them."""
 
     def __init__(self, leaves: Leaves, structure: Any, slots: int) -> None:
-        """Makes a stack without arrays; the first batch after ``open`` makes them.
+        """Makes a stack for sets of this tree ``structure``, without arrays; the first batch after ``open`` makes them.
 
-        ``structure``: the structure of the model's tree of parameters. ``slots``: how many sets have room, which is also the most
-        rows of a batch.
+        ``slots``: how many sets have room, which is also the most rows of a batch.
         """
         self.slots = slots
         self._structure = structure

@@ -2,9 +2,8 @@
 
     file, region, memory, leaves ─▶ copied, so that no client can change them ─▶ checked ─▶ sealed, in safetensors' layout
 
-A client may write to its region or remove it at any time: so only the copy is ever checked. ``plan`` finds what a source names,
-in the worker's loop; ``Making.make`` copies, in another thread. ``copy(at, target)`` fills an array with the bytes of a source
-from offset ``at`` on.
+A client may change or remove its region at any time: so only the copy is checked. ``plan`` finds the source, in the worker's
+loop; ``Making.make`` copies, in another thread. ``copy(at, target)`` fills an array with a source's bytes from offset ``at`` on.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     first run     which allocation became which output       OutputMemory: name ─▶ byte size, how many of that size come before
     later runs    these allocations get an address in a region or an arena; the output's address shows whether it worked
 
-XLA has no parameter for this; ``_output_memory.c`` describes how it is done. An allocation that differs from the learned ones is
-served as usual, and its output is copied.
+``_output_memory.c`` describes how it is done. An allocation that was not learned is served as usual, and its output is copied.
 
 The functions found in XLA's import table may not be the ones that XLA allocates and frees its outputs with. So a test program
 runs first, and memory is offered to models' programs only if its output was placed in the offered memory and freed there.
@@ -37,10 +36,9 @@ _attached = False
 
 
 def attach() -> bool:
-    """Redirects XLA's allocations, so that it can be made to write outputs to given memory, and tests that this works.
+    """Redirects XLA's allocations, once its back end is open, so that it can write outputs to given memory, and tests that.
 
-    To be called after XLA's back end was opened. Returns whether it works; if not, outputs are copied to their places, and the
-    reason is logged.
+    Returns whether it works; if not, outputs are copied to their places, and the reason is logged.
     """
     global _attached
     if not available:
@@ -61,8 +59,7 @@ def attach() -> bool:
 def _tried(byte_size: int = WORTH) -> str:
     """Runs a test program so that XLA writes its output to given memory. Returns why that failed; "": it works.
 
-    The memory comes from the C library, so that no harm is done if XLA frees it there itself, as it would if only its allocations
-    were redirected.
+    The memory comes from the C library, which makes it harmless if XLA frees it itself.
     """
     library, place = ctypes.CDLL(None), ctypes.c_void_p()
     if library.posix_memalign(ctypes.byref(place), ctypes.c_size_t(64), ctypes.c_size_t(byte_size)) or not place.value:
@@ -137,10 +134,9 @@ class OutputMemory:
         self._skips.clear()
 
     def run(self, call: Callable[[], dict[str, Any]], addresses: Mapping[str, int]) -> dict[str, Any]:
-        """Runs the program with ``call``, so that XLA writes outputs to given memory. Returns what ``call`` returns.
+        """Runs the program with ``call``, whose result it returns, so that XLA writes outputs to given memory.
 
-        ``addresses``: output name -> address of that memory. XLA may write an output elsewhere nevertheless; the caller must
-        compare the addresses.
+        ``addresses``: output name -> its address. XLA may write elsewhere nevertheless: the caller must compare addresses.
         """
         try:
             for name, address in addresses.items():

@@ -75,8 +75,7 @@ def _opened() -> jax.Device:
 def choose(device: jax.Device, max_flops: int) -> SingleThreadDevice | None:
     """Opens the single-thread device, before any model is loaded, if it is useful beside the worker's ``device``.
 
-    None: ``device`` is no CPU or has only one thread, ``max_flops`` is 0 (the operator does not want it), or this version of JAX
-    cannot have such a device, which is logged.
+    None: ``device`` is no CPU or has one thread, ``max_flops`` is 0, or this JAX cannot have such a device, which is logged.
     """
     if device.platform != "cpu" or thread_count() < 2 or not max_flops:
         return None

@@ -51,10 +51,7 @@ _PLACE = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class CacheDirectory:
-    """Reads, writes and removes the files of a cache directory by name.
-
-    Several threads and processes may use a directory at the same time; the file system's atomic operations keep it consistent.
-    """
+    """The files of a cache directory, by name; atomic operations keep it consistent for several threads and processes."""
 
     def __init__(self, path: Path) -> None:
         """Opens the directory, or makes it if it is missing; afterwards only this user may enter it (mode 0700).
@@ -100,10 +97,7 @@ class CacheDirectory:
             return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes a file; an earlier one of this name is replaced atomically.
-
-        Raises OSError: the file cannot be written, or other users can change the directory.
-        """
+        """Writes a file, atomically. Raises OSError: it cannot be written, or other users can change the directory."""
         with self._alone() as place:
             head = _MAGIC + _seal(self._secret(place), name, content)
             with _written(place, head, content) as new:
@@ -172,10 +166,7 @@ class CacheDirectory:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[int]:
-        """Opens the directory and yields its file descriptor; checks first that only this user can change the directory.
-
-        Raises OSError: it cannot be opened, or other users can write to it or replace it.
-        """
+        """Yields the opened directory's file descriptor. Raises OSError: not to be opened, or other users can change it."""
         with self._opened() as (place, mode):
             if mode & _WRITABLE:
                 raise PermissionError(f"directory {self.path} is open to others (mode {mode:04o})")
@@ -245,8 +236,7 @@ def _check_above(place: int, path: Path) -> None:
 def _content(place: int, name: str, secret: bytes) -> bytes:
     """Returns the content of a file without the HMAC in front of it.
 
-    Raises OSError: the file does not exist or cannot be read; ValueError: another user could have written it, or its HMAC is
-    wrong.
+    Raises OSError: it does not exist or cannot be read; ValueError: another user may have written it, or its HMAC is wrong.
     """
     whole = _bytes(place, name)
     content = whole[_HEAD:]

@@ -1,7 +1,6 @@
 """Runs a compiled program of a model version on batches, which are gathered in memory that belongs to the program.
 
-Where that memory is, and how outputs leave the device, depends on the device: ``workers/processor/processor.py``,
-``workers/gpu/gpu.py``.
+What depends on the device is in ``workers/processor/processor.py`` and ``workers/gpu/gpu.py``.
 """
 
 from __future__ import annotations
@@ -205,10 +204,9 @@ class Executable(ABC):
         return chosen.on(self._at)
 
     def run(self, chosen: Chosen = None) -> list[Content]:
-        """Runs the program on the inputs in ``memory``, which may be written again afterwards.
+        """Runs the program on ``memory``, which may be written again afterwards. Returns the outputs in host memory.
 
-        Returns the outputs in host memory. Raises Unavailable: the device has no room for the parameters; or whatever the
-        program raises.
+        Raises Unavailable: the device has no room for the parameters; or whatever the program raises.
         """
         parameters = self.parameters(chosen)
         with self._precision():

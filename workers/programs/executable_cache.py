@@ -4,14 +4,11 @@
                         where: whether on the single-thread device; or the ids of several devices, in the program's order
     <digest>.program    an entry of JAX's own persistent cache, which saves XLA's work but not the tracing
 
-An entry says on which of a worker's devices its program runs, because only compilation decides that.
-
-A pickle is code, and so is a compiled program: both are only read from a directory and from files that no other user can have
-written (``cache_directory``).
+A pickle is code, and so is a compiled program: both are only read from what no other user can have written (``cache_directory``).
 
 JAX's own cache serves programs that are not stored so: for shapes without a bucket, and those that a model runs while it is
-loaded. JAX reads its files without checking who wrote them; so it is given ``JaxCache``, which checks them. It has no public hook
-for that: if a JAX version has moved its private attribute (``PERSISTENT_CACHE``), such programs are compiled at every start.
+loaded. JAX reads its files without checking who wrote them; so it is given ``JaxCache``, which checks them. There is no public
+hook for that: where JAX has moved ``PERSISTENT_CACHE``, such programs are compiled at every start.
 """
 
 from __future__ import annotations

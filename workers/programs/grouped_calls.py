@@ -242,8 +242,7 @@ class GroupedProgram:
     def run(self, chosen: ParameterSet | None = None) -> list[Content]:
         """Runs the program on the gathered requests and waits for the results, whose first dimension counts the requests.
 
-        ``chosen``: the parameter set; None: ``main``. Raises Unavailable: the device has no room for the parameters; or whatever
-        the program raises.
+        ``chosen``: None: ``main``. Raises Unavailable: no room for the parameters; or whatever the program raises.
         """
         parameters = (chosen or self._sets.main).on(self._at)
         if self._signature.wide:
@@ -419,10 +418,9 @@ class GroupedCalls:
                 self.add(single, self.compile(single, make))
 
     def find(self, key: Hashable, waiting: int) -> GroupedProgram | None:
-        """Returns the program for one call that runs as many of ``waiting`` requests as it has room for, the oldest first.
+        """Returns the program for one call that runs as many of ``waiting`` requests of a shape as it can, the oldest first.
 
-        It may have room for more requests than wait. None: each request runs in a call of its own. ``key``: the shapes of a
-        request's inputs.
+        It may have room for more requests than wait. None: each request runs in a call of its own.
         """
         shape = self._shapes.get(key)
         return None if shape is None else shape.fitting[min(waiting, MOST)]

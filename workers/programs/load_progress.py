@@ -49,12 +49,9 @@ class LoadProgress:
     def through(
         self, wanted: Sequence[T], make: Callable[[T], tuple[CompiledProgram, bool]]
     ) -> Iterator[tuple[T, CompiledProgram, bool]]:
-        """Makes a program for each of ``wanted``. Yields each, its program, and whether the program was compiled.
+        """Makes a program for each of ``wanted``, with progress and a log. Yields each, its program, and whether it was compiled.
 
-        Reports progress before each program is made, and logs a summary at the end. Raises Cancelled: the load was given
-        up; or what ``make`` raises.
-
-        ``make``: compiles a program or loads it from the cache; returns it, and whether it was compiled.
+        ``make``: compiles or loads one. Raises Cancelled: the load was given up; or what ``make`` raises.
         """
         self._total, started_ns = len(wanted), time.monotonic_ns()
         for self._number, one in enumerate(wanted, 1):

@@ -136,10 +136,9 @@ def check_output(
 
 
 def check_cut(model: str, spec: TensorSpec, elements: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Checks an output that is split among the requests of a batch as a ragged input is.
+    """Checks an output that is split among the requests of a batch as a ragged input with ``elements`` elements is.
 
-    ``elements``: how many elements that input has. Raises Internal: the output has another number of elements, or another
-    datatype.
+    Raises Internal: the output has another number of elements, or another datatype.
     """
     if dtype == spec.dtype and math.prod(shape) == elements:
         return

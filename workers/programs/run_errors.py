@@ -1,7 +1,6 @@
 """Explains why a run failed: the device has failed, or it had no memory left for the run.
 
-Any error may come from the device: at the call or when outputs are waited for, in a model's thread or in the worker's loop. So
-the device is checked after every failure.
+Any error may come from the device, at the call or in a wait for outputs: so the device is checked after every failure.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Compiles the programs of a stepped model version before it is ready, or loads them from the cache.
+"""Compiles a stepped model's programs before it is ready, or loads them from the cache; none is compiled for a request.
 
-    init      one
-    insert    one for each combination of buckets
-    step      one for each number of slots that a step may have; all programs run on the device that suits the largest step
-
-A stepped model takes only the shapes of its buckets: nothing is compiled for a request.
+init      one
+insert    one for each combination of buckets
+step      one for each number of slots that a step may have; all programs run on the device that suits the largest step
 """
 
 from __future__ import annotations

@@ -62,10 +62,9 @@ class Rows:
         self.byte_size = at + 1
 
     def pack(self, outputs: dict[str, Any], emits: Any, finished: Any) -> Any:
-        """Packs outputs and flags as rows of results: UINT8[rows, size]. Called while JAX traces a program.
+        """Packs outputs by name, their first axis rows, and flags as rows of results: UINT8[rows, size]; while JAX traces.
 
-        ``outputs``: by name; their first axis is rows. ``emits``, ``finished``: BOOL[rows], whether a row's outputs
-        are sent to the client, and whether its request ends.
+        ``emits``, ``finished``: BOOL[rows], whether a row's outputs are sent to the client, and whether its request ends.
         """
         says = (emits * jnp.uint8(EMITS) | finished * jnp.uint8(FINISHED)).astype(jnp.uint8)
         return jnp.concatenate([*(_bytes(outputs[part.spec.name]) for part in self._parts), says[:, None]], axis=1)

@@ -39,10 +39,7 @@ def powers_of_two(limit: int) -> tuple[int, ...]:
 
 
 def check_sizes(what: str, sizes: object, limit: int = 1 << 31) -> tuple[int, ...]:
-    """Returns sizes as a tuple. Raises InvalidArgument unless they are ascending whole numbers from 1 to ``limit``.
-
-    ``what``: names the sizes in errors.
-    """
+    """Returns sizes (``what``) as a tuple. Raises InvalidArgument: they are no ascending whole numbers from 1 to ``limit``."""
     if isinstance(sizes, Sequence) and all(type(size) is int for size in sizes) and sizes:
         ascending = all(a < b for a, b in itertools.pairwise(sizes))
         if ascending and sizes[0] >= 1 and sizes[-1] <= limit:
@@ -117,10 +114,7 @@ class Buckets:
         )
 
     def padded(self, spec: TensorSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape that a tensor of shape ``shape`` is padded to.
-
-        A dimension stays as it is if its axis has no buckets, or if it is larger than the largest bucket.
-        """
+        """Returns the shape that a tensor is padded to; dims without a bucket, or beyond the largest, stay as they are."""
         return tuple(self._bucket(axis, size) for axis, size in zip(spec.axes, shape, strict=True))
 
     def _bucket(self, axis: str | None, size: int) -> int:

@@ -58,12 +58,9 @@ def flat(array: Array) -> Array:
 
 
 def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, most: int) -> tuple[int, ...]:
-    """Returns the shape for a whole batch of a ragged input, or of a batch input.
+    """Returns the shape for a whole batch of a ragged input, or of a batch input (which describes the ragged ``source``).
 
-    Args:
-      source: the ragged input that a batch input describes; for a ragged input the input itself.
-      rows, units: how many rows, and how many units of elements (``unit``), the program has room for.
-      most: how many elements of the largest request the program has room for.
+    ``rows``, ``units``, ``most``: the room for rows, for units of elements (``unit``), and for elements of the largest request.
     """
     if spec.of_batch is None:
         return (units * unit(spec),)

@@ -3,8 +3,7 @@
     config.pbtxt      sequence_batching.state: names, datatype, dims and initial values
     model.py          state = {"h": "FP32[256]"}: where config.pbtxt is silent
 
-If all dims are fixed, one array has a row of state for each sequence; else each sequence has arrays of its own
-(``workers/models/free_state.py``).
+If all dims are fixed, one array has a row for each sequence; else each sequence has its own (``workers/models/free_state.py``).
 """
 
 from __future__ import annotations
