@@ -98,7 +98,7 @@ class Acceptor:
         crowd.took(taken, room)
 
     def _replaces(self, mine: int) -> bool:
-        """Returns whether a new connection only replaces one of this front, which has ``mine`` now, that has ended."""
+        """Returns whether a new connection only replaces one that has ended. ``mine``: how many this front has now."""
         if mine < self._most:
             self._most = min(self._most, mine + _MOST_REPLACED)
             return True

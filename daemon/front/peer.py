@@ -31,7 +31,7 @@ def _opened(fd: int) -> Iterator[socket.socket]:
 
 
 def peer_of(fd: int) -> Peer:
-    """Returns the client of the connection whose socket is ``fd``; ANONYMOUS if the client has disconnected."""
+    """Returns who the client of the connection with the socket ``fd`` is; ANONYMOUS if the client has disconnected."""
     try:
         with _opened(fd) as sock:
             if sock.family != socket.AF_UNIX:

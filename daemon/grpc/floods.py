@@ -82,8 +82,7 @@ class Floods:
     def ping(self, now: float, busy: bool, answers: int) -> None:
         """Counts a ping of the client. Raises Violation: too many pings in a row came too soon after the ping before.
 
-        No ping is too soon while a call is open (``busy``) or after an answer was sent, because clients measure the connection
-        then. ``now``: seconds of the event loop's clock.
+        No ping is too soon while a call is open (``busy``) or after an answer: clients measure the connection then.
         """
         options = self._options
         answered, self._answers_at_ping = answers != self._answers_at_ping, answers

@@ -234,10 +234,10 @@ class Stream:
         self.grant()
 
     def frame_arrived(self, flags: int) -> None:
-        """Called when a DATA or HEADERS frame has arrived completely. ``flags``: the flags of the frame.
+        """Called when a DATA or HEADERS frame with these flags has arrived completely.
 
-        If the frame ends the client's side of the stream, the call is told so. If a message is incomplete then, the call is
-        refused instead. After any other frame, the client is granted more window if much of the stream's window is used up.
+        If it ends the client's side, the call is told so, or refused if a message is incomplete. After any other frame, the
+        client is granted more window if much of the stream's window is used up.
         """
         if not flags & frames.END_STREAM:
             if self.ungranted > MUCH_OF_STREAM:

@@ -184,7 +184,7 @@ class AnswerOrder:
             self._turning = False
 
     def announce_end(self) -> None:
-        """Makes the newest unanswered request, if any, the last one here: its answer says ``Connection: close``."""
+        """Makes the newest unanswered request, if any, the connection's last: its answer says ``Connection: close``."""
         last = self.requests[-1] if self.requests else None
         if last is None or not last.keep_alive:
             return

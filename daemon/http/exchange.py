@@ -522,11 +522,7 @@ class Exchange(InFlight):
             self.written()
 
     def _deflate(self, deflation: Deflation, json_size: int, tail_size: int) -> None:
-        """Compresses the answer in steps, releases the shared memory of its tensors, then writes the compressed answer.
-
-        ``json_size``: the number of bytes of JSON in the answer, before compression. ``tail_size``: the number of bytes of
-        binary tensors that follow the JSON.
-        """
+        """Compresses the answer in steps, releases the shared memory of its tensors, then writes it. Sizes are uncompressed."""
         if self._gone:
             return
         if deflation.step():

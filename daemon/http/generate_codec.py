@@ -149,7 +149,7 @@ class JoinedAnswers:
             parts.append(content)
 
     def whole(self) -> tuple[PreparedAnswer, tuple[Content, ...]]:
-        """Returns all responses joined into one answer and its bytes; the outputs of no responses have no elements."""
+        """Returns all responses joined into one answer and its bytes; without responses its outputs have no elements."""
         tensors = [
             PreparedTensor(name, datatype, (sum(sizes), *rest))
             for name, (datatype, rest, sizes, _) in self._outputs.items()

@@ -150,10 +150,7 @@ class JsonArray:
         return values
 
     def _check_nesting(self) -> Generator[None, None, bool]:
-        """Checks nested arrays against the shape, and yields between steps. Returns whether there are nested arrays.
-
-        Raises: InvalidArgument: the nested arrays do not fit the shape.
-        """
+        """Checks nested arrays, if there are any (returned), against the shape in steps. Raises InvalidArgument: no fit."""
         if find(self.text, b"[", 1, len(self.text)) < 0:
             return False
         structure = bytearray()

@@ -40,7 +40,7 @@ class Configuration:
         self.reloaded_at = time.time()
 
     async def read(self) -> Configured:
-        """Reads files, environment and flags again and checks them; applies nothing. Raises ConfigurationError: a fault."""
+        """Reads and checks files, environment and flags; applies nothing. Raises ConfigurationError: they cannot be used."""
         new = await asyncio.to_thread(self._reread)
         start_checks.check(new.options)
         return new
