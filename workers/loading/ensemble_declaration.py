@@ -57,7 +57,7 @@ def _graph(message: ModelConfig) -> EnsembleGraph:
 
 
 def joined(loaded: LoadedModel, models: ModelTable) -> LoadedModel:
-    """Completes an ensemble: streams or keeps sequences if a step does, repeatable if all are. Raises NotFound: one is gone."""
+    """Completes an ensemble: streams or keeps sequences if a step does, repeatable if all are. Raises NotFound (not loaded)."""
     assert loaded.ensemble is not None
     members = [models.find(step.model, step.version) for step in loaded.ensemble.steps]
     graph = loaded.ensemble

@@ -126,7 +126,7 @@ class OutputMemory:
 
     @property
     def offerable(self) -> frozenset[str]:
-        """Names of the outputs that XLA can write to given memory: those allocated separately; none if there are too many."""
+        """Names of the outputs that XLA can write to given memory: the first few that it allocates separately."""
         return frozenset(self._skips)
 
     def refuse(self) -> None:

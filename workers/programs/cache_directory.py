@@ -166,7 +166,7 @@ class CacheDirectory:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[int]:
-        """Yields the opened directory's file descriptor. Raises OSError: not to be opened, or other users can change it."""
+        """Yields the opened directory's file descriptor. Raises OSError: it cannot be opened, or other users can change it."""
         with self._opened() as (place, mode):
             if mode & _WRITABLE:
                 raise PermissionError(f"directory {self.path} is open to others (mode {mode:04o})")

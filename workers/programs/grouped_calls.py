@@ -86,7 +86,8 @@ class PackedTensor(NamedTuple):
 class Packing:
     """Packs a request's tensors into one array (row) for each dtype, because each argument and result makes a call slower.
 
-    FP32    | a: 3 elements | b: 2 elements | INT64   | n: 1 element |
+    FP32    | a: 3 elements | b: 2 elements |
+    INT64   | n: 1 element |
     """
 
     __slots__ = ("parts", "rows")
