@@ -247,10 +247,9 @@ class Submitter:
     # --------------------------------------------------------------------------------------- records leave for workers
 
     def _put(self, worker: WorkerLink, request: InFlight) -> None:
-        """Puts a request on a worker's lane. If the worker has no other request, the record is sent at once, else it is queued.
+        """Puts a request on a worker's lane, at once if the worker has no other; if this raises, the request is on no lane.
 
-        A traced request is always queued. Queued records are sent at the end of the event loop's iteration. If this raises,
-        the request is on no lane.
+        A traced request, or one to a worker that has others, is sent at the end of the event loop's iteration.
         """
         record, numbered, in_flight = request.record, request.numbered, worker.in_flight
         request.worker = worker
@@ -281,10 +280,7 @@ class Submitter:
             self._loop.call_soon(self._end_iteration)
 
     def _flush_later(self, worker: WorkerLink) -> None:
-        """Sends a worker's queued records at the end of the event loop's iteration, all in one datagram.
-
-        The worker mostly runs requests that come in one datagram as one batch.
-        """
+        """Sends a worker's queued records at the end of the loop's iteration in one datagram, mostly to be one batch."""
         if not worker.dirty:
             worker.dirty = True
             self._dirty.append(worker)
@@ -388,10 +384,7 @@ class Submitter:
         return True
 
     def _take(self, worker: WorkerLink, prepared: PreparedAnswer, own: AnswerRecord) -> None:
-        """Passes an error, or a response that is not the last one, to its request. Two kinds of errors are not passed on.
-
-        If a request was withdrawn before it began, it waits again. If its model has moved to another worker, it is sent there.
-        """
+        """Passes on an error, or a response that is not the last; a withdrawn or misdirected request is sent elsewhere instead."""
         take = worker.in_flight.pop if prepared.final else worker.in_flight.get
         request, lease = take(own.request_id, None), own.lease
         if lease is not None:
@@ -474,10 +467,7 @@ class Submitter:
         self._flush_all_later()
 
     def _may_come_back(self, request: InFlight) -> bool:
-        """Returns whether a request may be withdrawn from its worker and run later.
-
-        It may not if its model keeps the state of sequences or streams its responses, because it may have begun unnoticed.
-        """
+        """Returns whether a request may be withdrawn and run later: its model has no state and no streams, so it cannot have begun."""
         state = self._routing.state_of(request.prepared)
         return state is not None and state.repeatable and not state.sticky and not state.streams
 
@@ -500,10 +490,7 @@ class Submitter:
                 self._send_again(request)
 
     def taken(self, lane: SubmitterLane, response: AnswerRecord) -> None:
-        """Gives back the memory of a response that was sent to the client, and acknowledges its bytes to the worker.
-
-        A worker sends only a limited number of bytes beyond those that were acknowledged.
-        """
+        """Gives back the memory of a response that was sent to the client, and tells the worker that it may send as much more."""
         if response.lease is not None:
             self.release(lane, response.lease)
         request = self._in_flight.get(response.request_id)
@@ -551,9 +538,9 @@ class Submitter:
         self._model_changed = asyncio.Event()
 
     async def loaded(self, model: str, version: int) -> None:
-        """Waits until the load of a model's version has ended, whether it succeeded or failed.
+        """Waits until the load of a model's version has ended.
 
-        Raises Unavailable: the load has not ended within the option ``requests.worker_wait``.
+        Raises Unavailable: not within ``requests.worker_wait`` seconds.
         """
         try:
             async with asyncio.timeout(self._worker_wait):
@@ -569,10 +556,7 @@ class Submitter:
     # ---------------------------------------------------------------------------------------- a worker's death
 
     def fence(self, fenced: WorkerFenced) -> None:
-        """Sends the requests of a dead worker to other workers, and fails those that must not run twice.
-
-        Call it only when the worker's process is certainly gone and cannot write to memory any more.
-        """
+        """Runs a dead worker's requests on others, or fails them; called once its process is gone and cannot write any more."""
         worker = self._routing.workers.get(fenced.worker)
         if worker is None:
             return
@@ -624,10 +608,7 @@ class Submitter:
                 worker.writing = False
 
     def _give_up(self, worker: WorkerLink, error: ServingError) -> None:
-        """Answers all requests in flight on a worker with ``error``. Call it for a worker that still runs.
-
-        The memory of the requests is given back only when the worker's process is gone, because the worker may still use it.
-        """
+        """Answers the requests of a worker that still runs with ``error``; their memory is kept until its process is gone."""
         for request in list(worker.in_flight.values()):
             if not request.cancelled:
                 request.cancelled = True
