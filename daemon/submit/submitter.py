@@ -384,7 +384,7 @@ class Submitter:
         return True
 
     def _take(self, worker: WorkerLink, prepared: PreparedAnswer, own: AnswerRecord) -> None:
-        """Passes on an error, or a response that is not the last; a withdrawn or misdirected request is sent elsewhere instead."""
+        """Passes on an error, or a response that is not the last; a withdrawn or misrouted request is sent elsewhere instead."""
         take = worker.in_flight.pop if prepared.final else worker.in_flight.get
         request, lease = take(own.request_id, None), own.lease
         if lease is not None:
@@ -467,7 +467,7 @@ class Submitter:
         self._flush_all_later()
 
     def _may_come_back(self, request: InFlight) -> bool:
-        """Returns whether a request may be withdrawn and run later: its model has no state and no streams, so it cannot have begun."""
+        """Returns whether a request may be withdrawn and run later: its model is repeatable, stateless and does not stream."""
         state = self._routing.state_of(request.prepared)
         return state is not None and state.repeatable and not state.sticky and not state.streams
 
