@@ -26,6 +26,8 @@ def create(path, config, device):
     """The function to compile, and its parameters, which it gets back as they are on the device.
 
     ``path`` is this folder. tensord.models.load(path / "params.safetensors") reads parameters from a file.
+    A model that draws has request = {{"seed": ("INT64", 0)}} above, and takes ``apply(params, inputs, request)``:
+    tensord.models.keys(request["seed"]) makes a key for each row, for jax.vmap.
     """
     params = {{"w": np.ones((4, 2), np.float32)}}
 

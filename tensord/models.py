@@ -1,4 +1,4 @@
-"""Functions for the authors of models: read parameters, write model folders without Python, call other models, make metrics."""
+"""Functions for authors of models: read parameters, make keys, write model folders without Python, call models, make metrics."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from tensord.shm.arrays import Array
 from tensord.shm.errors import Cancelled, InvalidArgument, NotFound, ServingError, Unavailable
 
 if TYPE_CHECKING:
+    import jax
+
     from tensord.workers.calls.asking import Asked, BegunCall
     from tensord.workers.calls.own_metrics import Counter, Gauge, Histogram
 
@@ -28,6 +30,7 @@ __all__ = [
     "gauge",
     "histogram",
     "is_ready",
+    "keys",
     "load",
     "load_model",
     "span",
@@ -67,6 +70,43 @@ def export(
     from tensord.workers.loading.exporting import export_model
 
     return export_model(folder, function, parameters, inputs, max_batch_size, buckets, platforms)
+
+
+def keys(seeds: Array | jax.Array, raw: bool = False) -> jax.Array:
+    """Makes a random key for each row out of its seed, so that requests that share a batch draw what each would draw alone.
+
+        request = {"seed": ("INT64", 0)}
+        ...
+        own = tensord.models.keys(request["seed"])
+        noise = jax.vmap(lambda key: jax.random.normal(key, (4,)))(own)
+
+    A row's key depends on its seed alone, not on the batch, its padding or the row's place. It is what ``jax.random.key`` makes
+    of the seed by threefry2x32, JAX's default, also under another ``jax_default_prng_impl``: with keys of "rbg" and "unsafe_rbg"
+    all rows of a ``jax.vmap`` draw by the first one's. A seed that is not negative has the same key in every datatype.
+
+    Args:
+      seeds: INT32, UINT32, INT64 or UINT64, of shape [rows] or [rows, 1], as ``request["seed"]`` is. In a model without a batch
+        dimension that is [1], and ``keys(request["seed"])[0]`` is the request's key.
+      raw: the keys' words are returned, for libraries that take no typed keys. JAX's functions take such words as keys only where
+        ``jax_default_prng_impl`` is threefry2x32.
+
+    Returns: typed keys of shape [rows]; with ``raw`` UINT32[rows, 2], each row as ``jax.random.PRNGKey`` makes it.
+
+    Raises: InvalidArgument: ``seeds`` is no array, or of another datatype or shape.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    dtype, shape = str(getattr(seeds, "dtype", type(seeds).__name__)), tuple(getattr(seeds, "shape", ()))
+    if dtype not in ("int32", "uint32", "int64", "uint64") or not shape or shape[1:] not in ((), (1,)):
+        expected = "32 or 64-bit integers of shape [rows] or [rows, 1] are expected"
+        raise InvalidArgument(f"the seeds are {dtype}{list(shape)}; {expected}")
+    seeds = seeds.reshape(shape[0])
+    low = jnp.asarray(seeds.astype("uint32"))
+    # Shifted as they are: outside of 64-bit mode JAX would cut numpy's 64 bits to 32.
+    high = (seeds >> 32).astype("uint32") if seeds.dtype.itemsize == 8 else jnp.zeros_like(low)
+    words = jnp.stack([high, low], axis=1)
+    return words if raw else jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
 def call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> dict[str, Array]:

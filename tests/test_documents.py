@@ -70,6 +70,7 @@ BY_HAND = "from jax import export"
 TRYING = 'with tensord.testing.load("models/digits") as model:'
 BESIDE = "import labels  # digits/1/labels.py or digits/labels.py"
 ASKED = '"temperature": ("FP32", 0.7),'
+DRAWN = 'keys = tensord.models.keys(request["seed"])'
 RAGGED = 'batch_inputs = {"rows": ("SEGMENT_IDS", "INT32", "x")}'
 #: Of the README, and of the client's page.
 CALLED, ASKED_OF, AWAITED = (
@@ -77,7 +78,7 @@ CALLED, ASKED_OF, AWAITED = (
     'logits = digits({"image": images})',
     "await asyncio.gather(",
 )
-RUN = (*SERVED, CALLED, ASKED_OF, AWAITED, EXPORTED, FACTORY, LAID_OUT, BY_HAND, TRYING, BESIDE, ASKED, RAGGED)
+RUN = (*SERVED, CALLED, ASKED_OF, AWAITED, EXPORTED, FACTORY, LAID_OUT, BY_HAND, TRYING, BESIDE, ASKED, DRAWN, RAGGED)
 
 
 class User:
@@ -193,6 +194,7 @@ def test_models_to_copy(user: User) -> None:
     user.model("ragged_mean", block(MODELS, RAGGED))
     declared = 'inputs = {"x": "FP32[2]"}\noutputs = {"y": "FP32[2]"}\nmax_batch_size = 8\n'
     user.model("asked", declared + block(MODELS, ASKED))
+    user.model("drawn", block(MODELS, DRAWN))
     layers = "def mlp(x):\n    return 2 * x\n"
     source = "def create(path, config, device):\n    assert labels.NAMES == ('a', 'b')\n"
     source += '    return (lambda params, inputs: {"y": mlp(inputs["x"])}), {}\n'
@@ -207,6 +209,7 @@ if __name__ == "__main__":
         ("factory", [[1, 2, 3, 4]], {}),
         ("ragged_mean", [[1, 2, 6]], {}),
         ("asked", [[7, 14]], {"parameters": {"seed": 1, "priority": 0}}),
+        ("drawn", [[0, 0, 0, 0], [1, 1, 1, 1]], {"parameters": {"seed": 7}}),
         ("beside", [[1, 2]], {}),
     ):
         with tensord.testing.load(f"models/{name}") as model:
@@ -217,6 +220,8 @@ if __name__ == "__main__":
     assert found["factory"] == {"y": [[2, 4, 6, 8]]}
     assert found["ragged_mean"] == {"mean": [[3]], "centred": [[-2, -1, 3]]}
     assert found["asked"]["y"][0] == pytest.approx([10, 20], rel=1e-6)
+    assert len(set(found["drawn"]["y"][0])) == 4
+    assert found["drawn"]["y"][1] == pytest.approx([1 + x for x in found["drawn"]["y"][0]], abs=1e-5)
     assert found["beside"] == {"y": [[2, 4]]}
 
 

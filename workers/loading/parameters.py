@@ -34,7 +34,7 @@ def warn_of_keys(model: str, parameters: Any) -> None:
             name = jax.tree_util.keystr(path, simple=True, separator=".")
             _log.warning(
                 "model '%s': parameter '%s' is a random key, so every request gets the same numbers; "
-                "what is to differ takes a seed from the request",
+                "what is to differ takes a seed from the request, as tensord.models.keys does",
                 model,
                 name,
             )
