@@ -29,6 +29,7 @@ from tensord.shm.operations import NOT_EXPLICIT, LoadModel, ModelReady, UnloadMo
 from tensord.shm.status_page import StatusPage
 from tensord.workers.devices import device_cpu
 from tensord.workers.devices.device import DeviceName, NoDevice
+from tensord.workers.models.author_error import LEAKED
 
 if TYPE_CHECKING:
     import jax
@@ -134,6 +135,8 @@ def _tried(loader: Loader, load: Load, say: Callable[[LoadLine], None], kept: li
     except ServingError as error:
         return LoadOutcome(load.name, load.version, error.message)
     kept.append(loaded)
+    if loaded.jitted is not None and loaded.jitted.executables.leaks():
+        return LoadOutcome(load.name, load.version, f"model '{load.name}': {LEAKED}")
     return LoadOutcome(load.name, load.version, "", loaded.config.decode(), loaded.footprint)
 
 

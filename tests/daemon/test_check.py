@@ -105,7 +105,11 @@ MODELS: dict[str, tuple[str, str, str]] = {
         "",
         "did you mean 'FP32[4]'?",
     ),
-    "lower_case": (applies("inputs", "inputs = {'x': 'fp16'}\noutputs = inputs\n"), "", "did you mean 'FP16'?"),
+    "lower_case": (
+        applies("inputs", "inputs = {'x': 'fp16'}\noutputs = inputs\n"),
+        "",
+        "did you mean 'FP16[4]', or 'FP16[]'",
+    ),
     "a_file_beside": (
         DECLARED + "def create(path, config, device):\n    return open('model.py').read()\n",
         "",
@@ -268,6 +272,16 @@ def test_models_that_have_others_loaded(tmp_path: Path) -> None:
     status, good, bad = tensord_check(f"--model-repository={tmp_path}", "--model-control-mode=explicit", "--device=cpu")
     assert (status, good) == (1, dict.fromkeys(("host", "triton"), "version 1"))
     assert "model 'plain' is not asked while another one is only tried" in bad["calls"]
+
+
+def test_values_of_a_trace_that_are_left_outside(tmp_path: Path) -> None:
+    write_model(tmp_path, "leaks", "kept = []\n" + applies("kept.append(inputs['x'] * 2) or {'y': inputs['x']}"))
+    write_model(tmp_path, "plain", DECLARED + GOOD)
+    status, good, bad = tensord_check(f"--model-repository={tmp_path}", "--device=cpu")
+    assert (status, good) == (1, {"plain": "version 1"})
+    assert bad["leaks"].startswith(
+        "version 1: model 'leaks': a value of one trace of the function is kept outside of it"
+    )
 
 
 def test_one_that_never_ends(tmp_path: Path) -> None:

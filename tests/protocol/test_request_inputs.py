@@ -56,6 +56,8 @@ STATEFUL = """
 
         return apply, None
 """
+#: It takes no parameter but its own.
+STRICT = SINGLE + "    strict_parameters = True\n"
 #: Everything that can be told, as text.
 HOST = """
     import json
@@ -86,6 +88,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     repository = tmp_path_factory.mktemp("repository")
     write_model(repository, "jitted", JAX)
     write_model(repository, "single", SINGLE)
+    write_model(repository, "strict", STRICT)
     write_model(repository, "stateful", STATEFUL, "sequence_batching { oldest { max_candidate_sequences: 4 } }")
     write_model(repository, "host", HOST)
     write_model(repository, "cached", SINGLE, "response_cache { enable: true }")
@@ -172,3 +175,18 @@ def test_what_does_not_fit_is_refused(client: Any, parameters: dict[str, Any], w
 def test_no_answer_for_one_request_is_given_to_another(http: Any) -> None:
     found = {model["name"]: model.get("reason", "") for model in http.get_model_repository_index()}
     assert "its answers depend on 'scale' of a request, which the response cache does not look at" in found["cached"]
+
+
+def test_parameters_that_a_model_does_not_know(client: Any, daemon: DaemonProcess) -> None:
+    assert ask(client, "strict", [1, 2], parameters={"scale": 3.5}).tolist() == [3.5, 7]
+    for _ in range(3):
+        with pytest.raises(InferenceServerException) as refused:
+            ask(client, "strict", [1, 2], request_id="r", parameters={"sclae": 3.5})
+        assert (
+            "parameter 'sclae' of a request is unknown to model 'strict'; did you mean 'scale'?"
+            in refused.value.message()
+        )
+        assert refused.value.status() in ("400", "StatusCode.INVALID_ARGUMENT")
+    for _ in range(3):
+        assert ask(client, "single", [1, 2], parameters={"sclae": 3.5}).tolist() == [2, 4]
+    daemon.wait_log("parameter 'sclae' of a request is unknown to model 'single'; did you mean 'scale'")

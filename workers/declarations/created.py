@@ -13,6 +13,11 @@ from tensord.workers.declarations.request_inputs import RequestInputs
 from tensord.workers.tensors.signature import Signature
 from tensord.workers.tensors.tensor_trees import is_tree, taking_trees
 
+#: Argument of a model's function -> what to declare, so that the worker gives it.
+_GIVEN_WITH = {
+    "state": 'state = {"h": "FP32[8]"} in model.py, and sequence_batching { } in config.pbtxt',
+    "request": 'request = {"seed": "INT64"} in model.py',
+}
 #: What ``create`` of a model.py returned: a function, its parameters, and the initial state or None.
 Created = tuple[Callable[..., Any], Any, object]
 
@@ -29,10 +34,13 @@ def created(
     """
     model, states = described.model, described.states
     if not isinstance(returned, tuple) or not 2 <= len(returned) <= 3 or not callable(returned[0]):
-        raise InvalidArgument(f"model '{model}': create() must return a function and its parameters")
+        stepped = isinstance(returned, tuple) and returned and isinstance(returned[0], tuple)
+        more = "; several functions are a stepped model's, which says slots = 64 in model.py" if stepped else ""
+        raise InvalidArgument(f"model '{model}': create() must return a function and its parameters{more}")
     if len(returned) == 3 and not states:
         raise InvalidArgument(
-            f"model '{model}': create() returned where state begins beside a function and its parameters, but none is declared"
+            f"model '{model}': create() returned where state begins beside a function and its parameters, but none is declared; "
+            f"it takes {_GIVEN_WITH['state']}"
         )
     apply, parameters, *first = returned
     if inspect.iscoroutinefunction(apply) or inspect.isasyncgenfunction(apply):
@@ -74,7 +82,7 @@ def is_generator(returned: object) -> bool:
 
 
 def check_arguments(model: str, what: str, apply: Callable[..., Any], names: Sequence[str]) -> None:
-    """Raises InvalidArgument: the function that errors call ``what`` cannot be called with as many arguments as ``names``."""
+    """Raises InvalidArgument: the function, ``what`` in errors, cannot be called with ``names``, or reverses the first two."""
     try:
         taken = inspect.signature(apply)
     except (TypeError, ValueError):  # one that does not say what it takes
@@ -82,6 +90,11 @@ def check_arguments(model: str, what: str, apply: Callable[..., Any], names: Seq
     try:
         taken.bind(*names)
     except TypeError:
+        given = next((f"; '{name}' takes {how}" for name, how in _GIVEN_WITH.items() if name in taken.parameters), "")
         raise InvalidArgument(
-            f"model '{model}': {what} takes {taken}, it is called with ({', '.join(names)})"
+            f"model '{model}': {what} takes {taken}, it is called with ({', '.join(names)}){given}"
         ) from None
+    if [*taken.parameters][:2] == [names[1], names[0]]:
+        raise InvalidArgument(
+            f"model '{model}': {what} takes {taken}, it is called with ({', '.join(names)}), in this order"
+        )

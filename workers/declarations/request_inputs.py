@@ -5,25 +5,32 @@
 
 ``id``, ``priority``, ``timeout`` and ``sequence_*`` are fields of every request; any other name is one of the request's
 parameters. On the way to the model these properties are inputs like those of clients, with one element for each row, under names
-that clients cannot use.
+that clients cannot use. A parameter that model.py does not name is refused where it says ``strict_parameters = True``.
 """
 
 from __future__ import annotations
 
+import difflib
+import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from tensord.config import header_pattern
 from tensord.config.model_config import ModelConfig
+from tensord.config.options import Options
 from tensord.shm.arrays import DTYPES, Array
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.messages import Parameter, PreparedRequest, RequestRecord, all_parameters
-from tensord.workers.tensors.signature import TensorSpec
+from tensord.shm.messages import TELLING_PARAMETER, Parameter, PreparedRequest, RequestRecord, all_parameters
+from tensord.workers.tensors.signature import TensorSpec, meant_datatype
 
+_log = logging.getLogger(__name__)
 _PREFIX = "request."
+#: How many unknown parameters of a version the log is told of, and how many characters of each: clients choose their names.
+_MOST_TOLD, _MOST_NAMED = 8, 64
 _KINDS = {bool: "a truth value", int: "a number", float: "a number", str: "a text"}
 #: Property that every request has -> how to read it, and its value where the client does not give it.
 _OWN: Mapping[str, tuple[Callable[[RequestRecord], Parameter], Parameter]] = {
@@ -92,6 +99,38 @@ class RequestInputs:
         return f"<RequestInputs {', '.join(each.name for each in self._asked)}>"
 
 
+class KnownParameters:
+    """The parameters of requests that one model version knows: any other is refused, or told once in the log."""
+
+    def __init__(self, message: ModelConfig, module: ModuleType, options: Options) -> None:
+        """Raises InvalidArgument if ``strict_parameters`` of model.py is neither True nor False."""
+        self._model, self._names = message.name, [*map(str, getattr(module, "request", {}))]
+        self._strict, self._told = getattr(module, "strict_parameters", False), set[str]()
+        if type(self._strict) is not bool:
+            raise InvalidArgument(
+                f"model '{self._model}': strict_parameters of model.py is {self._strict!r}, True or False is expected"
+            )
+        #: Headers that fronts forward are parameters of every model.
+        patterns = (options.http.header_forward_pattern, options.grpc.header_forward_pattern)
+        self._headers = [header_pattern.compiled(pattern) for pattern in patterns if pattern]
+
+    def check(self, given: Iterable[str], label: str) -> None:
+        """Raises InvalidArgument if a strict model does not know one of these parameters. ``label``: begins the error."""
+        for name in given:
+            short = name[:_MOST_NAMED]
+            told = short in self._told or (len(self._told) >= _MOST_TOLD and not self._strict)
+            known = name in self._names or name == TELLING_PARAMETER
+            if told or known or any(pattern.search(name) for pattern in self._headers):
+                continue
+            near = difflib.get_close_matches(short, self._names, 1)
+            more = f"did you mean '{near[0]}'?" if near else f"it knows {', '.join(map(repr, self._names)) or 'none'}"
+            said = f"parameter {short!r} of a request is unknown to model '{self._model}'; {more}"
+            if self._strict:
+                raise InvalidArgument(label + said)
+            self._told.add(short)
+            _log.warning("%s (request of model.py names them; strict_parameters = True refuses others)", said)
+
+
 def request_inputs(message: ModelConfig, module: ModuleType) -> RequestInputs | None:
     """Returns the properties of requests that model.py asks for; None: it asks for none. Raises InvalidArgument."""
     declared, host = getattr(module, "request", {}), bool(getattr(module, "host", False))
@@ -111,8 +150,10 @@ def request_inputs(message: ModelConfig, module: ModuleType) -> RequestInputs | 
 def _asked(what: str, name: str, declared: object, host: bool) -> _Asked:
     datatype, *rest = declared if isinstance(declared, tuple) else (declared,)
     if not isinstance(datatype, str) or datatype not in DTYPES or len(rest) > 1:
+        meant = meant_datatype(datatype.partition("[")[0]) if isinstance(datatype, str) else None
         raise InvalidArgument(
             f"{what}: declared as {declared!r}; expected a datatype such as 'FP32', or a pair of it and a default"
+            + (f"; did you mean '{meant}'?" if meant else "")
         )
     if datatype == "BYTES" and not host:
         raise InvalidArgument(f"{what}: BYTES cannot be given to a jitted function")

@@ -52,7 +52,7 @@ def declare_steps(message: ModelConfig, module: ModuleType) -> StepDeclaration |
     if not hasattr(module, "slots"):
         for name in _NAMES:
             if hasattr(module, name):
-                raise InvalidArgument(f"{what}: {name} of model.py is for stepped models, which also say their slots")
+                raise InvalidArgument(f"{what}: {name} of model.py is for stepped models, which also say slots = 64")
         return None
     if getattr(module, "host", False):
         raise Unsupported(f"{what}: slots are for functions that are compiled; a host model answers with a generator")

@@ -16,8 +16,9 @@ from tensord.config.model_config import ModelConfig
 from tensord.shm.control_records import Load
 from tensord.shm.errors import InvalidArgument
 from tensord.workers.declarations.declaration import declare_tensors, read_labels
+from tensord.workers.declarations.declaration_names import check_names
 from tensord.workers.declarations.placement_declarations import declare_sets, gpus, is_on_demand
-from tensord.workers.declarations.request_inputs import request_inputs
+from tensord.workers.declarations.request_inputs import KnownParameters, request_inputs
 from tensord.workers.declarations.sequence_declaration import MadeInputs, SequencePlan, sequence_plan
 from tensord.workers.declarations.step_declaration import StepDeclaration, declare_steps
 from tensord.workers.imports.model_imports import ModelImports
@@ -76,6 +77,8 @@ class DeclaredVersion:
     #: None: the model has no sequences.
     sequences: SequencePlan | None
     made_inputs: MadeInputs
+    #: None: the model's own code reads the parameters of requests.
+    known_parameters: KnownParameters | None
     #: Slots and steps of a stepped model; None: it is none.
     steps: StepDeclaration | None
     #: Which parameters differ between parameter sets; None: a batch has one set.
@@ -117,6 +120,7 @@ def declared_version(load: VersionLoad, target: LoadTarget) -> DeclaredVersion:
     mixed, on_demand = declare_sets(message, module), is_on_demand(message, module)
     sequences = sequence_plan(message, target.options.requests.max_queue_size)
     asked = request_inputs(message, module) if compiled else None
+    known = KnownParameters(message, module, target.options) if compiled else None
     made_inputs = MadeInputs(None if sequences is None else sequences.controls, asked)
     taken = replace(described, inputs={**described.inputs, **made_inputs.specs})
     if compiled:
@@ -124,7 +128,7 @@ def declared_version(load: VersionLoad, target: LoadTarget) -> DeclaredVersion:
     if message.sequence_batching.state and sequences is not None:
         states = state_specs(message, names.state_axes)
         taken = replace(taken, states=states, slots=sequences.rules.slots)
-    return DeclaredVersion(described, taken, sequences, made_inputs, steps, mixed, on_demand, run_on)
+    return DeclaredVersion(described, taken, sequences, made_inputs, known, steps, mixed, on_demand, run_on)
 
 
 def _declared_names(load: VersionLoad) -> _Names:
@@ -142,6 +146,7 @@ def _declared_names(load: VersionLoad) -> _Names:
         return _Names({}, {}, {})
     if not callable(getattr(module, "create", None)):
         raise InvalidArgument(f"model '{message.name}': model.py has no function create(path, config, device)")
+    check_names(message, module)
     axes = declare_tensors(message, module)
     state_axes = declare_state(message, module)
     return _Names(axes, state_axes, declare_ragged(message, module))

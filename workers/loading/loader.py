@@ -209,6 +209,7 @@ class Loader:
             is_passive=not self._starting.groups(message).active,
             sequences=declared.sequences,
             made_inputs=declared.made_inputs,
+            known_parameters=declared.known_parameters,
             sets=made.sets,
             stepped=made.stepped,
             footprint=load.progress.footprint(),

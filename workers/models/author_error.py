@@ -9,6 +9,10 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+LEAKED = (
+    "a value of one trace of the function is kept outside of it (in a list, an attribute, a global), where it is no array; "
+    "return it as an output, keep it as state of a sequence, or compute it in create()"
+)
 #: The most characters of a model's own exception that a client gets.
 _MAX_REASON = 1000
 #: A link, which stays, or a path of this host: in quotes with whatever is in it, or to the end of a word.
@@ -36,6 +40,8 @@ def describe_exception(error: BaseException, folders: Sequence[Path] = ()) -> st
 
 def described_failure(error: BaseException, folders: Sequence[Path]) -> str:
     """Returns the text for a failure of loading a version, with advice if a file is missing that lies in its folder."""
+    if type(error).__name__ == "UnexpectedTracerError":
+        return f"UnexpectedTracerError: {LEAKED}{_line(error, folders)}"
     said = describe_exception(error, folders)
     name = error.filename if isinstance(error, FileNotFoundError) else None
     if isinstance(name, str) and not os.path.isabs(name) and (folders[0] / name).exists():

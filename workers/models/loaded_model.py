@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from tensord.config.model_config import ModelConfig
 from tensord.shm.control_records import Footprint, Load
 from tensord.shm.errors import InvalidArgument
+from tensord.workers.declarations.request_inputs import KnownParameters
 from tensord.workers.declarations.sequence_declaration import MadeInputs, SequencePlan
 from tensord.workers.imports.model_imports import ModelImports
 from tensord.workers.models.instance import Instance, Instantiated
@@ -86,6 +87,8 @@ class LoadedModel:
     sequences: SequencePlan | None = None
     #: What it takes besides what clients send.
     made_inputs: MadeInputs = field(default_factory=MadeInputs)
+    #: None: any parameters of requests may mean something to it.
+    known_parameters: KnownParameters | None = None
     #: Its parameter sets; None: it has no parameters that are arrays.
     sets: ParameterSets | None = None
     #: The model that is stepped, if it is one.

@@ -10,6 +10,7 @@ Parameters are arguments, never constants: a constant would be copied into every
 from __future__ import annotations
 
 import functools
+import gc
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,7 @@ from tensord.workers.programs.carry import Carry, rows_argument
 from tensord.workers.programs.executable import Executable, ExecutionDevice, Wanted
 from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.load_progress import LoadProgress
-from tensord.workers.programs.lowering import Lowering, warn_of_constants
+from tensord.workers.programs.lowering import Lowering, warn_of_constants, warn_of_undeclared
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.programs.weight import work_of
 from tensord.workers.tensors.buckets import Buckets, Shapes
@@ -107,6 +108,8 @@ class Executables:
         first = self._lowering.lower(*planned[0], self._usual) if planned else None
         warn_of_constants(self._signature.model, self._lowering.constant_byte_size, len(planned))
         program = b"" if first is None else first.as_text().encode()
+        if first is not None:
+            warn_of_undeclared(self._signature, first)
         self._identity = (self.source, program, repr(self._signature))
         self._make(planned, first, progress)
         taken, several = progress.footprint(), self._usual.several
@@ -230,6 +233,19 @@ class Executables:
         with self._cache.compiles.compiling():
             compiled = self._compile(wanted, None)
         return self.device.executable(wanted, self._signature, compiled)
+
+    def leaks(self) -> bool:
+        """Traces the smallest program once more. Returns whether values of a trace are left in variables outside of the model."""
+        try:
+            with jax.checking_leaks():
+                for wanted in [*self._planned][:1]:
+                    self._lowering.lower(*wanted, self._usual)
+        except Exception as error:
+            error.__traceback__ = None  # its frames hold values as well
+            gc.collect()
+            alive = any(issubclass(type(each), jax.core.Tracer) for each in gc.get_objects())
+            return alive and (isinstance(error, jax.errors.UnexpectedTracerError) or str(error).startswith("Leaked "))
+        return False
 
     def find(self, wanted: Wanted) -> Executable | None:
         """Returns the executable for a shape, which then counts as the last one used; None: it is not compiled or was evicted."""

@@ -23,7 +23,7 @@ from tensord.shm.errors import Internal
 from tensord.workers.jax_internals.wide import precision
 from tensord.workers.programs.carry import CARRY, carry_specs, rows_argument, stepping
 from tensord.workers.programs.executable import Wanted, arguments_of
-from tensord.workers.programs.packed_outputs import packing
+from tensord.workers.programs.packed_outputs import PACKED, packing
 from tensord.workers.programs.placement import Placement
 from tensord.workers.tensors.buckets import Shapes
 from tensord.workers.tensors.signature import Signature, TensorSpec
@@ -62,10 +62,14 @@ class Lowering:
                 lowered: jax.stages.Lowered = traced.lower()
                 return lowered
         except KeyError as error:
-            if not error.args or not isinstance(error.args[0], str) or error.args[0] in self._signature.inputs:
+            if not error.args or not isinstance(error.args[0], str):
                 raise
             names = ", ".join(f"'{name}'" for name in self._signature.inputs) or "none"
-            raise LookupError(f"apply failed with {error!r}; the inputs of the model are: {names}") from error
+            said = f"apply failed with {error!r}; the inputs of the model are: {names}"
+            parameters: Any = placement.parameter_specs(rows)
+            if error.args[0] in {*self._signature.inputs, *(parameters if isinstance(parameters, dict) else ())}:
+                said += "; it is called with (params, inputs), in this order"
+            raise LookupError(said).with_traceback(error.__traceback__) from error
 
     def _jitted(self) -> Any:
         """Returns a new jitted function for one program; it is used once, as JAX holds megabytes while it lives (measured)."""
@@ -112,6 +116,15 @@ class Lowering:
 def _kind(made: Any) -> str:
     """Describes the type of a value that a model's function returned, for an error message; a tracer of JAX is "an array"."""
     return "an array" if hasattr(made, "shape") and hasattr(made, "dtype") else f"a {type(made).__name__}"
+
+
+def warn_of_undeclared(signature: Signature, lowered: jax.stages.Lowered) -> None:
+    """Logs a warning if a program computes outputs that are not declared."""
+    made = lowered.out_info[0] if signature.states else lowered.out_info
+    unknown = [*made.keys() - signature.outputs.keys() - {PACKED}] if isinstance(made, dict) else []
+    if unknown:
+        said = "model '%s': its function computes %s, which no client gets: outputs of model.py do not declare it"
+        _log.warning(said, signature.model, ", ".join(sorted(map(repr, unknown))))
 
 
 def check_output(

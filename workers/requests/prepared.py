@@ -114,6 +114,8 @@ def validate(
             for tensor, content in zip(prepared.inputs, contents, strict=True):
                 copied += len(content) if tensor.datatype in _COPIED else 0
         if not known:
+            if prepared.parameters and (parameters := version.loaded.known_parameters) is not None:
+                parameters.check(prepared.parameters, label(own.client_id))
             preparation.learn(version.checked, checked if prepared is preparation.prepared else None, outputs)
         key, repeats = checked.key, preparation.number != INLINE and preparation.checked is not None
         name = _chosen(own, version) if own.parameter_set else None
@@ -242,6 +244,10 @@ def validate_inner(
     for name in outputs:
         if name not in signature.outputs:
             raise InvalidArgument(f"unexpected inference output '{name}' for model '{version.name}'")
+    # Steps of an ensemble all have its request's parameters, each of which is meant for one of them.
+    shared = origin is not None and prepared.parameters is origin.prepared.parameters
+    if prepared.parameters and not shared and (parameters := version.loaded.known_parameters) is not None:
+        parameters.check(prepared.parameters, label(own.client_id))
     chosen = _chosen(own, version) if own.parameter_set else None
     tells = _tells(prepared, own, version) if prepared.parameters else False
     key = checked.key if chosen is None else _key_of(version, checked.key, chosen)

@@ -18,9 +18,17 @@ from tensord.config.model_config import ModelConfig, data_type_name
 from tensord.protocol import model_config_pb2
 from tensord.shm import datatypes
 from tensord.shm.arrays import DTYPES, Array, datatype_of, in_slices
+from tensord.shm.common.datatypes import DATATYPES
 from tensord.shm.errors import InvalidArgument
 
 _DECLARATION = re.compile(r"([A-Z0-9]+)\[([^\[\]]*)\]")
+#: A declaration with other brackets, an open one or none.
+_NEARLY = re.compile(r"(\w+)([\[({<]?)([^\[\](){}<>]*)[\])}>]?")
+#: Datatypes by their names elsewhere: in Triton's configurations, in files of parameters, in C. numpy knows its own.
+_ELSEWHERE = {
+    **{datatypes.to_model_config(name): name for name in datatypes.ELEMENT_SIZES},
+    **{each.file: name for name, each in DATATYPES.items() if each.file},
+} | {"STRING": "BYTES", "FLOAT": "FP32", "DOUBLE": "FP64", "BFLOAT16": "BF16", "INT": "INT32", "LONG": "INT64"}
 #: 64-bit datatypes need JAX's x64 mode, which otherwise wraps them in silence.
 WIDE = {name for name, byte_size in datatypes.ELEMENT_SIZES.items() if byte_size == 8}
 
@@ -180,16 +188,25 @@ class Declared:
     axes: tuple[str | None, ...]
 
 
+def meant_datatype(name: str) -> str | None:
+    """Returns the datatype that is meant by another of its names, such as "float32", "F32" or "STRING"; None: it is no name."""
+    if name.upper() in datatypes.ELEMENT_SIZES:
+        return name.upper()
+    try:
+        # To numpy U8 is a text of eight characters.
+        return _ELSEWHERE.get(name) or datatype_of(np.dtype(getattr(ml_dtypes, name, name)))
+    except (TypeError, ValueError):
+        return _ELSEWHERE.get(name.upper())
+
+
 def _meant(text: str) -> str:
-    """Returns "did you mean ...?" for a declaration with numpy's name of a datatype, such as "float32[3]"; "" for any other."""
-    name, bracket, dims = text.replace(" ", "").partition("[")
-    datatype: str | None = name.upper()
-    if datatype not in datatypes.ELEMENT_SIZES:
-        try:
-            datatype = datatype_of(np.dtype(getattr(ml_dtypes, name, name)))
-        except (TypeError, ValueError):
-            return ""
-    return f"did you mean '{datatype}{bracket}{dims}'?" if datatype not in (None, name) else ""
+    """Returns what to write instead of a malformed declaration, such as "float32[3]" or "FP32(3)"; "": that is not known."""
+    found = _NEARLY.fullmatch(text.replace(" ", ""))
+    if found is None or (datatype := meant_datatype(found[1])) is None:
+        return "; tensors have no floats of 8 bits, but of 16: FP16, BF16" if re.match("(?i)(FP?|FLOAT)8", text) else ""
+    if not found[2]:
+        return f"; did you mean '{datatype}[4]', or '{datatype}[]' for a single number?"
+    return f"; did you mean '{datatype}[{found[3]}]'?"
 
 
 def parse_declaration(what: str, text: object) -> Declared:
@@ -198,7 +215,7 @@ def parse_declaration(what: str, text: object) -> Declared:
     if match is None or match[1] not in datatypes.ELEMENT_SIZES:
         meant = _meant(text) if isinstance(text, str) else ""
         raise InvalidArgument(
-            f"{what}: declared as {text!r}; expected a datatype with dims, such as 'FP32[8, n]'{meant and '; '}{meant}"
+            f"{what}: declared as {text!r}; expected a datatype with dims, such as 'FP32[8, n]'{meant}"
         )
     dims: list[int] = []
     axes: list[str | None] = []

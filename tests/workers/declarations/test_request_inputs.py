@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from tensord.config.model_config import empty
+from tensord.config.options import Http, Options
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.messages import Parameter
-from tensord.workers.declarations.request_inputs import RequestInputs, request_inputs
+from tensord.workers.declarations.request_inputs import KnownParameters, RequestInputs, request_inputs
 from tests.records import WholeRequest
 
 
@@ -76,6 +77,8 @@ def test_a_model_that_asks_nothing() -> None:
     [
         ("FP32", "request of model.py must be a dict"),
         ({"t": "FP32[1]"}, r"declared as 'FP32\[1\]'; expected a datatype such as 'FP32', or a pair"),
+        ({"t": "FP32[1]"}, "did you mean 'FP32'"),
+        ({"t": ("I64", 1)}, "did you mean 'INT64'"),
         ({"t": ("FP32", 1, 2)}, "expected a datatype"),
         ({"t": 4}, "declared as 4; expected a datatype"),
         ({"t": "BYTES"}, "request 't': BYTES cannot be given to a jitted function"),
@@ -111,3 +114,49 @@ def test_what_is_refused(datatype: str, given: Any, words: str) -> None:
 def test_numbers_that_are_none_are_kept() -> None:
     arrays = told(asked({"t": "FP16"}), t=float("inf"))
     assert np.isinf(arrays["request.t"]).all()
+
+
+def known(options: Options | None = None, **declared: Any) -> KnownParameters:
+    module = ModuleType("model")
+    module.__dict__.update(declared)
+    return KnownParameters(empty("m"), module, options or Options())
+
+
+def test_a_strict_model_refuses_parameters_that_it_does_not_know() -> None:
+    strict = known(request={"temperature": "FP32", "seed": "INT64"}, strict_parameters=True)
+    strict.check({"seed": 1, "tensord_parameters": True}, "")
+    for name, words in (
+        (
+            "temprature",
+            r"^\[request id: r\] parameter 'temprature' of .* is unknown to model 'm'; did you mean 'temperature'\?$",
+        ),
+        ("top_k", "it knows 'temperature', 'seed'$"),
+        ("a" * 9000, f"parameter '{'a' * 64}' of"),
+    ):
+        for _ in range(2):
+            with pytest.raises(InvalidArgument, match=words):
+                strict.check({name: 1}, "[request id: r] ")
+    with pytest.raises(InvalidArgument, match="it knows none"):
+        known(strict_parameters=True).check({"seed": 1}, "")
+    with pytest.raises(InvalidArgument, match=r"strict_parameters of model.py is 1, True or False is expected"):
+        known(strict_parameters=1)
+
+
+def test_others_are_told_once_and_a_few(caplog: pytest.LogCaptureFixture) -> None:
+    lenient = known(request={"seed": "INT64"})
+    for number in range(100):
+        lenient.check({"seed": 1, "sed": 2, f"any\n{number}": 3}, "")
+    said = [record.message for record in caplog.records]
+    assert len(said) == 8
+    assert said[0] == (
+        "parameter 'sed' of a request is unknown to model 'm'; did you mean 'seed'? "
+        "(request of model.py names them; strict_parameters = True refuses others)"
+    )
+    assert "parameter 'any\\n6' of" in said[-1]
+
+
+def test_headers_that_fronts_forward_are_known() -> None:
+    strict = known(Options(http=Http(header_forward_pattern="^x-user")), strict_parameters=True)
+    strict.check({"X-User-Name": "me"}, "")
+    with pytest.raises(InvalidArgument):
+        strict.check({"X-Name": "me"}, "")

@@ -151,6 +151,20 @@ HOST = """
 """
 
 
+#: Each trace leaves a value in a list.
+LEAKS = """
+    inputs = {"x": "FP32[2]"}
+    outputs = {"y": "FP32[2]"}
+    max_batch_size = 2
+    kept = []
+
+    def create(path, config, device):
+        def apply(params, inputs):
+            y = WITH inputs["x"].sum()
+            kept.append(y)
+            return {"y": inputs["x"] + y}
+        return apply, None
+"""
 DECOUPLED = "model_transaction_policy { decoupled: true }"
 YIELDS = """
     inputs = {"x": "FP32[n]"}
@@ -263,6 +277,21 @@ def test_instances(load: Loading) -> None:
         (JAX.replace('"w": 2.0', '"w": object()'), "", Internal, "TypeError"),
         (JAX.replace(', {"w": 2.0}', ""), "", InvalidArgument, "must return a function and its parameters"),
         (JAX.replace('"y"', '"z"', 1), "", Internal, "'z' is declared but not computed"),
+        (JAX.replace("max_batch_size", "max_batchsize", 1), "", InvalidArgument, "did you mean 'max_batch_size'"),
+        (
+            JAX.replace("params, inputs:", "x, w:")
+            .replace('inputs["x"] * params["w"]', 'w["w"] * x["x"]')
+            .replace("2.0", "__import__('numpy').float32(2)"),
+            "",
+            Internal,
+            "('w'); the inputs of the model are: 'x'; it is called with (params, inputs), in this order (model.py, line 10",
+        ),
+        (
+            JAX.replace("params, inputs:", "x, w:").replace('inputs["x"] * params["w"]', 'x["x"] * w["w"]'),
+            "",
+            Internal,
+            "('x'); the inputs of the model are: 'x'; it is called with (params, inputs), in this order (model.py, line 10",
+        ),
         (HOST.replace("host = True", ""), "", Unsupported, "declare 'host = True'"),
         (TRITON.replace("self.args = args", "raise RuntimeError('refusing')"), "", Internal, "RuntimeError: refusing"),
         (TRITON.replace("self.args = args", "raise SystemExit(1)"), "", Internal, "SystemExit"),
@@ -601,3 +630,26 @@ def test_parameters_that_are_no_arrays_are_named(load: Loading, caplog: pytest.L
     assert said[0].startswith(
         "model 'm': 2000 of its parameters are no arrays (16000 bytes, the first is 'deep.table.0', of type float)"
     )
+
+
+def test_an_output_that_is_not_declared_is_named_once(load: Loading, caplog: pytest.LogCaptureFixture) -> None:
+    load(JAX)
+    load(JAX.replace('* params["w"]}', '* params["w"], "score": inputs["x"], "aux": inputs["x"]}'))
+    said = [record.message for record in caplog.records if "no client gets" in record.message]
+    assert said == [
+        "model 'm': its function computes 'aux', 'score', which no client gets: outputs of model.py do not declare it"
+    ]
+
+
+def test_values_of_a_trace_that_are_left_outside(load: Loading) -> None:
+    for source, leaks in (
+        (JAX, False),
+        (LEAKS.replace("WITH", "").replace("kept.append(y)", ""), False),
+        (LEAKS.replace("WITH", ""), True),
+        # What holds it is garbage: nothing can use it.
+        (LEAKS.replace("WITH", "").replace("kept.append(y)", "ring = [y]; ring.append(ring)"), False),
+        (JAX.replace("FP32[s]", "FP32[-1]").replace('buckets = {"s": (2, 8)}', ""), False),
+    ):
+        made = load(source)
+        assert made.jitted is not None
+        assert made.jitted.executables.leaks() is leaks

@@ -72,7 +72,7 @@ def test_a_good_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        (("slots = 4", ""), InvalidArgument, "max_steps of model.py is for stepped models, which also say their slots"),
+        (("slots = 4", ""), InvalidArgument, "max_steps of model.py is for stepped models, which also say slots = 64"),
         (("slots = 4", "slots = 0"), InvalidArgument, "slots of model.py is 0, a number between 1 and 4096 is expected"),
         (("max_steps = 10", ""), InvalidArgument, "max_steps of model.py is missing"),
         (("max_steps = 10", "max_steps = 'x'"), InvalidArgument, "max_steps of model.py is 'x', a number between 1"),
@@ -81,7 +81,8 @@ def test_a_good_one(tmp_path: Path) -> None:
         (("max_steps", "step_slots = (5,); max_steps"), InvalidArgument, "step_slots of model.py is (5,)"),
         (("max_steps", "host = True; max_steps"), Unsupported, "slots are for functions that are compiled"),
         (("max_steps", "max_batch_size = 3; max_steps"), InvalidArgument, "max_batch_size is 3; a stepped model has slots"),
-        (("buckets = {", "bucket = {"), InvalidArgument, "input 'x' has axis 'n' and no buckets for it"),
+        (("buckets = {", "sizes = {"), InvalidArgument, "input 'x' has axis 'n' and no buckets for it"),
+        (("buckets = {", "bucket = {"), InvalidArgument, "'bucket' of model.py means nothing; did you mean 'buckets'"),
         (("[n]", "[-1]"), InvalidArgument, "which no input has"),
         (('"x": "FP32[n]"', '"x": "FP32[n]", "n": "FP32[1]"'), InvalidArgument, "'n' names an input and an axis"),
         (("FP32[2]", "FP32[-1]"), InvalidArgument, "output 'y' has dims [-1]"),

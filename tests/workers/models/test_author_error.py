@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tensord.workers.imports.model_imports import ModelImports
-from tensord.workers.models.author_error import describe_exception
+from tensord.workers.models.author_error import describe_exception, described_failure
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,15 @@ def test_the_authors_own_line(tmp_path: Path) -> None:
     text = "FileNotFoundError: [Errno 2] No such file or directory: 'w.npz' (helper.py, line 8, in load)"
     assert describe_exception(raised.value, (tmp_path,)) == text
     assert describe_exception(ValueError("from elsewhere"), (tmp_path,)) == "ValueError: from elsewhere"
+
+
+def test_a_value_of_another_trace(tmp_path: Path) -> None:
+    class UnexpectedTracerError(Exception):
+        pass
+
+    said = described_failure(UnexpectedTracerError("Encountered an unexpected tracer. A function ..."), (tmp_path,))
+    assert said.startswith("UnexpectedTracerError: a value of one trace of the function is kept outside of it")
+    assert said.endswith("return it as an output, keep it as state of a sequence, or compute it in create()")
 
 
 def test_a_line_that_is_no_python(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from tests.records import Tensor, WholeRequest
 def version_of(text: str) -> ModelVersion:
     made = signature(parse_pbtxt('name: "m" ' + text, "m"), {}, {})
     fields = {"signature": made, "key": lambda arrays: shapes_key(arrays, made), "version": 1}
+    fields["loaded"] = SimpleNamespace(known_parameters=None)
     return cast(ModelVersion, SimpleNamespace(**fields, sets=None, sequences=None, checked=CheckedInputs()))
 
 

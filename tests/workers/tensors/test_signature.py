@@ -30,6 +30,37 @@ def test_bad_declarations_name_the_tensor(text: object) -> None:
         parse_declaration("input 'x'", text)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("F32[4]", "did you mean 'FP32[4]'?"),
+        ("U8[4]", "did you mean 'UINT8[4]'?"),
+        ("STRING[n]", "did you mean 'BYTES[n]'?"),
+        ("TYPE_STRING[1]", "did you mean 'BYTES[1]'?"),
+        ("TYPE_FP32[-1, 4]", "did you mean 'FP32[-1,4]'?"),
+        ("FP32(4)", "did you mean 'FP32[4]'?"),
+        ("FP32[4", "did you mean 'FP32[4]'?"),
+        ("float32[4]", "did you mean 'FP32[4]'?"),
+        ("bfloat16[4]", "did you mean 'BF16[4]'?"),
+        ("fp16", "did you mean 'FP16[4]', or 'FP16[]' for a single number?"),
+        ("FP8[4]", "tensors have no floats of 8 bits, but of 16: FP16, BF16"),
+        ("F8_E4M3[4]", "tensors have no floats of 8 bits"),
+        ("float8_e4m3fn[4]", "tensors have no floats of 8 bits"),
+    ],
+)
+def test_what_was_meant(text: str, words: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        parse_declaration("input 'x'", text)
+    assert refused.value.message.startswith(f"input 'x': declared as '{text}'; expected a datatype with dims, such as ")
+    assert words in refused.value.message
+
+
+@pytest.mark.parametrize("text", ["FP33[4]", "complex64[4]", "[4]", "tokens", "FP32[1][2]"])
+def test_what_nobody_can_guess(text: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"such as 'FP32\[8, n\]'$"):
+        parse_declaration("input 'x'", text)
+
+
 def test_declared_where_the_configuration_is_silent() -> None:
     message = parse_pbtxt('name: "m" max_batch_size: 4', "m")
     declare(message, {"x": parse_declaration("x", "INT32[n, 2]")}, {"y": parse_declaration("y", "FP32[]")})

@@ -1,0 +1,76 @@
+"""Finds misspelt declarations of a model.py, such as ``max_batchsize``, ``input`` or ``bucket``, which would mean nothing.
+
+A model.py is a module, and most of its names are its author's own. One is a misspelt declaration only if it is nearly the name of
+a declaration that neither model.py nor config.pbtxt makes, if its value could be that declaration's, and if nothing reads it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import symtable
+from collections.abc import Mapping
+from importlib.util import decode_source
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tensord.config.model_config import ModelConfig
+from tensord.shm.datatypes import ELEMENT_SIZES
+from tensord.shm.errors import InvalidArgument
+
+#: How much of a name must be that of a declaration, as difflib counts it; of ``batch_size`` and ``max_batch_size`` it is 0.83.
+_NEAR = 0.85
+#: Declaration -> an example of its value.
+_EXAMPLES: Mapping[str, Any] = {
+    "inputs": {"x": "FP32[4]"}, "outputs": {"y": "FP32[4]"}, "state": {"h": "FP32[8]"}, "request": {"seed": "INT64"},
+    "max_batch_size": 32, "batch_buckets": (1, 8, 32), "buckets": {"length": (32, 128)}, "ragged": ("x",),
+    "batch_inputs": {"rows": ("SEGMENT_IDS", "INT32", "x")}, "batch_outputs": {"y": "x"},
+    "slots": 64, "max_steps": 1024, "inserts_per_step": 4, "step_slots": (4, 64), "insert_rows": 8, "gather": "concat",
+    "devices": 4, "memory_policy": "on_demand", "batch_sets": True, "resident_sets": 64,
+    "host": True, "response_cache": True, "strict_parameters": True,
+}  # fmt: skip
+
+
+def check_names(message: ModelConfig, module: ModuleType) -> None:
+    """Raises InvalidArgument if model.py has a misspelt declaration. ``message``: the configuration, as config.pbtxt has it."""
+    fields = {{"input": "inputs", "output": "outputs"}.get(field.name, field.name) for field, _ in message.ListFields()}
+    configured = {key.partition(".")[0] for key in message.parameters} | fields
+    missing = sorted(_EXAMPLES.keys() - vars(module).keys() - configured)
+    for name, value in vars(module).items():
+        if name in _EXAMPLES or name.startswith("_") or not isinstance(value, (int, str, tuple, list, Mapping)):
+            continue
+        near = difflib.get_close_matches(name, missing, cutoff=_NEAR)
+        meant = next((each for each in near if _is_like(value, _EXAMPLES[each])), None)
+        if meant is not None and not _is_used(module, name):
+            raise InvalidArgument(
+                f"model '{message.name}': '{name}' of model.py means nothing; did you mean '{meant}', as in {meant} = "
+                f"{_EXAMPLES[meant]!r}? A name of the model's own is read somewhere in model.py, or begins with '_'"
+            )
+
+
+def _is_like(value: Any, example: Any) -> bool:
+    if isinstance(example, Mapping):
+        return isinstance(value, Mapping) and _is_like(tuple(value.values()), tuple(example.values()))
+    if isinstance(example, tuple):
+        return isinstance(value, (tuple, list)) and len(value) > 0 and all(_is_like(each, example[0]) for each in value)
+    if isinstance(value, str) and example.__class__ is str and example.partition("[")[0] in ELEMENT_SIZES:
+        return value.partition("[")[0] in ELEMENT_SIZES
+    return type(value) is type(example)
+
+
+def _is_used(module: ModuleType, name: str) -> bool:
+    """Returns whether model.py reads or exports a name, or has it from elsewhere; True, too, if its text is not known."""
+    try:
+        text = decode_source(Path(str(getattr(module, "__file__", ""))).read_bytes())
+        table = symtable.symtable(text, "model.py", "exec")
+        symbol = table.lookup(name)
+    except (OSError, ValueError, SyntaxError, KeyError):
+        return True
+    return symbol.is_imported() or name in getattr(module, "__all__", ()) or _reads(table, name)
+
+
+def _reads(table: symtable.SymbolTable, name: str) -> bool:
+    """Returns whether the code of a scope, or of one inside it, reads the module's variable of this name."""
+    symbol = table.lookup(name) if name in table.get_identifiers() else None
+    here = symbol is not None and symbol.is_global() and symbol.is_referenced()
+    return here or any(_reads(inner, name) for inner in table.get_children())
