@@ -29,7 +29,7 @@ _FORM = "expected GROUP[,GROUP...]:KEY=VALUE"
 
 @dataclass(frozen=True, slots=True)
 class Restriction:
-    """The header, with its value, that a request needs for calls of a restricted group."""
+    """The header and its value that a client must send with calls of a restricted group of RPCs."""
 
     #: The header's name in lower case.
     key: str

@@ -140,7 +140,7 @@ class ParameterPushes:
             self._agenda.put(self._expire, time.monotonic_ns() + KEPT_NS)
 
     def _expire(self, now_ns: int) -> None:
-        """Has the thread free memory that was kept for further pushes, if no push has used it for a while."""
+        """Makes the push thread release memory that it keeps for further pushes, if no push has used that memory for a while."""
 
         def done(keeps: bool | Exception) -> None:
             self._expires = False

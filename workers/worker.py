@@ -285,7 +285,11 @@ class Worker:
         return woken.events
 
     def _drains(self, at_once: bool) -> bool:
-        """Returns whether this iteration only runs waiting requests (``at_once``: one is to run now) and receives none."""
+        """Returns whether this iteration only runs waiting requests, and receives none.
+
+        That is so for some iterations after requests came faster than they could be received, while ``at_once`` (a waiting
+        request can run now) is True and programs are short.
+        """
         if self._poller.missed >= _MISSED:
             self._poller.missed, self._draining = 0, _MAX_DRAINING
         if not self._draining:

@@ -20,9 +20,9 @@ from tensord_client.common.errors import in_plain_words, kind_of
 
 
 class ResultsHeld(ServingError):
-    """The program holds as many answers in the server's memory as it may, by their number or their bytes; release some.
+    """This process holds as many answers in the server's memory as it may, by their number or their bytes; release some.
 
-    Attributes: ``held``: how many answers the program holds; ``limit``: how many it may hold.
+    Attributes: ``held``: how many answers the process holds; ``limit``: how many it may hold.
     """
 
     code = "RESULTS_HELD"

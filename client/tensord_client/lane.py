@@ -275,9 +275,9 @@ class LaneConnection(Sender):
         return self.memory.empty(shape, dtype) if self.lanes else self.http().empty(shape, dtype)  # type: ignore[arg-type]
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Makes an array on a GPU and registers it as a region with the daemon over HTTP.
+        """Makes an array on a GPU and registers it over HTTP as a region, which requests on lanes may name as well.
 
-        Requests on lanes may name the array, too. ``device``: the GPU, such as "cuda:0".
+        ``device``: the GPU, such as "cuda:0".
         """
         return self.http().empty_on(device, shape, dtype)
 

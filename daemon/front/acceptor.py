@@ -162,7 +162,10 @@ class AcceptLimit:
         self._alone = self._skips = 0
 
     def took(self, taken: int, room: int) -> None:
-        """Sets ``self.room``, the limit for the next iteration, after one that accepted ``taken`` of at most ``room``."""
+        """Sets ``self.room``, how many connections the next iteration may accept.
+
+        The last accepted ``taken`` of at most ``room``.
+        """
         if taken < room:
             self.room = 1
             self._alone = min(2 * self._alone + 1, _MAX_ALONE) if taken <= 1 else 0

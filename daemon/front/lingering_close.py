@@ -100,7 +100,7 @@ class Lingering(asyncio.Protocol):
         self._lingering_close.forget(self)
 
     def is_late(self, now: float, min_rate: int) -> bool:
-        """Returns whether the client has received at most ``min_rate`` bytes a second on average, over ``LINGER_SECONDS``."""
+        """Returns whether the client received at most ``min_rate`` bytes a second, on average over ``LINGER_SECONDS``."""
         untaken = _waiting(self._transport, termios.TIOCOUTQ)
         return self._pace.is_slow(self._since, untaken, now, LINGER_SECONDS, min_rate)
 

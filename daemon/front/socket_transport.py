@@ -92,7 +92,10 @@ class SocketTransport(asyncio.Transport):
             self._look_for(self._watched | _LEFT)
 
     def ready(self, events: int) -> None:
-        """Handles the epoll events in the mask ``events``; for EPOLLIN alone, ``read`` may be called instead unless paused."""
+        """Handles the epoll events in the mask ``events``.
+
+        For EPOLLIN alone, ``read`` may be called instead if reading is not paused.
+        """
         if self._unsent and events & ~_IN:
             self._send_rest()
         if self.reading:

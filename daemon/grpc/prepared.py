@@ -46,7 +46,7 @@ class Understood(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PreparedMessage:
-    """The decoded part that requests share which differ only in id, scheduling and raw tensors (see ``PreparedMessages``)."""
+    """The decoded part shared by requests that differ only in id, scheduling and raw tensors (see ``PreparedMessages``)."""
 
     #: Kinds of answers remembered: of each worker another one, and where outputs have no fixed shape more.
     MAX_ANSWERS: ClassVar[int] = 8

@@ -182,7 +182,7 @@ def _file_of(symbol: str) -> FileDescriptor:
 
 
 def _describe(answer: Any, file: FileDescriptor) -> None:
-    """Adds the descriptor of a file to an answer, followed by the descriptors of all files that it imports."""
+    """Adds a .proto file's descriptor, then those of all files that it imports, to a reflection answer."""
     found = [file]
     for each in found:
         found += [imported for imported in each.dependencies if imported not in found]

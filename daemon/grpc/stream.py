@@ -175,7 +175,7 @@ class Stream:
             self._defect()
 
     def _take(self, piece: memoryview) -> None:
-        """Cuts received bytes, which may hold parts of messages or several, into messages, and passes whole ones to the call."""
+        """Cuts received bytes into messages, and passes whole ones to the call. A message may arrive in several pieces."""
         at, end = 0, len(piece)
         while at < end and not self._finished:
             arriving = self.arriving

@@ -238,8 +238,7 @@ class AnswerOrder:
     def _steer_reading(self) -> None:
         """Pauses reading from the socket if the client reads no answers, or if the arriving body waits for room in the arena.
 
-        Otherwise it resumes reading, provided that an inference request's body is arriving or that no request waits for an
-        answer.
+        Otherwise resumes it if an inference request's body is arriving or no request waits for an answer; else changes nothing.
         """
         if self.flow.write_paused or self._body_waits_since:
             self.flow.pause_reading()

@@ -340,8 +340,7 @@ class RegionRegistry:
     def status(self, request: RegionStatus) -> bytes:
         """Returns a JSON array of the regions of the kind that ``request`` names.
 
-        If it also names a region, only that one is in it. Raises NotFound: no region has this name, or the region is of another
-        kind.
+        If ``request`` also names a region, the array has only that one. Raises NotFound: no region of this kind has this name.
         """
         # Of an old and a new region of one name the new one is listed.
         every = reversed(self._all)

@@ -364,7 +364,7 @@ class Dispatcher:
 
     @property
     def runs_short_programs(self) -> bool:
-        """True if no model runs steps, and the last program run in the loop did less work than one loop iteration may do."""
+        """True if no model runs step by step, and the last program that the loop ran did less work than an iteration may do."""
         return not self._stepping.living and self._share < 1
 
     def _retry(self, now_ns: int) -> None:

@@ -423,10 +423,7 @@ class FastPath(Poller):
 
 
 def _plan_single(execution: Execution, preparation: Preparation) -> tuple[AnswerPlan, Mapping[int, str]] | None:
-    """Plans the answers to repeats of a prepared request, from an execution of one request that uses it.
-
-    Returns the plan, and a dict from ``PlannedOutput.content`` to the output's name. Returns None if no plan is possible.
-    """
+    """Plans the answers to repeats of a prepared request from an execution that held one such request alone."""
     (request,), made, places = execution.requests, execution.outputs, execution.places
     plan = None if made is None else preparation.plans.get(made.layout)
     if made is not None and plan is not None and plan.numbered is not None:

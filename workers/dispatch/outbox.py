@@ -219,7 +219,7 @@ class Outbox:
         return True
 
     def _plan(self, request: Request, layout: OutputLayout) -> AnswerPlan | None:
-        """Plans, and stores, how to answer a request whose batch has this layout of outputs; None: no plan is possible."""
+        """Plans and stores how to answer repeats of a request whose batch's outputs have ``layout``; None: it is not possible."""
         plan, preparation = plan_answer(request, layout, self._options.inline_byte_size), request.preparation
         if plan is not None and preparation is not None and preparation.load is request.version.checked:
             plan = plan.number(request.submitter.lane.number(cast(PreparedAnswer, plan.said)))

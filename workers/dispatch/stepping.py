@@ -208,7 +208,7 @@ class SteppingRuns:
 
     @property
     def waits(self) -> bool:
-        """True while a request to a model that runs requests step by step waits for a slot of the device's state."""
+        """True while a request to a stepped model waits for a slot in the model's state on the device."""
         return any(len(version.planner) for version in self.living)
 
     def step(self, now_ns: int, wait: bool) -> bool:
@@ -260,7 +260,7 @@ class Stepping:
     # -------------------------------------------------------------------------------------------------------- to the device
 
     def dispatch(self, now_ns: int) -> bool:
-        """Launches insertions of requests into free slots, and steps, on the device, as many as the planner allows.
+        """Launches as many steps, and insertions of requests into free slots, on the device as the planner allows.
 
         Returns whether there is more to do immediately: a launch whose results are to be read, or a request that may get a slot.
         """

@@ -73,7 +73,8 @@ class Gpu(ExecutionDevice):
 class DeviceInputs:
     """The inputs of one executable on a GPU, laid out in host memory.
 
-    All executables of a thread share this memory, so the inputs of one are sent before those of the next are gathered.
+    All executables of a thread share this memory, so one executable's inputs must be sent to the GPU before the next one's
+    are gathered.
     """
 
     __slots__ = ("_byte_size", "_device", "_parts")

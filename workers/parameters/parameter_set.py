@@ -34,7 +34,7 @@ _ABSENT: Any = object()
 
 
 class Placer:
-    """Base class of what puts the leaves of parameter sets into the memory from which one loaded version's programs use them.
+    """Base class of objects that put the leaves of parameter sets where the programs of one loaded version read them.
 
     Leaves are in the order of the model's tree, with None in place of those that clients cannot push.
     """

@@ -97,7 +97,7 @@ class ExecutionDevice(ABC):
         """Waits for outputs of a program and returns their contents in host memory. Raises what the run raised."""
 
     def small_programs(self, signature: Signature, sets: ParameterSets) -> SmallPrograms | None:
-        """Returns the object through which a version's small programs run on one thread; None: they run like large programs."""
+        """Returns the object through which a version's small programs run on one thread; None: this device has no such thread."""
         return None
 
     @abstractmethod

@@ -60,7 +60,7 @@ class Turns:
                 self._changed.notify_all()
 
     def _until_free(self) -> float | None:
-        """Returns the seconds until the next thread may begin even if none ends; 0: now; None: not before a thread ends."""
+        """Returns in how many seconds another thread may begin while all others still run; 0: now; None: only once one ends."""
         if not self._under_way:
             return 0.0
         if not self._long or len(self._under_way) > _BESIDE:
