@@ -37,7 +37,7 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class MemoryGroup:
-    """A memory control group. ``version``: 1 or 2, the version of control groups that it belongs to."""
+    """A memory control group in the folder ``folder``. ``version``: 1 or 2, the version of Linux's control groups."""
 
     folder: Path
     version: int = 2
@@ -54,7 +54,7 @@ class MemoryGroup:
     def left(self) -> int | None:
         """Returns how many more bytes of memory the processes of this group may use; None: there is no limit.
 
-        Page cache counts as free, because the kernel frees it when memory gets short, but not the shared memory in it.
+        Page cache counts as free, because the kernel frees it when memory gets short. Shared memory does not.
         """
         names = _NAMES[self.version]
         limit, used = self.limit, self._number(names.used)

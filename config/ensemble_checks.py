@@ -115,10 +115,9 @@ def in_order(message: ModelConfig) -> list[int]:
 
 
 def _unconnected(message: ModelConfig, tensor: str, written: dict[str, int], made: set[str]) -> str:
-    """Finds out why a tensor of an ensemble is not written. Returns an input of the step for ``tensor`` that no step can write.
+    """Returns an input, of the step that writes ``tensor``, that no step can write; "" if no step has ``tensor`` as output.
 
-    "" is returned if no step has ``tensor`` as an output. ``written``: the number of the step that has each tensor as an
-    output. ``made``: the tensors that can be written.
+    ``written``: output name -> the number of the step that has the output. ``made``: the tensors that can be written.
     """
     if tensor not in written:
         return ""
@@ -213,7 +212,7 @@ def _check_names(ensemble: str, member: ModelConfig, step: Any) -> None:
 
 
 def _join(ensemble: str, known: dict[str, _Tensor], model: ModelConfig, fields: Iterable[tuple[str, Any]]) -> None:
-    """Adds the ensemble's tensors that a model declares to ``known``, which has them by name.
+    """Adds the ensemble's tensors that a model declares to ``known``, the tensors so far by name.
 
     ``fields``: the names of the tensors in the ensemble, each with the model's input or output. Raises InvalidArgument: a
     model that was added earlier declares another datatype or shape.

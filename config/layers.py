@@ -98,7 +98,7 @@ def load(
 
 @functools.cache
 def defaults() -> Mapping[str, Any]:
-    """Returns every key of the configuration with its default. They stand in the file ``DEFAULTS``."""
+    """Returns every key of the configuration with its default, read from the file ``DEFAULTS``."""
     return {setting.key: setting.value for setting in read_file(DEFAULTS)}
 
 
@@ -293,7 +293,7 @@ _PATHS = """
 
 
 def _at_home(setting: Setting, value: Any) -> Any:
-    """Returns a path, or a list of paths, in which ``~`` at the start is replaced by the home directory, as a shell does.
+    """Replaces ``~`` at the start of a path, or of each path in a list, by the home directory. Returns the result.
 
     Raises ConfigurationError: the home directory is not known. ``setting``: where the path was given, for the error's message.
     """
@@ -436,7 +436,7 @@ def _address(address: str) -> None:
 
 
 def _explained(key: str, reader: Callable[[Any], Any], value: Any) -> None:
-    """Calls ``reader`` with the value of a key. A ValueError becomes a ConfigurationError that names the key as well."""
+    """Calls ``reader`` with the value of a key. Converts a ValueError to a ConfigurationError that also names the key."""
     try:
         reader(value)
     except ValueError as error:

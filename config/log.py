@@ -131,16 +131,16 @@ class LineRate:
     """Limits to ``lines`` a second the log lines that clients can cause at will, and counts the lines left out. Thread-safe."""
 
     def __init__(self, lines: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        """Begins without lines. ``lines``: the most log lines a second. ``clock``: returns a time in nanoseconds."""
+        """Starts with no line counted. ``lines``: the most log lines a second. ``clock``: returns a time in nanoseconds."""
         self._most = lines
         self._clock = clock
         self._lock = threading.Lock()
         self._window_ns = self._lines = self._left_out = 0
 
     def admit(self) -> str | None:
-        """Returns None if the caller must leave its log line out, else text that the caller appends to the line.
+        """Returns the text to append to the caller's log line; None if the line must be left out.
 
-        The text says how many lines were left out before this one; "": none was.
+        The text says how many lines were left out before this line; it is empty if none was.
         """
         with self._lock:
             now_ns = self._clock()
@@ -195,7 +195,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats each message as a JSON object on one line; for systemd's journal (``journal``) its priority stands before it."""
+    """Formats each message as a JSON object on one line. ``journal``: True: systemd's priority stands before the object."""
 
     def __init__(self, name: str, journal: bool = False) -> None:
         super().__init__()

@@ -476,7 +476,7 @@ def is_isolated(message: ModelConfig) -> bool:
 def isolated_fraction(message: ModelConfig, default: float) -> float:
     """Returns the fraction (0 to 1) of a GPU's memory that XLA takes in a worker that serves this model alone.
 
-    If the model does not name one, it is ``default``. Raises InvalidArgument: the parameter is malformed.
+    ``default``: the fraction of a model that does not name one. Raises InvalidArgument: the parameter is malformed.
     """
     if ISOLATED_FRACTION not in message.parameters:
         return default

@@ -88,7 +88,7 @@ def without_effect(message: ModelConfig) -> list[str]:
 def _given(message: Any, prefix: str) -> Iterator[str]:
     """Yields the paths, such as "a.b", of the fields that a message sets and that are in REFUSED or WITHOUT_EFFECT.
 
-    ``prefix``: the path of the message itself, which ends with a dot; "": it is the whole configuration.
+    ``prefix``: the path of the message itself, which ends with a dot; "" if the message is the whole configuration.
     """
     for field in message.DESCRIPTOR.fields:
         path = prefix + field.name
@@ -110,7 +110,7 @@ def _says(message: Any, field: FieldDescriptor, value: Any, path: str) -> bool:
 
 
 def _parts(message: Any, field: FieldDescriptor, value: Any) -> Iterable[Any]:
-    """Returns the messages that a field holds: one message, a list's items or a map's values; none if these are no messages."""
+    """Returns the messages in a field's value: one message, a list's items or a map's values. Other values give none."""
     if is_map(field) and field.message_type is not None:
         return value.values() if field.message_type.fields_by_name["value"].message_type is not None else ()
     if field.is_repeated:

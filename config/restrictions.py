@@ -29,7 +29,7 @@ _FORM = "expected GROUP[,GROUP...]:KEY=VALUE"
 
 @dataclass(frozen=True, slots=True)
 class Restriction:
-    """The header and its value that a client must send with calls of a restricted group of RPCs."""
+    """The header, by name and value, that a client must send to call the RPCs of a restricted group."""
 
     #: The header's name in lower case.
     key: str

@@ -113,7 +113,7 @@ class Budget:
         self.returned += 1
 
     def reclaim(self) -> bool:
-        """Closes an unused segment of one of the arenas; returns whether one was closed (in this base class never)."""
+        """Closes an unused segment of one of the arenas. Returns whether one was closed; the base class never closes any."""
         return False
 
 
@@ -305,7 +305,7 @@ class Arena:
         return number, 0, size
 
     def _take_reserved(self, order: int) -> _Block | None:
-        """Allocates ``BLOCK`` x 2^order bytes in the segment reserved for small tensors; None: it has no room now."""
+        """Allocates ``BLOCK`` x 2^order bytes in the segment reserved for small tensors; None: the segment has no room now."""
         if self._reserve is None:
             number = self._next_segment
             if not self._make(number, self._reserve_byte_size):
@@ -317,7 +317,7 @@ class Arena:
         return None if offset is None else (number, offset, BLOCK << order)
 
     def _make(self, number: int, byte_size: int) -> bool:
-        """Creates a segment. False: the budget has no room for it now. Raises Unavailable: the host has no memory left."""
+        """Creates a segment; returns False if the budget has no room now. Raises Unavailable: the host has no memory left."""
         if self._budget is not None and not self._budget.take(byte_size, self.held_byte_size):
             return False
         try:
@@ -383,7 +383,7 @@ class Buddies:
         self._given[(block_size // BLOCK).bit_length() - 1].append(offset)
 
     def _split(self, order: int) -> int | None:
-        """Splits the smallest large-enough free block down to ``BLOCK`` x 2^order bytes; returns its offset, or None."""
+        """Splits the smallest free block that is large enough. Returns the offset of ``BLOCK`` x 2^order bytes; None: none is."""
         for larger in range(order, self._orders):
             if self._free[larger]:
                 offset, _ = self._free[larger].popitem()
@@ -442,7 +442,7 @@ class ArenaMap:
             self._on_segment(attached)
 
     def refuse(self, segment: int) -> None:
-        """Notes that a segment could not be mapped: ``view`` raises Unavailable for that segment until ``open`` succeeds."""
+        """Makes ``view`` raise Unavailable for a segment that could not be mapped, until ``open`` succeeds for the segment."""
         self.refused.add(segment)
         if len(self.refused) > self.MAX_SEGMENTS:
             raise InvalidArgument(f"more than {self.MAX_SEGMENTS} segments could not be mapped")

@@ -119,7 +119,7 @@ class Strings:
 
 
 def in_slices(array: Array) -> Array:
-    """Converts an array of strings of any kind to an object array, in slices, and other threads may run between the slices."""
+    """Converts an array of strings of any dtype to an object array, in slices, so that other threads run in between."""
     if array.dtype == np.object_:
         return array
     flat, made = array.ravel(), np.empty(array.size, np.object_)
@@ -129,7 +129,7 @@ def in_slices(array: Array) -> Array:
 
 
 def encoded_strings(array: Array) -> Array:
-    """Returns a large array of strings as ``Strings``, others unchanged; for the thread that made it, as encoding takes long."""
+    """Encodes a large array of strings, and returns others unchanged. Slow: call it in the thread that made the array."""
     if array.dtype.kind not in "SUO" or array.size <= SLICE:
         return array
     return cast(Array, Strings(byte_content(array), array.shape))
@@ -144,7 +144,7 @@ def encoded(values: list[Any]) -> bytes:
 
 
 def _check_strings(content: bytes, shape: Sequence[int], what: str = "tensor", whose: str = "") -> None:
-    """Raises InvalidArgument unless the content of a BYTES tensor has exactly as many whole elements as its shape.
+    """Raises InvalidArgument unless a BYTES tensor's content is exactly as many whole elements as ``shape`` has.
 
     ``what``: the tensor's name in the message. ``whose``: words that some of Triton's messages add after the name.
     """

@@ -173,8 +173,8 @@ class Channel:
     def send(self, record: Record) -> bool:
         """Queues a record without descriptors, then sends all queued records. Returns True if all are sent.
 
-        False: call ``flush`` when the socket is writable. Raises InvalidArgument: the record is larger than the other end
-        accepts.
+        If it returns False, call ``flush`` when the socket is writable. Raises InvalidArgument: the record is larger than the
+        other end accepts.
         """
         return self.send_alone(record) or self.flush()
 
@@ -303,7 +303,7 @@ class Channel:
         return records, fds
 
     def _keep_part(self, content: bytes) -> None:
-        """Appends one part of a large record to those received before. Raises InvalidArgument: it is too large."""
+        """Appends one part of a large record to the parts before. Raises InvalidArgument: the record is too large."""
         self._parts += memoryview(content)[1:]
         if len(self._parts) > self._max_record:
             raise InvalidArgument(
@@ -359,12 +359,12 @@ def _is_shortage(error: OSError) -> bool:
 
 
 def _array_head(count: int) -> bytes:
-    """Encodes the header of a msgpack array of ``count`` elements, which makes records encoded one by one a list."""
+    """Encodes the header of a msgpack array, so that ``count`` encoded records behind it are decoded as one list."""
     return bytes((0x90 | count,)) if count < 16 else b"\xdc" + count.to_bytes(2, "big")
 
 
 def _duplicated(fds: tuple[int, ...]) -> tuple[int, ...]:
-    """Duplicates descriptors. Raises OSError, all duplicates closed: this process may open no more."""
+    """Duplicates descriptors. If this process may open no more, raises OSError and closes the duplicates."""
     made: list[int] = []
     try:
         for fd in fds:

@@ -98,7 +98,7 @@ class Driver:
         self.lost = ""
 
     def context(self, ordinal: int) -> Context:
-        """Returns the context of a device by its number here. Raises NoCuda: there is none, or it cannot be used."""
+        """Returns the context of this process's device ``ordinal``. Raises NoCuda: the device is missing or cannot be used."""
         found = self._contexts.get(ordinal)
         if found is None:
             found = self._contexts[ordinal] = Context(self, _bindings(), ordinal)
@@ -185,7 +185,7 @@ class Context:
         return results[0] if len(results) == 1 else tuple(results)
 
     def enter(self) -> None:
-        """Makes this the thread's current context; copies, ``clear``, ``synchronize`` and ``stream`` need that."""
+        """Makes this context the thread's current one, which copies, ``clear``, ``synchronize`` and ``stream`` need."""
         self.call(self.driver.cuCtxSetCurrent, self._handle)
 
     def stream(self) -> int:
@@ -199,7 +199,7 @@ class Context:
     # ------------------------------------------------------------------------------------------------------- copies
 
     def to_device(self, pointer: int, address: int, byte_size: int) -> None:
-        """Queues a copy from host memory, unchanged until ``synchronize`` returns, to device memory (``pointer``)."""
+        """Queues a copy from host ``address`` to device ``pointer``. Do not change the source until ``synchronize`` returns."""
         self.call(self._lasting.host_to_device, pointer, address, byte_size, self.stream())
 
     def to_host(self, address: int, pointer: int, byte_size: int) -> None:
@@ -207,7 +207,7 @@ class Context:
         self.call(self._lasting.device_to_host, address, pointer, byte_size, self.stream())
 
     def within_device(self, to: int, pointer: int, byte_size: int) -> None:
-        """Queues a copy from device memory at ``pointer`` to device memory at ``to`` on the same device."""
+        """Queues a copy of device memory from the address ``pointer`` to the address ``to`` on the same device."""
         self.call(self._lasting.within_device, to, pointer, byte_size, self.stream())
 
     def clear(self, pointer: int, byte_size: int) -> None:

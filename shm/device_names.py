@@ -40,5 +40,5 @@ def model_of(device: str) -> str:
 
 
 def shared(device: str) -> str:
-    """Returns the device name of the worker for all models without one of their own: "cpu:0" for "cpu:0#m" and for "cpu:0"."""
+    """Removes the model from a worker's device name: "cpu:0#m", the worker for model m alone, and "cpu:0" give "cpu:0"."""
     return device.partition(_ALONE)[0]

@@ -25,7 +25,7 @@ else:
 
 
 def any_faults() -> bool:
-    """Returns whether any guarded mapping of this process had a missing page; faster than to look at each one's ``faults``."""
+    """Returns whether a page was missing in any guarded mapping of this process; faster than each mapping's ``faults``."""
     return available and _guard.any()
 
 
@@ -41,9 +41,9 @@ def install() -> None:
 
 
 class Guarded:
-    """Keeps this process alive if a page of a mapping of client memory is missing, until ``release``. Call ``install`` before.
+    """Keeps this process alive, until ``release``, if a page of a client's mapped memory is missing. Call ``install`` before.
 
-    A read of a missing page gives zeros, a write is lost, and either is counted in ``faults``.
+    A read of a missing page gives zeros, and a write to one is lost. ``faults`` counts both.
     """
 
     __slots__ = ("_slot",)

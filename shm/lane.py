@@ -248,7 +248,7 @@ class SubmitterLane(LaneEnd):
         self.channel.put(Taken(request_id, byte_size))
 
     def flush(self) -> bool:
-        """Sends all queued records and gives unneeded leases back; False: call again when the socket is writable."""
+        """Sends all queued records, and gives unneeded leases back. If it returns False, call it when the socket is writable."""
         self.unsaid = False
         if self._closures != self.arena.closures:
             self._withdraw_closed()
@@ -266,7 +266,7 @@ class SubmitterLane(LaneEnd):
 
         Each answer is a pair: the prepared answer, and the rest of the answer.
 
-        Raises: ChannelClosed: the worker has closed its end or exited. Its requests may be run again only once the process has
+        Raises: ChannelClosed: the worker has closed its end or exited. Run its requests again only once its process has
           certainly ended.  InvalidArgument: the datagram is malformed or of another version, an answer names a number that was
           never prepared, or an answer has more or fewer tensors than were prepared for it.
         """
@@ -485,7 +485,7 @@ def _agree(records: list[Any], fds: list[int]) -> bool:
 
 
 def _segment_of(lost: DescriptorsLost) -> int:
-    """Returns the number of the segment whose descriptor was lost. Raises InvalidArgument: it was not one SegmentOpened's."""
+    """Returns the number of the segment whose descriptor was lost. Raises InvalidArgument unless it was announced alone."""
     if len(lost.records) != 1 or type(lost.records[0]) is not SegmentOpened:
         raise InvalidArgument(f"malformed datagram: {lost}")
     return lost.records[0].segment

@@ -77,7 +77,7 @@ class PreparedTensor(Record, frozen=True, tag="t"):
 
 
 class RequestedOutput(Record, frozen=True, tag="o"):
-    """Names an output that the client asked for, and the ``region`` to write it to; None: it comes with the answer."""
+    """Names an output that the client asked for. ``region``: where to write the output; None: it is sent with the answer."""
 
     name: str
     region: RegionSlice | None = None

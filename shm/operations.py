@@ -69,7 +69,7 @@ class ModelStatistics(Record, frozen=True, tag="c.stats"):
 
 
 class Peer(Record, frozen=True, tag="peer"):
-    """Identifies the client that asks, by what the socket says of it and not the client (``tensord.daemon.front.peer``)."""
+    """Identifies the client that asks, by what the kernel says of its socket (made by ``tensord.daemon.front.peer``)."""
 
     #: "tcp": only the address is known.  "unix": the kernel vouches for the rest.  "operator": the control socket.
     kind: str = "tcp"
@@ -307,7 +307,7 @@ class ListParameters(Record, frozen=True, tag="c.listparams"):
 
 
 class RevertParameters(Record, frozen=True, tag="c.revertparams"):
-    """Asks the supervisor to put the parameters that a set had before its last push into use again, on all workers.
+    """Asks the supervisor to undo the newest push into a parameter set, on all workers.
 
     Reply: JSON {"model", "version", "set", "number", "byte_size"}.
     """
@@ -329,7 +329,7 @@ class RegionStatus(Record, frozen=True, tag="c.regstat"):
 
 
 class Settle(Record, frozen=True, tag="c.settle"):
-    """Asks the supervisor to reply (empty) once every front acts upon all changes that the asking front knew of."""
+    """Asks the supervisor to reply once every front acts upon all changes known to the asking front. Reply: empty."""
 
 
 class AwaitIdle(Record, frozen=True, tag="c.idle"):
@@ -364,7 +364,7 @@ class TraceExemplars(Record, frozen=True, tag="c.exemplars"):
 
 
 class ChangeLog(Record, frozen=True, tag="c.log"):
-    """Asks the supervisor to change log settings, None unchanged, for all processes. Reply: JSON, all settings."""
+    """Asks the supervisor to change the log settings that are not None, for all processes. Reply: JSON, all settings."""
 
     info: bool | None = None
     warning: bool | None = None

@@ -85,7 +85,7 @@ class RefusalLog:
         return max(self._began_ns + _GATHER_NS, self._last_ns + _INTERVAL_NS) if self._counts else None
 
     def settle(self, now_ns: int) -> None:
-        """Writes a log line if one is due at ``now_ns``, and starts counting from zero; otherwise does nothing."""
+        """Writes a log line and starts counting from zero, if ``now_ns`` is not before ``due_ns``. Otherwise does nothing."""
         due_ns = self.due_ns
         if due_ns is None or now_ns < due_ns:
             return

@@ -72,8 +72,9 @@ def open_object(name: str, key: str) -> int:
     """Opens a client's shared-memory object for reading and writing. Returns its file descriptor, which the caller must close.
 
     Args:
-      name: the region's name, for error messages; the key appears only in messages to its owner.
-      key: the object's name as ``shm_open`` takes it, with or without the leading slash.
+      name: the region's name, for error messages.
+      key: the object's name as ``shm_open`` takes it, with or without the leading slash. Errors quote the key, and so may go
+        only to the client that gave it.
     Raises: InvalidArgument: no client may register a key or an object of this kind.  Internal: the object does not exist, or
       may not be opened (Triton's classification).  Unavailable: this process has reached its limit of open files.
     """
@@ -99,10 +100,10 @@ def open_object(name: str, key: str) -> int:
 
 
 def _shm_open(bare: str) -> int:
-    """Opens an existing POSIX shared-memory object with ``O_RDWR``, and returns its file descriptor.
+    """Opens the POSIX shared-memory object ``bare``, a name without slash, with ``O_RDWR``; returns its file descriptor.
 
-    With ``O_RDWR`` opening a FIFO does not block, and a directory is refused. Raises: OSError, ValueError: the object cannot be
-    opened; ``errno`` is reliable only for the limit of open files.
+    With ``O_RDWR`` opening a FIFO does not block, and a directory is refused. Raises OSError or ValueError if the object
+    cannot be opened. ``errno`` can be relied on only where it says that too many files are open.
     """
     if posix_ipc is None:
         # This is what shm_open of the C library does on Linux: the name is that of a file, and a symbolic link is refused.
@@ -153,7 +154,7 @@ class _ObjectRegion(Leased):
     """Base class of regions in a shared-memory object. It owns the object's descriptor. Offsets count from the region's start."""
 
     def __init__(self, name: str, fd: int, offset: int, byte_size: int) -> None:
-        """Owns ``fd``, closed if this raises. Raises InvalidArgument: the range is empty, or not inside the object."""
+        """Raises InvalidArgument, and closes ``fd``, if the range is empty or not inside the object; else owns ``fd``."""
         found = os.fstat(fd)
         if byte_size <= 0 or offset < 0 or offset + byte_size > found.st_size:
             os.close(fd)

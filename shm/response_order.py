@@ -26,7 +26,7 @@ class ResponseOrder(Generic[K, A]):
         self._ready: dict[K, A] = {}
 
     def __len__(self) -> int:
-        """Returns how many requests that were given to ``taken`` still wait: their answers were not returned yet."""
+        """Returns how many of the requests given to ``taken`` are left, because their answers were not returned yet."""
         return len(self._turns)
 
     def passes(self, request: K) -> bool:
@@ -45,7 +45,7 @@ class ResponseOrder(Generic[K, A]):
         return bool(self._ready) and self._turns[0] is request
 
     def done(self, request: K, answer: A) -> list[tuple[K, A]]:
-        """Stores a request's answer. Returns (request, answer), in their order, for all answers that may be sent now."""
+        """Stores a request's answer. Returns (request, answer) for each answer that may be sent now, in the requests' order."""
         self._ready[request] = answer
         return self._leaving()
 

@@ -93,7 +93,7 @@ class SequenceState(enum.IntEnum):
 
 
 class FreeSlots(NamedTuple):
-    """How many more sequences of a version a worker can admit now, each in a slot, as the worker's page shows it."""
+    """Says how many more sequences of a model version a worker can admit now, as the worker's page shows it."""
 
     #: A number that changes each time the slots are published.
     edition: int
@@ -216,7 +216,7 @@ class SequencePage:
         return since_ns
 
     def begin(self, key: Key, since_ns: int) -> None:
-        """Changes a sequence, admitted at ``since_ns``, from WAITING to BEGUN, unless a later one has the same key."""
+        """Changes a sequence's state from WAITING to BEGUN, unless a sequence admitted after ``since_ns`` has the same key."""
         if self.value(key) == since_ns << 2 | SequenceState.WAITING:
             self._store(key, since_ns << 2 | SequenceState.BEGUN)
 
@@ -251,7 +251,7 @@ class SequencePage:
             self._models += self._store(key, self._edition << 42 | free << 22 | backlog << 2)
 
     def withdraw_slots(self, key: Key) -> None:
-        """Removes a version's number of free slots, so that fronts send no new sequence of it here."""
+        """Removes a version's number of free slots, so that fronts send no new sequence of the version to this worker."""
         self._models -= self._remove(key)
 
     def __len__(self) -> int:
@@ -265,7 +265,7 @@ class SequencePage:
         return _HEADER if at + _ENTRY == self._end else at + _ENTRY
 
     def _place(self, key: Key) -> int:
-        """Returns the index of the first word of a key's entry or, if it has none, of the free entry to store it in."""
+        """Returns the index of the first word of a key's entry; without an entry, of the free entry that the key would get."""
         words, at = self._words, self._home(key[0])
         while words[at] and (words[at] != key[0] or words[at + 1] != key[1]):
             at = self._next(at)

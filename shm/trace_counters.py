@@ -48,7 +48,7 @@ class TraceBudget:
 
 
 class Passes:
-    """Counts down requests that a front need not trace: while ``left`` is above 0, it looks up no model's trace settings."""
+    """Counts down requests that need no look at trace settings: while ``left`` is above 0, the next one is not traced."""
 
     __slots__ = ("left",)
 
@@ -68,7 +68,7 @@ class SampleCounter(Passes):
     __slots__ = ("_block", "_blocks", "_rest", "fd")
 
     def __init__(self, fd: int, rate: int) -> None:
-        """Takes ownership of ``fd``, the descriptor of a counter that ``create`` made with this ``rate``, in any process."""
+        """Takes ownership of ``fd``, a counter that ``create`` made with the same ``rate`` in this or another process."""
         self.fd = fd
         self._block = _block(rate)
         #: Requests between two traced ones: so many whole blocks, and a rest that the front of the first one passes over.

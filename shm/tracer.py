@@ -56,7 +56,7 @@ _GOOD = {"http": "200", "grpc": "OK", "lane": "OK"}
 
 
 class Exemplars:
-    """Stores a front's last traced request for each bucket of the duration histograms: the bucket's exemplar.
+    """Stores a front's exemplars: for each bucket of the duration histograms, the last traced request that fell into it.
 
         Trace.end ─▶ Exemplars ─▶ TraceExemplars, when somebody scrapes OpenMetrics ─▶ supervisor ─▶ ``# {trace_id="..."} 0.01``
 
@@ -69,7 +69,7 @@ class Exemplars:
         self._versions: dict[tuple[str, int], dict[tuple[int, int], tuple[str, float, float]]] = {}
 
     def note(self, model: str, version: int, trace_id: str, moments: Mapping[str, int]) -> None:
-        """Stores an errorless request, by its ``moments`` (ns), as exemplar of each bucket its durations fall into."""
+        """Makes a successful request the exemplar of the buckets of its durations, which are computed of ``moments`` (ns)."""
         found = self._versions.pop((model, version), {})
         while len(self._versions) >= MAX_EXEMPLARS:
             del self._versions[next(iter(self._versions))]
@@ -109,9 +109,9 @@ class Spans:
     """Collects ended traces and sends several at a time to the supervisor. Only the process's event loop may use it."""
 
     def __init__(self, hand_over: Callable[[TracesEnded], bool], later: Later | None = None) -> None:
-        """Starts without traces. ``hand_over``: sends traces to the supervisor; returns False if it drops them.
+        """Starts without traces. ``hand_over``: sends traces to the supervisor; returns False if it drops the traces.
 
-        ``later``: calls a function after a number of seconds; None: the running event loop does.
+        ``later``: calls a function after a number of seconds; None: the running event loop is used for that.
         """
         self._hand_over = hand_over
         self._later = later or _in_loop
@@ -369,7 +369,7 @@ class Trace:
         self._stamps.append((ns or time.monotonic_ns(), name))
 
     def sent(self, record: RequestRecord, ns: int = 0) -> None:
-        """Stores the record sent to, or received by, a worker and stamps it with ``ns`` (CLOCK_MONOTONIC; 0: now)."""
+        """Stores a request's record, and the time ``ns`` at which it was sent or received (CLOCK_MONOTONIC; 0: now)."""
         self.client_id, self._record = record.client_id, record
         self.stamp(trace_stamps.REQUEST_START, ns)
 
@@ -393,7 +393,7 @@ class Trace:
         self.stamp(trace_stamps.REQUEST_END)
 
     def end(self) -> None:
-        """Writes the trace, with those of requests the model made, to its file and to the collector, if there is one."""
+        """Writes this trace, with the traces of requests that the model made, to its file and to the collector, if there is one."""
         timeline = self._timeline or _UNTOLD
         if self._sampler.writes:
             entries = self._head(self._id, self._model, self._version, timeline.parameters)

@@ -159,7 +159,7 @@ def connection(address: Place | None, wait: float, patience: float) -> Connectio
 
 
 def _usual() -> Iterator[str]:
-    """Yields the usual addresses, less others' folders: /run/tensord, the user's own daemon, localhost:8000."""
+    """Yields the default addresses: the sockets in /run/tensord and in this user's private folders, then localhost:8000."""
     yield f"{SERVICE}/{CLIENTS}"
     user = os.geteuid()
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -272,8 +272,8 @@ def _on_socket(path: str, patience: float) -> Connection:
 def _over_http(path: str, told: Mapping[str, Any], patience: float) -> Connection:
     """Connects over HTTP to the daemon that answered at ``path``; tries the daemon's unix sockets before its TCP addresses.
 
-    ``told``: the daemon's answer to ``hello``, whose "http" lists its HTTP addresses. Raises: Unavailable: the daemon answers at
-    none of the addresses.
+    ``told``: the daemon's answer to ``hello``, whose "http" lists its HTTP addresses. ``patience``: seconds that a request
+    waits for a server that cannot be reached. Raises: Unavailable: the daemon answers at none of the addresses.
     """
     tried = []
     for each in sorted(told.get("http", ()), key=lambda each: not each.startswith("unix:")):

@@ -20,7 +20,7 @@ from tensord_client.common.errors import in_plain_words, kind_of
 
 
 class ResultsHeld(ServingError):
-    """This process holds as many answers in the server's memory as it may, by their number or their bytes; release some.
+    """This process may hold no further answer in the server's memory: too many answers or bytes are held. Release some.
 
     Attributes: ``held``: how many answers the process holds; ``limit``: how many it may hold.
     """
@@ -64,9 +64,9 @@ def from_status(status: int, message: str) -> ServingError:
 
 
 def _in_plain_words(kind: type[ServingError], message: str) -> ServingError:
-    """Makes the exception without what the protocol adds to its message: a note, or the id of a request that has no id.
+    """Makes the exception without what the protocol adds to its message: a note, or a prefix that says there is no id.
 
-    Triton answers Internal where an output does not fit into the caller's memory; here this is InvalidArgument.
+    Where an output does not fit into the caller's memory, Triton answers Internal, and this function makes InvalidArgument.
     """
     if found := _TOO_SMALL.search(message):
         return InvalidArgument("output '{}' takes {} bytes, and its place has {}".format(*found.group(1, 3, 2)))

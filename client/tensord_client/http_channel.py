@@ -94,7 +94,7 @@ class HttpResponse:
         return self._places[0] if self._places else None
 
     def filled(self, count: int) -> None:
-        """Counts bytes received into ``place``; the next ``place`` begins behind them. A full body ends the answer."""
+        """Takes the first ``count`` bytes of ``place`` as received. The answer is complete once its whole body is received."""
         rest = self._places[0][count:]
         if len(rest):
             self._places[0] = rest
@@ -186,7 +186,7 @@ class HttpResponse:
             raise MalformedResponse("bytes follow an answer that nobody asked for")
 
     def _collect(self, data: memoryview) -> None:
-        """Stores bytes of a body whose length is not known, or of one that is read while it arrives."""
+        """Stores bytes of a body whose length is not known, or that the caller reads while it arrives."""
         if self._streams:
             self.stream += data
         else:
@@ -359,7 +359,7 @@ class HttpChannel:
             return select.POLLIN
 
     def _give_up_sending(self) -> None:
-        """Drops unsent bytes, as the server answered before it had them; the connection is not used again."""
+        """Drops the unsent bytes, because the server answered before all were sent. The connection is not used again."""
         self._out = []
         self._cut = True
 

@@ -41,7 +41,7 @@ class Pool:
     """A client's HTTP connections (channels) to one server, and a queue of requests that wait for a free connection."""
 
     def __init__(self, address: Address, limit: int, max_waiting: int = MAX_WAITING) -> None:
-        """Opens no connection yet. At most ``limit`` are open at a time, and ``max_waiting`` requests wait for one."""
+        """Starts without connections. At most ``limit`` are open at a time, and at most ``max_waiting`` requests wait for one."""
         self.address = address
         self.is_closed = False
         self._limit = limit
@@ -431,9 +431,9 @@ class HttpRequest(Pending[Any]):
         self._driver.add(self)
 
     def withdraw(self) -> None:
-        """Cancels this request: leaves the queue for a connection, or closes the connection, which tells the server.
+        """Cancels this request: removes it from the queue for a connection, or closes its connection, which tells the server.
 
-        This happens in the thread or event loop that waits for the connection, so perhaps after this has returned.
+        The thread or event loop that waits for the answer does that, possibly after this method has returned.
         """
         watching, driver = self._watching, self._driver
         if driver is not None and not driver.is_current:
@@ -483,7 +483,7 @@ class Waiter:
         self._tell(self._new, request, request._step)
 
     def drop(self, request: HttpRequest) -> None:
-        """Asks the thread to close the connection of a request, given to ``add`` before, that nobody waits for any more."""
+        """Asks the thread to close the connection of a request that ``add`` got and that nobody waits for any more."""
         self._tell(self._dropped, request, request._release)
 
     def _tell(

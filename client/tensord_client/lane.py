@@ -109,7 +109,7 @@ class LaneConnection(Sender):
         forgotten_by_children(self)
 
     def _begin(self) -> None:
-        """Sets the attributes that a process does not share with its parent: at first, and after a fork."""
+        """Sets the attributes that no fork inherits. Called by the constructor, and in a child process after a fork."""
         self._socket = None
         #: Held by the thread that asks the daemon, and by the one that connects over HTTP.
         self._asking, self._http_lock = threading.Lock(), threading.Lock()
@@ -365,7 +365,7 @@ class LaneConnection(Sender):
         return request
 
     def begun(self, call: Call, placed: Placed, lane: ClientLane, request_id: int) -> LaneRequest:
-        """Makes the Python object of a request that the C extension has sent, but for whose answer it does not wait any longer.
+        """Makes the Python object of a request that C code has sent, but whose answer C code does not wait for any longer.
 
         Args:
           placed: the request's inputs, as they were sent.

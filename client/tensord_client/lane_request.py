@@ -69,8 +69,8 @@ class LaneRequest(Submission, Pending[Answer]):
     def take(self, lane: ClientLane, answer: AnswerRecord) -> None:
         """Stores one answer that ``lane`` has received, and wakes whoever waits for the answer. Called in any thread.
 
-        If the answer is the worker's refusal of the request, and the model may be served elsewhere, the answer is dropped, and
-        the request is to be sent again.
+        If the worker has refused the request, and another worker may serve the model, the answer is dropped instead, and the
+        request is sent again by the thread that waits for it.
         """
         prepared = answer.prepared
         arrived: tuple[AnswerRecord, AnswerLease | None] | ServingError = (answer, None)

@@ -192,7 +192,7 @@ class Memory:
     def locate(self, array: np.ndarray) -> Place | None:
         """Returns where an array lies: (number of the segment or name of the GPU's region, offset in it, number of bytes).
 
-        Returns None if the array lies in neither, or lies in a segment and is not contiguous.
+        Returns None if the array lies neither in a segment nor in a region, or lies in a segment and is not contiguous.
         """
         base: Any = array.base
         while isinstance(base, np.ndarray):

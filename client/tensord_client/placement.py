@@ -223,7 +223,7 @@ class Placement:
         return self.fill(call, self.keep_layout(call, model) if layout is None or layout.has_strings else layout)
 
     def keep_layout(self, call: Call, model: OpenedModel) -> Layout:
-        """Makes and stores the layout of a call that is sent often. Raises: InvalidArgument: it cannot be sent."""
+        """Makes and stores the layout of a call that is sent often. Raises: InvalidArgument: the request cannot be sent."""
         layout = self.lay_out(call, model)
         # Another model was opened before, or by another process.
         assert call.layouts is not None

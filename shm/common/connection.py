@@ -118,7 +118,7 @@ class Connection(Protocol):
         """
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Ends a sequence without a further request. Over HTTP it does nothing: the server ends a sequence that is idle."""
+        """Ends a sequence without a further request. Over HTTP this does nothing: the server ends sequences that are idle."""
 
     def parameters(self, model: str, version: int) -> Any:
         """Returns an object (``ModelParameters``) that lists and changes the parameter sets of a model.

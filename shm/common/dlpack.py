@@ -87,7 +87,7 @@ def content(capsule: Any) -> ManagedTensor:
 
 
 class DeviceView:
-    """A view of device memory for other libraries by DLPack, without a copy; ``owner`` lives for as long as it is used."""
+    """A view of device memory for other libraries by DLPack, without a copy. ``owner`` is kept alive while it is used."""
 
     __slots__ = ("_owner", "_shape", "_tensor")
 

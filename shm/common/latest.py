@@ -111,7 +111,7 @@ class Newest(Generic[A]):
         return self._came != self._taken
 
     def _take(self) -> A:
-        """Returns the newest answer, and notes that it was returned. Raises ServingError: the newest answer is this error."""
+        """Returns the newest answer, which then counts as returned. Raises ServingError: the newest answer is an error."""
         self._taken = self._came
         newest, self._newest = self._newest, None
         if isinstance(newest, ServingError):

@@ -223,7 +223,7 @@ class LocalConnection:
 def _call_back(ended: queue.SimpleQueue[LocalRequest | None]) -> None:
     """Calls the callbacks of ended requests that come in the queue, until None comes; the main function of a thread.
 
-    It does not refer to the connection, so that the connection can be garbage-collected.
+    The function does not refer to the connection, so that the connection can be garbage-collected.
     """
     while (request := ended.get()) is not None:
         request.call_back()

@@ -44,7 +44,7 @@ class Tensors(tuple[Tensor, ...]):
 
 
 class Timing(NamedTuple):
-    """For how many nanoseconds a request was queued and executed in the server, and how many bytes were copied for it."""
+    """Says how long a request was queued and executed in the server, in ns, and how many bytes were copied for it."""
 
     queue_ns: int
     compute_ns: int
@@ -97,7 +97,7 @@ def flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
 def _given(node: Any, path: tuple[str, ...], known: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yields (path, value) for each input below ``node``. A path has the keys and indices on the way to the value.
 
-    A sequence is walked if the model has inputs whose names begin with the sequence's; any other sequence is an input's value.
+    A sequence is walked if names of inputs of the model begin with its path; any other sequence is an input's value.
     ``known``: the datatype of each input of the model, by name.
     """
     for key, value in node:
