@@ -115,7 +115,7 @@ def in_order(message: ModelConfig) -> list[int]:
 
 
 def _unconnected(message: ModelConfig, tensor: str, written: dict[str, int], made: set[str]) -> str:
-    """Returns an input, of the step that writes ``tensor``, that no step can write; "" if no step has ``tensor`` as output.
+    """Returns an input, of the step that writes ``tensor``, that no step can write; "" if no step has that output.
 
     ``written``: output name -> the number of the step that has the output. ``made``: the tensors that can be written.
     """

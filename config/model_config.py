@@ -57,7 +57,7 @@ def parse_pbtxt(text: str, model_name: str) -> ModelConfig:
 
 
 def parse_json(text: str, model_name: str) -> ModelConfig:
-    """Parses a configuration in JSON; a single value may stand for a list of one. Raises InvalidArgument: it is malformed."""
+    """Parses a configuration in JSON; one value may stand for a list. Raises InvalidArgument: it is malformed."""
     # The import comes late: only processes that take overrides pay for it.
     from google.protobuf import json_format
 

@@ -37,7 +37,7 @@ class AccessLog:
         self._window_ns = self._logged = self._left_out = 0
 
     def log_every(self, every: int, count: int) -> None:
-        """From now on logs errors, and one in ``every`` answers without error; 0: logs nothing. ``count``: such answers so far."""
+        """Logs errors, and one in ``every`` answers without error, of which ``count`` were so far; 0: logs nothing."""
         if every != self.every:
             self.every = every
             self.next = count + every if every else _NEVER

@@ -305,7 +305,7 @@ class Arena:
         return number, 0, size
 
     def _take_reserved(self, order: int) -> _Block | None:
-        """Allocates ``BLOCK`` x 2^order bytes in the segment reserved for small tensors; None: the segment has no room now."""
+        """Allocates ``BLOCK`` x 2^order bytes in the segment for small tensors; None: the segment has no room now."""
         if self._reserve is None:
             number = self._next_segment
             if not self._make(number, self._reserve_byte_size):
@@ -383,7 +383,7 @@ class Buddies:
         self._given[(block_size // BLOCK).bit_length() - 1].append(offset)
 
     def _split(self, order: int) -> int | None:
-        """Splits the smallest free block that is large enough. Returns the offset of ``BLOCK`` x 2^order bytes; None: none is."""
+        """Splits the smallest sufficient free block. Returns the offset of ``BLOCK`` x 2^order bytes; None: there is none."""
         for larger in range(order, self._orders):
             if self._free[larger]:
                 offset, _ = self._free[larger].popitem()
@@ -442,7 +442,7 @@ class ArenaMap:
             self._on_segment(attached)
 
     def refuse(self, segment: int) -> None:
-        """Makes ``view`` raise Unavailable for a segment that could not be mapped, until ``open`` succeeds for the segment."""
+        """Makes ``view`` raise Unavailable for a segment that could not be mapped, until ``open`` succeeds for it."""
         self.refused.add(segment)
         if len(self.refused) > self.MAX_SEGMENTS:
             raise InvalidArgument(f"more than {self.MAX_SEGMENTS} segments could not be mapped")

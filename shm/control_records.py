@@ -127,7 +127,7 @@ class ChildReady(Record, frozen=True, tag="ready"):
 
 
 class StatePublished(Record, frozen=True, tag="published"):
-    """Tells a front that all state up to ``edition`` was sent. The front answers StateAcknowledged once it uses that state."""
+    """Tells a front that all state up to ``edition`` was sent. It answers StateAcknowledged once it uses that state."""
 
     edition: int
 
@@ -309,7 +309,7 @@ class RegionPlace(Record, frozen=True, tag="place"):
 
 
 class Load(Record, frozen=True, tag="load"):
-    """Tells a worker to load and warm up a version and answer with Loaded. Until then an older load still serves requests."""
+    """Tells a worker to load and warm up a version and answer with Loaded. An older load serves requests until then."""
 
     name: str
     version: int

@@ -98,7 +98,7 @@ class Driver:
         self.lost = ""
 
     def context(self, ordinal: int) -> Context:
-        """Returns the context of this process's device ``ordinal``. Raises NoCuda: the device is missing or cannot be used."""
+        """Returns the context of device ``ordinal`` of this process. Raises NoCuda: it is missing or cannot be used."""
         found = self._contexts.get(ordinal)
         if found is None:
             found = self._contexts[ordinal] = Context(self, _bindings(), ordinal)
@@ -199,7 +199,7 @@ class Context:
     # ------------------------------------------------------------------------------------------------------- copies
 
     def to_device(self, pointer: int, address: int, byte_size: int) -> None:
-        """Queues a copy from host ``address`` to device ``pointer``. Do not change the source until ``synchronize`` returns."""
+        """Queues a copy from host ``address`` to device ``pointer``. Keep the source unchanged until ``synchronize``."""
         self.call(self._lasting.host_to_device, pointer, address, byte_size, self.stream())
 
     def to_host(self, address: int, pointer: int, byte_size: int) -> None:

@@ -40,5 +40,5 @@ def model_of(device: str) -> str:
 
 
 def shared(device: str) -> str:
-    """Removes the model from a worker's device name: "cpu:0#m", the worker for model m alone, and "cpu:0" give "cpu:0"."""
+    """Returns a worker's device name without a model: "cpu:0" for "cpu:0#m", the worker of model m alone."""
     return device.partition(_ALONE)[0]

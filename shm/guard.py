@@ -25,7 +25,7 @@ else:
 
 
 def any_faults() -> bool:
-    """Returns whether a page was missing in any guarded mapping of this process; faster than each mapping's ``faults``."""
+    """Returns whether any guarded mapping of this process lacked a page; faster than each mapping's ``faults``."""
     return available and _guard.any()
 
 
@@ -41,7 +41,7 @@ def install() -> None:
 
 
 class Guarded:
-    """Keeps this process alive, until ``release``, if a page of a client's mapped memory is missing. Call ``install`` before.
+    """Keeps this process alive, until ``release``, if a page of a client's mapping is missing. Call ``install`` before.
 
     A read of a missing page gives zeros, and a write to one is lost. ``faults`` counts both.
     """

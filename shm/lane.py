@@ -248,7 +248,7 @@ class SubmitterLane(LaneEnd):
         self.channel.put(Taken(request_id, byte_size))
 
     def flush(self) -> bool:
-        """Sends all queued records, and gives unneeded leases back. If it returns False, call it when the socket is writable."""
+        """Sends queued records, and gives back leases. If it returns False, call it when the socket is writable."""
         self.unsaid = False
         if self._closures != self.arena.closures:
             self._withdraw_closed()
@@ -485,7 +485,7 @@ def _agree(records: list[Any], fds: list[int]) -> bool:
 
 
 def _segment_of(lost: DescriptorsLost) -> int:
-    """Returns the number of the segment whose descriptor was lost. Raises InvalidArgument unless it was announced alone."""
+    """Returns the number of the segment whose descriptor was lost. Raises InvalidArgument unless it came alone."""
     if len(lost.records) != 1 or type(lost.records[0]) is not SegmentOpened:
         raise InvalidArgument(f"malformed datagram: {lost}")
     return lost.records[0].segment

@@ -34,7 +34,7 @@ R = TypeVar("R")
 
 
 def memory_of(prepared: PreparedRequest) -> int:
-    """Returns about how many bytes of memory a prepared request takes once it is decoded; often many times its encoded size."""
+    """Returns about how many bytes of memory a received prepared request takes: often many times what was sent."""
     tensors: list[PreparedTensor | RequestedOutput] = [*prepared.inputs, *prepared.outputs]
     parameters, size = prepared.parameters, sys.getsizeof
     texts = sum([size(tensor.name) for tensor in tensors]) + size(prepared.model)
@@ -149,7 +149,7 @@ class PublishedNumbers(set[Numbered[T]]):
 
 
 class ReceivedNumbers(dict[int, R]):
-    """Maps each number received on a lane to what the number stands for at this end. An unknown number raises InvalidArgument."""
+    """Maps numbers received on a lane to what they stand for at this end. An unknown number raises InvalidArgument."""
 
     __slots__ = ()
 

@@ -100,7 +100,7 @@ def open_object(name: str, key: str) -> int:
 
 
 def _shm_open(bare: str) -> int:
-    """Opens the POSIX shared-memory object ``bare``, a name without slash, with ``O_RDWR``; returns its file descriptor.
+    """Opens the POSIX shared-memory object ``bare``, a name without slash, with ``O_RDWR``. Returns its descriptor.
 
     With ``O_RDWR`` opening a FIFO does not block, and a directory is refused. Raises OSError or ValueError if the object
     cannot be opened. ``errno`` can be relied on only where it says that too many files are open.

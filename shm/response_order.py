@@ -45,7 +45,7 @@ class ResponseOrder(Generic[K, A]):
         return bool(self._ready) and self._turns[0] is request
 
     def done(self, request: K, answer: A) -> list[tuple[K, A]]:
-        """Stores a request's answer. Returns (request, answer) for each answer that may be sent now, in the requests' order."""
+        """Stores a request's answer. Returns (request, answer) for the answers that may be sent now, in order of requests."""
         self._ready[request] = answer
         return self._leaving()
 

@@ -216,7 +216,7 @@ class SequencePage:
         return since_ns
 
     def begin(self, key: Key, since_ns: int) -> None:
-        """Changes a sequence's state from WAITING to BEGUN, unless a sequence admitted after ``since_ns`` has the same key."""
+        """Changes a sequence's state from WAITING to BEGUN, unless one admitted after ``since_ns`` has the same key."""
         if self.value(key) == since_ns << 2 | SequenceState.WAITING:
             self._store(key, since_ns << 2 | SequenceState.BEGUN)
 
@@ -265,7 +265,7 @@ class SequencePage:
         return _HEADER if at + _ENTRY == self._end else at + _ENTRY
 
     def _place(self, key: Key) -> int:
-        """Returns the index of the first word of a key's entry; without an entry, of the free entry that the key would get."""
+        """Returns the index of the first word of a key's entry; without an entry, of the free entry the key would get."""
         words, at = self._words, self._home(key[0])
         while words[at] and (words[at] != key[0] or words[at + 1] != key[1]):
             at = self._next(at)

@@ -56,7 +56,7 @@ _GOOD = {"http": "200", "grpc": "OK", "lane": "OK"}
 
 
 class Exemplars:
-    """Stores a front's exemplars: for each bucket of the duration histograms, the last traced request that fell into it.
+    """Stores a front's exemplars: the last traced request that fell into each bucket of the duration histograms.
 
         Trace.end ─▶ Exemplars ─▶ TraceExemplars, when somebody scrapes OpenMetrics ─▶ supervisor ─▶ ``# {trace_id="..."} 0.01``
 
@@ -393,7 +393,7 @@ class Trace:
         self.stamp(trace_stamps.REQUEST_END)
 
     def end(self) -> None:
-        """Writes this trace, with the traces of requests that the model made, to its file and to the collector, if there is one."""
+        """Writes this trace, with traces of requests the model made, to its file and to the collector, if there is one."""
         timeline = self._timeline or _UNTOLD
         if self._sampler.writes:
             entries = self._head(self._id, self._model, self._version, timeline.parameters)

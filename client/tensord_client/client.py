@@ -159,7 +159,7 @@ def connection(address: Place | None, wait: float, patience: float) -> Connectio
 
 
 def _usual() -> Iterator[str]:
-    """Yields the default addresses: the sockets in /run/tensord and in this user's private folders, then localhost:8000."""
+    """Yields the default addresses: sockets in /run/tensord and in this user's private folders, localhost:8000."""
     yield f"{SERVICE}/{CLIENTS}"
     user = os.geteuid()
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")

@@ -22,7 +22,7 @@ _MAX_FDS = 253
 
 
 class ClientsSocket:
-    """A connection to the daemon's socket for clients, to ask for models and lanes, one request at a time. Not thread-safe."""
+    """A connection to the daemon's socket for clients, to ask for models and lanes one by one. Not thread-safe."""
 
     def __init__(self, path: str, timeout: float) -> None:
         """Connects; each answer may take ``timeout`` seconds. Raises: Unavailable: no daemon accepts the connection."""

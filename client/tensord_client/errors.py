@@ -20,7 +20,7 @@ from tensord_client.common.errors import in_plain_words, kind_of
 
 
 class ResultsHeld(ServingError):
-    """This process may hold no further answer in the server's memory: too many answers or bytes are held. Release some.
+    """This process holds too many answers, or bytes of answers, in the server's memory; release some.
 
     Attributes: ``held``: how many answers the process holds; ``limit``: how many it may hold.
     """
@@ -66,7 +66,7 @@ def from_status(status: int, message: str) -> ServingError:
 def _in_plain_words(kind: type[ServingError], message: str) -> ServingError:
     """Makes the exception without what the protocol adds to its message: a note, or a prefix that says there is no id.
 
-    Where an output does not fit into the caller's memory, Triton answers Internal, and this function makes InvalidArgument.
+    If an output does not fit into the caller's memory, Triton answers Internal; this function makes InvalidArgument.
     """
     if found := _TOO_SMALL.search(message):
         return InvalidArgument("output '{}' takes {} bytes, and its place has {}".format(*found.group(1, 3, 2)))

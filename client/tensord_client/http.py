@@ -116,7 +116,7 @@ class HttpConnection:
         return self._request("GET", path, deadline=deadline, patience=patience)[0]
 
     def post(self, path: str, body: bytes) -> Any:
-        """Posts JSON; returns the answer's JSON, None if empty. Raises ServingError if the answer is an error, or none came."""
+        """Posts JSON; returns the answer's JSON (None if empty). Raises ServingError: an error was answered, or nothing."""
         return self._request("POST", path, b"Content-Type: application/json\r\n", [body])[0]
 
     def _request(
@@ -355,7 +355,7 @@ class HttpConnection:
 
 
 class _Get(HttpExchange):
-    """A request without inference. ``read`` returns the JSON of the answer's body (None: no body) and the header fields."""
+    """A request without inference. ``read`` returns the body's JSON (None: there is no body) and the header fields."""
 
     def read(self, response: HttpResponse) -> tuple[Any, dict[bytes, bytes]]:
         if response.status != 200:
@@ -463,7 +463,7 @@ def _json(response: HttpResponse, text: bytes | bytearray) -> Any:
 
 
 def _unexpected(response: HttpResponse, content: bytes, expected: str) -> ServingError:
-    """Makes the error for an answer with other ``content``, such as a proxy's page, than was ``expected``, such as "JSON"."""
+    """Makes the error for an answer with ``content``, such as a proxy's page, where ``expected`` (JSON) was due."""
     fields = [response.fields.get(name, b"").decode("latin-1") for name in (b"content-type", b"content-encoding")]
     kind = ", ".join(filter(None, fields)) or "no content type"
     return Internal(f"the server answered with {kind}, {reprlib.repr(content)}, where {expected} are expected")

@@ -94,7 +94,7 @@ class HttpResponse:
         return self._places[0] if self._places else None
 
     def filled(self, count: int) -> None:
-        """Takes the first ``count`` bytes of ``place`` as received. The answer is complete once its whole body is received."""
+        """Takes the first ``count`` bytes of ``place`` as received. Once the whole body is, the answer is complete."""
         rest = self._places[0][count:]
         if len(rest):
             self._places[0] = rest

@@ -41,7 +41,7 @@ class Pool:
     """A client's HTTP connections (channels) to one server, and a queue of requests that wait for a free connection."""
 
     def __init__(self, address: Address, limit: int, max_waiting: int = MAX_WAITING) -> None:
-        """Starts without connections. At most ``limit`` are open at a time, and at most ``max_waiting`` requests wait for one."""
+        """Starts without connections. At most ``limit`` are open at a time; ``max_waiting`` requests may wait for one."""
         self.address = address
         self.is_closed = False
         self._limit = limit
@@ -431,7 +431,7 @@ class HttpRequest(Pending[Any]):
         self._driver.add(self)
 
     def withdraw(self) -> None:
-        """Cancels this request: removes it from the queue for a connection, or closes its connection, which tells the server.
+        """Cancels this request: removes it from the queue for a connection, or closes its connection to tell the server.
 
         The thread or event loop that waits for the answer does that, possibly after this method has returned.
         """

@@ -243,7 +243,7 @@ class ClientLane:
         self._outgoing_size += len(record)
 
     def _flush_outgoing(self) -> None:
-        """Sends the requests that ``submit`` has collected; the caller holds ``lock``. Raises: LaneEnded: the worker has ended."""
+        """Sends the requests that ``submit`` has collected; the caller holds ``lock``. Raises LaneEnded: the worker ended."""
         if self._outgoing:
             records = [record for record, _ in self._outgoing]
             ids = tuple([request_id for _, request_id in self._outgoing])
@@ -631,7 +631,7 @@ class OpenedModel:
 
     @property
     def lacks(self) -> bool:
-        """Returns whether asking the daemon again may give more lanes: it promised more workers, or one of several lanes ended."""
+        """Returns whether asking the daemon again may give lanes: workers are to come, or one of several lanes ended."""
         if self.coming:
             return True
         lanes = self.lanes

@@ -112,7 +112,7 @@ def decode(content: Any, datatype: str, shape: Sequence[int]) -> np.ndarray:
 
 
 def typestr(dtype: np.dtype) -> tuple[str, bool]:
-    """Returns a dtype's name for numpy's array interface, and whether an array made by it needs ``view(dtype)`` (BF16 does)."""
+    """Returns a dtype's name for numpy's array interface, and whether its arrays need ``view(dtype)`` (BF16 does)."""
     if dtype.kind == "V" and dtype.names is None:
         return f"|V{dtype.itemsize}", True
     return dtype.str, False
