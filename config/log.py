@@ -74,7 +74,7 @@ def configure(options: Log, name: str, environment: Mapping[str, str] | None = N
 def check_writable(options: Log) -> None:
     """Checks that the configured log file can be written. The file is created if it does not exist.
 
-    Raises OSError: it cannot be written; ``strerror`` is a sentence with the option, the path and the reason.
+    Raises OSError if the file cannot be written; ``strerror`` is a sentence with the option, the path and the reason.
     """
     try:
         if options.file:

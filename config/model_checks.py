@@ -338,7 +338,7 @@ _CORRID_TYPES = ("TYPE_UINT64", "TYPE_INT64", "TYPE_UINT32", "TYPE_INT32", "TYPE
 
 
 def _check_sequences(message: ModelConfig) -> None:
-    """Raises InvalidArgument for the first mistake in ``sequence_batching``. Its states are not checked here."""
+    """Raises InvalidArgument for the first mistake in ``sequence_batching``; does not check the sequences' states."""
     name, sequences = message.name, message.sequence_batching
     _check_controls(message)
     limit = message.max_batch_size
@@ -469,7 +469,7 @@ def _check_initial(state: Any) -> None:
 
 
 def is_isolated(message: ModelConfig) -> bool:
-    """Returns whether workers serve this model alone (parameter ``isolated``). Raises InvalidArgument: it is no boolean."""
+    """Returns whether workers serve this model alone (parameter ``isolated``). Raises InvalidArgument: no boolean is given."""
     return wants(message, ISOLATED)
 
 

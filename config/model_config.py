@@ -80,7 +80,7 @@ def parse_json(text: str, model_name: str) -> ModelConfig:
 
 
 def _decoded(text: str) -> Any:
-    """Decodes JSON, or the looser form of it that protobuf accepts. Raises msgspec.DecodeError, about JSON: it is neither."""
+    """Decodes JSON, or the looser JSON that protobuf accepts. Raises msgspec.DecodeError if the text is neither."""
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:

@@ -354,7 +354,7 @@ class Channel:
 
 
 def _is_shortage(error: OSError) -> bool:
-    """Returns whether a send failed only for want of room in the socket or host; False: the other end is gone."""
+    """Returns whether a send failed only because the socket or the host has no room; False: the other end is gone."""
     return isinstance(error, BlockingIOError) or error.errno in _SHORTAGES
 
 

@@ -79,7 +79,7 @@ class Readiness(Record, frozen=True, tag="readiness"):
 
 
 class Loading(Record, frozen=True, tag="loading"):
-    """Tells the supervisor which executable a worker's load is at: ``number`` of ``total``; 0: ``total`` is not known yet."""
+    """Tells the supervisor which executable a worker compiles or loads: ``number`` of ``total`` (0: not known yet)."""
 
     name: str
     version: int
@@ -301,7 +301,7 @@ class RequestsRefused(Record, frozen=True, tag="refused"):
 
 
 class RegionPlace(Record, frozen=True, tag="place"):
-    """Tells a front which GPU has a CUDA region, where there are several workers. ``device`` "": the region is gone."""
+    """Tells a front which GPU a CUDA region lies on, if there are several workers. ``device`` "": the region is gone."""
 
     region: str
     #: The GPU, "cuda:1"; for workers that have several GPUs, their first one.

@@ -27,7 +27,7 @@ OPEN = -1
 
 
 def wire_name(datatype: str) -> str:
-    """Returns the name that records use: "BYTES" for "STRING", any other, also one of no datatype, unchanged."""
+    """Returns the name of a datatype in records: "BYTES" for "STRING", and any other text unchanged."""
     return "BYTES" if datatype == _BYTES_ALIAS else datatype
 
 

@@ -30,7 +30,7 @@ def any_faults() -> bool:
 
 
 def may_be_missing(address: int) -> bool:
-    """Returns whether an address is in a mapping with a ``Guarded`` whose pages no GPU's driver has locked, so may vanish."""
+    """Returns whether pages at an address may vanish: it is in a ``Guarded`` mapping that no GPU's driver has locked."""
     return available and _guard.may_be_missing(address)
 
 

@@ -130,7 +130,7 @@ class LaneEnd:
         return received if received[0] else self.channel.receive()
 
     def announce(self, segment: int) -> None:
-        """Queues SegmentOpened unless the other end knows the segment. Raises Unavailable: no descriptor is left to send."""
+        """Queues SegmentOpened unless the other end knows the segment. Raises Unavailable if no descriptor is left for it."""
         if segment not in self.announced:
             opened = self.arena.segment(segment)
             with descriptors.needed("sending an arena segment"):
@@ -321,8 +321,7 @@ class SubmitterLane(LaneEnd):
 class WorkerLane(LaneEnd):
     """The worker's end of a lane: it receives requests from one submitter, a front or a client, and sends the answers.
 
-    It owns the response arena. On a front's lane the arena's first segment is made at once, on a client's when it is first
-    needed.
+    It owns the response arena, whose first segment is made at once for a front, and when it is first needed for a client.
     """
 
     def __init__(
@@ -453,7 +452,7 @@ class WorkerLane(LaneEnd):
         self.channel.put_encoded(records)
 
     def _announced(self, request_id: int, lease: LeaseKey) -> AnswerRecord | None:
-        """Announces a lease's segment; with no descriptor left for that, releases the lease and returns an error."""
+        """Announces a lease's segment. If no descriptor is left for that, releases the lease and returns an error."""
         try:
             self.announce(lease[0])
         except Unavailable as error:

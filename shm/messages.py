@@ -89,7 +89,7 @@ class RequestedOutput(Record, frozen=True, tag="o"):
 
 
 class WireVersion(Record, frozen=True, tag="V"):
-    """The sender's version of these records, the first on a lane in each direction. It never changes, so all can read it."""
+    """The sender's version of these records, sent first in each direction of a lane. All versions can read this record."""
 
     number: int
 
@@ -244,7 +244,7 @@ class Release(Record, frozen=True, tag="L"):
 
 
 class Taken(Record, frozen=True, tag="T"):
-    """Tells the worker that the client took that many more bytes of responses, counted by ``lane.response_byte_size``."""
+    """Tells the worker how many more bytes of responses the client has taken, counted by ``lane.response_byte_size``."""
 
     request_id: int
     byte_size: _Natural

@@ -252,7 +252,7 @@ class AbortParameters(Record, frozen=True, tag="c.abortparams"):
 
 
 class ServeLoaded(Record, frozen=True, tag="c.serveloaded"):
-    """Tells a worker to let requests find a version whose Load had ``held`` set. Any other version is not affected.
+    """Tells a worker to let requests find a version that was loaded with ``held`` set. Has no effect on other versions.
 
     Reply: JSON {}, once requests find the version, so that fronts learn of the version only then.
     """
@@ -341,7 +341,7 @@ class EndIdleLanes(Record, frozen=True, tag="c.idlelanes"):
 
 
 class TakeProfile(Record, frozen=True, tag="c.profile"):
-    """Tells a worker to record ``seconds`` with JAX's profiler below ``folder``. Reply: empty, once it is written."""
+    """Tells a worker to record ``seconds`` with JAX's profiler below ``folder``. Reply: empty, once the record is written."""
 
     seconds: float
     folder: str

@@ -71,8 +71,8 @@ class Numbers(Generic[T]):
         """Starts without numbers assigned.
 
         Args:
-          on_number: called after each assignment, with how many requests or answers have a number now, and how many have lost
-            their number because of this assignment; None: nothing is called.
+          on_number: called after each assignment with two counts: how many requests or answers have a number now, and how many
+            have lost theirs by this assignment; None: nothing is called.
           count: how many may have a number at a time; 0: ``number_again`` never assigns a number.
         """
         self._on_number = on_number
@@ -91,10 +91,9 @@ class Numbers(Generic[T]):
         return self._known.get(key) or self._assign(key, prepared)
 
     def number_again(self, prepared: T) -> Numbered[T] | None:
-        """Returns a prepared request or answer with its number. Assigns a number when this is called with it for the second time.
+        """Returns a prepared request or answer with its number, which is assigned at the second call with an equal one.
 
-        Returns None when this is called with it for the first time, because many prepared requests and answers are used only
-        once.
+        Returns None at the first call, because many prepared requests and answers are used only once.
         """
         key = encoder.encode(prepared)
         known = self._known.get(key)
@@ -130,7 +129,7 @@ class PublishedNumbers(set[Numbered[T]]):
     """The prepared requests or answers that the other end knows by number; one whose number is assigned anew leaves it."""
 
     def __init__(self, channel: Channel, record: Callable[[int, T], Record]) -> None:
-        """Starts with no number sent on this channel. ``record`` assigns numbers: Prepare or PrepareAnswer."""
+        """Starts with no number sent on this channel. ``record``: makes the record that assigns one: Prepare or PrepareAnswer."""
         self._channel = channel
         self._record: Callable[[int, T], Record] = record
         self._numbers: dict[int, Numbered[T]] = {}

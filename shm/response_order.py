@@ -30,9 +30,9 @@ class ResponseOrder(Generic[K, A]):
         return len(self._turns)
 
     def passes(self, request: K) -> bool:
-        """Returns whether to send a request's answer now, with none waiting for it; else give it to ``done``.
+        """Returns True, and forgets the request, if its answer may be sent now and no stored answer waits for that.
 
-        If so, forgets the request.
+        If this returns False, give the answer to ``done``.
         """
         turns = self._turns
         if self._ready or not turns or turns[0] is not request:

@@ -18,7 +18,7 @@ class Seldom:
         self._next: dict[str, float] = {}
 
     def is_due(self, what: str = "") -> bool:
-        """Returns whether to log the failure ``what`` now: True at most once a minute for each."""
+        """Returns whether to log the failure ``what`` now: True at most once a minute for the same text."""
         now = self._clock()
         if now < self._next.get(what, now):
             return False

@@ -272,7 +272,7 @@ class SequencePage:
         return at
 
     def _store(self, key: Key, value: int) -> bool:
-        """Writes a value into the entry of a key; if the key has none, makes an entry. Returns whether it made one."""
+        """Writes a value into the entry of a key, which is made if the key has none. Returns whether it was made."""
         words, at = self._words, self._place(key)
         if words[at]:
             words[at + 2] = value

@@ -14,7 +14,7 @@ from time import monotonic_ns
 
 
 class Spin:
-    """Decides whether a loop polls before it sleeps: if its last wait was shorter than ``limit_ns`` (0: it never polls)."""
+    """Decides whether a loop polls before it sleeps: only if its wait before was shorter than ``limit_ns``; 0: never."""
 
     __slots__ = ("_limit_ns", "_since_ns", "_worth")
 

@@ -122,7 +122,7 @@ def append(path: str, traces: bytes) -> None:
 
 
 def _put(fd: int, content: bytes, at: int) -> None:
-    """Writes all of ``content`` at offset ``at``. If a full disk takes only a part, undoes that and raises OSError."""
+    """Writes all of ``content`` at offset ``at``. If the disk is full, restores the file's end and raises OSError."""
     written = 0
     try:
         written = os.pwrite(fd, content, at)

@@ -378,7 +378,7 @@ class Trace:
         self.code, self.error = code, error
 
     def responded(self, version: int) -> None:
-        """Stores which model version sent a response that is not the last one. ``version`` 0, that of an error, is ignored."""
+        """Stores which model version sent a response that is not the last one. ``version`` 0 (of an error) changes nothing."""
         self._version = version or self._version
 
     def completed(self, version: int, timeline: Timeline | None) -> None:

@@ -175,7 +175,7 @@ class HttpConnection:
             return {}
 
     def parameters(self, model: str, version: int) -> ModelParameters:
-        """Returns an object to list and change a model's parameter sets; sends nothing. ``version`` 0: all."""
+        """Returns an object to list and change a model's parameter sets; sends nothing. ``version`` 0: all versions."""
         return ModelParameters(self.manage, model, version)
 
     def manage(

@@ -317,7 +317,7 @@ class HttpChannel:
         self._out = [piece for piece in pieces if len(piece)]
 
     def keep(self, content: bytes) -> None:
-        """Replaces unsent bytes by those of ``content``, a copy of the request, so that no array is read any more."""
+        """Replaces the unsent part of the request by bytes of ``content``, a copy of it, so that no array is read any more."""
         left = sum(map(len, self._out))
         self._out = [memoryview(content)[len(content) - left :]] if left else []
 

@@ -164,7 +164,7 @@ class HttpExchange:
         raise NotImplementedError
 
     def read_next(self, response: HttpResponse) -> Any:
-        """Returns a stream's next result; None: it is incomplete. Raises ServingError: it is an error."""
+        """Returns a stream's next result; None: no whole result has come. Raises ServingError if the result is an error."""
         raise NotImplementedError
 
 
@@ -303,7 +303,7 @@ class HttpRequest(Pending[Any]):
             self._finish(None)
 
     def _finish(self, error: ServingError | None) -> None:
-        """Ends this request, whose answer is complete, with ``error`` if not None; the pool gets its connection."""
+        """Ends this request, whose answer is complete: with ``error``, if not None. Gives the connection back to the pool."""
         channel, self._channel = self._channel, None
         if channel is not None and not channel.may_be_kept:
             channel.close()

@@ -461,8 +461,7 @@ class LaneConnection(Sender):
     def _send(self, pending: LaneRequest, max_waiting: int | None = None) -> bool:
         """Sends a request on the lane that ``lane_for`` chooses. Returns True; returns False if no lane is usable.
 
-        ``max_waiting``: if as many requests wait for the lane's worker already, raises Unavailable; None: any number may wait,
-        since the request was accepted before.
+        ``max_waiting``: if as many requests wait for the lane's worker already, raises Unavailable; None: any number may wait.
         """
         call, loop = pending.call, _running_loop()
         while True:
@@ -518,7 +517,7 @@ class LaneConnection(Sender):
     # ---------------------------------------------------------------------------------- where workers or daemons end
 
     def _look_for_more(self, known: OpenedModel, call: Call) -> None:
-        """Starts a thread that asks the daemon for lanes to further workers of the model of ``call``."""
+        """Starts a thread that asks the daemon for more lanes than those in ``known``, the model of ``call`` as opened."""
         known.opened_at = time.monotonic()
 
         def look() -> None:

@@ -154,7 +154,7 @@ class LaneRequest(Submission, Pending[Answer]):
             self.notify()
 
     def mark_astray(self) -> None:
-        """Marks this request as one without a lane: the thread that waits for its answer has to send it."""
+        """Stores that this request has no lane: the thread that waits for the answer has to send the request."""
         self.astray_at = time.monotonic()
         # In this order, so that whoever claims it counts it no more.
         self._connection.laneless.add(self)
@@ -260,7 +260,7 @@ class LaneRequest(Submission, Pending[Answer]):
             self.lane.cancel(self.request_id)
 
     def _acknowledge(self) -> None:
-        """Tells the worker how many bytes were read, once they are 1024, so that it may send more."""
+        """Tells the worker how many bytes of responses were read, once they are 1024; the worker may then send more."""
         if self._read >= _ACKNOWLEDGED and self.lane is not None:
             read, self._read = self._read, 0
             self.lane.say(wire.record("T", self.request_id, read))

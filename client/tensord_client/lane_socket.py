@@ -40,7 +40,7 @@ class LaneSocket:
     """The client's socket of a lane, and a queue of the datagrams that the socket had no room for."""
 
     def __init__(self, sock: socket.socket, spin_ns: int) -> None:
-        """Takes over a connected socket; a receive polls ``spin_ns`` at most before it sleeps, 0: not at all."""
+        """Takes over a connected socket. A receive polls for at most ``spin_ns`` before it sleeps; 0: it does not poll."""
         sock.setblocking(True)
         self.sock = sock
         #: Held by the thread that sends.
@@ -144,7 +144,7 @@ class LaneSocket:
         return size, ancillary, said
 
     def limit_wait(self, until: float | None) -> None:
-        """Sets how long later calls of ``receive`` wait: not beyond ``until``, but perhaps less long.
+        """Sets how long later calls of ``receive`` wait: until ``until`` or up to half of the time less.
 
         ``until``: seconds of ``time.monotonic()``; None: without limit. Raises: WaitEnded: ``until`` has passed.
         """

@@ -105,13 +105,13 @@ class Slots:
             self._byte_size = 0
 
     def forget(self) -> None:
-        """Drops all kept memory in a child process after a fork, with a new lock, as a thread may have held the old one."""
+        """Drops all kept memory in a child process after a fork. Makes a new lock, because the old one may be locked for ever."""
         self._lock = threading.Lock()
         self.clear()
 
 
 class Placed:
-    """A request whose inputs the worker can read: the fields to send, and the arrays that must exist until the answer."""
+    """A request whose inputs the worker can read: the fields to send, and the arrays to keep until the answer has come."""
 
     __slots__ = ("answer", "contents", "hold", "prepared", "segments", "slot")
 
@@ -142,7 +142,7 @@ Tensor = tuple[str, str, tuple[int, ...], Optional[Place]]
 class Layout:
     """How each input of a call gets to the worker: by its place in shared memory, inside the request, or copied.
 
-    A layout may be used again for a request with the same arrays, unless there are strings, which it holds encoded.
+    A layout may be used again for a request with the same arrays, unless it has strings: it holds their encoded bytes.
     """
 
     __slots__ = (

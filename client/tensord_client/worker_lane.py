@@ -252,7 +252,7 @@ class ClientLane:
             self.socket.send(wire.datagram(records), -1, ids)
 
     def flush(self) -> None:
-        """Sends what ``submit`` kept until the end of an event loop's iteration; does nothing if the worker has ended."""
+        """Sends requests that ``submit`` has collected in an event loop's iteration; does nothing if the worker has ended."""
         if self._outgoing:
             with self.lock, contextlib.suppress(LaneEnded):
                 self._flush_outgoing()
@@ -265,7 +265,7 @@ class ClientLane:
                 self.socket.send(wire.datagram((record,)))
 
     def _release(self) -> None:
-        """Gives queued leases of answers' memory back to the worker. If a thread holds ``lock``, leaves that to the next request.
+        """Gives queued leases of answers' memory back to the worker. If a thread holds ``lock``, the next request gives them.
 
         Does nothing if the worker has ended.
         """

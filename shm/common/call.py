@@ -131,12 +131,12 @@ def _parameter(name: str, value: Any) -> Parameter:
 
 
 def named(name: Any, version: Any) -> tuple[str, int]:
-    """Checks and returns a model's name and version. Raises InvalidArgument: no str, or no integer from 0 on."""
+    """Checks and returns a model's name and version. Raises InvalidArgument unless they are a str and an integer >= 0."""
     return text("a model's name", name), natural("a model's version", version)
 
 
 def seconds(timeout: Any) -> float | None:
-    """Checks a timeout in seconds and returns it; returns None if it is None or infinite, so that there is no limit.
+    """Checks a timeout in seconds and returns it. Returns None, which means no limit, for None and for infinity.
 
     Raises InvalidArgument: the timeout is no number.
     """

@@ -46,8 +46,8 @@ class Prepared:
 
         ``timeout``: seconds to wait; None: as long as the constructor said.
 
-        Raises: ServingError: the answer is an error.  DeadlineExceeded: no answer came in time. The next call then first waits
-          until this request has ended, so that two requests never write to the same arrays.
+        Raises: ServingError: the answer is an error.  DeadlineExceeded: no answer came in time. The next call then begins by
+          waiting until this request has ended, so that two requests never write to the same arrays.
         """
         call = self._call
         timeout = self.timeout if timeout is None else timeout

@@ -95,7 +95,7 @@ class Newest(Generic[A]):
             self._watch(number, asked)
 
     def _keep(self, number: int, came: Any) -> None:
-        """Stores what ``came`` (answer or error) of the ``number``-th ``put``, unless a newer one is stored already."""
+        """Stores what ``came``, the answer or error of the ``number``-th ``put``, unless that of a later ``put`` is stored."""
         self.missed += number < self._came or self._came != self._taken
         if number > self._came:
             self._came, self._newest = number, came

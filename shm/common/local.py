@@ -237,7 +237,7 @@ def ours(error: Any) -> ServingError:
 
 @contextlib.contextmanager
 def in_our_words() -> Iterator[None]:
-    """Converts an error of the worker's that is raised in the ``with`` block to an error of this package, in plain words."""
+    """Converts an error that the worker's code raises in the ``with`` block to an error of this package, in plain words."""
     try:
         yield
     except Exception as error:
