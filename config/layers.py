@@ -164,7 +164,7 @@ def merge(settings: Iterable[Setting]) -> Options:
 
 
 def read_file(path: Path) -> list[Setting]:
-    """Reads the settings in a TOML file. Raises ConfigurationError: it cannot be read, is not TOML, or has an unknown section."""
+    """Reads the settings in a TOML file. Raises ConfigurationError if it cannot be read or has an unknown section."""
     try:
         content = tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:

@@ -469,7 +469,7 @@ def _check_initial(state: Any) -> None:
 
 
 def is_isolated(message: ModelConfig) -> bool:
-    """Returns whether workers serve this model alone (parameter ``isolated``). Raises InvalidArgument: no boolean is given."""
+    """Returns whether workers serve this model alone (parameter ``isolated``). Raises InvalidArgument: not a boolean."""
     return wants(message, ISOLATED)
 
 

@@ -42,7 +42,7 @@ def empty(model_name: str = "") -> ModelConfig:
 
 
 def parse_pbtxt(text: str, model_name: str) -> ModelConfig:
-    """Parses a config.pbtxt. Raises InvalidArgument, with line, column and what protobuf expected there: it is malformed."""
+    """Parses a config.pbtxt. Raises InvalidArgument, with line, column and what protobuf expected, if it is malformed."""
     message = empty()
     try:
         text_format.Parse(text, message)
@@ -299,7 +299,7 @@ _ANSWERS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def wants(message: ModelConfig, parameter: str) -> bool:
-    """Returns the value of a model's boolean parameter; False: it is not given. Raises InvalidArgument: it is no boolean."""
+    """Returns the value of a model's boolean parameter, False if it is not given. Raises InvalidArgument: not a boolean."""
     if parameter not in message.parameters:
         return False
     said = message.parameters[parameter].string_value

@@ -43,7 +43,7 @@ class AccessLog:
             self.next = count + every if every else _NEVER
 
     def admits_error(self) -> bool:
-        """Counts an error; returns whether the rate lets it be logged. The next line says how many were left out."""
+        """Counts an error. Returns whether the rate limit allows a log line; the next line says how many were left out."""
         if not self.every:
             return False
         now_ns = time.monotonic_ns()

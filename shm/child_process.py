@@ -98,9 +98,9 @@ _LARGEST_HEAP_BLOCK = 32 << 20
 def keep_freed_memory(byte_size: int) -> None:
     """Lets the allocator keep ``byte_size`` free bytes at the end of its heap instead of returning them to the kernel.
 
-    By default glibc returns them, depending on what else is on the heap, and then allocates the pages of every large block
-    anew: this takes 1 to 3 ms of a request with a 16 MiB output, and 5 ms of a request with a MiB of tensors as JSON in both
-    directions (measured). With any other C library this function does nothing.
+    By default glibc returns them, depending on what else is on the heap, and then allocates the pages of every large
+    block anew: this takes 1 to 3 ms of a request with a 16 MiB output, and 5 ms of a request with a MiB of tensors as
+    JSON in both directions (measured). With any other C library this function does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -114,7 +114,7 @@ _MAX_STACK_BYTE_SIZE = 32 << 10
 
 
 def create_stack_report() -> int:
-    """Creates a memfd for the stacks of a process's threads, which the log shows under its name; returns the descriptor."""
+    """Creates a memfd into which a process writes its threads' stacks when it dies. Returns the descriptor."""
     return os.memfd_create("tensord-stack", os.MFD_CLOEXEC)
 
 

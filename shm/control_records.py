@@ -97,7 +97,7 @@ class Loading(Record, frozen=True, tag="loading"):
 
 
 class Start(Record, frozen=True, tag="start"):
-    """The first record to a child process: number of this start, its name, and ``config.options.Options`` as msgpack."""
+    """The first record to a child process: the start's number, the process's name and its options as msgpack."""
 
     #: Unique per process start; the child repeats it in ChildReady, so answers of a predecessor are never mistaken.
     incarnation: int
@@ -327,7 +327,7 @@ class Load(Record, frozen=True, tag="load"):
 
 
 class CancelLoad(Record, frozen=True, tag="cancel-load"):
-    """Tells a worker to cancel its unfinished loads of a version. The worker answers each load with Loaded once it has ended."""
+    """Tells a worker to cancel its unfinished loads of a version. Each load is answered with Loaded when it has ended."""
 
     name: str
     version: int

@@ -30,7 +30,7 @@ def name(gpu: int, share: int = 0) -> str:
 
 
 def alone(device: str, model: str) -> str:
-    """Returns the device name of the worker for ``model`` alone, beside the worker ``device``: "cuda:1#m" on "cuda:1"."""
+    """Returns the name of the worker on ``device`` that serves only ``model``: "cuda:1#m" for "cuda:1" and "m"."""
     return f"{gpu_of(device) or device}{_ALONE}{model}"
 
 

@@ -31,7 +31,7 @@ def sources(folder: Path, names: Sequence[str]) -> str:
 
 
 def check(module: ModuleType) -> None:
-    """Raises ImportError if sources lie beside a C extension (never beside an installed one) and it was not built from them."""
+    """Raises ImportError if a C extension was not built from the sources that lie beside it, if any do."""
     assert module.__file__ is not None
     folder, built = Path(module.__file__).parent, getattr(module, "SOURCES", "")
     names = built.split()[:-1]

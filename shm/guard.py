@@ -57,7 +57,7 @@ class Guarded:
         return 0 if self._slot is None else _guard.faults(self._slot)
 
     def hold(self, held: bool) -> None:
-        """Notes, in any thread, that a GPU's driver has locked the pages (True) or is about to unlock them (False)."""
+        """Stores whether a GPU's driver has locked the pages. Call it, in any thread, after locking and before unlocking."""
         if self._slot is not None:
             _guard.hold(self._slot, held)
 

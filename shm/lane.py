@@ -91,7 +91,7 @@ class LaneEnd:
         Args:
           channel: sends and receives on ``sock``, and owns it.
           arena: this end's arena.
-          theirs: the map to which the segments are added that the other end opens.
+          theirs: the map of the segments that the other end announces.
           writable: whether the other end may map this end's segments writable, as page-locking for a GPU needs.
         """
         #: What is queued here is sent by the next ``flush``.
@@ -138,7 +138,7 @@ class LaneEnd:
             self.announced.add(segment)
 
     def _apply_segment(self, record: object, fds: list[int]) -> None:
-        """Carries out a record about a segment of either arena. Raises InvalidArgument: it is malformed, or no such record."""
+        """Carries out a record about a segment of either arena. Raises InvalidArgument: it is malformed, or another one."""
         if type(record) is SegmentRefused and not fds:
             self.announced.discard(record.segment)
         elif type(record) is SegmentOpened and len(fds) == 1:

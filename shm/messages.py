@@ -89,7 +89,7 @@ class RequestedOutput(Record, frozen=True, tag="o"):
 
 
 class WireVersion(Record, frozen=True, tag="V"):
-    """The sender's version of these records, sent first in each direction of a lane. All versions can read this record."""
+    """The sender's version of these records, sent first on a lane each way. All versions can read this record."""
 
     number: int
 
@@ -108,13 +108,13 @@ class SegmentClosed(Record, frozen=True, tag="S-"):
 
 
 class SegmentRefused(Record, frozen=True, tag="S!"):
-    """Tells an arena's owner that the sender could not map a segment; it is announced again before its next use."""
+    """Tells an arena's owner that a segment could not be mapped; the owner announces it again before its next use."""
 
     segment: int
 
 
 class TracedTensor(Record, frozen=True, tag="tt"):
-    """A traced request's tensor as text: elements in row-major order, joined by commas; of a large one only the first."""
+    """A traced request's tensor as text: elements in row-major order, joined by commas. ``truncated``: only the first."""
 
     activity: str
     name: str

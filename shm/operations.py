@@ -138,7 +138,7 @@ class UnregisterRegion(Record, frozen=True, tag="c.unreg"):
 
 
 class AwaitRegion(Record, frozen=True, tag="c.awaitreg"):
-    """Asks a worker to reply (empty) once all earlier, unregistered regions of this name are closed: no request uses them."""
+    """Asks a worker to reply once no request uses an earlier, unregistered region of this name. Reply: empty."""
 
     name: str
 
@@ -252,7 +252,7 @@ class AbortParameters(Record, frozen=True, tag="c.abortparams"):
 
 
 class ServeLoaded(Record, frozen=True, tag="c.serveloaded"):
-    """Tells a worker to let requests find a version that was loaded with ``held`` set. Has no effect on other versions.
+    """Tells a worker to let requests find a version that was loaded with ``held`` set; any other is not affected.
 
     Reply: JSON {}, once requests find the version, so that fronts learn of the version only then.
     """
@@ -341,7 +341,7 @@ class EndIdleLanes(Record, frozen=True, tag="c.idlelanes"):
 
 
 class TakeProfile(Record, frozen=True, tag="c.profile"):
-    """Tells a worker to record ``seconds`` with JAX's profiler below ``folder``. Reply: empty, once the record is written."""
+    """Tells a worker to record ``seconds`` with JAX's profiler below ``folder``. Reply: empty, after the recording."""
 
     seconds: float
     folder: str

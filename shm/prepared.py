@@ -126,10 +126,10 @@ class Numbers(Generic[T]):
 
 
 class PublishedNumbers(set[Numbered[T]]):
-    """The prepared requests or answers that the other end knows by number; one whose number is assigned anew leaves it."""
+    """The prepared requests or answers that the other end knows by number, until their numbers are assigned anew."""
 
     def __init__(self, channel: Channel, record: Callable[[int, T], Record]) -> None:
-        """Starts with no number sent on this channel. ``record``: makes the record that assigns one: Prepare or PrepareAnswer."""
+        """Starts with no number sent on this channel. ``record``: makes the Prepare or PrepareAnswer for a number."""
         self._channel = channel
         self._record: Callable[[int, T], Record] = record
         self._numbers: dict[int, Numbered[T]] = {}

@@ -81,7 +81,7 @@ class RefusalLog:
 
     @property
     def due_ns(self) -> int | None:
-        """Returns when (CLOCK_MONOTONIC ns) the next log line is due; None: no refusal since the last line."""
+        """Returns when (CLOCK_MONOTONIC ns) the next log line is due; None: nothing was refused since the last line."""
         return max(self._began_ns + _GATHER_NS, self._last_ns + _INTERVAL_NS) if self._counts else None
 
     def settle(self, now_ns: int) -> None:

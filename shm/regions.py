@@ -171,7 +171,7 @@ class _ObjectRegion(Leased):
 
 
 class Region(_ObjectRegion):
-    """A client's registered range that this process maps to read and write; access modes "guarded" and "sealed" use it."""
+    """A client's registered range that this process maps to read and write, for access "guarded" and "sealed"."""
 
     def __init__(self, name: str, fd: int, offset: int, byte_size: int, populate: int = _POPULATE_LIMIT) -> None:
         """Maps a range of the object, and takes ownership of its descriptor ``fd``, which is closed if this raises.
@@ -252,7 +252,7 @@ class Region(_ObjectRegion):
         self._whole[offset : offset + byte_size] = content
 
     def read(self, offset: int, byte_size: int) -> bytes:
-        """Returns a copy of a range, to parse: the owner may change the range. Raises InvalidArgument: it is outside."""
+        """Returns a copy of a range, which the owner cannot change any more. Raises InvalidArgument: the range is outside."""
         return bytes(self.view(offset, byte_size))
 
     def close(self) -> None:

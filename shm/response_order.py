@@ -50,7 +50,7 @@ class ResponseOrder(Generic[K, A]):
         return self._leaving()
 
     def withdrawn(self, request: K) -> list[tuple[K, A]]:
-        """Forgets a request without answer; returns, in order, all (request, answer) that may be sent now."""
+        """Forgets a request that gets no answer. Returns (request, answer) for the answers that may be sent now, in order."""
         self._turns.remove(request)
         return self._leaving()
 

@@ -136,7 +136,7 @@ class SequencePage:
 
     @classmethod
     def attach(cls, fd: int) -> SequencePage:
-        """Maps a page to read; owns ``fd``. Raises InvalidArgument: it is no page. Unavailable: it cannot be mapped."""
+        """Maps a page for reading; owns ``fd``. Raises InvalidArgument: ``fd`` is no page. Unavailable: mapping failed."""
         segment = Segment.attach(fd, os.fstat(fd).st_size)
         words = segment.view.cast("Q") if segment.byte_size % 8 == 0 else None
         whole = (
@@ -165,7 +165,7 @@ class SequencePage:
         return (_STATES[value & 3], value >> 2) if value & 3 else None
 
     def slots(self, key: Key) -> FreeSlots | None:
-        """Returns how many more sequences of the version with this key fit; None: the page does not say."""
+        """Returns how many more sequences of the version with this key the worker can admit; None: the page lacks it."""
         value = self.value(key)
         return FreeSlots(value >> 42, value >> 22 & _MOST_SLOTS, value >> 2 & _MOST_SLOTS) if value else None
 

@@ -24,10 +24,10 @@ class Spin:
         self._worth = False
 
     def begin(self, now_ns: int, worked_ns: int = 0) -> int:
-        """Notes that a wait for the next record begins. Returns until when to poll (CLOCK_MONOTONIC ns); 0: sleep at once.
+        """Begins a wait for the next record. Returns when to stop polling (CLOCK_MONOTONIC ns); 0: do not poll at all.
 
-        ``worked_ns``: how long the loop has worked since the last record. After much work it does not poll, since the time that
-        waking up takes is small beside it.
+        ``worked_ns``: how long the loop has worked since the last record. After much work polling is not worth while, since the
+        time that waking up takes is small beside it.
         """
         self._since_ns = now_ns
         return now_ns + self._limit_ns if self._worth and 2 * worked_ns <= self._limit_ns else 0
@@ -39,7 +39,7 @@ class Spin:
         return monotonic_ns()
 
     def end(self, now_ns: int) -> None:
-        """Notes that a wait has ended, with a record or without; the next ``begin`` goes by how long it was."""
+        """Ends the wait, whether a record has come or not. The next ``begin`` decides by the length of this wait."""
         self._worth = now_ns - self._since_ns < self._limit_ns
 
     def __repr__(self) -> str:

@@ -34,7 +34,7 @@ class TraceBudget:
         return True
 
     def remaining(self) -> int:
-        """Returns how many traces may still be taken, and changes nothing. It is read from the eventfd's fdinfo, see proc(5)."""
+        """Returns how many traces may still be taken, and changes nothing; reads the eventfd's fdinfo, see proc(5)."""
         with open(f"/proc/self/fdinfo/{self.fd}") as lines:
             for line in lines:
                 name, _, value = line.partition(":")

@@ -151,7 +151,7 @@ def _in_loop(seconds: float, call: Callable[[], None]) -> None:
 
 
 def without_tensors(timeline: Timeline) -> Timeline:
-    """Returns a copy of a timeline that has no tensors, nor have its children, because spans do not show tensors."""
+    """Returns a copy of a timeline and its children without their tensors, because spans do not show tensors."""
     if timeline.tensors or timeline.children:
         children = tuple(map(without_tensors, timeline.children))
         return msgspec.structs.replace(timeline, tensors=(), children=children)
@@ -196,7 +196,7 @@ class Tracer:
         self._last_id = incarnation << _ID_BITS
 
     def changed(self, record: TraceChanged, fds: list[int]) -> None:
-        """Sets a model's trace settings ("": those of all without their own); takes ownership of the record's ``fds``."""
+        """Sets a model's trace settings (model "": those of all models without their own); owns the record's ``fds``."""
         self._forget(record.model)
         self._samplers[record.model] = Sampler(record, fds, self._files)
         self._look()
@@ -298,7 +298,7 @@ class Sampler:
         return bool(self._path and self.level)
 
     def write(self, trace: bytes) -> None:
-        """Writes a finished trace, or collects ``log_frequency`` of them first. Call it only if ``writes`` is True."""
+        """Collects a finished trace, and writes all once there are ``log_frequency``. Call it only if ``writes`` is True."""
         if not self._log_frequency:
             self._files.write(self._path, trace, indexed=False)
             return
@@ -378,7 +378,7 @@ class Trace:
         self.code, self.error = code, error
 
     def responded(self, version: int) -> None:
-        """Stores which model version sent a response that is not the last one. ``version`` 0 (of an error) changes nothing."""
+        """Stores which model version sent a response that is not the last. ``version`` 0 (of an error) changes nothing."""
         self._version = version or self._version
 
     def completed(self, version: int, timeline: Timeline | None) -> None:

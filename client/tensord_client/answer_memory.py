@@ -304,7 +304,7 @@ class AnswerMemory:
 
 
 def made_answer(record: AnswerRecord, lease: AnswerLease | None, places: Any) -> Answer:
-    """Converts a worker's message to an ``Answer``, whose arrays are views of the worker's memory, the caller's own, or copies.
+    """Converts a worker's message to an ``Answer``. Its arrays are views of the worker's memory, the caller's, or copies.
 
     If an array is a view, the answer holds the ``lease``, and is counted among the answers that the program holds.
 

@@ -379,7 +379,7 @@ class AsyncModelParameters:
         await asyncio.to_thread(self._sets.drop, set)
 
     async def roll_back(self, set: str = "main") -> int:
-        """Puts the parameters that a parameter set had before its newest push into use again.
+        """Undoes the newest push into a parameter set, so that the parameters before it are used again.
 
         Returns the number of the push that those parameters came with.
 

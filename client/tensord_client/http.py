@@ -319,7 +319,7 @@ class HttpConnection:
         return made
 
     def _wanted(self, call: Call, name: str) -> tuple[str, int, int] | None:
-        """Returns the GPU region to write an output to (name, offset, size); None: it comes with the answer."""
+        """Returns the GPU region to write an output to (name, offset, size); None: the output comes with the answer."""
         place = call.places.get(name)
         return None if place is None else self._region(place)
 

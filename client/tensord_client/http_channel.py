@@ -90,7 +90,7 @@ class HttpResponse:
 
     @property
     def place(self) -> memoryview | None:
-        """Returns the memory for the body's next bytes (then call ``filled``); None: give the bytes to ``feed``."""
+        """Returns the memory to receive the body's next bytes into, before ``filled``; None: give them to ``feed`` instead."""
         return self._places[0] if self._places else None
 
     def filled(self, count: int) -> None:
@@ -297,7 +297,7 @@ class HttpChannel:
 
     @property
     def is_readable(self) -> bool:
-        """Returns whether bytes or the connection's end have come; if so, an idle one must not be used again."""
+        """Returns whether bytes or the end of the connection have come; if it was idle, it must not be used again then."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
@@ -317,7 +317,7 @@ class HttpChannel:
         self._out = [piece for piece in pieces if len(piece)]
 
     def keep(self, content: bytes) -> None:
-        """Replaces the unsent part of the request by bytes of ``content``, a copy of it, so that no array is read any more."""
+        """Replaces the unsent part of the request by bytes of ``content``, a copy of it: no array is read any more."""
         left = sum(map(len, self._out))
         self._out = [memoryview(content)[len(content) - left :]] if left else []
 

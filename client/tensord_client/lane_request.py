@@ -40,7 +40,7 @@ _ASIDE = 0.005
 
 
 class LaneRequest(Submission, Pending[Answer]):
-    """A request over a lane. If this ends or the worker refuses it, it is *astray* (without lane) until sent again or failed."""
+    """A request over a lane. If the lane ends, or the worker refuses the request, it has no lane until it is sent again."""
 
     lane: ClientLane | None = None
     request_id = 0
@@ -161,7 +161,7 @@ class LaneRequest(Submission, Pending[Answer]):
         self.astray = True
 
     def claim(self) -> bool:
-        """Returns True to the one thread that is to send this request again; False also if the request has a lane."""
+        """Returns True to one thread, which must send this request again; False to others, or if the request has a lane."""
         with self._lock:
             astray, self.astray = self.astray, False
         if astray:
@@ -170,7 +170,7 @@ class LaneRequest(Submission, Pending[Answer]):
         return astray
 
     def watch_again(self) -> None:
-        """Arranges that the new lane of this request, which was sent again, is read for it.
+        """Arranges that the new lane of this request, which was sent again, is read.
 
         If callbacks wait for the answer, the lane's thread reads the lane; if a task waits, the task's event loop does. If the
         request was cancelled meanwhile, tells the new worker so.
@@ -229,7 +229,7 @@ class LaneRequest(Submission, Pending[Answer]):
             raise self.late() from None
 
     def attach(self, loop: Any) -> None:
-        """Asks an event loop to read this request's lane; without a lane, a background thread sends it again."""
+        """Asks an event loop to read this request's lane. Without a lane, a background thread sends the request again."""
         if self._read:
             self._acknowledge()
         lane = self.lane

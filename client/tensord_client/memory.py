@@ -49,7 +49,7 @@ def mapped(fd: int, byte_size: int, prot: int = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 class ClientSegment:
-    """A memfd of fixed size for arrays, which workers map too, and its free ranges; mapped here for as long as this exists."""
+    """A memfd of fixed size for arrays, mapped in this process and in workers, and the list of its free ranges."""
 
     def __init__(self, number: int, byte_size: int) -> None:
         """Makes a memfd with all of its pages allocated, and maps it. ``number``: the number by which requests name the segment.
@@ -119,7 +119,7 @@ class ClientSegment:
 
 
 class Block:
-    """The memory of one array: a range of bytes in a segment of this client's.
+    """The memory of one array: a range of bytes in a segment of this client.
 
     The array and its views have the block as their base. The block is freed once all of them are garbage-collected.
     """

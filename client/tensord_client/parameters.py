@@ -109,7 +109,7 @@ class ModelParameters:
         self._manage("drop", self._model, self._version, set)
 
     def roll_back(self, set: str = "main") -> int:
-        """Puts the parameters that a parameter set had before its newest push into use again.
+        """Undoes the newest push into a parameter set, so that the parameters before it are used again.
 
         Returns the number of the push that those parameters came with.
 
@@ -125,8 +125,8 @@ def layout(parameters: Any, partial: bool = False) -> Iterator[Buffer]:
     """Yields a tree of arrays as bytes in safetensors' layout: the header, then each array's memory, which is not copied.
 
     ``partial``: whether every leaf of the tree is meant to be pushed. If False, leaves that no push can have are left out:
-    functions, texts, random keys, and arrays of types that the layout lacks. The model keeps the values of these leaves that it
-    was loaded with.
+    functions, texts, random keys, and arrays of types that the layout lacks. For these leaves the model keeps the values that
+    it was loaded with.
 
     Raises: InvalidArgument: the tree has no arrays; or, with ``partial``, a leaf cannot be pushed.
     """
@@ -170,7 +170,7 @@ def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _array(leaf: Any) -> tuple[str, Array] | None:
-    """Returns a leaf's type in safetensors' layout, and the leaf as a contiguous little-endian array; None: it has no type."""
+    """Returns a leaf's safetensors type, and the leaf as a contiguous little-endian array; None: it has no type."""
     bits = bfloat16_of_torch(leaf)
     try:
         array = np.ascontiguousarray(leaf if bits is None else bits)

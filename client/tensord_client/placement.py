@@ -34,7 +34,7 @@ _IN_SLOT = (-1, 0, 0)
 
 
 class Slot:
-    """Shared memory for copies of one request's inputs, kept for later ones with the encoded constant part that names it."""
+    """Shared memory for copies of a request's inputs, with the request's encoded part that names it; kept for reuse."""
 
     __slots__ = ("_slots", "arrays", "byte_size", "kind", "prepared", "segments")
 
@@ -105,13 +105,13 @@ class Slots:
             self._byte_size = 0
 
     def forget(self) -> None:
-        """Drops all kept memory in a child process after a fork. Makes a new lock, because the old one may be locked for ever."""
+        """Drops all kept memory in a child process after a fork; makes a new lock, as the old one may be locked for ever."""
         self._lock = threading.Lock()
         self.clear()
 
 
 class Placed:
-    """A request whose inputs the worker can read: the fields to send, and the arrays to keep until the answer has come."""
+    """A request whose inputs the worker can read: the fields to send, and the arrays to keep until it is answered."""
 
     __slots__ = ("answer", "contents", "hold", "prepared", "segments", "slot")
 

@@ -265,7 +265,7 @@ class ClientLane:
                 self.socket.send(wire.datagram((record,)))
 
     def _release(self) -> None:
-        """Gives queued leases of answers' memory back to the worker. If a thread holds ``lock``, the next request gives them.
+        """Gives queued leases of answers' memory back to the worker. If ``lock`` is held, the next request does that.
 
         Does nothing if the worker has ended.
         """

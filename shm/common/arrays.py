@@ -91,7 +91,7 @@ def encode_strings(array: np.ndarray) -> bytes:
 
 
 def decode_strings(content: Any, shape: Sequence[int]) -> np.ndarray:
-    """Decodes BYTES content to an object array of ``bytes``. Raises: ValueError: it is cut off, or does not fit the shape."""
+    """Decodes BYTES content to an object array of ``bytes``. Raises ValueError if ``content`` does not fit the shape."""
     content = bytes(content)
     values, end = strings.decode(content, 0, len(content))
     if end < len(content):

@@ -79,7 +79,7 @@ def traced(name: str, value: Any) -> str:
 
 
 def natural(name: str, value: Any) -> int:
-    """Returns ``value`` as an unsigned integer of 64 bits. Raises InvalidArgument, naming ``name``: it is none."""
+    """Returns ``value`` if it is an unsigned integer of 64 bits; else raises InvalidArgument, which names ``name``."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -90,7 +90,7 @@ def natural(name: str, value: Any) -> int:
 
 
 def text(name: str, value: Any) -> str:
-    """Returns ``value`` if it is a str. Raises InvalidArgument, which names ``name``: it is none."""
+    """Returns ``value`` if it is a str; else raises InvalidArgument, which names ``name``."""
     if not isinstance(value, str):
         raise InvalidArgument(f"{name} is {reprlib.repr(value)}, a text is expected")
     return str.__str__(value)

@@ -58,8 +58,8 @@ def _delete(
 ) -> None:
     """Drops a consumer's reference to a ``DeviceView``; DLPack's ``deleter``. May be called in any thread.
 
-    ``managed``: the address of the view's DLManagedTensor. No caller gives ``at`` and ``drop``: they are defaults because those
-    exist even when this module's names are gone, at the end of the process.
+    ``managed``: the address of the view's DLManagedTensor. No caller gives ``at`` and ``drop``: as defaults they exist even at
+    the end of the process, when this module's names are gone.
     """
     # The defaults are never replaced: where arrays live as long as Python, this module's names are gone before them.
     drop(at(managed).manager_ctx)
@@ -118,6 +118,6 @@ class DeviceView:
         return self._tensor.device_type, self._tensor.device_id
 
     def __dlpack__(self, **wishes: Any) -> Any:
-        """Returns a capsule. ``wishes`` are ignored: the memory is written completely, no stream has to wait."""
+        """Returns a capsule. ``wishes``, such as a stream, are ignored, because no write to the memory is under way."""
         _keep(self)
         return _new(ctypes.addressof(self._tensor), _CAPSULE, ctypes.cast(_destructor, ctypes.c_void_p))

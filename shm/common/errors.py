@@ -91,7 +91,7 @@ class Internal(ServingError):
 
 
 class Unknown(ServingError):
-    """The error belongs to no other class here."""
+    """The error's code belongs to no other class of this module."""
 
     code = "UNKNOWN"
 
@@ -111,6 +111,6 @@ def from_code(code: str, message: str) -> ServingError:
 
 
 def in_plain_words(message: str) -> str:
-    """Returns an error's message without what the protocol adds to it: a note, or the id of a request that has no id."""
+    """Returns an error's message without what the protocol adds to it: a note, or a prefix that says there is no id."""
     start = len(_NO_ID) if message.startswith(_NO_ID) else 0
     return message[start:].partition(" NOTE: ")[0].rstrip()

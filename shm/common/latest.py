@@ -95,7 +95,7 @@ class Newest(Generic[A]):
             self._watch(number, asked)
 
     def _keep(self, number: int, came: Any) -> None:
-        """Stores what ``came``, the answer or error of the ``number``-th ``put``, unless that of a later ``put`` is stored."""
+        """Stores what ``came``, the answer or error of the ``number``-th ``put``, unless a later one's is stored."""
         self.missed += number < self._came or self._came != self._taken
         if number > self._came:
             self._came, self._newest = number, came
@@ -105,7 +105,7 @@ class Newest(Generic[A]):
         raise NotImplementedError
 
     def _has_newer(self) -> bool:
-        """Returns whether ``get`` has an answer to return. Raises: Cancelled: ``close`` was called, and none will come."""
+        """Returns whether ``get`` has an answer to return. Raises: Cancelled: it has none, and ``close`` was called."""
         if self._came == self._taken and self._closed:
             raise Cancelled("it was closed")
         return self._came != self._taken

@@ -35,10 +35,10 @@ class Served(Protocol):
         """
 
     def took(self, request: Any) -> None:
-        """Tells the worker, by its object of the request, that a response was taken, so that the model may make more."""
+        """Tells the worker that a response was taken, so that the model may make more. ``request``: the worker's object."""
 
     def withdraw(self, request: Any) -> None:
-        """Tells the worker, by its object of the request, that nobody waits for an answer any more."""
+        """Tells the worker that nobody waits for an answer any more. ``request``: the worker's object of the request."""
 
     def end_sequence(self, sequence_id: int | str) -> None:
         """Ends a sequence, if there is one, without a further request, and drops the state that the model keeps for it."""
@@ -133,7 +133,7 @@ class LocalConnection:
         self._thread: threading.Thread | None = None
 
     def open(self, model: str, version: int = 0) -> Description:
-        """Returns a model's description, and loads it first if needed (0: the newest). Raises: ServingError: loading failed."""
+        """Returns a model's description; loads it if needed. ``version`` 0: newest. Raises ServingError: loading failed."""
         return self._loaded(model, version).description
 
     def _loaded(self, model: str, version: int) -> Served:
@@ -231,13 +231,13 @@ def _call_back(ended: queue.SimpleQueue[LocalRequest | None]) -> None:
 
 
 def ours(error: Any) -> ServingError:
-    """Converts an error of the worker's to the error of this package that has the same code, with a message in plain words."""
+    """Converts an error of a worker to the error of this package that has the same code, with a message in plain words."""
     return kind_of(error.code)(in_plain_words(error.message))
 
 
 @contextlib.contextmanager
 def in_our_words() -> Iterator[None]:
-    """Converts an error that the worker's code raises in the ``with`` block to an error of this package, in plain words."""
+    """Converts an error that a worker's code raises in the ``with`` block to one of this package, in plain words."""
     try:
         yield
     except Exception as error:

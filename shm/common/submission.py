@@ -89,8 +89,8 @@ class Submission:
 def is_refusal(code: str, message: str, is_told: bool = True) -> bool:
     """Returns whether a worker's error means that the worker does not have the request's model, and has not run the request.
 
-    ``is_told``: True: the submitter knows at all times which workers serve the model; False: its knowledge may be old, so that
-    Unavailable and any NotFound count, too.
+    ``is_told``: True: the submitter knows at all times which workers serve the model; False: its knowledge may be old, so
+    that Unavailable and every NotFound are such errors, too.
     """
     if code == NotFound.code and message.startswith(UNKNOWN_MODEL):
         return True
