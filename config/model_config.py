@@ -299,7 +299,7 @@ _ANSWERS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def wants(message: ModelConfig, parameter: str) -> bool:
-    """Returns the value of a model's boolean parameter, False if it is not given. Raises InvalidArgument: not a boolean."""
+    """Returns the value of a model's boolean parameter, False if it is not given. Raises InvalidArgument: no boolean."""
     if parameter not in message.parameters:
         return False
     said = message.parameters[parameter].string_value

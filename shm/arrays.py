@@ -35,7 +35,7 @@ class IncompleteString(InvalidArgument):
 
 
 def datatype_of(dtype: np.dtype[Any]) -> str | None:
-    """Returns the protocol's datatype, such as "FP32", for a numpy dtype; None: it has none. Strings and objects are BYTES."""
+    """Returns the protocol's datatype, such as "FP32", for a dtype (strings and objects: BYTES); None: it has none."""
     return "BYTES" if dtype.kind in "SUO" else _DATATYPES.get(dtype)
 
 

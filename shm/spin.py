@@ -26,8 +26,8 @@ class Spin:
     def begin(self, now_ns: int, worked_ns: int = 0) -> int:
         """Begins a wait for the next record. Returns when to stop polling (CLOCK_MONOTONIC ns); 0: do not poll at all.
 
-        ``worked_ns``: how long the loop has worked since the last record. After much work polling is not worth while, since the
-        time that waking up takes is small beside it.
+        ``worked_ns``: how long the loop has worked since the last record. After much work polling is not worth while, since
+        the time that waking up takes is small beside it.
         """
         self._since_ns = now_ns
         return now_ns + self._limit_ns if self._worth and 2 * worked_ns <= self._limit_ns else 0

@@ -80,15 +80,16 @@ def keys(seeds: Array | jax.Array, raw: bool = False) -> jax.Array:
         own = tensord.models.keys(request["seed"])
         noise = jax.vmap(lambda key: jax.random.normal(key, (4,)))(own)
 
-    A row's key depends on its seed alone, not on the batch, its padding or the row's place. It is what ``jax.random.key`` makes
-    of the seed by threefry2x32, JAX's default, also under another ``jax_default_prng_impl``: with keys of "rbg" and "unsafe_rbg"
-    all rows of a ``jax.vmap`` draw by the first one's. A seed that is not negative has the same key in every datatype.
+    A row's key depends on its seed alone, not on the batch, its padding or the row's place. The key is what ``jax.random.key``
+    makes of the seed by threefry2x32, JAX's default, also under another ``jax_default_prng_impl``: with keys of "rbg" and
+    "unsafe_rbg" all rows of a ``jax.vmap`` draw what the first row's key gives. A seed that is not negative has the same key in
+    every datatype.
 
     Args:
       seeds: INT32, UINT32, INT64 or UINT64, of shape [rows] or [rows, 1], as ``request["seed"]`` is. In a model without a batch
         dimension that is [1], and ``keys(request["seed"])[0]`` is the request's key.
-      raw: the keys' words are returned, for libraries that take no typed keys. JAX's functions take such words as keys only where
-        ``jax_default_prng_impl`` is threefry2x32.
+      raw: whether to return the keys' words, for libraries that take no typed keys. JAX's functions take such words as keys only
+        where ``jax_default_prng_impl`` is threefry2x32.
 
     Returns: typed keys of shape [rows]; with ``raw`` UINT32[rows, 2], each row as ``jax.random.PRNGKey`` makes it.
 

@@ -304,17 +304,17 @@ class AnswerMemory:
 
 
 def made_answer(record: AnswerRecord, lease: AnswerLease | None, places: Any) -> Answer:
-    """Converts a worker's message to an ``Answer``. Its arrays are views of the worker's memory, the caller's, or copies.
+    """Converts a worker's message to an ``Answer``. Its arrays are views of the worker's memory, copies, or the caller's.
 
     If an array is a view, the answer holds the ``lease``, and is counted among the answers that the program holds.
 
     Args:
       lease: the lease of the worker's memory that the outputs lie in; None: they do not lie there.
-      places: output name -> the caller's array for the output. The worker has written to the array already, or the output is
-        copied into the array here.
+      places: output name -> the caller's array for the output. The worker has written to the array already, or the output
+        is copied into the array here.
 
-    Raises: ValueError, LookupError, TypeError: the record is malformed.  InvalidArgument: an output has another shape or dtype
-      than the caller's array for it.
+    Raises: ValueError, LookupError, TypeError: the record is malformed.  InvalidArgument: an output has another shape or
+      dtype than the caller's array for it.
     """
     answer = Answer()
     prepared = record.prepared

@@ -90,7 +90,7 @@ class HttpResponse:
 
     @property
     def place(self) -> memoryview | None:
-        """Returns the memory to receive the body's next bytes into, before ``filled``; None: give them to ``feed`` instead."""
+        """Returns memory to receive the body's next bytes into, before ``filled``; None: give the bytes to ``feed``."""
         return self._places[0] if self._places else None
 
     def filled(self, count: int) -> None:

@@ -40,7 +40,7 @@ _ASIDE = 0.005
 
 
 class LaneRequest(Submission, Pending[Answer]):
-    """A request over a lane. If the lane ends, or the worker refuses the request, it has no lane until it is sent again."""
+    """A request over a lane. If the lane ends or the worker refuses the request, it is without lane until sent again."""
 
     lane: ClientLane | None = None
     request_id = 0

@@ -231,7 +231,7 @@ def _call_back(ended: queue.SimpleQueue[LocalRequest | None]) -> None:
 
 
 def ours(error: Any) -> ServingError:
-    """Converts an error of a worker to the error of this package that has the same code, with a message in plain words."""
+    """Converts a worker's error to the error of this package that has the same code, with a message in plain words."""
     return kind_of(error.code)(in_plain_words(error.message))
 
 

@@ -69,8 +69,8 @@ def check_place(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], place: 
 def flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
     """Flattens nested mappings and sequences of inputs. Returns input name -> value.
 
-    An input's name is the keys on the way to its value, joined by "/". If the model has no input of that name, but has one
-    whose name has "." in place of "/", that name is used.
+    An input's name is the keys on the way to its value, joined by "/". If the model has no input of that name, but has
+    one whose name has "." in place of "/", that name is used.
 
     ``known``: the datatype of each input of the model, by name.
 
