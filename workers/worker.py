@@ -236,10 +236,9 @@ class Worker:
     def _free_gone(self) -> None:
         """Has another thread collect cycles of references, to free memory of unloaded model versions.
 
-        Such cycles, for example between a module and its functions, hold memory above all on the device, which the next model
-        may need soon, and Python does not collect them while the worker is idle. It is another thread because freeing what a
-        model has left, such as a pool without its processes, may block for ever. It is done once more ``beat_ns`` later,
-        because a client's lane or a thread that was about to end may still have referred to the memory.
+        Python does not collect such cycles while the worker is idle, and the next model may need their memory on the device. The
+        thread is another one because freeing what a model has left may block for ever. The collection is repeated ``beat_ns``
+        later, because a lane or a thread that was about to end may still have referred to the memory.
         """
         self._free_again_ns = time.monotonic_ns() + self._beat_ns if self._gone else 0
         self._gone = False

@@ -279,7 +279,7 @@ def module(folder: Path, message: ModelConfig, platform: str) -> ModuleType:
 
 
 class _Artifact:
-    """The programs and the path of the parameters of one version; the programs have been read and checked against each other."""
+    """The checked programs of one exported version, and the path of the version's parameters."""
 
     def __init__(self, folder: Path, message: ModelConfig, platform: str) -> None:
         self._message = message

@@ -70,7 +70,7 @@ def created(
 
 
 def create(model: str, module: ModuleType, path: Path, config: dict[str, Any], device: Any) -> object:
-    """Calls ``create`` of model.py and returns its result. Raises InvalidArgument: it takes others; or what it raises."""
+    """Calls model.py's ``create``, and raises what it raises. Raises InvalidArgument: ``create`` takes other arguments."""
     check_arguments(model, "create()", module.create, ["path", "config", "device"])
     return module.create(path, config, device)
 

@@ -32,7 +32,7 @@ _NAMES = ("max_steps", "inserts_per_step", "step_slots", "insert_rows", "gather"
 
 @dataclass(frozen=True, slots=True)
 class StepDeclaration:
-    """A stepped model's declarations: how many requests share steps, how many steps each gets, and how answers are joined."""
+    """What a model that makes its answers step by step declares: how many requests share steps, and how responses are joined."""
 
     rules: StepRules
     #: Numbers of slots that steps are compiled for, ascending; the last is all slots.

@@ -61,7 +61,7 @@ class SeveralDevices:
         return [known[number] for number in ids]
 
     def alone(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a program so that no other on several devices runs meanwhile; a call returns when its outputs are computed."""
+        """Wraps a program so that only one on several devices runs at a time; a call returns when its outputs are computed."""
 
         @functools.wraps(call, updated=())
         def run(*arguments: Any) -> Any:

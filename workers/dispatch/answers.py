@@ -196,10 +196,10 @@ def complete(
 def _put(
     request: Request, chosen: dict[str, tuple[str, tuple[int, ...], Content]], places: Places
 ) -> tuple[list[PreparedTensor], list[SentContent]]:
-    """Writes the outputs to their places, except for outputs that the program has written there itself.
+    """Writes outputs to their places, except for outputs that the program has already written there.
 
-    Returns the descriptions of all outputs, and for each output that is not in a region its content or its place in the arena.
-    Raises InvalidArgument: the memory of a region does not exist any more.
+    Returns the descriptions of all outputs; and for each output that lies in no region, its content or its place in the arena.
+    Raises InvalidArgument if the memory of a region does not exist any more.
     """
     tensors: list[PreparedTensor] = []
     contents: list[SentContent] = []

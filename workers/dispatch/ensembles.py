@@ -368,9 +368,9 @@ class EnsembleRuns:
 
     @staticmethod
     def _send_unsent(run: _Run) -> None:
-        """Sends the response that a streaming ensemble has held back, as one that is not the last.
+        """Sends the response that a streaming ensemble has held back. Further responses follow it.
 
-        A response is held back until it is known whether another one follows.
+        A response is held back until it is known whether it is the last one.
         """
         outputs, run.unsent = run.unsent, None
         if outputs is not None and run.sender is not None:
@@ -445,7 +445,7 @@ def _check_set(request: Request, members: Iterable[ModelVersion]) -> None:
 
 
 def _fitted(arrays: dict[str, Array], specs: dict[str, TensorSpec], batches: bool) -> dict[str, Array]:
-    """Returns tensors with the batch dimension added or removed, as ``specs`` need it; ``batches``: the model has one."""
+    """Returns tensors with the batch dimension added or removed, as ``specs`` need it. ``batches``: the specs include it."""
     return {
         name: fitting(array, specs[name].dims, batches) if name in specs else array for name, array in arrays.items()
     }

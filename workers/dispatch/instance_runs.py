@@ -40,10 +40,10 @@ class InstanceRuns:
         """Stores the parts of the worker that instances need.
 
         Args:
-          prepare: reserves places for the outputs of an execution before the run, by their names and sizes in bytes.
-          take: takes the next batch from a version's queue, at a time (monotonic, ns), for the instance of that index.
+          prepare: reserves places for an execution's outputs before the run; called with the outputs' names and sizes in bytes.
+          take: takes a version's next batch from its queue; called with the time (monotonic, ns) and the instance's index.
           finish: answers the requests of an execution that has run.
-          changed: has the loop ask a version's planner again.
+          changed: makes the worker's loop ask a version's planner again what to run.
         """
         self._limiter = limiter
         self._compiler = compiler
@@ -144,9 +144,9 @@ def _count_ahead(version: ModelVersion) -> None:
 
 
 def in_order(version: ModelVersion, taken: object, answer: Callable[[], None]) -> None:
-    """Calls ``answer``. If the model answers in order, waits with it until all requests that left the queue earlier are answered.
+    """Calls ``answer``, if the model answers in order only once all requests that left the queue earlier are answered.
 
-    ``taken``: the execution or request that was entered into ``version.order`` when it left the queue.
+    ``taken``: identifies when the requests left the queue.
     """
     if version.order is None:
         answer()

@@ -174,7 +174,7 @@ class LaneAnswers:
             self._log.write("OK", names, request.own, request.arrived_ns, _client(submitter), trace_id, version)
 
     def rejected(self, submitter: SubmitterLink[Request], record: RequestRecord, error: ServingError) -> None:
-        """Counts an error that answers a received record (message) which is not a valid request."""
+        """Answers a record that is not a valid request with an error, which is counted as a failure."""
         if submitter.segments is None:
             return
         trace_id = self._end_trace(submitter, record.request_id, error) if submitter.traces else ""

@@ -58,9 +58,9 @@ class Responses(ResponseReceiver):
         """Stores the parts of the worker that responses need.
 
         Args:
-          post: asks the loop to call a function; any thread may call it.
+          post: makes the worker's loop call a function; any thread may use it.
           max_ahead: how many bytes of responses to one request may be sent before the client has taken them.
-          agenda: calls functions at their times; None: nothing is called later.
+          agenda: calls functions at their times; None: a new agenda, which nobody runs.
         """
         self._agenda: Agenda[AgendaPart] = agenda or Agenda()
         self.inline_byte_size = options.inline_byte_size
@@ -168,7 +168,7 @@ class Responses(ResponseReceiver):
 
     @staticmethod
     def check_taken(request: Request, byte_size: int) -> None:
-        """Checks a client's report that it has taken ``byte_size`` bytes. Raises InvalidArgument: fewer bytes were sent to it."""
+        """Checks that a client can have taken ``byte_size`` more bytes of responses. Raises InvalidArgument if it cannot."""
         sender = request.version.senders.get(request)
         if sender is None:
             return
@@ -270,7 +270,7 @@ class Responses(ResponseReceiver):
             hand_over(request, result, None, final)
 
     def _note_end(self, sender: ResponseSender, result: Result | None) -> None:
-        """Adds a traced request's run and last response to its timeline. ``result`` None: it ended without outputs."""
+        """Adds the run and the outputs of a traced request to its timeline. ``result``: None if there are no outputs."""
         request, shown = sender.request, {} if result is None else result
         assert request.timeline is not None
         request.timeline.executed((sender.began_ns, sender.began_ns, self._clock()), request.arrays, shown)

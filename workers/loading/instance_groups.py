@@ -31,9 +31,9 @@ Aside = Callable[[], AbstractContextManager[None]]
 def compiling_alone(aside: Aside, turns: Turns, progress: LoadProgress) -> Iterator[None]:
     """Waits for the turn to compile a model and run it for the first time; the turn lasts as long as the context.
 
-    One model at a time does so; others are loaded up to this point meanwhile (``aside``). Each compilation takes memory, hundreds
-    of megabytes for a large program, and on a GPU also some of the device's, for the kernels that are tried. ``progress.renew``
-    is set to the function that begins a new step of the turn. Raises Cancelled: the load was cancelled while it waited.
+    Compilation takes much memory, also on a GPU, so only one model at a time has the turn. ``aside`` lets other models be
+    loaded up to this point meanwhile. ``progress.renew`` is set to the function that begins a new step of the turn. Raises
+    Cancelled: the load was cancelled while it waited.
     """
     with aside(), turns.turn(progress.cancellation) as progress.renew:
         yield
@@ -65,7 +65,7 @@ class InstanceGroups:
     def __init__(
         self, message: ModelConfig, gpu: int | None, limits: Mapping[str, int] | None, devices: int = 1
     ) -> None:
-        """The arguments are as in ``Starting``. Raises InvalidArgument: an instance needs more of a resource than there is."""
+        """``limits``: resource -> how much there is. Raises InvalidArgument: an instance needs more of a resource."""
         own = set() if gpu is None else {*range(gpu, gpu + devices)}
         groups = [
             group

@@ -72,7 +72,7 @@ class EnsemblePipeline:
         return None if found is None or found.long or not found.gathers else found
 
     def programs(self, key: Shapes, most: int) -> list[PipelineProgram | None]:
-        """Returns what ``program`` returns for 1 up to ``most`` rows; ``key`` is ignored, as a pipeline takes only one."""
+        """Returns what ``program`` returns for 1 up to ``most`` rows. ``key`` is ignored: a pipeline is made for one shape."""
         return [self.program(rows) for rows in range(1, most + 1)]
 
     def run(self, execution: Execution, program: PipelineProgram) -> None:

@@ -96,7 +96,7 @@ class Execution:
         return self.parameters.of(request) if isinstance(self.parameters, BatchSets) else self.parameters
 
     def choose(self, sets: ParameterSets) -> ParameterSet | BatchSets:
-        """Returns the batch's set, or each request's if the model mixes them. Raises NotFound: a named one is gone."""
+        """Returns the batch's set, or the set of each request if the model mixes sets. Raises NotFound: a set is gone."""
         if self.parameters is None:
             mixes = sets.stack is not None
             self.parameters = each_chosen_by(sets, self.requests) if mixes else chosen_by(sets, self.requests)

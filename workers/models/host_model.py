@@ -199,7 +199,7 @@ class _GeneratorRun:
         sender.finish(alone)
 
     def _room(self) -> None:
-        """On the worker's loop: has the instance's thread resume the generator, as its client has acknowledged enough."""
+        """Has the instance's thread resume the generator, when the client has acknowledged enough. The loop calls this."""
         assert self._resume is not None
         self._resume(self._rested)
 

@@ -138,7 +138,7 @@ class Instance:
         self._jobs.put((execution, done))
 
     def take_back(self, execution: Execution) -> bool:
-        """Withdraws an execution, so that it is not run and its ``done`` not called. Returns False if the thread has begun it."""
+        """Withdraws an execution: it will not run, and ``done`` is not called. Returns False if the execution has begun."""
         # One of the two removes it: that is one step, which no other thread can come between.
         with contextlib.suppress(ValueError):
             self._ahead.remove(execution)

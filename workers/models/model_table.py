@@ -112,7 +112,7 @@ class ModelTable:
         self.on_change()
 
     def vouches(self, name: str, number: int) -> bool:
-        """Returns whether a version takes requests and has no ``is_ready`` to be called first. May be called in any thread."""
+        """Returns whether a version takes requests without first calling an ``is_ready`` of its own. Any thread may call this."""
         found = self._found.get((name, number))
         return found is not None and found.loaded.is_ready_calls is None
 

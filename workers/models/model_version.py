@@ -285,7 +285,7 @@ class ModelVersion:
         return [*self.loaded.instances, *self.loaded.passive]
 
     def join_programs(self) -> None:
-        """Raises the largest batch of shapes that are not configured to that of the largest program compiled for them by now."""
+        """Raises the batch limit of shapes that are not configured to the size of the largest program compiled for them."""
         if self.jitted is not None:
             executables = self.jitted.executables
             for shapes in executables.unexpected:
@@ -355,7 +355,7 @@ class ModelVersion:
 
 
 def _why_slow(loaded: LoadedModel) -> SlowReason | None:
-    """Returns why C answers no request to a model version; None: it may answer some."""
+    """Returns why the C extension answers no request to a model version; None: it may answer some of the requests."""
     found = {
         SlowReason.NOT_COMPILED: not available,
         SlowReason.INSTANCES: bool(loaded.instances),

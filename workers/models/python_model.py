@@ -282,7 +282,7 @@ class PythonModel:
             return error
 
     def _rescheduled(self, request: Request, response: Any) -> Result | None:
-        """Returns None if a request may run again: of an iterative sequence, without a response; else the error for it."""
+        """Returns None if the request may run again (of an iterative sequence, and no response was given), else the error."""
         if self._sequences is None or self._sequences.iterative is None:
             refused = Internal(
                 "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured to "

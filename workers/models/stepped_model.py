@@ -118,10 +118,10 @@ class SteppedModel:
         return self._run(self.executables.inserts[key], (inputs, numbers), chosen)
 
     def step(self, last: int, masked: frozenset[int], chosen: ParameterSet | None = None) -> DeviceRun:
-        """Starts one step of the requests in slots 0 to ``last``, without ``masked``, by the smallest program that holds them.
+        """Starts one step of the requests at indices 0 to ``last`` of the batch's state, with the smallest program that fits.
 
-        ``chosen``: the parameter set; None: ``main``. Raises StateLost: the step failed, and the state of all slots is lost. Any
-        other error leaves all slots unchanged.
+        ``masked``: indices that take no part. ``chosen``: the parameter set; None: ``main``. Raises StateLost if the step failed
+        and the state of all requests is lost. After any other error the state is unchanged.
         """
         count = self._sizes[bisect.bisect_right(self._sizes, last)]
         if self._unmasked is None or self._unmasked[:2] != (count, masked):

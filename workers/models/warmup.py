@@ -111,9 +111,9 @@ class Sample:
 def samples(
     message: ModelConfig, described: Signature, folder: Path, more: Mapping[str, Array] | None = None
 ) -> list[Sample]:
-    """Makes the warmup samples of a completed configuration. ``folder``: the model's, with the files of ``warmup/``.
+    """Makes the warmup samples of a completed configuration. ``folder``: the model's; its ``warmup/`` has the files.
 
-    ``more``: name -> value, with one row, of inputs no client sends. Raises InvalidArgument: one does not fit, or cannot be read.
+    ``more``: input name -> a row, for inputs no client sends. Raises InvalidArgument: a sample is not as declared or unreadable.
     """
     made: list[Sample] = []
     room = MAX_BYTE_SIZE

@@ -157,7 +157,7 @@ class _Memory:
         return Unavailable(f"the host has no {self.byte_size} bytes of memory for parameters")
 
     def fill(self, parts: Sequence[Part]) -> None:
-        """Fills memory that nobody uses any more. Raises what copying a part raises; it can then be filled again."""
+        """Fills memory that nobody uses any more. Raises what copying a part raises; the memory can then be filled again."""
         if not self._is_populated:
             # In pieces, because whoever maps memory meanwhile waits. Linux before 5.14 does not know it: each page is a fault.
             for start in range(0, self.byte_size, PIECE):
@@ -172,7 +172,7 @@ class _Memory:
     def lend(self) -> int:
         """Returns a descriptor by which others read the memory. The memory is in use while a duplicate or a mapping of it exists.
 
-        Raises OSError: there is no descriptor, or no /proc.
+        Raises OSError if there is no descriptor left, or /proc is not mounted.
         """
         if _seals(self.fd) & _RETURNING != _RETURNING:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _RETURNING)
@@ -309,9 +309,9 @@ class MemoryPool:
         self._forget(self._memories[:-MOST_RETURNING])
 
     def expire(self, now_ns: int) -> bool:
-        """Gives up memory of sizes that were not filled for a while, and memory that was unused already at the last call.
+        """Frees memory of sizes that were not filled for a while, and memory that was unused at the last call and still is.
 
-        Returns whether any is kept, so that this has to be called again. ``now_ns``: CLOCK_MONOTONIC.
+        Returns False once no memory is kept, so that no further call is needed. ``now_ns``: CLOCK_MONOTONIC.
         """
         self._filled_ns = {size: at_ns for size, at_ns in self._filled_ns.items() if at_ns + KEPT_NS > now_ns}
         gone: list[_Memory] = []

@@ -31,7 +31,7 @@ Open = Callable[[Sequence[Array]], list[jax.Array]]
 
 
 def put(arrays: list[jax.Array], leaves: list[Array], slot: Any) -> list[jax.Array]:
-    """Returns the stack's arrays with a set's leaves in a slot; compiled, ``arrays`` are donated and changed in place."""
+    """Returns the stack's arrays with a set's leaves at index ``slot``. When compiled, donates and changes ``arrays``."""
     return [
         jax.lax.dynamic_update_index_in_dim(array, leaf, slot, 0) for array, leaf in zip(arrays, leaves, strict=True)
     ]
@@ -50,7 +50,7 @@ class SetDeclaration(NamedTuple):
         return bool(self.names) and not any(_is_in(name, own) for own in self.names)
 
     def check(self, model: str, names: Sequence[str]) -> None:
-        """Raises InvalidArgument: no leaf in ``names`` has a declared name, or the model has no parameters."""
+        """Raises InvalidArgument if the model has no parameters, or no leaf in ``names`` for one of the declared names."""
         for own in self.names:
             if not any(_is_in(name, own) for name in names):
                 raise InvalidArgument(
@@ -92,9 +92,9 @@ class SetStack:
     """Holds parameter sets of one loaded model version side by side on the device, so that the rows of a batch can mix them."""
 
     def __init__(self, leaves: Leaves, structure: Any, slots: int) -> None:
-        """Makes a stack for sets of this tree ``structure``, without arrays; the first batch after ``open`` makes them.
+        """Makes a stack for parameter sets, without arrays; the first batch after ``open`` makes the arrays.
 
-        ``slots``: how many sets have room, which is also the most rows of a batch.
+        ``structure``: the sets' tree. ``slots``: how many sets the stack has room for, which is also the most rows of a batch.
         """
         self.slots = slots
         self._structure = structure
@@ -196,7 +196,7 @@ class SetStack:
         sets.misses += 1
 
     def _whole(self, sets: ParameterSets) -> Any:
-        """Returns the complete tree of parameters: the stacked leaves, and the shared leaves from the main set."""
+        """Returns the complete tree of parameters: the stacked leaves, and from the main set the leaves that all sets share."""
         if self._tree is None or self._tree_of is not sets.main:
             assert self._arrays is not None
             stacked, shared = iter(self._arrays), iter(jax.tree.leaves(sets.main.on(self._at)))

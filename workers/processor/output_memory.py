@@ -100,7 +100,7 @@ def attached() -> bool:
 
 
 class OutputMemory:
-    """Knows which of XLA's allocations in a run become one program's outputs, and gives XLA memory of ours for these."""
+    """Knows which of XLA's allocations in a run become a program's outputs. Has XLA use given memory instead of allocating it."""
 
     __slots__ = ("_skips", "sizes")
 

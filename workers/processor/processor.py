@@ -161,13 +161,13 @@ class HostExecutable(Executable):
         return found
 
     def settle(self, places: Places) -> None:
-        """Ends the offer of memory in ``places`` to XLA, after the answer, so that the memory can be used for something else."""
+        """Withdraws the memory in ``places`` from XLA once the request is answered. The memory can be used again."""
         for name, memory in places.offered.items():
             self.give_up(places.addresses[name], memory)
         places.offered.clear()
 
     def give_up(self, address: int, memory: memoryview) -> None:
-        """Checks that no array lies any more in ``memory``, at ``address``, to which XLA was to write an output.
+        """Checks that no array still lies in ``memory``, at ``address``, which was offered to XLA for an output.
 
         If one does, the memory is never unmapped, and outputs of later runs are copied to their places.
         """

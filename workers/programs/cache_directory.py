@@ -234,9 +234,9 @@ def _check_above(place: int, path: Path) -> None:
 
 
 def _content(place: int, name: str, secret: bytes) -> bytes:
-    """Returns the content of a file without the HMAC in front of it.
+    """Returns the content of a file without the HMAC in front of it. ``place``: the descriptor of the directory.
 
-    Raises OSError: it does not exist or cannot be read; ValueError: another user may have written it, or its HMAC is wrong.
+    Raises OSError if the file cannot be read, and ValueError if another user may have written it or its HMAC is wrong.
     """
     whole = _bytes(place, name)
     content = whole[_HEAD:]
@@ -312,7 +312,7 @@ def _locks(fd: int) -> bool:
 
 
 def _remove_all(place: int) -> None:
-    """Removes the cache's files; leaves files with other names untouched."""
+    """Removes the cache's files from a directory, but not files with other names. ``place``: the directory's descriptor."""
     for name in os.listdir(place):
         if name == _SECRET or name.startswith(_NEW) or name.endswith((*SUFFIXES, _LOCK)):
             with contextlib.suppress(OSError):

@@ -92,7 +92,7 @@ class Executables:
     def warm(self, progress: LoadProgress) -> None:
         """Compiles the executable of every bucket, or loads it from the cache, and runs the smallest one.
 
-        Raises Internal: the model's outputs are not as declared, or there is too little memory; Cancelled: the load was given up.
+        Raises Internal if outputs are not as declared or memory is too small, and Cancelled if the load was given up.
         """
         planned = [Wanted(rows, shapes) for rows, shapes in self._buckets.planned()]
         if self._signature.states or self.sets.stack is not None:
@@ -226,9 +226,9 @@ class Executables:
                 jax.block_until_ready(made)
 
     def compile(self, wanted: Wanted) -> Executable:
-        """Compiles an executable for a shape without a bucket; ``find`` returns it only once ``add`` has added it.
+        """Compiles an executable for a shape without a bucket; the caller passes the executable to ``add``.
 
-        Raises Internal: the model's outputs are not as declared; or whatever tracing raises.
+        Raises Internal if the model's outputs are not as declared, and whatever tracing raises.
         """
         with self._cache.compiles.compiling():
             compiled = self._compile(wanted, None)

@@ -60,7 +60,7 @@ class GatherBuffer:
         self._bytes = self._slots.reshape(-1).view(np.uint8).data
 
     def fill(self, requests: Sequence[RequestTensors]) -> int:
-        """Copies the requests' tensors into the slots, and zeros the slots that no request fills. Returns the bytes copied."""
+        """Copies the requests' tensors into the rows of the batch, and zeros the rows that are left. Returns the bytes copied."""
         name, size, flat = self._name, self._slot_byte_size, self._bytes
         row = at = copied = 0
         for request in requests:

@@ -362,7 +362,7 @@ class GroupedProgramMaker:
 
 
 def _apart(alone: Callable[..., Any], parameters: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Applies the jitted function of the model so that XLA does not fuse its operations with others of the program."""
+    """Calls the model's jitted function ``alone`` so that XLA does not fuse its operations with others of the program."""
     if jax.default_backend() == "cpu":
         with set_xla_metadata(inlineable="false"):
             made: dict[str, Any] = alone(parameters, tensors)

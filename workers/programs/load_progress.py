@@ -49,9 +49,9 @@ class LoadProgress:
     def through(
         self, wanted: Sequence[T], make: Callable[[T], tuple[CompiledProgram, bool]]
     ) -> Iterator[tuple[T, CompiledProgram, bool]]:
-        """Makes a program for each of ``wanted``, with progress and a log. Yields each, its program, and whether it was compiled.
+        """Makes a program for each item of ``wanted``, and yields the item, the program, and whether it was compiled.
 
-        ``make``: compiles or loads one. Raises Cancelled: the load was given up; or what ``make`` raises.
+        ``make``: compiles or loads one program. Raises Cancelled if the load was given up, and what ``make`` raises.
         """
         self._total, started_ns = len(wanted), time.monotonic_ns()
         for self._number, one in enumerate(wanted, 1):

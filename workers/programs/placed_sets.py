@@ -166,7 +166,7 @@ def _fixed(described: Leaves, leaves: Sequence[Any]) -> list[Any]:
 
 
 def _whole(host: Sequence[Any], fixed: Sequence[Any]) -> list[Any]:
-    """Returns all leaves of a parameter set: those of ``host``, with a leaf of ``fixed`` wherever ``host`` has None."""
+    """Returns all leaves of a parameter set: those of ``host``, and where ``host`` has None, the leaf of ``fixed``."""
     return [own if given is None else given for given, own in zip(host, fixed, strict=True)]
 
 

@@ -42,9 +42,9 @@ def memory_needed(program: Any) -> int | None:
 
 
 def out_of_memory(error: BaseException, requests: Sequence[RequestTensors], program: int | None) -> Unavailable:
-    """Makes the error for requests for which the device has too little memory. It says what they needed and quotes XLA's message.
+    """Makes the error for requests for which the device has too little memory, with the sizes needed and XLA's message.
 
-    ``program``: the bytes that their program needs besides its parameters; None: not known.
+    ``program``: the number of bytes that the program needs besides its parameters; None: unknown.
     """
     byte_size = sum([array.nbytes for request in requests for array in request.arrays.values()])
     rows = sum([request.rows for request in requests])

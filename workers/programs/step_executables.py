@@ -49,7 +49,7 @@ class _Wanted(NamedTuple):
 
 
 class StepExecutables:
-    """The programs of one stepped model version; ``warm`` makes them."""
+    """The programs of one version of a model that makes its answers step by step. ``warm`` compiles them."""
 
     def __init__(
         self,

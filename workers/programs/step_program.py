@@ -90,7 +90,7 @@ class StepPrograms:
     def __init__(
         self, functions: StepFunctions, signature: Signature, slots: int, rows: Rows, insert_rows: int
     ) -> None:
-        """``slots``: how many requests the carry has room for.
+        """``slots``: the number of requests that the carry (the batch's state) has room for.
 
         ``insert_rows``: how many requests ``insert`` adds at a time; 0: one, in arrays without an axis for requests.
         """
@@ -116,7 +116,7 @@ class StepPrograms:
         return jax.tree.map(_strong, own), jnp.zeros(self._slots, jnp.bool_)
 
     def insert(self, parameters: Any, inputs: dict[str, Any], slots: Any, carry: Any) -> Any:
-        """Calls the model author's ``insert`` for new requests. ``slots``: the slot that each request gets."""
+        """Returns new requests' packed outputs, and the carry after ``insert``. ``slots``: their indices in the batch's state."""
         own, live = carry
         returned = self._functions.insert(parameters, own, slots, inputs)
         if not isinstance(returned, tuple) or len(returned) not in (2, 4):

@@ -207,7 +207,7 @@ class RegionTable:
         self._call_waiters()
 
     def uses(self, name: str) -> dict[str, tuple[int, int]]:
-        """Counts, by region name, the tensors of requests in flight: (in the region itself, in former regions of its name).
+        """Returns region name -> (tensors in the region, tensors in former regions of this name), for requests in flight.
 
         ``name``: the only region to count; "": all regions.
         """
@@ -305,7 +305,7 @@ class RegionPolicy:
         )
 
     def check(self, request: RegisterSystemRegion, found: os.stat_result) -> None:
-        """Raises InvalidArgument if the client may not register this memory. ``found``: its owner, group and mode."""
+        """Raises InvalidArgument if the client may not register this memory. ``found``: the memory's owner, group and mode."""
         welcome = found.st_uid in self._owners or (_group_may(found) and found.st_gid in self._groups)
         if not welcome:
             raise InvalidArgument(

@@ -455,9 +455,9 @@ def _contents(
 
 
 def _closed(prepared: PreparedRequest, own: RequestRecord, contents: list[Content]) -> PreparedRequest:
-    """Returns the prepared request with each dimension that the client left open computed from the number of the input's bytes.
+    """Returns the prepared request with each dimension that the client left open computed from the size of the input.
 
-    Raises InvalidArgument: no dimension fits the number of bytes.
+    ``contents``: the bytes of each input. Raises InvalidArgument if no dimension fits the number of bytes.
     """
     if not [tensor for tensor in prepared.inputs if OPEN in tensor.shape]:
         return prepared

@@ -90,7 +90,7 @@ class ResponseKind:
         self.byte_size = response_byte_size(()) + sum(self._sizes)
 
     def encode(self, request_id: int, contents: Iterable[bytes]) -> bytes:
-        """Encodes a response as a record. ``contents``: each output's bytes, in this object's order."""
+        """Encodes a response as a record. ``contents``: the bytes of each output, in the order of this kind's outputs."""
         return answers(self._number, [request_id], self._sizes, b"".join(contents))[0]
 
     def record(self, request: Request, result: Mapping[str, Array]) -> bytes | None:
@@ -443,7 +443,7 @@ class ResponseSender:
         return self._max_ahead - (self._posted - self._settled)
 
     def posted(self, result: Result | None, final: bool) -> int:
-        """Returns how many bytes a response of the loop has, and adds them to the count that the client has not taken yet."""
+        """Returns the size in bytes of a response that the loop queues, and counts these bytes as not yet taken by the client."""
         size = 0 if result is None else _BYTE_SIZE
         if result is not None and not isinstance(result, ServingError):
             for array in result.values():

@@ -151,7 +151,7 @@ class RequestTimeline:
         self._within.append(within)
 
     def told(self) -> Timeline:
-        """Returns the timeline as a record. The recorded timeline ends at the moment of this call."""
+        """Returns the timeline as a record. If the request has run, its computation ends at the moment of this call."""
         ran = any(name == trace_stamps.COMPUTE_START for name, _ in self._moments)
         moments = [*self._moments, (trace_stamps.COMPUTE_END, time.monotonic_ns())] if ran else self._moments
         stamps = tuple(moments) if self.level & TIMESTAMPS else ()

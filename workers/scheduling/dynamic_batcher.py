@@ -40,7 +40,7 @@ class BatchRules:
 
 
 class Company(NamedTuple):
-    """How requests wait for each other: until they have ``full`` rows, or the delay since the oldest's arrival is over."""
+    """When waiting requests run together: once they have ``full`` rows, or the oldest has waited for ``delay_ns``."""
 
     #: How long the oldest request may wait.
     delay_ns: int

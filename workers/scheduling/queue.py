@@ -544,7 +544,7 @@ def _in_order(owners: _Waiters[W]) -> Iterable[W]:
 
 
 def _next_of(owners: _Waiters[W]) -> W:
-    """Returns the request that runs first among those of one line and batching key."""
+    """Returns the request that runs first among ``owners``, the waiting requests of one batching key on one priority level."""
     if len(owners) == 1:
         (waiting,) = owners.values()
         return _first(waiting)

@@ -31,7 +31,7 @@ Asked = tuple[int | str, bool, bool]
 
 
 class Slot(NamedTuple):
-    """A place of an instance where one sequence runs. Lower numbers are given out first, across all instances."""
+    """A place in an instance's batch, reserved for one sequence. Places with lower numbers are reserved first."""
 
     number: int
     instance: int

@@ -82,7 +82,7 @@ class Expiries(Generic[S]):
 
 
 class Slots:
-    """Allocates and frees the slots of sequences on all instances. Lists only slots ever used: there may be too many."""
+    """Allocates and frees the slots of sequences on all instances. Stores only slots that were ever used, to save memory."""
 
     def __init__(self, of_each: int, instances: int) -> None:
         self._instances = instances
@@ -401,7 +401,7 @@ class SequenceTable(Generic[S]):
         return refused, None
 
     def note_lost(self, live: LiveSequence[S], now_ns: int) -> None:
-        """Records that a sequence's state was lost: the next request with its id gets that error, unless it has START."""
+        """Records that a sequence's state was lost. The next request with its id gets an error, unless the request has START."""
         if not live.closed:
             self._lost.pop(live.correlation_id, None)
             self._lost[live.correlation_id] = now_ns

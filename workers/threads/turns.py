@@ -21,7 +21,7 @@ class Turns:
     """
 
     def __init__(self, long_seconds: float) -> None:
-        """``long_seconds``: after so long in one step, a thread's work no longer blocks the next thread; 0: it always does."""
+        """``long_seconds``: after this time in one step, a thread no longer blocks the next one; 0: a thread always blocks it."""
         self._long = long_seconds
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()

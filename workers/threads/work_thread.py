@@ -63,7 +63,7 @@ class WorkThread:
     def standing_aside(self, always: bool = False) -> Iterator[None]:
         """Lets another thread run queued functions while the current function waits in the block.
 
-        If too many functions wait in such blocks already, no other thread does so, unless ``always``.
+        If too many functions wait in such blocks already, no other thread is added, unless ``always`` is set.
         """
         with self._lock:
             stands = always or self._aside < _MAX_ASIDE
