@@ -92,8 +92,8 @@ def main() -> None:
 def _outlive_signals() -> None:
     """Keeps the process running when its process group gets a signal. The supervisor decides when the process stops.
 
-    Handlers that do nothing are installed, instead of ignoring the signals: processes that a model starts would inherit the
-    ignoring, and could not be ended.
+    Installs handlers that do nothing: had the process ignored the signals, processes that a model starts would ignore them
+    too, and could not be ended.
     """
     former = {number: signal.signal(number, lambda *_: None) for number in child_process.GROUP_SIGNALS}
 

@@ -230,7 +230,7 @@ class Control:
         )
 
     def _cancel(self, key: tuple[str, int]) -> None:
-        """Cancels each load of a model version that is running or waiting. ``key``: the model's name and the version."""
+        """Cancels every load of a model version, whether the load runs or waits. ``key``: the model's name and the version."""
         for cancellation, _ in self._running.get(key, ()):
             cancellation.cancel()
 

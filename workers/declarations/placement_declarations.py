@@ -35,7 +35,7 @@ def _given(message: ModelConfig, module: ModuleType, name: str, default: Any = N
 
 
 def device_count(message: ModelConfig, module: ModuleType) -> int:
-    """Returns how many devices a model asks for; 0: it does not say. Raises InvalidArgument: that is no number of devices."""
+    """Returns how many devices a model asks for; 0: it does not say. Raises InvalidArgument: it asks for no whole number."""
     given, where, is_text = _given(message, module, "devices")
     if is_text and given.isdecimal():
         given = int(given)
@@ -58,9 +58,9 @@ def gpus(message: ModelConfig, module: ModuleType, count: int, gpu: int | None) 
 def chosen_devices(
     message: ModelConfig, count: int, devices: Sequence[jax.Device], gpu: int | None
 ) -> tuple[jax.Device, ...]:
-    """Returns those ``devices`` of the worker that a model runs on, which asks for ``count`` (0: it does not say).
+    """Returns the ``devices`` of the worker that a model runs on. ``count``: how many it asks for; 0: it does not say.
 
-    ``gpu``: the number of the first; None: the worker runs on the processor. Raises InvalidArgument: there are fewer devices.
+    ``gpu``: the number of the first device; None: the worker runs on the processor. Raises InvalidArgument: too few devices.
     """
     named = sorted({each - gpu for group in message.instance_group for each in group.gpus} if gpu is not None else ())
     own = [devices[index] for index in named if 0 <= index < len(devices)]

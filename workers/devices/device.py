@@ -55,7 +55,7 @@ class DeviceName:
         os.environ["JAX_PLATFORMS"] = "cuda,cpu" if self.platform == "cuda" else self.platform
 
     def open(self, count: int = 1) -> jax.Device:
-        """Starts JAX's back end, on a processor with ``count`` devices. Returns the first device. Raises NoDevice."""
+        """Starts JAX's back end; a processor has ``count`` devices. Returns the first. Raises NoDevice: JAX cannot use it."""
         import jax
 
         if self.platform == "cpu":

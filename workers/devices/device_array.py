@@ -88,7 +88,7 @@ class GpuArray:
 
 
 def standing(array: Array) -> Array:
-    """Returns a contiguous array that the GPU's driver may read: a copy if a client may take the given array's memory away."""
+    """Returns a contiguous array that the GPU's driver can safely read: a copy if a client may unmap the memory of ``array``."""
     if guard.may_be_missing(address_of(array)):
         return array.copy()
     if array.nbytes:

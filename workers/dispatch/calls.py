@@ -420,7 +420,7 @@ class Calls:
             self._responses.took(inner)
 
     def _stop(self, call: ModelCall) -> None:
-        """Asks the called model to stop if it streams in a thread, which it may ignore; cancels any other call."""
+        """Asks the called model to stop if it streams in a thread; the model may ignore that. Cancels any other call."""
         inner = self._open.get(call)
         if inner is not None and inner in inner.version.senders and inner.version.loaded.instances:
             inner.may_stop = True

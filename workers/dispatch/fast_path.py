@@ -136,7 +136,7 @@ class _Alone:
         return _native_batch(self, self._version, self.executable.share / self.executable.rows, (-1,) * max(1, most))
 
     def count(self, done: NativeRuns) -> None:
-        """Adds the requests that the C extension has answered to the statistics of the model version. ``done``: their runs."""
+        """Adds the runs of requests that the C extension has answered (``done``) to the statistics of the model version."""
         self._version.statistics.add(done)
         # Marks the executable as used, so that it is not dropped as the one that was not used for longest.
         self._model.executables.find(self.executable.wanted)

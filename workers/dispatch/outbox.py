@@ -250,10 +250,10 @@ class Outbox:
         return result
 
     def _place(self, request: Request, result: dict[str, Array], places: Places | None = None) -> ServingError | bool:
-        """Writes an answer into its places, sends it and ends its request, if there is room for it.
+        """Writes an answer into its places, sends it and ends the request, if there is room for the answer.
 
-        Returns True if it did so, False if there is no room yet and the caller has to try again later, or the error with which to
-        answer instead.
+        Returns True if the answer was sent, False if there is no room and the caller must try again later, or the error with
+        which to answer instead.
         """
         if request.submitter.closed:
             self.end(request)
@@ -317,11 +317,10 @@ class Outbox:
         return Unavailable(_describe_full(request.submitter, byte_size))
 
     def hold(self, request: Request) -> bool:
-        """Decides whether a request must not run yet because too many bytes of answers to its submitter wait to be sent.
+        """Decides whether a request must wait because too many bytes of answers to its submitter wait to be sent.
 
-        It must wait only if a large answer of the same model and shapes is among the waiting ones; if the model answers in
-        order, a large answer of the model with any shapes. Returns whether the request is held; ``retry`` returns it when it
-        may run.
+        The request waits only if a large answer of the same model and shapes is among the waiting answers or, if the model
+        answers in order, any large answer of the model. Returns whether it waits; ``retry`` returns the request when it may run.
         """
         submitter, version = request.submitter, request.version
         if request.sink is not None or submitter.blocked_byte_size <= self._bound(submitter):

@@ -315,7 +315,7 @@ class Responses(ResponseReceiver):
         return 0 if final else response_byte_size(record.contents)
 
     def _place_small(self, sender: ResponseSender, result: dict[str, Array], final: bool) -> int:
-        """Queues a response if it fits into a record; returns the bytes that count until they are taken, 0 if it does not."""
+        """Queues a response if it fits into a record. Returns the bytes that the client must acknowledge; 0: it does not fit."""
         request = sender.request
         if (
             not sender.plain

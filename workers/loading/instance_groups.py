@@ -130,7 +130,7 @@ class Starting:
     aside: Aside
 
     def groups(self, message: ModelConfig) -> InstanceGroups:
-        """Returns the instances to start for a model. Raises InvalidArgument."""
+        """Returns the instances to start for a model. Raises InvalidArgument if one needs more of a resource than there is."""
         return InstanceGroups(message, self.gpu, self.limits, self.devices)
 
     def start(

@@ -301,7 +301,7 @@ class Loader:
         declared: DeclaredVersion,
         function: Created,
     ) -> _Runnable:
-        """Starts the instances of a function that is not compiled; they share function and parameters."""
+        """Starts the instances of a model whose function is not compiled. All instances share the function and the parameters."""
         apply, parameters, _ = function
         message, described = load.message, declared.taken
         sets = host_sets(message.name, parameters, self._target.room)

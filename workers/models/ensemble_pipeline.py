@@ -39,7 +39,7 @@ class _Step(NamedTuple):
 
 
 class EnsemblePipeline:
-    """Computes one choice of an ensemble's outputs by running its steps' programs in turn. For the worker's loop only."""
+    """Computes a fixed set of an ensemble's outputs by running its steps' programs in turn. For the worker's loop only."""
 
     #: Requests share batches, and no calls besides.
     grouped = None

@@ -148,7 +148,7 @@ class Execution:
 
 
 def chosen_by(sets: ParameterSets, requests: Sequence[Request]) -> ParameterSet:
-    """Returns the set that a batch's first request names, or ``main``, noted where requests ask. Raises NotFound: it is gone."""
+    """Returns the set that the first request names, else ``main``. Raises NotFound: a named set does not exist any more."""
     chosen = requests[0].chosen
     found = sets.main if chosen is None else chosen if isinstance(chosen, ParameterSet) else sets.find(chosen)
     if sets.told:

@@ -44,7 +44,7 @@ class _Closing:
 class Instance:
     """A thread that runs one instance of a model.
 
-    For the loop only: ``given`` (the thread's batches), ``depth`` (the most that may be given at a time) and ``status_slot``.
+    For the loop only: ``given`` (batches that wait or run), ``depth`` (how many there may be) and ``status_slot``.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Instance:
         return False
 
     def close(self, closed: Callable[[], None]) -> None:
-        """Ends model and thread after all given executions (and initialising); then ``closed`` is called on the worker's loop."""
+        """Ends the model and its thread after all batches given to it. The worker's loop then calls ``closed``."""
         self.closing = True
         self._jobs.put(_Closing(closed))
         if self._failure is not None:

@@ -75,7 +75,7 @@ class ResponsesByNumber:
         self._counts = self._waited_ns = np.zeros(0, np.int64)
 
     def of(self, number: int) -> ResponseStatistics | None:
-        """Returns the statistics of responses at a position, or None if it is not counted."""
+        """Returns the statistics of the responses with this number in their requests; None if the number is too high for that."""
         if number >= MAX_RESPONSES:
             return None
         return self._found.get(number) or self._found.setdefault(number, ResponseStatistics())
@@ -352,7 +352,7 @@ class VersionStatistics:
             self._count_batches(size, count, input_ns, infer_ns, output_ns)
 
     def padded(self, rows: int, elements: int) -> None:
-        """Counts padding, which was computed for no request: ``rows``, and ``elements`` of inputs."""
+        """Counts padding, which was computed for no request: a number of batch rows, and of elements in padded inputs."""
         self.padded_rows += rows
         self.padded_elements += elements
 

@@ -144,7 +144,7 @@ class DeviceRoom:
             oldest.sets.forget_before(oldest)
 
     def forget(self, parameters: ParameterSet) -> None:
-        """Forgets a replaced set if ``keep`` still keeps it."""
+        """Forgets a replaced set, so that its device memory does not count any more. Does nothing if the set is not stored."""
         self._former.pop(parameters, None)
 
     def left(self, parameters: ParameterSet) -> None:

@@ -119,9 +119,9 @@ class ParameterSet:
         self.stamp = object()
 
     def on(self, placement: int) -> Any:
-        """Returns the tree of parameters on a device, after it has brought them there if need be.
+        """Returns the tree of parameters on a device. If the parameters are not there, brings them there first.
 
-        ``placement``: 1: the single-thread device; 0: any other. Raises Unavailable: there is no room for them on the device.
+        ``placement``: 1: the single-thread device; 0: any other. Raises Unavailable: the device has no room for the parameters.
         """
         if self._leaves:
             self.used = self.sets.room.use()
@@ -378,7 +378,7 @@ class ParameterSets:
         return Unused(unused, None if stays or former.is_hosted else former)
 
     def drop(self, name: str) -> list[object]:
-        """Forgets the set with a name, and the one that it replaced.
+        """Forgets the set with this name, and the former set that it replaced.
 
         Returns objects whose memory is freed when the caller drops them.
         Raises NotFound: there is no set with that name; InvalidArgument: the name is ``main``.

@@ -300,7 +300,7 @@ class MemoryPool:
             return memory.lend()
 
     def give_back(self, memory: _Memory) -> None:
-        """Takes memory over, and keeps it if its size was sealed lately; if too much is kept, the oldest is given up."""
+        """Keeps memory if memory of its size was sealed lately, and else frees it. If too much is kept, frees the oldest."""
         if memory.byte_size not in self._filled_ns:
             memory.close()
             return

@@ -142,9 +142,9 @@ class Making:
         return found.tobytes()
 
     def leaves(self, places: Sequence[tuple[LaidLeaf, Copy]]) -> int:
-        """Copies leaves from regions. Returns the file descriptor of sealed memory with all of them.
+        """Copies leaves of a parameter set from regions. Returns the file descriptor of sealed memory with all leaves.
 
-        Raises InvalidArgument: the leaves are too large, not the model's or not there any more, or their checksum is wrong.
+        Raises InvalidArgument if leaves are too large, not the model's or gone, or if their checksum is wrong.
         """
         self._leaves.check_known({leaf.name: leaf for leaf, _ in places}, self.what)
         with contextlib.closing(self._pool.filled(layout.laid_out(places, self._limit, self.what))) as memory:

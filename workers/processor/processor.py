@@ -131,9 +131,9 @@ class HostExecutable(Executable):
     def offer(self, places: Places) -> None:
         """Chooses the places to which the next run is to write large outputs directly, and stores them in ``places``.
 
-        Only aligned places are chosen. A client can read and change its region while the program runs. So outputs go directly to
-        regions only for programs that write nothing else to their outputs' memory, and not to bytes that the request also reads
-        or writes otherwise.
+        Only aligned places are chosen. A client can read and change its region while the program runs, so places in regions are
+        chosen only for programs that write nothing else to their outputs' memory, and only if the request does not use the bytes
+        of the place otherwise.
         """
         outputs = self.memory_of_outputs
         if outputs is None:

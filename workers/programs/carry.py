@@ -40,10 +40,9 @@ class Carry:
     """The state of one instance's sequences on the device. Used by the instance's thread only."""
 
     def __init__(self, signature: Signature, initial: Mapping[str, Array], device: jax.Device | None = None) -> None:
-        """Begins without arrays; the first run makes them.
+        """Begins without arrays; the first run makes them. ``device``: where they are; None: on JAX's default device.
 
-        ``initial``: state name -> the array with which a sequence begins; other states begin as zeros. ``device``: None: JAX's
-        default device.
+        ``initial``: state name -> the array with which a sequence begins; other states begin as zeros.
         """
         self._signature = signature
         self._initial = initial
@@ -110,10 +109,10 @@ def carry_byte_size(signature: Signature) -> int:
 
 
 def rows_argument(signature: Signature, rows: int, used: Sequence[tuple[int, bool]]) -> Array:
-    """Returns the argument that tells a program the slot of each row, and 1 where its sequence begins: INT32[2, rows].
+    """Returns the argument INT32[2, rows] that tells a program each row's index in the carry, and 1 if its sequence begins.
 
-    ``used``: the slot of each of the first rows, and whether its sequence begins. The other rows belong to no request:
-    their slot is outside of the carry, so they begin with the initial state and their new state is dropped.
+    ``used``: (index in the carry, whether the sequence begins) of the first rows. The other rows belong to no request: they
+    get indices outside of the carry, begin with the initial state, and their new state is dropped.
     """
     nobody = range(signature.slots + 1, signature.slots + 1 + rows - len(used))
     return np.array(

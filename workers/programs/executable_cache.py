@@ -160,8 +160,8 @@ class ExecutableCache:
     def make(self, key: str, what: str, make: Callable[[], CompiledProgram]) -> CompiledProgram:
         """Compiles a program with ``make`` and stores it. Returns it with its size in the cache. Raises whatever ``make`` raises.
 
-        JAX's own cache is bypassed: an executable from there can be serialised again and loaded, but then lacks functions when it
-        is run (measured with jaxlib 0.10.2 on CPU).
+        JAX's own cache is bypassed: an executable from JAX's cache can be serialised again and loaded, but then lacks functions
+        when it is run (measured with jaxlib 0.10.2 on CPU).
         """
         with (
             contextlib.nullcontext() if self._programs is None else self._programs.passed_over(),

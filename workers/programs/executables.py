@@ -56,14 +56,13 @@ class Executables:
         initial: Mapping[str, Array] | None = None,
         several: SeveralDevices | None = None,
     ) -> None:
-        """
-        Args:
-          buckets: which batch sizes and shapes to compile at load.
-          source: the model's source code, part of the cache's keys.
-          max_unexpected: how many executables of other shapes are kept.
-          device: as the thread that runs the executables uses it.
-          initial: the initial state of a model with state; None: the model has no state.
-          several: the devices of a model that runs on several; None: the worker's device.
+        """Args:
+        buckets: which batch sizes and shapes to compile at load.
+        source: the model's source code, part of the cache's keys.
+        max_unexpected: how many executables for shapes without a bucket are kept.
+        device: the worker's device, as the thread uses it that runs the executables.
+        initial: the initial state of a model with state; None: the model has no state.
+        several: the devices of a model that runs on several; None: the worker's device.
         """
         self._initial = initial
         self.device = device

@@ -167,7 +167,7 @@ class GroupedMemory:
 
 
 class GroupedProgram:
-    """Computes ``rows`` requests in one call; shares input memory with its shape's others. For the execution thread only."""
+    """A program that computes ``rows`` requests in one call. Programs of one shape share input memory. For one thread only."""
 
     __slots__ = ("_at", "_layout", "_memory", "_outputs", "_program", "_read", "_room", "_sets", "_signature", "rows")
 
@@ -346,7 +346,7 @@ class GroupedProgramMaker:
             return CompiledProgram(placement.compile(traced.lower(), options), placement)
 
     def programs(self, compiled: Mapping[int, CompiledProgram]) -> list[GroupedProgram]:
-        """Returns programs (number of requests -> program) as objects with common input memory; empty: no room for it."""
+        """Returns a program for each of ``compiled`` (number of requests -> program); empty if there is no memory for inputs."""
         inputs = self._single.device.inputs(self.arguments)
         if not inputs.fit:
             return []

@@ -141,7 +141,7 @@ class DevicePlacer(Placer):
     def pin(self, tree: Any) -> list[jax.Array | None] | None:
         """Copies the arrays of a tree of parameters to page-locked host memory, with their shardings, and waits for the copies.
 
-        Returns the copies, with None for leaves that cannot be pushed; or None if there is no such memory left.
+        Returns the copies, with None for leaves that cannot be pushed; or None if no page-locked memory is left.
         """
         pairs = zip(jax.tree.leaves(tree), self.leaves, strict=True)
         arrays = [array if leaf.plain else None for array, leaf in pairs]

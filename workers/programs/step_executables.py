@@ -105,7 +105,7 @@ class StepExecutables:
         return self._place.device
 
     def check_size(self, limit: int) -> None:
-        """Traces ``init``. Raises InvalidArgument: the carry exceeds ``limit`` bytes; or whatever ``init`` raises."""
+        """Traces ``init``, and raises what it raises. Raises InvalidArgument: the state of a batch exceeds ``limit`` bytes."""
         with precision(self._signature.wide):
             made = jax.eval_shape(self._init, self._place.parameter_specs(1))
         byte_size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))

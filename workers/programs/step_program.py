@@ -181,9 +181,9 @@ class StepPrograms:
                 raise Internal(f"{what} {_named(path)} as {_kind(new_leaf)}, init made it as {_kind(old)}")
 
     def _checked(self, which: str, outputs: Any, lead: tuple[int, ...]) -> dict[str, Any]:
-        """Returns a function's outputs as arrays. Raises Internal: their names, shapes or datatypes are not the declared ones.
+        """Returns a function's outputs as arrays. Raises Internal: names, shapes or datatypes are not the declared ones.
 
-        ``lead``: the dimensions before the declared ones.
+        ``which``: the function's name. ``lead``: the dimensions that come before the declared dimensions.
         """
         what = f"model '{self._signature.model}': {which} returned"
         if not isinstance(outputs, dict):

@@ -480,7 +480,7 @@ def response_of(result: Result | None) -> InferenceResponse:
 
 
 def answer_of(call: ModelCall, first: _Answer) -> InferenceResponse | ResponseIterator:
-    """Returns what ``exec`` returns: the response, or if decoupled an iterator. ``first``: (response, whether it is the last)."""
+    """Returns the result of ``exec``: a response, or an iterator if the model streams. ``first``: (response, is it the last?)."""
     error = first[0]
     if call.refused and isinstance(error, ServingError):
         why = "Failed for execute the inference request. " if isinstance(error, NotFound) else ""

@@ -143,7 +143,7 @@ class Preparation:
         """Stores the results of validating a request, for later requests that use this preparation, and drops the answer plans.
 
         Args:
-          load: the cache that stands for the load of the model version for which the results are valid.
+          load: the cache of the loaded model version; the results are valid as long as the version is loaded.
           checked: the result of checking the inputs; None: shapes differ from request to request.
           outputs: the requested outputs by name.
         """

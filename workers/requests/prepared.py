@@ -203,7 +203,7 @@ def _check_replace_key(own: RequestRecord) -> None:
 
 
 def _check_size(own: RequestRecord, parameter: str, value: str) -> None:
-    """Raises InvalidArgument if the text ``value`` of a request's parameter is too long. ``parameter``: its name."""
+    """Raises InvalidArgument if a request's parameter is too long. ``parameter``: the name; ``value``: the text."""
     size, most = len(value.encode()), PARAMETERS[parameter].most
     if size > most:
         raise InvalidArgument(

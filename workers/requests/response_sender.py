@@ -362,7 +362,7 @@ class ResponseSender:
         return record
 
     def _wait(self, wait: bool | None) -> Unavailable | None:
-        """Waits until the client has taken enough, or until nobody waits for the request. ``wait``: what ``send`` was given.
+        """Waits until the client has taken enough, or until nobody waits for the request. ``wait``: the argument of ``send``.
 
         If ``send`` must not wait and the client is far too slow, returns the error with which the request ends; otherwise None.
         """
@@ -463,7 +463,7 @@ class ResponseSender:
             self.counted()
 
     def settle(self, byte_size: int) -> None:
-        """Counts bytes as taken or dropped; a waiting ``send`` continues once half of the limit is free."""
+        """Counts bytes that were taken or dropped. A waiting ``send`` continues once half of the limit is free."""
         self._settled += byte_size
         if self._on_room and 2 * (self._posted - self._settled) <= self._max_ahead:
             self.wake()

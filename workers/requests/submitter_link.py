@@ -193,7 +193,7 @@ class SubmitterLink(Generic[R]):
 
     @property
     def returns(self) -> int:
-        """How many leases were given back so far: by this front, or by all clients of the client's user."""
+        """How many leases the front has given back so far. For a client's lane: how many all lanes of its user gave back."""
         return self.lane.arena.returned if self.owner is None else self.owner.returned
 
     @property

@@ -216,10 +216,10 @@ class RequestQueue(Generic[W]):
         return bool(self._replaceable)
 
     def push(self, request: W) -> Replacement[W] | None:
-        """Appends a request. If a request with the same replace key waits, the newer of the two gets its place in the queue.
+        """Appends a request. If a request with the same replace key waits, only the newer one stays, in the older one's place.
 
-        Returns the pair if the older request was discarded, else None. The discarded request may be ``request`` itself.
-        Raises Unavailable: the queue is full. Nothing has changed then.
+        Returns both requests if one was discarded, which may be ``request`` itself, and else None.
+        Raises Unavailable if the queue is full. Nothing has changed then.
         """
         if request.replace_key or self._rules.replaces:
             waiting = self._replaceable.get(request.replace_key)
@@ -536,7 +536,7 @@ def _first(waiting: OrderedDict[int, W]) -> W:
 
 
 def _in_order(owners: _Waiters[W]) -> Iterable[W]:
-    """Iterates over one line's requests of one key in the order in which they run; they must not change meanwhile."""
+    """Iterates over the requests of one key and priority level in the order of running. ``owners`` must not change meanwhile."""
     if len(owners) == 1:
         (waiting,) = owners.values()
         return waiting.values()

@@ -222,7 +222,7 @@ class SequenceBatcher(Planner[S]):
         return True
 
     def _look(self, live: LiveSequence[S] | None) -> None:
-        """Lets the next batches include a sequence's first waiting request, if the request may run now. None: does nothing."""
+        """If a sequence's first waiting request may run now, has the next batches include it. Does nothing for None."""
         if live is not None and live.ready and live.slot is not None:
             if self._attach is not None:
                 self._attach(live.waiting[0])

@@ -318,9 +318,9 @@ class SequenceTable(Generic[S]):
         return request
 
     def done(self, request: S, now_ns: int) -> LiveSequence[S] | None:
-        """Marks a request as run. Returns the sequence that becomes ready thereby, or None.
+        """Marks a request as run. Returns the sequence that can run next because of that, or None.
 
-        It is the request's own sequence, or the first of those that wait for a slot.
+        The returned sequence is the request's own, or the first of the sequences that wait for a slot.
         """
         live = request.live
         live.running = False

@@ -31,7 +31,7 @@ EMITS, FINISHED = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class StepRules:
-    """The limits of a model version that runs requests step by step: how many slots, steps and insertions there may be."""
+    """Limits of a model version that runs requests step by step: slots, steps, and how many requests get a slot at a time."""
 
     #: Requests that take part in steps at a time.
     slots: int
@@ -90,7 +90,7 @@ class SlotAnswer(NamedTuple, Generic[W]):
 
 
 class StepBatcher(QueuePlanner[W]):
-    """Plans which requests of a stepped version get a slot (the decision ``Run``), and which take part in each step."""
+    """Plans which requests of a model version get a slot, by the decision ``Run``, and which requests take part in each step."""
 
     def __init__(self, rules: StepRules, queue: RequestQueue[W]) -> None:
         super().__init__(queue)
@@ -228,12 +228,12 @@ class StepBatcher(QueuePlanner[W]):
     def stepped(
         self, step: Step[W], says: Sequence[int], joined: Sequence[bool] = ()
     ) -> tuple[list[SlotAnswer[W]], list[int]]:
-        """Makes answers from the flags that the oldest step on the device has returned; frees the slots of finished requests.
+        """Evaluates the flags that the oldest step on the device has returned, and frees the slots of finished requests.
 
         Args:
           says: for each slot the flags EMITS and FINISHED, or'ed.
-          joined: for each slot whether its request is answered together with others; empty: none is.
-        Returns: the answers to send one by one; and the slots of requests that are answered together, get outputs and go on.
+          joined: for each slot whether its request collects its outputs for one answer; empty: no request does.
+        Returns: the answers to send now; and the slots of requests that collect their outputs, have a new output, and go on.
         """
         self._on_their_way -= not step.goes_on
         answers: list[SlotAnswer[W]] = []
