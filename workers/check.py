@@ -44,7 +44,7 @@ class Apart:
     """Answers the calls of models that are only checked: refuses requests, and says that any model is ready."""
 
     def __init__(self, explicit: bool) -> None:
-        """``explicit``: whether the daemon loads models only on request; if so, models may ask for loads."""
+        """``explicit``: whether the daemon loads models only on request. Only then may models ask it to load others."""
         self._explicit = explicit
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:

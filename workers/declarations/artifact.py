@@ -320,7 +320,7 @@ class _Artifact:
     def create(
         self, path: Path, config: Mapping[str, Any], device: jax.Device
     ) -> tuple[Callable[..., dict[str, Any]], dict[str, Any]]:
-        """Returns the function that runs the programs, and its parameters. Raises InvalidArgument: these do not fit."""
+        """Returns the function that runs the programs, and its parameters. Raises InvalidArgument: the parameters do not fit."""
         return self._apply, self._loaded()
 
     def _apply(self, params: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -371,7 +371,7 @@ class _Artifact:
         )
 
     def _batch_sizes(self) -> tuple[int, ...]:
-        """Returns the batch sizes that there are programs for, ascending; empty: a program takes any. Raises InvalidArgument."""
+        """Returns the programs' batch sizes, ascending; empty: a program takes any size. Raises InvalidArgument: they differ."""
         sizes: set[int] = set()
         for program in self._programs:
             for leaf in (*program.inputs, *program.outputs):

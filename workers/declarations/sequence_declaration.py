@@ -107,7 +107,7 @@ class ControlInputs:
         }
 
     def arrays(self, controls: Controls) -> dict[str, Array]:
-        """Returns the control inputs for a request, by name. Raises InvalidArgument: a datatype cannot hold its id."""
+        """Returns the control inputs for a request, by name. Raises InvalidArgument: a datatype cannot hold the sequence's id."""
         return self._flags[controls.start, controls.end] | {each.spec.name: each.array(controls) for each in self._ids}
 
     def of_each(self, asked: Iterable[Asked]) -> list[dict[str, Array]]:
@@ -202,7 +202,7 @@ class MadeInputs:
         self.nobody: Mapping[str, Array] = {name: array for part in parts for name, array in part.nobody.items()}
 
     def arrays(self, request: RequestTensors, own: RequestRecord) -> dict[str, Array]:
-        """Returns the inputs that the worker adds to a request. Raises InvalidArgument: a datatype cannot hold its value."""
+        """Returns the inputs that the worker adds to a request, by name. Raises InvalidArgument: a value does not fit."""
         made: dict[str, Array] = {}
         if self.controls is not None:
             made = self.controls.arrays(request.controls)

@@ -35,7 +35,7 @@ class GpuArray:
 
     @property
     def whole(self) -> jax.Array | None:
-        """The ``jax.Array`` that owns the memory; None: the owner is no such array, or has another shape or dtype."""
+        """The ``jax.Array`` that owns the memory; None if the owner is something else, or has another shape or dtype."""
         owner = self._owner
         same = isinstance(owner, jax.Array) and owner.shape == self.shape and owner.dtype == self.dtype
         return owner if same else None

@@ -29,7 +29,7 @@ class Marker:
         self._event = context.call(self._driver.cuEventCreate, self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 
     def set(self) -> None:
-        """Records the event behind all work that the calling thread has queued. Raises CudaError (refused) or DeviceLost."""
+        """Records the event behind all work that the calling thread has queued. Raises CudaError if refused, or DeviceLost."""
         self._context.enter()
         self._context.call(self._driver.cuEventRecord, self._event, self._context.stream())
 

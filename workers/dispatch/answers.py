@@ -271,7 +271,7 @@ def _byte_size(content: Content) -> int:
 
 
 class _Queued:
-    """Copies of an answer's outputs into GPU memory: run, and keep their arrays, until ``settle`` or ``abandon`` has waited."""
+    """Copies of an answer's outputs into GPU memory. Keeps the arrays until ``settle`` or ``abandon`` has awaited the copies."""
 
     __slots__ = ("_regions", "_sources")
 

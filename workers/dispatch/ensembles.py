@@ -283,7 +283,7 @@ class EnsembleRuns:
         self._work()
 
     def _take(self, run: _Run) -> None:
-        """Starts steps on waiting responses, oldest first, until enough are worked on or the client has to take answers."""
+        """Starts steps on waiting responses, oldest first, until enough steps run or the client has to take answers first."""
         while run.untaken and run.error is None:
             start, inner, result = run.untaken[0]
             if run.run.running:

@@ -382,7 +382,7 @@ class FastPath(Poller):
         return None
 
     def _found(self, places: Sequence[RegionSlice | None], submitter: SubmitterLink[Request]) -> Regions | None:
-        """Returns the places' regions (a place of None has none); None: one is not mapped here, or a place has no bytes."""
+        """Returns the regions of those places that have one; None: a region is not mapped here, or its place has no bytes."""
         regions: RegionTable | LaneSegments = submitter.segments or self._regions
         found: Regions = {}
         for place in places:
@@ -423,7 +423,7 @@ class FastPath(Poller):
 
 
 def _plan_single(execution: Execution, preparation: Preparation) -> tuple[AnswerPlan, Mapping[int, str]] | None:
-    """Plans the answers to repeats of a prepared request from an execution that held one such request alone."""
+    """Returns the plan for answers to repeats of an execution's only request, and its outputs' names; None: it has no plan."""
     (request,), made, places = execution.requests, execution.outputs, execution.places
     plan = None if made is None else preparation.plans.get(made.layout)
     if made is not None and plan is not None and plan.numbered is not None:
@@ -456,7 +456,7 @@ def _says_what_holds(request: Request, execution: Execution) -> bool:
 
 
 def _timeline_end(version: ModelVersion) -> bytes | None:
-    """Returns the encoded timeline behind its timestamps, which names the version of the parameter set ``main``."""
+    """Returns the encoded part of a timeline after its timestamps. It names the version of ``main``, if there is one."""
     main = None if version.sets is None else version.sets.main
     return timeline_end((main.name, main.number) if main is not None and main.number else None)
 

@@ -141,7 +141,7 @@ class Outbox:
             executable.offer(execution.places)
 
     def answer_all(self, execution: Execution, now_ns: int) -> dict[Request, Failure]:
-        """Answers a batch; returns the requests that got an error, each with the reason under which to count it."""
+        """Answers the requests of a batch. Returns those that got an error, each with the reason under which to count it."""
         failed: dict[Request, Failure] = {}
         row = 0
         for i, request in enumerate(execution.requests):
@@ -292,7 +292,7 @@ class Outbox:
     # ---------------------------------------------------------------------------------------------------------- waiting
 
     def _block(self, answer: BlockedAnswer[Request], now_ns: int) -> ServingError | bool:
-        """Queues an answer until the arena has room, and returns True; an error to answer with, if too much waits already."""
+        """Queues an answer until the arena has room. Returns True; or if too much waits already, an error to answer with."""
         submitter, request = answer.request.submitter, answer.request
         if submitter.blocked and submitter.blocked_byte_size + answer.byte_size > _MAX_BLOCKED * self._bound(submitter):
             return self.no_room(request, answer.byte_size, now_ns)

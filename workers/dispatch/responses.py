@@ -86,10 +86,9 @@ class Responses(ResponseReceiver):
         return found or senders.setdefault(request, self._sender(request, self._clock(), single=True))
 
     def _sender(self, request: Request, now_ns: int, single: bool = False) -> ResponseSender:
-        """Creates the sender of a request's responses. ``single``: whether it sends exactly one response.
+        """Creates the sender of a request's responses. ``single``: whether the sender sends exactly one response.
 
-        On a client's lane each request may send so many bytes ahead of the client that all requests in flight together stay
-        within the limit of the lane.
+        On a client's lane the lane's limit of bytes that the client has not taken is divided among its requests in flight.
         """
         segments, max_ahead = request.submitter.segments, self.max_ahead
         if segments is not None:

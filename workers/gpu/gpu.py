@@ -132,7 +132,7 @@ class GpuExecutable(Executable):
         return [np.asarray(made[name]) for name in self._signature.outputs] if found is None else [*found]
 
     def _fetch(self, made: Mapping[str, Any]) -> list[bytes] | None:
-        """Copies all outputs (perhaps packed into one array) to the host in one wait; None: too large for the staging memory."""
+        """Copies all outputs to the host and waits once; None if they are too large for the staging memory."""
         packed = made.get(PACKED)
         if packed is None:
             return self._cuda.take([made[name] for name in self._signature.outputs])

@@ -56,7 +56,7 @@ def run_samples(
 
 
 def indexed(apply: Callable[..., Any]) -> Apply:
-    """Turns ``apply(stacked parameters, inputs, index)`` into a function of (stacked parameters, set of each row) and inputs."""
+    """Turns ``apply(stacked parameters, inputs, index)`` into a function that takes parameters and index as a pair."""
 
     @functools.wraps(apply)
     def of_pair(parameters: tuple[Any, Any], inputs: dict[str, Any]) -> dict[str, Any]:

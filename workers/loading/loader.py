@@ -426,7 +426,7 @@ def _folders(record: Load) -> tuple[Path, Path]:
 
 
 def _buckets(load: VersionLoad, described: Signature) -> Buckets:
-    """Returns the shapes that programs are compiled for; state that varies in size is among their inputs."""
+    """Returns the shapes that programs are compiled for. State that varies in size counts as an input."""
     described = program_signature(described) if described.free else described
     return choose_buckets(load.message, load.module, described)
 

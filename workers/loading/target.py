@@ -58,7 +58,7 @@ class LoadTarget:
 
     @classmethod
     def borrowed(cls, options: Options, device: jax.Device, gpu: int | None, cache: ExecutableCache) -> LoadTarget:
-        """Makes the target for a process that is no worker of the daemon (``LocalWorker``); JAX's own cache is not turned on."""
+        """Makes a ``LoadTarget`` for a process that is no worker of the daemon (``LocalWorker``), without JAX's own cache."""
         execution = Processor(choose(device, options.workers.single_thread_flops))
         return cls(options, device, gpu, cache, execution, room=DeviceRoom(options.workers.parameter_byte_size))
 

@@ -39,7 +39,7 @@ def describe_exception(error: BaseException, folders: Sequence[Path] = ()) -> st
 
 
 def described_failure(error: BaseException, folders: Sequence[Path]) -> str:
-    """Returns the text for a failure of loading a version, with advice if a file is missing that lies in its folder."""
+    """Returns the text for a failure to load a version, with advice if a missing file is in the version's folder."""
     if type(error).__name__ == "UnexpectedTracerError":
         return f"UnexpectedTracerError: {LEAKED}{_line(error, folders)}"
     said = describe_exception(error, folders)

@@ -37,7 +37,7 @@ from tensord.workers.tensors.signature import Signature, TensorSpec
 
 
 class HostFunction(Instantiated):
-    """A function of a model version that runs on the host; instances share it and its parameters."""
+    """A function of a model version that runs on the host. All instances share this object and the parameters."""
 
     def __init__(
         self,

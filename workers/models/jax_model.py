@@ -162,10 +162,10 @@ class JaxModel:
         return self.executables.find(self.wanted_by(requests))
 
     def programs(self, key: Shapes, most: int) -> list[Executable | GroupedProgram | None]:
-        """Returns the list of programs for 1 to ``most`` rows of a batching key; None in it: none is compiled for that many.
+        """Returns the programs for 1 to ``most`` rows of a batching key; None in the list: no program for this many is compiled.
 
-        If one call can run several requests, the list is for 1 to ``grouped_calls.MOST`` requests instead of rows. It is empty
-        if outputs have to be cut, inputs are ragged, or sequence state varies in size.
+        If one call can run several requests, the list is for 1 to ``grouped_calls.MOST`` requests instead of rows. The list is
+        empty if outputs have to be cut, inputs are ragged, or sequence state varies in size.
         """
         if self.grouped is not None:
             # What does not share calls, or not yet, is run one after the other.
@@ -200,7 +200,7 @@ class JaxModel:
         return self.executables.planned(Wanted(self._buckets.rows(rows), shapes))
 
     def sizes(self, executable: Executable | GroupedProgram, requests: Sequence[Request]) -> Mapping[str, int] | None:
-        """Returns output name -> bytes, if memory for the outputs should be reserved in the answer before the run; else None."""
+        """Returns output name -> bytes if memory for the outputs should be reserved in the answer before the run; else None."""
         if not isinstance(executable, Executable) or self._carry is not None:
             return None
         return executable.sizes(requests, self._plain and self._whole(requests, executable.wanted.rows))

@@ -201,9 +201,9 @@ class ModelVersion:
         return [request for request in batch if request.chosen is batch[0].chosen]
 
     def commit(self, parameters: ParameterSet, moves: bool) -> Unused:
-        """Puts staged parameters into use. Returns the parameters that they replace.
+        """Puts parameters that were prepared for a push into use. Returns the parameters that they replace.
 
-        ``moves``: True: begun sequences and stepped requests go on with the new ones; False: with those that they began with.
+        ``moves``: whether requests and sequences that have begun go on with the new parameters, or keep the former ones.
         """
         assert self.sets is not None
         former = self.sets.newest(parameters.name)

@@ -45,7 +45,10 @@ _log = logging.getLogger(__name__)
 
 
 def auto_complete(module: ModuleType, message: ModelConfig, port: ModelPort) -> ModelConfig:
-    """Returns the configuration, completed by any ``auto_complete_config``. Raises InvalidArgument, or what the model raises."""
+    """Returns the configuration, completed by the model's ``auto_complete_config`` if it has one.
+
+    Raises InvalidArgument if the result is no valid configuration, or what the model raises.
+    """
     complete = getattr(module.TritonPythonModel, "auto_complete_config", None)
     if complete is None:
         return message
@@ -170,7 +173,7 @@ class PythonModel:
         execution.finish([self._result(*each) for each in zip(requests, asked, responses, strict=True)])
 
     def _rows(self, requests: Sequence[Request]) -> list[int | None] | None:
-        """Returns, for each row, the index of its request or None for an empty slot. None: each request is a row, in order."""
+        """Returns for each row of the batch the index of its request, or None for an empty row; None: row i is request i."""
         if self._sequences is None or not self._sequences.direct or requests[0].version is None:
             return None
         rows: list[int | None] = [None] * (requests[-1].slot.number + 1)

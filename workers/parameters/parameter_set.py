@@ -68,7 +68,7 @@ class Placer:
 
 
 class ParameterSet:
-    """The parameters of the load, or one pushed set. Values never change; they may leave the device and return."""
+    """A model's parameters as loaded, or one pushed set. Values never change; they may leave the device and return."""
 
     __slots__ = (
         "__weakref__",
@@ -189,7 +189,7 @@ class ParameterSet:
         return self._host is not None
 
     def hosted(self) -> Sequence[Array | None]:
-        """Returns the leaves in host memory, fetched if need be; None for those that cannot be pushed or are the main set's."""
+        """Returns the leaves in host memory, fetched if not there; None for a leaf that cannot be pushed or is the main set's."""
         if self._host is None:
             self._host = self.sets.leaves.hosted(jax.tree.leaves(self._trees[0]))
         return self._host
@@ -261,7 +261,7 @@ class ParameterSet:
 
 
 class Unused(NamedTuple):
-    """What has to be freed after a parameter set was replaced."""
+    """What to free after a parameter set was replaced."""
 
     #: Objects that only runs that have begun still use: their memory is freed when the list is emptied.
     unused: list[object]

@@ -245,7 +245,7 @@ class NewMemory:
 
 
 class MemoryPool:
-    """Makes memory for parameters, and fills memory again that it has made and that nobody uses any more. For one thread."""
+    """Makes memory for parameters. Reuses memory that it has made and that nobody uses any more. For one thread only."""
 
     def __init__(self) -> None:
         self._returns = kernel_tells()
@@ -328,7 +328,7 @@ class MemoryPool:
 
 
 def kernel_tells() -> bool:
-    """Returns whether this kernel tells when nobody uses memory any more; lends a page and takes it back to find out."""
+    """Returns whether this kernel shows when nobody uses memory any more. Finds out by lending a page and taking it back."""
     memory, fd = _Memory([Part(mmap.PAGESIZE, lambda at, target: target.fill(0))], mmap.PAGESIZE), -1
     try:
         fd = memory.lend()

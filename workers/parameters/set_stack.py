@@ -118,7 +118,7 @@ class SetStack:
         """Sets the device of the stack, and the functions that make and fill its arrays.
 
         ``at``: 1: the single-thread device; 0: any other. ``open``: makes arrays of zeros on the device, one for each leaf of the
-        stack. ``put``: puts a set's leaves into a slot.
+        stack. ``put``: writes a set's leaves into the arrays at an index.
         """
         self._at, self._open, self._put = at, open, put
 
@@ -132,7 +132,7 @@ class SetStack:
         return jax.tree.unflatten(self._structure, tree), spec((rows,), np.dtype(np.int32))
 
     def put_specs(self, spec: Callable[[tuple[int, ...], Any], Any]) -> tuple[Any, ...]:
-        """Describes the stack's arrays, a set's leaves and the slot, which ``put`` takes, to compile it."""
+        """Returns descriptions of what ``put`` takes, to compile it: the stack's arrays, a set's leaves and the index."""
         return (
             [spec((self.slots, *leaf.shape), leaf.placed) for leaf in self._own],
             [spec(leaf.shape, leaf.placed) for leaf in self._own],

@@ -130,7 +130,7 @@ class OutputMemory:
         return frozenset(self._skips)
 
     def refuse(self) -> None:
-        """From now on all outputs of this program are copied to their places."""
+        """Has all outputs of this program be copied to their places from now on, instead of offering the places to XLA."""
         self._skips.clear()
 
     def run(self, call: Callable[[], dict[str, Any]], addresses: Mapping[str, int]) -> dict[str, Any]:

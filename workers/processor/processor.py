@@ -56,7 +56,7 @@ class HostExecutable(Executable):
 
     @functools.cached_property
     def _buffers(self) -> dict[str, GatherBuffer | RaggedBuffer]:
-        """Input name -> the memory in which batches are gathered; batch inputs have none."""
+        """Returns input name -> the memory in which batches are gathered, without inputs that describe the batch."""
         arrays, found = self._inputs.arrays, dict[str, GatherBuffer | RaggedBuffer]()
         for spec, _ in self._specs:
             if spec.ragged:
@@ -154,7 +154,7 @@ class HostExecutable(Executable):
             places.addresses[name] = address
 
     def written(self, outputs: Mapping[str, Array], addresses: Mapping[str, int]) -> list[str]:
-        """Returns which outputs XLA has written to their addresses. If one lies elsewhere, the next run learns again."""
+        """Returns which outputs XLA has written to their addresses. If one was not, the next run finds out XLA's places anew."""
         found = [name for name, address in addresses.items() if address_of(outputs[name]) == address]
         if len(found) < len(addresses):
             self.memory_of_outputs = None

@@ -159,7 +159,7 @@ class SmallPrograms:
             return None
 
     def _is_small(self, lowered: jax.stages.Lowered) -> bool | None:
-        """Returns whether one thread is enough for a program; None: its sizes are open, so only its compilation shows that."""
+        """Returns whether one thread is enough for a program; None: dimensions are open, so it must be compiled to tell."""
         # XLA raises an error for the cost of a program with open sizes, or (from JAX 0.11 on) ends the process.
         if _has_open_sizes(lowered):
             return None

@@ -83,7 +83,7 @@ class Carry:
         return self._arrays
 
     def _begun(self, spec: StateSpec) -> jax.Array:
-        """Makes the array of a state. Its last row has the initial value; the others are written before they are read."""
+        """Makes the array of a state. The last row has the initial value; other rows are written before they are read."""
         array = np.zeros((self._signature.slots + 1, *spec.dims), spec.dtype)
         array[-1] = self._initial.get(spec.name, 0)
         made: jax.Array = jax.device_put(array, self._device)

@@ -75,7 +75,7 @@ class Inputs(Protocol):
         """The arrays in which the arguments are gathered, by argument name."""
 
     def send(self) -> dict[str, Any]:
-        """Returns the arguments by name, on a GPU sent there first. Raises Unavailable: no memory left; DeviceLost: it failed."""
+        """Returns the arguments by name; a GPU's are sent there first. Raises Unavailable (no memory) or DeviceLost."""
 
 
 class ExecutionDevice(ABC):

@@ -62,7 +62,7 @@ class Rows:
         self.byte_size = at + 1
 
     def pack(self, outputs: dict[str, Any], emits: Any, finished: Any) -> Any:
-        """Packs outputs by name, their first axis rows, and flags as rows of results: UINT8[rows, size]; while JAX traces.
+        """Packs outputs (by name, first axis rows) and flags into rows of results, UINT8[rows, size], while JAX traces.
 
         ``emits``, ``finished``: BOOL[rows], whether a row's outputs are sent to the client, and whether its request ends.
         """
@@ -135,7 +135,7 @@ class StepPrograms:
         return self._rows.pack(outputs, emits, finished), (jax.tree.map(_strong, kept), live)
 
     def step(self, parameters: Any, unmasked: Any, carry: Any) -> Any:
-        """Calls the author's ``step`` for the first slots; ``unmasked``: BOOL for each, whether its request takes part."""
+        """Calls the author's ``step`` for the first slots. ``unmasked``: BOOL for each slot, whether its request takes part."""
         own, live = carry
         count = unmasked.shape[0]
         first = live[:count]
@@ -202,7 +202,7 @@ class StepPrograms:
         return made
 
     def _flags(self, which: str, name: str, flags: Any, lead: tuple[int, ...]) -> Any:
-        """Returns a function's flags as an array. Raises Internal: they are not BOOL with one element for each row."""
+        """Returns flags as an array. Raises Internal: they are not BOOL[lead]. ``which``: the function that returned them."""
         array = jnp.asarray(flags)
         if array.shape != lead or array.dtype != jnp.bool_:
             raise Internal(

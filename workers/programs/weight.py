@@ -67,7 +67,7 @@ def is_within(program: Program, most: Most, text: Program | None = None) -> bool
 
 
 def share_of(program: Program) -> float:
-    """Returns a program's work as a fraction of what may run in one iteration of the loop; infinite: more, or not known."""
+    """Returns a program's work as a fraction of what may run in one iteration of the loop; infinite if above 1 or unknown."""
     share = sum(work_of(program)) / _ITERATION
     return share if share <= 1 and is_within(program, Most(_ITERATION, _ITERATION)) else math.inf
 

@@ -182,10 +182,10 @@ def _tells(prepared: PreparedRequest, own: RequestRecord, version: ModelVersion)
 
 
 def _key_of(version: ModelVersion, key: Hashable, name: str) -> Hashable:
-    """Returns the batching key of a request that names a parameter set. ``key``: stands for the request's shapes.
+    """Returns the batching key of a request that names a parameter set. ``key``: the key of the request's shapes.
 
-    It is ``key`` alone if a batch may mix parameter sets, or if the planner of sequences keeps the sets apart; otherwise it has
-    the set's name too.
+    The result is ``key`` if a batch may mix parameter sets, or if the planner of sequences keeps the sets apart. Otherwise
+    the result also has the set's name.
     """
     assert version.sets is not None
     # The planner of sequences knows their sets, and a stack has room for all of a batch.

@@ -157,7 +157,7 @@ class ResponseReceiver:
     max_ahead = 1
 
     def alike(self, sender: ResponseSender, result: dict[str, Array]) -> ResponseKind | None:
-        """Returns the object that encodes responses with the datatypes and shapes of this one; any thread may call it.
+        """Returns the object that encodes responses with the datatypes and shapes of ``result``. Any thread may call this.
 
         Returns None if the model's thread cannot encode the response itself.
         """
@@ -336,7 +336,7 @@ class ResponseSender:
     def released(self, again: bool) -> bool:
         """Records that the model's function has returned. Returns whether the model's code may still answer the request.
 
-        It may while a ``hold`` is not undone. ``again``: whether the model is to run on the request again.
+        It may as long as a ``hold`` has not been undone. ``again``: whether the model is to run once more on the request.
         """
         with self._lock:
             self._again = again

@@ -227,7 +227,7 @@ class SubmitterLink(Generic[R]):
         return kind
 
     def known_kind(self, version: int, described: Described) -> ResponseKind | None:
-        """Returns the encoder of all small responses but a request's last; None: none yet. Any thread may call it."""
+        """Returns the encoder of all small responses of a kind but a request's last; None: none yet. Any thread may call it."""
         return self._response_kinds.get((version, False, described))
 
     def answer(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:

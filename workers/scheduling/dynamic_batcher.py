@@ -134,7 +134,7 @@ class DynamicBatcher(QueuePlanner[W]):
         return self._queue.take(key, self._limit(key) if waited else self._ready_rows(key))
 
     def _look(self) -> None:
-        """Computes again when the next batch is due, for each batching key whose waiting requests have changed."""
+        """Computes anew when the next batch is due, for each batching key whose waiting requests have changed."""
         while self._changed:
             key = self._changed.pop()
             if not self._queue.rows(key):

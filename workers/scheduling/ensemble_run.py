@@ -181,7 +181,7 @@ class EnsembleRun(Generic[T]):
         return StepStart(number, iteration, inputs, controls)
 
     def _controls_of(self, tensors: Collection[str], iteration: int) -> Controls | None:
-        """Returns the sequence controls of the first of these tensors that has any in an iteration; None: none has."""
+        """Returns the sequence controls of the first of ``tensors`` that has any in this iteration; None: no tensor has any."""
         keys = ((tensor, iteration if self._dynamic(tensor) else 0) for tensor in tensors)
         return next((self._controls[key] for key in keys if key in self._controls), None)
 

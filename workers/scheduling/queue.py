@@ -289,7 +289,7 @@ class RequestQueue(Generic[W]):
         """Puts requests that were taken but could not run back into the queue, ahead of later ones, even if the queue is full.
 
         ``requests`` must be in the order of their arrival, and older than all waiting requests with their keys. Of two requests
-        with the same replace key the newer one gets the place. Returns these pairs; the older request of each was discarded.
+        with one replace key the newer stays, in the older one's place. Returns such pairs; the older requests are discarded.
         """
         replacements: list[Replacement[W]] = []
         for request in reversed(requests):

@@ -152,9 +152,9 @@ class SequenceBatcher(Planner[S]):
 
         Args:
           strategy: makes the strategy of one instance.
-          events: is told of sequences that begin and end.
-          attach: called with each request before it may run; adds the state of the request's sequence to its inputs. None: not
-            needed.
+          events: the object to which the beginning and end of sequences are reported.
+          attach: adds the state of a request's sequence to the request's inputs; called before the request may run. None: the
+            model has no such state.
         """
         self.table: SequenceTable[S] = SequenceTable(model, rules, instances, events)
         self._attach = attach

@@ -45,7 +45,7 @@ class StepRules:
 
 @dataclass(slots=True, eq=False)
 class SlotHolder(Generic[W]):
-    """A request that has a slot of the device's state, and the number of its steps so far."""
+    """A request, the slot that it has in the device's state, and the number of its steps so far."""
 
     request: W
     number: int
@@ -58,7 +58,7 @@ class SlotHolder(Generic[W]):
 
 
 class Step(NamedTuple, Generic[W]):
-    """One step of the device: the requests that take part, those for which it is the last step, and the slots to leave out."""
+    """One step of the device: the requests that take part, those whose last step it is, and which slots are left out."""
 
     #: Requests that take part, and slots for which it is the last step.
     holders: Sequence[SlotHolder[W]]
@@ -162,9 +162,9 @@ class StepBatcher(QueuePlanner[W]):
         return list(self._holders)
 
     def _leave(self, request: W, known: bool = False) -> bool:
-        """Frees a request's slot. Returns False if the request has none.
+        """Frees a request's slot. Returns False if the request has no slot.
 
-        ``known``: whether the device itself has marked the slot as free; if not, later steps are told to leave the slot out.
+        ``known``: whether the device has marked the slot as free; if not, later steps leave the slot out.
         """
         holder = self._holders.pop(request, None)
         if holder is None:

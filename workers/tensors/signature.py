@@ -189,7 +189,7 @@ class Declared:
 
 
 def meant_datatype(name: str) -> str | None:
-    """Returns the datatype that is meant by another of its names, such as "float32", "F32" or "STRING"; None: it is no name."""
+    """Returns the datatype that another name stands for, such as "float32", "F32" or "STRING"; None: no datatype has the name."""
     if name.upper() in datatypes.ELEMENT_SIZES:
         return name.upper()
     try:
