@@ -392,7 +392,7 @@ class _Artifact:
         return tuple(sorted(sizes))
 
     def _declared(self, groups: Sequence[Sequence[ProgramArray]]) -> dict[str, str]:
-        """Returns declarations of tensors as in a model.py. ``groups``: the same tensors in each program."""
+        """Returns tensor name -> declaration as in a model.py. ``groups``: each program's arrays, which differ only in dims."""
         found: dict[str, str] = {}
         by_name = [{leaf.name: leaf for leaf in group} for group in groups]
         for leaf in groups[0]:

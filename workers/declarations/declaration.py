@@ -183,7 +183,7 @@ def _policy(policy: Any, workers: int) -> QueuePolicy:
 
 
 def batch_rules(message: ModelConfig) -> BatchRules:
-    """Returns by which rules requests form batches; python models only do with dynamic batching (as Triton), generators never."""
+    """Returns the rules by which requests form batches. Generators never batch; Python models only with dynamic batching."""
     asked = message.HasField("dynamic_batching")
     yields = message.backend != "python" and message.model_transaction_policy.decoupled
     if message.max_batch_size < 1 or yields or (message.backend == "python" and not asked):

@@ -70,7 +70,7 @@ def _at_once(call: Callable[[], None]) -> None:
 
 
 class Dispatcher:
-    """Queues, runs and answers all requests to one worker, in the thread of its loop. It owns the parts that do so."""
+    """Queues, runs and answers all requests to one worker, in the thread of its loop, by the objects that it owns."""
 
     def __init__(
         self,

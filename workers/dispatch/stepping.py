@@ -208,7 +208,7 @@ class SteppingRuns:
 
     @property
     def waits(self) -> bool:
-        """True while a request to a stepped model waits for a slot in the model's state on the device."""
+        """True while a request to a model that makes its answers step by step waits for a slot in the device's state."""
         return any(len(version.planner) for version in self.living)
 
     def step(self, now_ns: int, wait: bool) -> bool:
@@ -230,7 +230,7 @@ class SteppingRuns:
 
 
 class Stepping:
-    """Runs one model version whose requests run step by step: puts requests into slots of the device's state, runs steps."""
+    """Runs a model version that works step by step: gives requests slots in the device's state, and starts and reads steps."""
 
     def __init__(
         self,

@@ -81,9 +81,10 @@ def write(
     inputs: Mapping[str, Declared],
     platforms: Sequence[str] | None = None,
 ) -> Path:
-    """Writes a model folder with a configuration, to which the program's tensors are added. Returns the folder.
+    """Writes a model folder with the exported programs and a configuration, which gets their tensors. Returns the folder.
 
-    ``function`` takes parameters and a dict of inputs, and returns a dict of outputs. The rest and errors: as ``export_model``.
+    ``function`` takes parameters and a dict of inputs, and returns a dict of outputs. ``platforms``: as jax.export names them;
+    None: the default back end's. Raises InvalidArgument: the folder is not empty, or the function cannot be exported.
     """
     version = folder / "1"
     if version.exists() and any(version.iterdir()):

@@ -26,7 +26,7 @@ _LINK_OR_PATH = re.compile(
 def describe_exception(error: BaseException, folders: Sequence[Path] = ()) -> str:
     """Describes an exception of a model's code: type and message, on one line and without this host's paths.
 
-    ``folders``: the version's and the model's; files in them are named by relative path, with the line that failed.
+    ``folders``: of the version and the model; files in them are named by relative path, with the line that failed.
     """
     # Where it is comes behind it, as for any other.
     text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())

@@ -122,7 +122,7 @@ class Execution:
         self.cut = None
 
     def sender(self, request: Request) -> ResponseSender:
-        """Returns what sends a request's responses. The model's run must set this request's result to ``STREAMED``."""
+        """Returns the sender of a request's responses. The model's run must set the request's result to ``STREAMED``."""
         self.by_senders = True
         if self.responder is None:
             return ResponseSender(request, ResponseReceiver(), self.began_ns)
@@ -132,7 +132,7 @@ class Execution:
         return sender
 
     def caller(self, port: ModelPort) -> Caller:
-        """Makes the object by which the model's code calls other models: for the batch's requests, for none in a warmup."""
+        """Makes the object by which the model's code calls other models on behalf of the batch's requests (none in a warmup)."""
         if self.responder is None:
             return Caller(port)
         return Caller(port, self.requests, self.whole or self)

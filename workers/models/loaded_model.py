@@ -112,7 +112,7 @@ class LoadedModel:
     def join(self, request: Request) -> None:
         """Sets a request's sequence controls, and adds the inputs that the worker makes, such as START or the request's priority.
 
-        An iterative model's request has no ``end``, and without a correlation id gets one and starts a sequence.
+        A request to an iterative model never has END. If it has no correlation id, it gets one and starts a sequence.
         Raises InvalidArgument: an input's datatype cannot hold the request's value; the request's leases are given back then.
         """
         if (plan := self.sequences) is not None:

@@ -48,7 +48,7 @@ class DeviceRun(NamedTuple):
 
 
 class SteppedModel:
-    """A version of a model that computes many requests at once, step by step. Each has a slot of the batch until it ends."""
+    """A version of a model that computes many requests at once, step by step. Each request keeps its slot until its end."""
 
     def __init__(
         self,

@@ -78,7 +78,7 @@ class DeviceRoom:
         return sum([each.byte_size for each in self._stacks])
 
     def join_stack(self, stack: SetStack, model: str) -> None:
-        """Reserves device memory for a stack until ``leave_stack``. Raises InvalidArgument: more than all sets may take."""
+        """Reserves device memory for a stack until ``leave_stack``. Raises InvalidArgument: the stack exceeds the sets' limit."""
         with self.lock:
             taken = self._stacked
             if taken + stack.byte_size > self._limit:
@@ -137,7 +137,7 @@ class DeviceRoom:
             heapq.heappush(self._order, entry)
 
     def keep(self, parameters: ParameterSet) -> None:
-        """Keeps a replaced set in host memory, to be put into use again; beyond the sets' limit the oldest are forgotten."""
+        """Keeps a replaced set in host memory, to be put into use again. Above the sets' limit, the oldest are forgotten."""
         self._former[parameters] = None
         while sum([each.byte_size for each in self._former]) > self._limit:
             oldest, _ = self._former.popitem(last=False)

@@ -157,7 +157,7 @@ class Executable(ABC):
 
     @functools.cached_property
     def share(self) -> float:
-        """The work of a run as a fraction of what one iteration of the worker's loop may do; infinite: not known or more."""
+        """The work of a run as a fraction of what one iteration of the worker's loop may do; infinite if above 1 or unknown."""
         return share_of(self.program)
 
     @functools.cached_property

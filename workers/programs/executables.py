@@ -118,7 +118,7 @@ class Executables:
         self._run_once()
 
     def _make(self, planned: Sequence[Wanted], first: jax.stages.Lowered | None, progress: LoadProgress) -> None:
-        """Compiles the executables of all buckets, or loads them from the cache. ``first``: that of the first bucket, lowered.
+        """Compiles the executables of all buckets, or loads them. ``first``: the lowered program of the first bucket, if known.
 
         On several devices the first program decides where the parameters are, and the others are compiled for that.
         """

@@ -48,7 +48,7 @@ def gpu_versions() -> tuple[str, ...]:
 
 
 def copies_memory(text: str) -> bool:
-    """Returns whether a compiled program copies memory other than in kernels; ``text``: as ``Compiled.as_text`` returns it."""
+    """Returns whether a compiled program copies memory other than in kernels. ``text``: the result of ``Compiled.as_text``."""
     kernels = set(_KERNEL.findall(text))
     name = ""
     for line in text.split("\n"):

@@ -186,7 +186,7 @@ class Saying:
 class _Asking(Saying):
     """Turns errors into a TritonModelException as ``Saying`` does.
 
-    If the running code may not load models or ask for them, the exception has Triton's message for this.
+    If the running code may not load models or ask for models, the exception has Triton's message for this error.
     """
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

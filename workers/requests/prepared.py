@@ -327,7 +327,7 @@ def _check(
 def _check_names(
     inputs: Sequence[PreparedTensor], prepared: PreparedRequest, own: RequestRecord, signature: Signature
 ) -> None:
-    """Raises InvalidArgument if a required input is missing, an input is given twice, or the model has no input of a name."""
+    """Raises InvalidArgument if a required input is missing, an input is given twice, or an input is unknown to the model."""
     given = [tensor.name for tensor in inputs]
     seen: set[str] = set()
     for name in given:

@@ -168,7 +168,7 @@ class SubmitterLink(Generic[R]):
             self.owner.request_byte_size += byte_size
 
     def keep(self, request: Request) -> None:
-        """Counts the memory of a client's request that is about to be in flight, until ``forget``.
+        """Counts the memory of a client's request, until ``forget``. Call it before the request is in flight.
 
         Raises Unavailable: the user's requests hold as many bytes as allowed. Nothing is counted then.
         """
@@ -270,7 +270,7 @@ class LaneOwner(Budget):
         return (2 * self.max_byte_size - self.used - self.waiting_byte_size) // max(1, len(self.submitters))
 
     def check(self, submitter: SubmitterLink[Any]) -> None:
-        """Raises Unavailable if answers to the user hold all bytes allowed and answers on this lane hold at least its share."""
+        """Raises Unavailable if answers to the user exceed the allowed bytes, and those on this lane are at least its share."""
         held = self.used + self.waiting_byte_size
         if held > self.max_byte_size and submitter.answers_byte_size >= self.share:
             raise Unavailable(
