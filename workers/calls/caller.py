@@ -43,7 +43,7 @@ class CallServer(Protocol):
         """Allows the called model to send a further response, because the caller has taken a response."""
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: Any) -> bytes:
-        """Has the daemon carry out an operation on behalf of the model of ``port``, and returns the daemon's answer.
+        """Has the daemon carry out an operation for the model whose port is ``port``, and returns the daemon's answer.
 
         The answer to ModelReady is "true" or "false". Raises ServingError: the operation failed.
         """

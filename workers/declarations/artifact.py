@@ -76,7 +76,7 @@ class ProgramFile:
     """A program that was read from a file of jax.export or StableHLO, to be called with named arrays while JAX traces."""
 
     def __init__(self, path: Path, has_parameters: bool) -> None:
-        """Reads the file; ``has_parameters``: it may have some, a jax.export program's first argument. Raises InvalidArgument."""
+        """Reads a checked program. ``has_parameters``: if it is a jax.export program, its first argument is the parameters."""
         self.path = path
         try:
             with open(path, "rb", opener=regular) as file:
@@ -273,7 +273,7 @@ def digest(folder: Path) -> bytes:
 def module(folder: Path, message: ModelConfig, platform: str) -> ModuleType:
     """Builds a Python module from the programs of a version's folder, with ``inputs``, ``create`` and so on like a model.py.
 
-    ``platform``: as ``jax.Device`` names it. Raises InvalidArgument: a file cannot be read or does not fit; it is named.
+    ``platform``: as ``jax.Device`` names it. Raises InvalidArgument, with the file's name: a file is unreadable or unsuitable.
     """
     return _Artifact(folder, message, platform).module()
 

@@ -59,7 +59,7 @@ def _is_like(value: Any, example: Any) -> bool:
 
 
 def _is_used(module: ModuleType, name: str) -> bool:
-    """Returns whether model.py reads or exports a name, or has it from elsewhere; True, too, if its text is not known."""
+    """Returns whether model.py reads, exports or imports a name. Returns True, too, if the text of model.py is not known."""
     try:
         text = decode_source(Path(str(getattr(module, "__file__", ""))).read_bytes())
         table = symtable.symtable(text, "model.py", "exec")

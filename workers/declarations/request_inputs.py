@@ -100,7 +100,7 @@ class RequestInputs:
 
 
 class KnownParameters:
-    """The parameters of requests that one model version knows: any other is refused, or told once in the log."""
+    """The request parameters that one model version knows. Any other parameter is refused, or logged once."""
 
     def __init__(self, message: ModelConfig, module: ModuleType, options: Options) -> None:
         """Raises InvalidArgument if ``strict_parameters`` of model.py is neither True nor False."""

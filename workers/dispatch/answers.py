@@ -248,7 +248,7 @@ def _choose(
     """Returns output name -> (datatype, shape, content) for the outputs that a request wants, in the model's order.
 
     Raises: Internal: an output's dtype has no datatype of the protocol.  InvalidArgument: the client wants class labels of an
-    output whose datatype has none, or more of them than are allowed.
+    output whose datatype has none, or more labels than are allowed.
     """
     chosen: dict[str, tuple[str, tuple[int, ...], Content]] = {}
     for name, array in result.items():

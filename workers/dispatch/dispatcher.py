@@ -396,7 +396,7 @@ class Dispatcher:
             self.agenda.wake(first)
 
     def _decide(self, version: ModelVersion, now_ns: int) -> bool:
-        """Carries out the decision of a version's planner; returns True if the caller must run a batch of it in the loop."""
+        """Carries out the decision of a version's planner. Returns True if the loop itself must run a batch of the version."""
         planner, instances = version.planner, version.loaded.instances
         decision = planner.decide(now_ns)
         while isinstance(decision, Refuse):

@@ -112,7 +112,7 @@ class _Batch:
         return run, program.rows, program.clears, memory
 
     def count(self, done: NativeRuns) -> None:
-        """Adds the requests that the C extension has answered to the statistics of the model version. ``done``: their runs."""
+        """Adds the runs of requests that the C extension has answered (``done``) to the statistics of the model version."""
         self.version.statistics.add(done)
         if isinstance(self.model, EnsemblePipeline):
             self.model.credit(done)
@@ -462,7 +462,7 @@ def _timeline_end(version: ModelVersion) -> bytes | None:
 
 
 def _sets_of(request: Request) -> dict[str, ParameterSet] | None:
-    """Returns the parameter sets, by name, with which the C extension may run repeats of a request; None: only with the main set.
+    """Returns the parameter sets, by name, with which the C extension may run repeats of a request; None: only with ``main``.
 
     The dict is the model version's own, not a copy: it changes with each push.
     """

@@ -68,7 +68,7 @@ class Outbox:
 
     @staticmethod
     def _overtakes(request: Request) -> bool:
-        """Returns whether an answer must wait because an earlier one of a model that answers in order waits for room."""
+        """Returns whether an answer must wait, because the model answers in order and an earlier answer waits for room."""
         submitter, version = request.submitter, request.version
         if not submitter.blocked or not version.ordered or submitter.closed or request.cancelled:
             return False

@@ -311,7 +311,7 @@ class PlainName(ModuleType):
 
 
 class PlainNames:
-    """Finds and makes placeholders (``PlainName``). Last on ``sys.meta_path``, so the environment's modules come first."""
+    """Import hook that makes placeholder modules. It comes last on ``sys.meta_path``, after the environment's own modules."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:

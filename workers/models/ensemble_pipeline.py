@@ -123,7 +123,7 @@ class EnsemblePipeline:
             step.version.statistics.add(done.part(share, whole))
 
     def _build(self, rows: int) -> PipelineProgram | None:
-        """Builds the program for the smallest batch size from ``rows`` on that all its models have; None: there is none."""
+        """Builds the program for the smallest batch size, at least ``rows``, that all its models have; None: none is common."""
         if any(-1 in spec.dims for spec in self._signature.inputs.values()):
             return None
         bucket, found = rows, list[Executable]()
@@ -202,7 +202,7 @@ class EnsemblePipelines:
 
 
 def needs_steps(request: Request) -> bool:
-    """Returns whether a request has to run as requests to the ensemble's models: it names a parameter set or wants it told."""
+    """Returns whether an ensemble must run by requests to its models: the request names a parameter set or asks for its name."""
     return bool(request.own.parameter_set or request.prepared.parameters.get(TELLING_PARAMETER))
 
 

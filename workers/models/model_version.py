@@ -161,7 +161,7 @@ class ModelVersion:
         return shapes_key(arrays, self.signature)
 
     def _take_fitting(self, now_ns: int, instance: int = 0) -> list[Request]:
-        """Takes the next batch from the queue, at most what the largest program has room for. Other requests stay there."""
+        """Takes the next batch from the queue, with at most as many requests as the largest program holds."""
         batch = self.planner.take(now_ns, instance)
         if self.jitted is not None and (fitting := self.jitted.fitting(batch)) < len(batch):
             # They are older than what waits, so none of them is refused.
@@ -211,7 +211,7 @@ class ModelVersion:
         return self.sets.commit(parameters, stays=held)
 
     def _hold(self, former: ParameterSet | None, new: ParameterSet, moves: bool) -> bool:
-        """Decides which parameters are used further by sequences, and by requests of a stepped model, that have begun.
+        """Decides with which parameters requests and sequences go on that have begun.
 
         ``former``: the parameters that the set had until now; None: the set is new. ``moves``: True: they go on with ``new``;
         False: with the parameters that they had. Returns: whether any of them goes on with ``former``.

@@ -41,7 +41,7 @@ class SequenceRegister:
         self.live += 1
 
     def tell(self) -> None:
-        """Writes changed numbers of free slots to the page; called before answers, as clients start sequences after them."""
+        """Writes changed numbers of free slots to the sequence page. Called before answers, which let clients start sequences."""
         changed, self.changed = self.changed, set()
         for each in changed:
             each.publish_slots()

@@ -284,7 +284,7 @@ class VersionStatistics:
         self._count_batches(count, 1, 0, infer_ns, 0)
 
     def responded(self, sender: ResponseSender, result: Sent, now_ns: int, placed_ns: int) -> None:
-        """Counts a response that the model made at ``now_ns`` and that was written at ``placed_ns``, also in its sender.
+        """Counts a response that the model made at ``now_ns`` and that was written at ``placed_ns``. Updates ``sender.count``.
 
         ``result``: the response; None: only the end of the responses was sent.
         """

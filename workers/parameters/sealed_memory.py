@@ -81,9 +81,9 @@ class SealedMemory:
     """Sealed memory, mapped for reading. It stays mapped while arrays in it exist."""
 
     def __init__(self, fd: int) -> None:
-        """Maps sealed memory; the caller keeps ``fd`` and may close it.
+        """Maps sealed memory. The caller keeps ``fd`` and may close it.
 
-        Raises InvalidArgument: it is not sealed, or empty; Unavailable: it cannot be mapped, or too many files are open.
+        Raises InvalidArgument: the memory is not sealed, or empty; Unavailable: mapping fails, or too many files are open.
         """
         if not is_sealed(fd) and _seals(fd) & _RETURNING != _RETURNING:
             raise InvalidArgument("the memory of parameters is not sealed against changes")

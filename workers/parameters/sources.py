@@ -236,7 +236,7 @@ def plan(
 
 
 def _path(given: str, folders: tuple[Path, Path]) -> Path:
-    """Returns a file or folder in the folder of a model's version, or else of the model. ``given``: its path in that folder.
+    """Returns the path of a file or folder of a model. ``given``: its path in the first of ``folders`` that has it.
 
     Raises InvalidArgument: the path leads out of the model's folder; NotFound: there is no such file.
     """

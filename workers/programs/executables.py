@@ -179,7 +179,7 @@ class Executables:
                 self._usual = found[1]
 
     def _open(self, stack: SetStack) -> None:
-        """Allocates a stack's arrays on the programs' device, and compiles what fills them. Raises Internal: no memory."""
+        """Allocates a stack's arrays on the programs' device and compiles the program that fills them. Raises Internal."""
         name, usual = self._signature.model, self._usual
         device_memory.check(name, "its parameter sets need", stack.byte_size, jax.local_devices()[:1])
         with precision(self._signature.wide):
@@ -247,7 +247,7 @@ class Executables:
         return False
 
     def find(self, wanted: Wanted) -> Executable | None:
-        """Returns the executable for a shape, which then counts as the last one used; None: it is not compiled or was evicted."""
+        """Returns the executable for a shape, and counts it as used; None: no executable is compiled, or it was evicted."""
         found = self._planned.get(wanted)
         if found is None and (found := self._unexpected.get(wanted)) is not None:
             self._unexpected.move_to_end(wanted)

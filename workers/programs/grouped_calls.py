@@ -225,7 +225,7 @@ class GroupedProgram:
         return found
 
     def gather(self, requests: Sequence[RequestTensors]) -> int:
-        """Copies requests' inputs into the memory. Returns the bytes copied. Raises ValueError: they are more than ``rows``."""
+        """Copies requests' inputs into the memory. Returns the bytes copied. Raises ValueError: more than ``rows`` requests."""
         if len(requests) > self.rows:
             raise ValueError(f"{len(requests)} requests for a program of {self.rows}")
         copied = 0
@@ -252,7 +252,7 @@ class GroupedProgram:
         return self._read(self._program.call(parameters, self._memory.send(self.rows))[0])
 
     def uncut(self, stacks: Sequence[Content]) -> BatchOutputs | None:
-        """Returns the results of ``run`` as bytes, from which each answer copies its part; None: they are too large for that.
+        """Returns the results of ``run`` as bytes, from which each answer copies its part; None: the results are too large.
 
         ``stacks``: what ``run`` returned: one array for each dtype of the outputs, with a row for each request.
         """
@@ -413,7 +413,7 @@ class GroupedCalls:
         self._shapes: dict[Hashable, _Shape] = {}
 
     def prepare(self, singles: Sequence[Executable], make: Make) -> None:
-        """Compiles programs for the shapes known at load, of these ``singles``. Raises whatever tracing the model raises."""
+        """Compiles programs for several requests in one call, for the shapes of ``singles``. Raises what tracing raises."""
         for single in singles:
             if self.wants(single):
                 self.add(single, self.compile(single, make))

@@ -46,7 +46,7 @@ class _Part(NamedTuple):
 
 
 class Rows:
-    """The layout of a row of results, which a step or an insertion makes for one request of a stepped model."""
+    """The layout of a row of results, which holds one request's outputs after a step or after the request got its slot."""
 
     def __init__(self, signature: Signature) -> None:
         self._parts: list[_Part] = []
@@ -81,10 +81,10 @@ def _bytes(array: Any) -> Any:
 
 
 class StepPrograms:
-    """The functions that are compiled for a stepped model: they call the model author's functions and check the results.
+    """The functions that are compiled for a stepwise model: they call the model author's functions and check the results.
 
-    Each returns a row of results (``Rows``) for each request, and the carry; and raises Internal: the author's function
-    did not return what is declared.
+    Each function returns the carry, and a row of results (``Rows``) for each request. Each raises Internal if the author's
+    function did not return what is declared.
     """
 
     def __init__(

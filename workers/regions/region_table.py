@@ -119,7 +119,7 @@ class RegionTable:
     def register_cuda(self, record: RegisterCudaRegion) -> None:
         """Adds a client's GPU memory to the table.
 
-        If it is on another GPU than the worker's, it is opened when a request needs it.
+        Memory on another GPU than the worker's is opened when a request needs it.
 
         Raises: AlreadyExists: the name is taken.  InvalidArgument: the memory cannot be opened.  DeviceLost: the GPU failed.
         """

@@ -477,7 +477,7 @@ def _closed(prepared: PreparedRequest, own: RequestRecord, contents: list[Conten
 
 
 def _give_types(named: dict[str, Content], prepared: PreparedRequest, checked: Checked) -> None:
-    """Replaces each ``LateTensor`` in ``named`` by one with its input's dtype and shape. Its bytes are read later."""
+    """Replaces each ``LateTensor`` in ``named`` by a tensor of its input's dtype and shape, whose bytes are read later."""
     for tensor, dtype in zip(prepared.inputs, checked.dtypes, strict=True):
         content = named[tensor.name]
         if isinstance(content, LateTensor):

@@ -326,7 +326,7 @@ class ResponseSender:
             self._holders += 1
 
     def let_go(self) -> None:
-        """Undoes one ``hold``. After the last one an unfinished request ends with an error, unless its model is to run again."""
+        """Undoes one ``hold``. When all are undone, an unfinished request fails, unless the model is to run on it again."""
         with self._lock:
             self._holders -= 1
             given_up = not (self._holders or self._again or self._closed)

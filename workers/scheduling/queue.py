@@ -485,7 +485,7 @@ class RequestQueue(Generic[W]):
             waiting.move_to_end(request.sequence, last=False)
 
     def _end(self, number: int, line: dict[Hashable, _Waiters[W]], key: Hashable) -> None:
-        """Removes a batching key that has no requests from a line. Also removes the line if it is empty and not line 0."""
+        """Removes a batching key that has no requests from ``line``. Removes the line, too, if it is empty and not line 0."""
         del line[key]
         if not line and number:
             del self._lines[number]

@@ -110,5 +110,5 @@ class IterativeIds:
 
     @staticmethod
     def next_round(controls: Controls) -> Controls:
-        """Returns the controls for a further run that the model asked for. They have no START."""
+        """Returns the controls of the next run of a request that its model wants to run again. They have no START."""
         return controls._replace(start=False)

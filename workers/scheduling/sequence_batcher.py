@@ -250,7 +250,7 @@ class SequenceBatcher(Planner[S]):
     def take(self, now_ns: int, instance: int = 0) -> list[S]:
         """Removes and returns the requests of a free instance's next batch, each with its ``slot`` set; empty if none is due.
 
-        With Triton's strategy "direct" they are in the order of their slots.
+        With Triton's strategy "direct" the requests are in the order of their slots.
         """
         return [self.table.take(request.live) for request in self._strategies[instance].take(now_ns)]
 

@@ -80,7 +80,7 @@ def batch_input(
 ) -> Array:
     """Computes the batch input ``spec``: an array that describes the requests of a batch, such as how many elements each has.
 
-    ``source``: the ragged input that it describes. ``shape``, ``rows``: its shape and the number of rows in the program.
+    ``source``: the ragged input that ``spec`` describes. ``shape``: of the result. ``rows``: the batch size of the program.
     """
     assert spec.of_batch is not None
     kind, name = spec.of_batch.kind, source.name

@@ -51,7 +51,7 @@ def declarations(what: str, declared: object, kind: str) -> dict[str, object]:
 
 
 def is_tree(module: ModuleType) -> bool:
-    """Returns whether model.py declares its inputs or its outputs as anything but a dict of names to declarations."""
+    """Returns whether model.py declares inputs or outputs as another tree than a dict of tensor names to declarations."""
     return not all(_is_flat(getattr(module, kind, {})) for kind in ("inputs", "outputs"))
 
 
