@@ -251,7 +251,7 @@ class Worker:
         return not at_once and self._dispatcher.idle
 
     def _wait(self) -> list[tuple[int, int]]:
-        """Waits for events, carries out datagrams that came meanwhile, and returns the others: (descriptor, epoll events)."""
+        """Waits for events and handles datagrams that arrived meanwhile. Returns the other events: (descriptor, epoll events)."""
         now_ns, next_ns = time.monotonic_ns(), self._next_ns
         until_ns = now_ns + self._beat_ns if next_ns is None else min(next_ns, now_ns + self._beat_ns)
         if self._stop_ns:

@@ -201,7 +201,7 @@ def current() -> Caller | None:
 def caller() -> Caller | None:
     """Returns the ``Caller`` of the model whose code called this, directly or through libraries; None: no model's code did.
 
-    If it is unknown on which requests the code works, returns the model's ``port.detached``.
+    If the requests on which the code works are unknown, returns ``port.detached`` of the model.
     """
     found = _current.get(None)
     if found is not None:

@@ -140,7 +140,7 @@ class MetricRegistry:
             return value
 
     def increment(self, kind: MetricKind, value: Value, by: float) -> None:
-        """Adds to a counter or gauge. Raises: InvalidArgument: a counter would fall.  Unsupported: it is a histogram."""
+        """Adds to a counter or gauge. Raises: InvalidArgument: a counter would decrease.  Unsupported: this is a histogram."""
         if kind is MetricKind.HISTOGRAM:
             raise _unsupported()
         if kind is MetricKind.COUNTER and not by >= 0:

@@ -111,7 +111,7 @@ class ControlInputs:
         return self._flags[controls.start, controls.end] | {each.spec.name: each.array(controls) for each in self._ids}
 
     def of_each(self, asked: Iterable[Asked]) -> list[dict[str, Array]]:
-        """Returns the control inputs for each request of a batch, up to one whose correlation id the datatype cannot hold."""
+        """Returns the control inputs for each request, up to the first whose correlation id does not fit the datatype."""
         found: list[dict[str, Array]] = []
         with contextlib.suppress(InvalidArgument):
             for each in asked:

@@ -446,7 +446,7 @@ def _plan_single(execution: Execution, preparation: Preparation) -> tuple[Answer
 
 
 def _says_what_holds(request: Request, execution: Execution) -> bool:
-    """Returns whether answers to repeats of a request differ only in their tensors, as long as the same parameters are used."""
+    """Returns whether repeats of a request get the same answer but for the tensors, as long as the parameters stay the same."""
     if isinstance(request.chosen, ParameterSet):
         return False  # its sequence has its own, which the planner knows; others of that kind have main's
     if not request.tells:

@@ -212,7 +212,7 @@ class Responses(ResponseReceiver):
         return min([give_up_ns for _, give_up_ns in self.kept.values()], default=NEVER)
 
     def gather(self, now_ns: int) -> None:
-        """If the time ``look_ns`` has come, sends the responses that threads have queued without waking the loop."""
+        """Sends the responses that threads have queued without waking the loop, if the time ``look_ns`` has come."""
         if 0 < self.look_ns <= now_ns:
             self.look_ns = 0
             self._take()

@@ -159,7 +159,7 @@ class ShapeCompiler:
         return compiled
 
     def _next_grouped(self) -> None:
-        """Begins to compile programs for grouped calls of the shape that has waited longest, unless anything is compiled now."""
+        """Begins to compile programs for calls of several requests, unless another compilation runs. Oldest shape first."""
         if self._under_way or not self._grouped:
             return
         version, grouped, single = self._grouped.popleft()

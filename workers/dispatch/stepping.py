@@ -75,7 +75,7 @@ class _Lane(NamedTuple):
 
 
 class StepRows:
-    """Sends each step's responses at once to the requests that take part: those in slots with ``joined[slot]``."""
+    """Sends each step's responses at once to the requests whose slots have True in ``joined``."""
 
     def __init__(self, slots: int, layout: Rows, responses: Responses, statistics: VersionStatistics) -> None:
         self.joined = [False] * slots
@@ -305,7 +305,7 @@ class Stepping:
         self._insert(requests, now_ns)
 
     def _insert(self, requests: list[Request], now_ns: int) -> None:
-        """Inserts requests in one call; if it fails, one by one, so that only a request that makes it fail gets an error."""
+        """Gives requests slots by one call of ``insert``. If the call fails, makes one for each request, so only one may fail."""
         try:
             sets = self._model.executables.sets
             chosen = chosen_by(sets, requests)

@@ -69,7 +69,7 @@ def indexed(apply: Callable[..., Any]) -> Apply:
 
 @dataclass(frozen=True, slots=True)
 class InstancePlan:
-    """How the instances of a JAX model run: on which devices, and each in a thread or all in the worker's loop."""
+    """How the instances of a JAX model run: their devices, and whether each has a thread or the worker's loop runs them."""
 
     #: The device or devices that ``create`` gets.
     given: jax.Device | tuple[jax.Device, ...]

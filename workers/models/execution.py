@@ -159,7 +159,7 @@ def chosen_by(sets: ParameterSets, requests: Sequence[Request]) -> ParameterSet:
 
 
 def each_chosen_by(sets: ParameterSets, requests: Sequence[Request]) -> BatchSets:
-    """Returns the parameter set that each request names, for models whose batches mix sets. Raises NotFound, as ``chosen_by``."""
+    """Returns each request's parameter set, for models whose batches mix sets. Raises NotFound: a named set is gone."""
     return BatchSets({request: chosen_by(sets, [request]) for request in requests})
 
 
@@ -220,7 +220,7 @@ def _lost(model: RunnableModel, error: StateLost, execution: Execution, check: C
 def own_failure(
     model: Describing, error: BaseException, execution: Execution, check: CheckDevice = works
 ) -> ServingError:
-    """Logs why a model failed on a batch with ``error``, and returns the error that clients get. ``check``: as for ``run``."""
+    """Logs why ``model`` failed on a batch, and returns the error for clients. ``check``: raises if the device has failed."""
     if isinstance(error, ServingError):
         # Without the frames: they hold the requests, and the result they become holds them.
         return error.with_traceback(None)

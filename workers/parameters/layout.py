@@ -119,7 +119,7 @@ def places(header: bytes | memoryview, byte_size: int, what: str, leaves: Leaves
     """Reads safetensors' header. Returns leaf name -> place, in the order of the places.
 
     Args:
-      header: its bytes, without the length in front of them.
+      header: the header's bytes, without the length in front of them.
       byte_size: the parameters' number of bytes, which the tensors must fill to the end.
       leaves: the model's leaves, which the header must agree with; None: that is not checked.
     Raises InvalidArgument: the header is not in safetensors' layout, the tensors leave holes or have an unsupported type; or the

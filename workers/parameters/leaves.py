@@ -84,7 +84,7 @@ class Leaves:
         return sum([leaf.byte_size for leaf in self._leaves if not (named and leaf.shared)])
 
     def check_named(self) -> None:
-        """Checks that parameters can be pushed. Raises Unsupported: two have the same name, or none is an array."""
+        """Raises Unsupported if parameters cannot be pushed, because two leaves have the same name or no leaf is an array."""
         if self._twice is not None:
             raise Unsupported(f"model '{self.model}': two of its parameters are called '{self._twice}'")
         if not any(leaf.plain for leaf in self._leaves):

@@ -55,7 +55,7 @@ class Placer:
         raise NotImplementedError
 
     def byte_size_in_place(self, host: Sequence[Array | None]) -> int:
-        """Returns the number of bytes of the leaves that programs use in host memory without a copy, so not on the device."""
+        """Returns the number of bytes of leaves that programs use in host memory without a copy, so not on the device."""
         return 0
 
     def lay(self, host: Sequence[Array | None]) -> Any:

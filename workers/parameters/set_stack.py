@@ -144,11 +144,11 @@ class SetStack:
         return parameters in self._slots
 
     def arguments(self, sets: ParameterSets, chosen: Chosen, rows: int) -> tuple[Any, Array]:
-        """Returns what a program takes as parameters: the tree with the stack's leaves, and the slot of each row, INT32[rows].
+        """Returns what a program takes as parameters: the tree with the stack's leaves, and each row's index, INT32[rows].
 
-        Sets without a slot get one. The result is valid only for the next call of a program. If the device raises, that is
-        raised, and no set has a slot any more. ``chosen``: one set for all rows, or the set of each request or row; None:
-        ``main``. Rows that no request fills get the set of the first row.
+        Sets that are not in the stack are written to it. The result is valid only for the next call of a program. If the device
+        raises, this function raises the same error, and the stack is empty. ``chosen``: one set for all rows, or the set of each
+        request or row; None: ``main``. Rows that no request fills get the set of the first row.
         """
         wanted: Sequence[ParameterSet | None]
         if isinstance(chosen, tuple):

@@ -51,7 +51,7 @@ class SingleThreadDevice:
         self.device = _opened()
 
     def suits(self, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled | None = None) -> bool:
-        """Returns whether a program's cost is known and small; ``compiled``: given if only it shows that (sizes are open)."""
+        """Returns whether a program's cost is known and small. ``compiled``: None unless the program has open dimensions."""
         return is_within(compiled or lowered, Most(self.max_flops, _MAX_BYTE_SIZE), lowered)
 
     def __repr__(self) -> str:

@@ -57,7 +57,7 @@ class Carry:
 
         Args:
           step: the program with its parameters: (inputs, ``argument``, carry) -> (outputs, carry).
-          argument: the slot of each row, and whether its sequence begins, from ``rows_argument``.
+          argument: each row's index in the carry, and whether its sequence begins, from ``rows_argument``.
         Raises StateLost: the run failed and the state of all sequences is lost. After any other error all state is as before.
         """
         with precision(self._signature.wide):
@@ -128,7 +128,7 @@ def carry_specs(signature: Signature) -> dict[str, jax.ShapeDtypeStruct]:
 def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., tuple[Any, dict[str, Any]]]:
     """Wraps a model's function, which takes and returns one state for each row, so that it takes and returns the carry.
 
-    The result is what JAX traces: (parameters, inputs, ``rows_argument``, carry) -> (outputs, carry).
+    The carry has the state of all sequences. JAX traces (parameters, inputs, ``rows_argument``, carry) -> (outputs, carry).
     """
 
     def step(parameters: Any, inputs: dict[str, Any], rows: Any, carry: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

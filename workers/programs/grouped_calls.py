@@ -405,7 +405,7 @@ class _Shape:
 
 
 class GroupedCalls:
-    """Compiles and finds one version's grouped programs; but for ``compile`` and ``prepare`` in the execution thread only."""
+    """Compiles and finds a version's programs for several requests in one call. Mostly for the execution thread only."""
 
     def __init__(self, signature: Signature, apply: Apply) -> None:
         self._signature = signature

@@ -22,7 +22,7 @@ _LINE = 64
 
 
 def packing(apply: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
-    """Wraps a model's function to return also ``PACKED``, all outputs' bytes in one array, if they are several and small."""
+    """Wraps a model's function. Several small outputs are also returned packed into one array of bytes, called ``PACKED``."""
 
     @functools.wraps(apply, updated=())
     def packed(*arguments: Any) -> Any:

@@ -114,7 +114,7 @@ class PipelineProgram:
             return self._inputs.send()
 
     def run(self) -> list[Content]:
-        """Runs the pipeline on ``memory``, which is free again afterwards. Returns the outputs. Raises what a program raises."""
+        """Runs the pipeline on the inputs in ``memory``, which is then free. Returns the outputs. Raises what programs raise."""
         return self.contents_of(self.compute(self._sent()))
 
     def contents_of(self, made: Sequence[Any]) -> list[Content]:

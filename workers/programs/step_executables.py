@@ -180,7 +180,7 @@ class StepExecutables:
         return lowered
 
     def zeros(self, shapes: Shapes) -> tuple[dict[str, Array], Array]:
-        """Returns arguments with which ``insert`` changes nothing: zeros of these shapes, and a slot behind the last one."""
+        """Returns arguments with which ``insert`` changes nothing: zeros of these shapes, and indices outside of the state."""
         lead = (self._insert_rows,) if self._insert_rows else ()
         arrays: dict[str, Array] = {}
         for spec, shape in zip(self._signature.inputs.values(), shapes, strict=True):

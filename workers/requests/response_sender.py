@@ -383,7 +383,7 @@ class ResponseSender:
     def when_room(self, call: Callable[[], None]) -> bool:
         """Registers ``call``, which the loop calls once: when the client has taken enough, or when the request ends.
 
-        Returns whether ``call`` will be called. It will not be if more can be sent now.
+        Returns False, and does not register ``call``, if more can be sent now.
         """
         self._on_room.append(call)
         if self.is_full:

@@ -215,7 +215,7 @@ class SubmitterLink(Generic[R]):
             self._due.append(self)
 
     def response_kind(self, version: int, described: Described, final: bool) -> ResponseKind:
-        """Returns (or creates) a version's encoder of small responses. ``final``: of requests' last ones, else the others."""
+        """Returns the encoder of a version's small responses, made if need be. ``final``: for the last response of a request."""
         key = version, final, described
         kind = self._response_kinds.get(key)
         if kind is None:

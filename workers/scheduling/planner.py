@@ -118,7 +118,7 @@ class Planner(ABC, Generic[P]):
 
     @abstractmethod
     def restore(self, requests: list[P], now_ns: int) -> list[tuple[P, ServingError]]:
-        """Puts taken requests that could not run back into the queue; returns those that fail instead, with their errors."""
+        """Puts requests that were taken but could not run back into the queue. Returns those that fail, with their errors."""
 
     def limit(self, key: Hashable, rows: int) -> None:
         """Sets how many rows of requests with this batching key may share a batch from now on; 0: as many as the rules allow."""

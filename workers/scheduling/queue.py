@@ -171,7 +171,7 @@ def in_turns(requests: list[W]) -> list[W]:
 
 
 class RequestQueue(Generic[W]):
-    """One version's waiting requests: level 1 before 2; in a level owners (users) take turns, each one's run in order."""
+    """The waiting requests of one version. Level 1 runs before level 2. Within a level, the owners (users) take turns."""
 
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules
@@ -243,7 +243,7 @@ class RequestQueue(Generic[W]):
         return 0 < most <= waiting and not self._shares.below(owner, waiting, most)
 
     def _append(self, request: W, number: int) -> None:
-        """Inserts a request into a line, behind the other requests of its owner."""
+        """Inserts a request into line ``number``, behind the other requests of its owner."""
         last, owner = self._last, request.owner
         if owner not in last and len(last) > 2 * len(self._shares) + 64:
             # Who has nothing waiting and is not ahead of the others begins like one that was never there.
@@ -278,7 +278,7 @@ class RequestQueue(Generic[W]):
         newer.sequence, newer.since_ns = older.sequence, older.since_ns
 
     def _insert_in_order(self, request: W, number: int) -> None:
-        """Inserts a request into a line, before the requests of its key and owner whose ``sequence`` is higher."""
+        """Inserts a request into line ``number``, before its owner's requests of its key with a higher ``sequence``."""
         self._insert(request, number)
         self._last[request.owner] = max(self._last.get(request.owner, 0), request.sequence)
         waiting = self._lines[number][request.key][request.owner]
@@ -397,7 +397,7 @@ class RequestQueue(Generic[W]):
         return taken
 
     def remove(self, request: W) -> bool:
-        """Removes a request from the queue, if it waits there. Returns whether it did."""
+        """Removes a request from the queue. Returns False if the request does not wait in the queue."""
         if request.line < 0:
             return False
         number = request.line
@@ -572,8 +572,8 @@ class ParkedRequests(Generic[W]):
     def add(self, request: W) -> Replacement[W] | None:
         """Adds a request that has just arrived. Of two requests with the same replace key only the newer one is held.
 
-        Returns the pair if the older request was discarded, else None. Raises Unavailable: as many requests are held as may
-        wait in the queue.
+        Returns both requests if the older one was discarded, else None. Raises Unavailable: as many requests are held as may wait
+        in the queue.
         """
         at = self._at.get(request.replace_key)
         if at is not None:

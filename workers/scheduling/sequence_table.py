@@ -32,7 +32,7 @@ TIMED_OUT = "timeout of the corresponding sequence has been expired"
 
 
 class Expiries(Generic[S]):
-    """The deadlines and queue timeouts of all requests in one ``SequenceTable``. Outdated entries are removed at times."""
+    """The deadlines and queue timeouts of the requests in a ``SequenceTable``. ``watch`` also removes outdated entries."""
 
     def __init__(self) -> None:
         #: (when, number, request): the first is the earliest.
@@ -55,7 +55,7 @@ class Expiries(Generic[S]):
             heapq.heapify(self._moments)
 
     def next(self, now_ns: int) -> tuple[S, ServingError] | None:
-        """Takes a request whose time is up, with its error, or None; the caller has to cancel the request's sequence."""
+        """Takes an overdue request, with its error; None: no request is overdue. The caller cancels the request's sequence."""
         while self._moments and self._moments[0][0] <= now_ns:
             _, _, request = heapq.heappop(self._moments)
             if request.line < 0:
@@ -257,8 +257,8 @@ class SequenceTable(Generic[S]):
     def run_now(self, asked: Iterable[Asked]) -> list[LiveSequence[S]]:
         """Takes requests that arrived together and may run now, one row each, without queueing them; none if other requests wait.
 
-        It stops at the first request that has to wait, belongs to a sequence that is running, or is invalid. Returns the
-        sequences of the requests before it, in the order of ``asked``.
+        Stops at the first request that has to wait, belongs to a running sequence, or is invalid. Returns the sequences of the
+        requests before, in the order of ``asked``.
         """
         chosen: list[LiveSequence[S]] = []
         if self._waiting or self._lost or self._rules.iterative:

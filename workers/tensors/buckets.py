@@ -58,7 +58,7 @@ class Buckets:
     axes: Mapping[str, tuple[int, ...]]
 
     def rows(self, rows: int) -> int:
-        """Returns the batch size that ``rows`` rows are padded to: the smallest bucket that holds them; there must be one."""
+        """Returns the batch size that ``rows`` rows are padded to: the smallest bucket that holds them, which must exist."""
         return self.batch[bisect.bisect_left(self.batch, rows)]
 
     @property

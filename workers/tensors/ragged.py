@@ -60,7 +60,7 @@ def flat(array: Array) -> Array:
 def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, most: int) -> tuple[int, ...]:
     """Returns the shape for a whole batch of a ragged input, or of a batch input (which describes the ragged ``source``).
 
-    ``rows``, ``units``, ``most``: the room for rows, for units of elements (``unit``), and for elements of the largest request.
+    ``rows``: the most rows. ``units``: the most units (of ``unit`` elements each). ``most``: the most elements of a request.
     """
     if spec.of_batch is None:
         return (units * unit(spec),)

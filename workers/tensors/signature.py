@@ -234,7 +234,7 @@ def parse_declaration(what: str, text: object) -> Declared:
 def declare(
     message: ModelConfig, inputs: Mapping[str, Declared], outputs: Mapping[str, Declared], where: str = "model.py"
 ) -> None:
-    """Adds the tensors declared in the file ``where`` to a configuration. Raises InvalidArgument: they contradict it."""
+    """Adds tensors declared in the file ``where`` to a configuration. Raises InvalidArgument: the configuration differs."""
     for kind, fields, declared in (("input", message.input, inputs), ("output", message.output, outputs)):
         known = {field.name: field for field in fields}
         for name, tensor in declared.items():
