@@ -334,7 +334,7 @@ class _Artifact:
         raise ValueError(f"no program of this model takes {shapes}")
 
     def _renamed(self, program: ProgramFile) -> dict[str, str]:
-        """Maps the program's names of inputs or outputs that it only numbers to the configuration's, if that names them all."""
+        """Returns program's name -> configuration's name, for inputs or outputs that the program numbers and does not name."""
         found: dict[str, str] = {}
         for kind, leaves, names in (
             ("input", program.inputs, [field.name for field in self._message.input]),

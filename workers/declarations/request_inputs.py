@@ -81,7 +81,7 @@ class RequestInputs:
         return np.full((rows, 1) if self._batches else (1,), value, asked.spec.dtype)
 
     def telling(self, apply: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the model's function: it gets the properties of requests as its last argument, not among its inputs."""
+        """Wraps the model's function so that it gets the properties of requests as its last argument, apart from its inputs."""
 
         def of_inputs(parameters: Any, inputs: dict[str, Any], *state: Any) -> Any:
             own, request = self.parted(inputs)

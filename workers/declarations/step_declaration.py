@@ -114,7 +114,7 @@ def check_stepped(message: ModelConfig, described: Signature) -> None:
 
 
 def check_buckets(buckets: Buckets) -> None:
-    """Raises InvalidArgument: an axis of a stepped model's input varies and has no buckets, or has the name of an input."""
+    """Raises InvalidArgument if an axis of a stepwise model's input varies without buckets, or is named like an input."""
     what, axes = f"model '{buckets.signature.model}'", set(buckets.named)
     for spec in buckets.signature.inputs.values():
         for axis, dim in zip(spec.axes, spec.model_dims, strict=True):

@@ -366,7 +366,7 @@ def _dlpack_device_of(device: jax.Device) -> tuple[int, int]:
 
 
 def _lies_there(array: object) -> TypeGuard[CudaTensor | GpuArray]:
-    """Returns whether the device can use a tensor where it lies; not a client's BOOL, which only the host turns into 0 and 1."""
+    """Returns whether the device can use a tensor where it lies. A client's BOOL must go through the host, to become 0 or 1."""
     return isinstance(array, GpuArray) or (isinstance(array, CudaTensor) and array.dtype != np.bool_)
 
 

@@ -84,7 +84,7 @@ class CudaTensor(LateTensor):
 
 
 class RegionTensor(LateTensor):
-    """A tensor, read through the file descriptor of a region that is not mapped here; the caller has checked its bounds."""
+    """A tensor in an unmapped region, read through the region's file descriptor. The caller has checked its bounds."""
 
     __slots__ = ()
     region: SnapshotRegion

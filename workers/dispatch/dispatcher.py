@@ -340,7 +340,7 @@ class Dispatcher:
     def run_due(self, now_ns: int) -> int | None:
         """Does the work of one loop iteration: runs steps and the due batches of one model, and gives batches to other threads.
 
-        Returns the time (monotonic, ns) at which to call this again, which has come if it is not after ``now_ns``. Returns None
+        Returns the time (monotonic, ns) at which to call this again: at once if the time is not after ``now_ns``. Returns None
         if there is nothing to do before the next event.
         """
         agenda, blocked, kept = self.agenda, self._outbox.blocked, self.responses.kept

@@ -176,7 +176,7 @@ class EnsembleRuns:
         self._work()
 
     def steps(self, request: Request) -> list[InnerRequest] | None:
-        """Returns the requests of steps for which a request to an ensemble waits; None: it has not begun, or has ended."""
+        """Returns the step requests for which a request to an ensemble waits; None: the ensemble does not work on the request."""
         run = self._runs.get(request)
         return None if run is None else list(run.waiting)
 
@@ -394,7 +394,7 @@ class EnsembleRuns:
 
 
 def members_of(models: ModelTable, graph: EnsembleGraph, outputs: Collection[str] = ()) -> Iterator[ModelVersion]:
-    """Yields the model versions that the steps for these outputs run on at present, and those of ensembles among them.
+    """Yields the model versions that run the steps for these outputs now. If a step is an ensemble, yields its models, too.
 
     ``outputs``: the names of the wanted outputs; empty: all outputs.
 

@@ -332,7 +332,7 @@ class Outbox:
         return False
 
     def retry(self, now_ns: int) -> list[Request]:
-        """Sends or fails answers that waited for room; returns the requests that ``hold`` held back and that may run now."""
+        """Retries answers that waited for room; answers that waited too long fail. Returns held requests that may run now."""
         freed: list[Request] = []
         for submitter in list(self.blocked):
             returned = submitter.returns

@@ -25,7 +25,7 @@ def precisions(wide: bool) -> Callable[[], contextlib.AbstractContextManager[obj
 
 
 def precision(wide: bool) -> contextlib.AbstractContextManager[object]:
-    """Returns a context in which JAX's 64-bit mode is on if ``wide``, that is if a model needs it; else one without effect."""
+    """Returns a context in which JAX's 64-bit mode is on if ``wide``, as some models need it; else a context without effect."""
     return precisions(wide)()
 
 

@@ -46,7 +46,7 @@ def load_ensemble(record: Load, message: ModelConfig, imports: ModelImports, max
 
 
 def _graph(message: ModelConfig) -> EnsembleGraph:
-    """Returns the graph of steps; ``joined`` finds out which of them stream."""
+    """Returns the graph of an ensemble's steps. It does not say yet which steps stream; ``joined`` finds that out."""
     scheduling = message.ensemble_scheduling
     steps = [
         EnsembleStep(step.model_name, max(0, step.model_version), dict(step.input_map), dict(step.output_map))
@@ -57,7 +57,7 @@ def _graph(message: ModelConfig) -> EnsembleGraph:
 
 
 def joined(loaded: LoadedModel, models: ModelTable) -> LoadedModel:
-    """Completes an ensemble: streams or keeps sequences if a step does, repeatable if all are. Raises NotFound (not loaded)."""
+    """Completes a loaded ensemble by what its steps' models are, such as whether they stream. Raises NotFound: one is missing."""
     assert loaded.ensemble is not None
     members = [models.find(step.model, step.version) for step in loaded.ensemble.steps]
     graph = loaded.ensemble

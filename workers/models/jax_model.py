@@ -144,7 +144,7 @@ class JaxModel:
         return JaxModel(self._version, self._signature, self._buckets, self.executables, count, alone)
 
     def wanted_by(self, requests: Sequence[Request]) -> Wanted:
-        """Returns the number of rows and the shapes of the executable that a batch needs; its requests have one batching key."""
+        """Returns the rows and shapes of the executable for a batch. All requests of the batch have one batching key."""
         first = requests[0]
         # A request that must run alone has a key of its own, which says more than its shapes.
         shapes: Shapes = self.key(first.arrays) if first.own.strikes else shapes_of(first.key)  # type: ignore[assignment]
@@ -225,9 +225,9 @@ class JaxModel:
         return not self._cut and len(requests) == 1 and (not self._signature.batches or requests[0].rows == bucket)
 
     def execute(self, execution: Execution, carry: Carry | None = None) -> None:
-        """Runs a batch and fills in its outputs. ``carry``: the instance's sequence state; None: that of the worker's loop.
+        """Runs a batch and fills in its outputs. ``carry``: the state of the instance's sequences; None: of the worker's loop.
 
-        Raises LookupError: no executable for it is compiled.  StateLost: the run failed, and the state of all sequences is lost.
+        Raises LookupError: no executable for the batch is compiled.  StateLost: the run failed, and all sequences lost state.
         """
         requests = execution.requests
         executable: Executable | GroupedProgram | None = execution.executable

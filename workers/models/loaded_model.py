@@ -126,7 +126,7 @@ class LoadedModel:
                 raise InvalidArgument(request.label + error.message) from None
 
     def join_again(self, request: Request) -> None:
-        """Prepares a request for another run, as its model asked for it: clears ``start``, and makes its control inputs anew."""
+        """Prepares a request for another run, for which its model asked: clears ``start``, and makes the control inputs anew."""
         assert self.sequences is not None
         request.controls = IterativeIds.next_round(request.controls)
         request.add(self.sequences.controls.arrays(request.controls))

@@ -216,7 +216,7 @@ class PythonModel:
     def _sent(self, request: Request, asked: interface.InferenceRequest) -> Result | None:
         """Returns the result of a request to a decoupled model after its run; its responses go through response senders.
 
-        ``STREAMED``: a sender answers, now or later.  Internal: none was kept.  None: the model asked for another run.
+        ``STREAMED``: a sender answers, now or later. Internal: no sender is left. None: the model asked for another run.
         """
         again = bool(asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
         held = asked.sender is not None
@@ -235,9 +235,9 @@ class PythonModel:
         caller: Caller,
         error: BaseException | None,
     ) -> None:
-        """Ends the requests that an ``execute`` coroutine has left unanswered, with an error; called in the coroutines' thread.
+        """Ends with an error the requests that an ``execute`` coroutine has left unanswered. The coroutines' thread calls this.
 
-        ``error``: what the coroutine raised; it ends all. None: it returned; requests with a kept sender may still be answered.
+        ``error``: what the coroutine raised; all requests end. None: it returned; a kept sender may still answer a request.
         """
         caller.close()
         if self._port.ran is not None:

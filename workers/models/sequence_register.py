@@ -94,7 +94,7 @@ class RegisteredSequences:
             self._register.page.publish_slots(self._keys.slots, self._table.free_slots, self._table.backlog)
 
     def waiting(self, correlation_id: int | str, generation: int) -> None:
-        """Registers a sequence before it gets a slot. Raises Unavailable: too many are live; then it is not registered."""
+        """Registers a sequence that waits for a slot. Raises Unavailable, and registers nothing, if too many are live."""
         self._register.add()
         key = self._keys.key(correlation_id)
         self._entries[generation] = key, self._register.page.admit(key, time.monotonic_ns())

@@ -54,7 +54,7 @@ class Sample:
         self._key: Hashable = None
 
     def begin(self, begun: Callable[[Mapping[str, Array], int], dict[str, Array]]) -> None:
-        """Adds the state of a new sequence to the inputs. ``begun``: makes this state of the inputs and their number of rows."""
+        """Adds the initial state of a sequence to the inputs. ``begun``: returns it for given inputs and their number of rows."""
         self._arrays |= begun(self._arrays, self.rows)
 
     def run(self, model: RunnableModel, model_name: str, check: CheckDevice = works) -> None:
@@ -78,7 +78,7 @@ class Sample:
         self.run(runner, model_name, check)
 
     def run_stepped(self, model: SteppedModel, model_name: str) -> None:
-        """Runs the sample ``count`` times in slot 0, one step each. Raises InvalidArgument: it failed, or no program fits."""
+        """Runs the sample ``count`` times in slot 0, one step each. Raises InvalidArgument: a run failed, or no program fits."""
         for _ in range(self.count):
             request = self.request(model_name)
             try:

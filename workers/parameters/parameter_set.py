@@ -185,7 +185,7 @@ class ParameterSet:
 
     @property
     def is_hosted(self) -> bool:
-        """True if the leaves are in host memory, perhaps besides the device; only then may the set leave the device."""
+        """True if the leaves are in host memory, whether or not they are also on the device. Only then may the set be evicted."""
         return self._host is not None
 
     def hosted(self) -> Sequence[Array | None]:

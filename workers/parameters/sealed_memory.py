@@ -255,7 +255,7 @@ class MemoryPool:
         self._filled_ns: dict[int, int] = {}
 
     def filled(self, parts: Iterable[Part]) -> NewMemory:
-        """Returns memory that is filled with parts, one behind the other. Raises what ``_Memory`` raises."""
+        """Returns memory that is filled with parts, one behind the other. Raises Unavailable, or what copying a part raises."""
         parts = [part for part in parts if part.byte_size]
         byte_size = sum([part.byte_size for part in parts])
         memory = next((each for each in reversed(self._memories) if each.byte_size == byte_size and each.is_free), None)

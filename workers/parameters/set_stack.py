@@ -140,7 +140,7 @@ class SetStack:
         )
 
     def holds(self, parameters: ParameterSet) -> bool:
-        """Returns whether a parameter set has a slot now."""
+        """Returns whether a parameter set is in the stack now."""
         return parameters in self._slots
 
     def arguments(self, sets: ParameterSets, chosen: Chosen, rows: int) -> tuple[Any, Array]:
@@ -207,7 +207,7 @@ class SetStack:
         return self._tree
 
     def forget(self, parameters: ParameterSet) -> None:
-        """Frees a parameter set's slot, if it has one."""
+        """Removes a parameter set from the stack, if it is there."""
         slot = self._slots.pop(parameters, None)
         if slot is not None:
             self._free.append(slot)

@@ -196,7 +196,7 @@ class SmallPrograms:
         return CompiledProgram(made, placement)
 
     def give_up(self, error: Exception) -> None:
-        """Logs an error, because of which all programs that this version compiles from now on use all threads."""
+        """Logs an error. From now on, all programs that this version compiles use all threads because of the error."""
         name, kind = self._signature.model, type(error).__name__
         _log.info("model '%s': its programs get all threads, whatever their size: %s: %s", name, kind, error)
         self._possible = False

@@ -209,7 +209,7 @@ class CacheDirectory:
 
 
 def _open(stack: contextlib.ExitStack, name: str, above: int, flags: int) -> int:
-    """Opens a directory inside that of fd ``above``, made with mode 0700 if missing. ``stack`` closes the file descriptor."""
+    """Opens a directory inside the directory with descriptor ``above``; makes it, mode 0700, if missing. ``stack`` closes it."""
     try:
         place = os.open(name, flags, dir_fd=above)
     except FileNotFoundError:

@@ -427,7 +427,7 @@ class GroupedCalls:
         return None if shape is None else shape.fitting[min(waiting, MOST)]
 
     def wants(self, single: Executable) -> bool:
-        """Returns whether to have a shape's grouped programs made: True once, and only for little work and small inputs."""
+        """Returns whether to compile programs for several requests of a shape: once per shape, if work and inputs are small."""
         shapes = single.wanted.shapes
         if shapes in self._shapes:
             return False

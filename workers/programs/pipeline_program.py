@@ -30,7 +30,7 @@ _MOST_WORK = 1 << 28
 
 
 class Link(NamedTuple):
-    """One program of a pipeline, with the names of those of the pipeline's tensors that are its inputs and outputs."""
+    """One program of a pipeline, and which tensors of the pipeline are its inputs and outputs."""
 
     executable: Executable
     #: (input of the model, tensor of the pipeline, whether that was made on another device).
@@ -85,7 +85,7 @@ class PipelineProgram:
         return {name: GatherBuffer(name, array, self._batches) for name, array in self._inputs.arrays.items()}
 
     def takes(self, requests: Sequence[RequestTensors]) -> bool:
-        """Returns whether the host should gather these inputs; on a GPU only small ones, if no output stays there."""
+        """Returns whether the host should gather these requests' inputs. On a GPU only small ones, if no output stays there."""
         return not self._device.remote or all(request.small and not request.stays for request in requests)
 
     @property

@@ -34,7 +34,7 @@ DeviceCall = Callable[..., Any]
 
 
 class _Wanted(NamedTuple):
-    """Identifies a program of a stepped model: its function, and slots or input shapes."""
+    """Identifies a program of a model that runs step by step: its function, and the number of slots or the input shapes."""
 
     name: str
     #: Number of slots that a step is for.
@@ -159,7 +159,7 @@ class StepExecutables:
         self._run_once()
 
     def _lower(self, what: _Wanted, place: Placement) -> jax.stages.Lowered:
-        """Lowers one program for a placement; only one thread at a time traces the model. Raises whatever tracing raises."""
+        """Lowers one program for a placement. Threads trace the model one at a time. Raises whatever tracing raises."""
 
         def spec(array: Any) -> jax.ShapeDtypeStruct:
             return place.spec(array.shape, array.dtype)

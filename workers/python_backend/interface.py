@@ -291,7 +291,7 @@ class Metric:
         self._value = value
 
     def increment(self, value: float) -> None:
-        """Adds ``value`` to the metric. Raises TritonModelException: a counter would fall, or the metric is a histogram."""
+        """Adds ``value`` to the metric. Raises TritonModelException: a counter would decrease, or the metric is a histogram."""
         with Saying("Failed to increment metric value"):
             self._held.registry.increment(self._held.kind, self._value, float(value))
 

@@ -187,7 +187,7 @@ class SubmitterLink(Generic[R]):
         self._count(-self._sizes.pop(request_id, 0))
 
     def leave(self) -> None:
-        """Ends the count of everything that the lane held besides requests in flight, because the lane has ended."""
+        """Stops counting the memory that a lane which has ended held, except for requests in flight."""
         self._count(-self._prepared_size - self._half_size)
         self._prepared_size = self._half_size = 0
 
@@ -202,7 +202,7 @@ class SubmitterLink(Generic[R]):
         return self.lane.arena.held_byte_size + self._waiting_byte_size
 
     def count_waiting(self) -> None:
-        """Updates, in the account of the client's user, how many bytes of answers wait for room. Does nothing for a front."""
+        """Updates how many bytes of answers wait for room on all lanes of the client's user. Does nothing for a front."""
         if self.owner is not None:
             waiting = 0 if self.closed else self.blocked_byte_size + self.unsent_byte_size
             self.owner.waiting_byte_size += waiting - self._waiting_byte_size

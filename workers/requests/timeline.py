@@ -184,7 +184,7 @@ def timeline_end(parameters: tuple[str, int] | None) -> bytes:
 def _closed(spans: Iterable[Span], within: Sequence[Span | None]) -> tuple[OwnSpan, ...]:
     """Returns the spans as records for the answer. A span that is still open ends now.
 
-    ``within``: for each request that was made on this one's behalf, the span in which it was made, or None.
+    ``within``: for each request that was made on behalf of the traced request, the span in which it was made, or None.
     """
     now_ns = time.monotonic_ns()
     numbers: dict[Span, int] = {}
