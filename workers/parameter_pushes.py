@@ -238,7 +238,7 @@ class ParameterPushes:
             self._let_go([parameters.leave()])
 
     def _leave(self, sets: ParameterSets, former: ParameterSet) -> None:
-        """Has the thread move replaced parameters to host memory before the next push, if the set keeps former values."""
+        """Has the thread take replaced parameters off the device, after copying them to host memory if the set keeps them."""
 
         def leave() -> None:
             # The room for versions before may have been too small for it.

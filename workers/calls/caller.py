@@ -157,7 +157,7 @@ class Caller:
         return self.phase is CallerPhase.SERVING and not (self is self.port.detached and self.port.loading)
 
     def close(self) -> None:
-        """Drops the requests, which have ended: a task that the code has left running then calls on behalf of no request."""
+        """Drops the requests, which have ended. Calls by a task that the code has left running then serve no request."""
         self.requests, self.execution = (), None
 
     def __repr__(self) -> str:

@@ -85,7 +85,7 @@ def _number(what: str, module: ModuleType, name: str, most: int, default: int | 
 
 
 def check_stepped(message: ModelConfig, described: Signature) -> None:
-    """Raises InvalidArgument, Unsupported: a completed configuration has what no stepped model can have, such as sequences."""
+    """Raises InvalidArgument or Unsupported if a configuration has what a stepwise model cannot have, such as sequences."""
     what = f"model '{message.name}'"
     if message.max_batch_size:
         raise InvalidArgument(

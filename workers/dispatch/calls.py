@@ -63,7 +63,7 @@ class CallCircles:
     """Finds calls between a worker's models that are deadlocked, because each waits for another one to end."""
 
     def __init__(self, calls: dict[ModelCall, InnerRequest], ensembles: EnsembleRuns, limiter: RateLimiter) -> None:
-        """``calls``: those that have not ended, oldest first, each with its request; the caller keeps the dict up to date."""
+        """``calls``: the calls that have not ended, oldest first, and their requests. The caller keeps the dict up to date."""
         self._calls = calls
         self._ensembles = ensembles
         self._limiter = limiter
@@ -112,7 +112,7 @@ class CallCircles:
         return False
 
     def _waits_for(self, node: _Node) -> Iterable[_Node]:
-        """Returns the nodes any of which can end this node's wait; empty if the node can proceed by itself."""
+        """Returns the nodes of which any one can end the wait of ``node``; empty if ``node`` does not wait for another."""
         return self._instance_waits_for(node) if isinstance(node, Instance) else self._request_waits_for(node)
 
     def _request_waits_for(self, inner: InnerRequest) -> Iterable[_Node]:
@@ -169,7 +169,7 @@ class CallCircles:
         return threads
 
     def _taker(self, request: Request) -> Instance | None:
-        """Returns the instance whose model takes a request's responses; None: a client or a model's own thread does."""
+        """Returns the instance whose model receives a request's responses; None: a client or a model's own thread does."""
         origin: Request | None = request
         while isinstance(origin, InnerRequest):
             for call, inner in self._calls.items():

@@ -243,7 +243,7 @@ class Dispatcher:
         self.agenda.woken.update(self._active)  # type: ignore[arg-type]
 
     def cancel(self, submitter: SubmitterLink[Request], request_id: int) -> None:
-        """Cancels a request; one that is running is answered when its run ends. Ignores an id that is not in flight."""
+        """Cancels a request. If the request is running, it is answered when its run ends. Ignores an id that is not in flight."""
         request = submitter.in_flight.get(request_id)
         if request is not None:
             self.withdraw(request)
@@ -486,8 +486,8 @@ class Dispatcher:
     def _gone(self, request: Request, now_ns: int) -> bool:
         """Answers a request that will not run because it was cancelled or its lane has ended.
 
-        Returns False, and does nothing, if neither is so. Requests that the planner drops with the request are answered with
-        errors too.
+        Returns False, and does nothing, if the request may still run. Requests that the planner drops with the request are
+        answered with errors, too.
         """
         if not request.submitter.closed and not request.cancelled:
             return False

@@ -128,7 +128,7 @@ class StepRows:
             self.leave(slot)
 
     def send(self, slots: list[int], rows: Array, now_ns: int) -> list[ResponseSender]:
-        """Sends a step's responses to the requests in these slots together. Call it only with slots that have joined.
+        """Sends a step's responses to the requests in these slots together. Each slot must have True in ``joined``.
 
         Returns the senders whose requests are answered separately from now on. ``rows``: the step's outputs, UINT8[all slots,
         size].
@@ -160,9 +160,9 @@ class StepRows:
         self._ready = slots
 
     def _look(self) -> list[ResponseSender]:
-        """Answers requests separately from now on whose clients may be too far behind, and returns their senders.
+        """Returns senders whose clients may be too far behind. Their requests are answered separately from now on.
 
-        After 4096 steps these are all requests.
+        After 4096 steps all requests are.
         """
         steps = len(self._left_ns)
         full = [member.sender for member in self.members.values() if steps >= min(member.until, _MOST)]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class InstanceMaker:
     """Makes the instances of a loaded model version: it holds their functions, warmup samples, imports and numbers of GPUs.
 
-    If a later load changes only the number of instances, it goes on with this object and with the instances that there are.
+    If a later load changes only the number of instances, this object and the existing instances remain in use.
     """
 
     #: Returns a function from an instance's name to the instance; the second argument is the compiled model, if it is one.

@@ -334,7 +334,7 @@ class ModelVersion:
         self._open_instances -= 1
 
     def _lets_go(self) -> bool:
-        """Ends processes left by the model's code, unless a later load uses it. Returns True once none is left."""
+        """Ends processes left by the model's code, unless another load uses the code. Returns True once no process is left."""
         processes = None if self.loaded.users else self.loaded.imports.processes
         if processes is None:
             return True

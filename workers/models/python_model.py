@@ -332,8 +332,8 @@ def _client_error(error: Any) -> ServingError:
 class DeclaredOutputs:
     """Checks the outputs that a version computes against its configuration, and reshapes them as clients expect them.
 
-    Triton sends an output as the model returns it, whatever the configuration says, and drops outputs that are not declared. So
-    does this class, and warns of a difference once, or with the model's parameter ``strict_outputs`` refuses the output.
+    As in Triton, an output is sent as the model returns it even if the configuration differs, and an undeclared output is
+    dropped, with one warning in all. With the model's parameter ``strict_outputs``, the difference is an error instead.
     """
 
     def __init__(self, message: ModelConfig, signature: Signature) -> None:
@@ -344,9 +344,9 @@ class DeclaredOutputs:
         self._warned = False
 
     def fit(self, name: str, array: Array, rows: int) -> Array:
-        """Returns an output in the shape that clients see, ``dims``, also where the model computes that of ``reshape``.
+        """Returns an output in the shape that clients see, ``dims``, even if the model returns it in the configured ``reshape``.
 
-        An output of other dimensions stays as it is, with one warning; with ``strict_outputs`` it raises Internal.
+        An output of other dimensions stays as it is, with one warning. With ``strict_outputs``, raises Internal instead.
         """
         spec = self._signature.outputs[name]
         array = spec.as_objects(array)

@@ -64,14 +64,14 @@ class RateLimiter:
         self._limits.update(self._given)
 
     def may_run(self, instance: Instance) -> bool:
-        """Reserves an instance's resources until ``done``. False: not all are free; call it again once ``moved`` is True."""
+        """Reserves an instance's resources until ``done``. Returns False if some are in use; retry once ``moved`` is True."""
         if instance not in self._running:
             self._waiting[instance] = None
             self._grant()
         return instance in self._running
 
     def done(self, instance: Instance, again: bool = False) -> None:
-        """Frees an instance's resources, or ends its wait; ``again``: it has run, and asks at once for another run."""
+        """Frees an instance's resources, or ends its wait for them. ``again``: it has run, and waits for another run now."""
         if instance in self._running:
             del self._running[instance]
             for name, count in instance.needs.items():

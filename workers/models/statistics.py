@@ -279,7 +279,7 @@ class VersionStatistics:
         batch.output_ns += output_ns
 
     def stepped(self, count: int, infer_ns: int) -> None:
-        """Counts one step of a stepped model for ``count`` requests; ``streamed`` counts these when they end."""
+        """Counts one step of ``count`` requests to a stepwise model. ``streamed`` counts the requests when they end."""
         self.execution_count += 1
         self._count_batches(count, 1, 0, infer_ns, 0)
 

@@ -95,8 +95,8 @@ class Leaves:
 
         Args:
           found: leaf name -> array.
-          what: what errors call the parameters; so in all methods of this class.
-          named: whether they are for a set other than ``main``, which also has None in place of each leaf that all sets share.
+          what: what errors call the parameters.
+          named: whether the set is not ``main``. Then the result also has None for each leaf that all sets share.
         Raises InvalidArgument: a leaf is missing, unknown, or has another datatype or shape than the model's; Unsupported: the
           model's parameters cannot be pushed.
         """

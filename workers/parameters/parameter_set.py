@@ -59,7 +59,7 @@ class Placer:
         return 0
 
     def lay(self, host: Sequence[Array | None]) -> Any:
-        """Returns a tree of leaves in memory that all programs, which run on a processor, use without a copy."""
+        """Returns a tree of the leaves in memory that programs use without a copy. All programs must run on a processor."""
         raise NotImplementedError
 
     def pin(self, tree: Any) -> Sequence[Any] | None:
@@ -157,7 +157,7 @@ class ParameterSet:
         return self.sets.placer.place(self.hosted() if self._pinned is None else self._pinned, self.sets.main)
 
     def _shared(self, placement: int) -> Any:
-        """Returns the tree for one of two devices that share memory: its arrays are those of the other, not copied."""
+        """Returns the tree for a device that shares memory with the device that the leaves are on. No array is copied."""
         if placement:
             assert self.sets.share is not None
             return self.sets.share(self._trees[0])

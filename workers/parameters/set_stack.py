@@ -163,7 +163,7 @@ class SetStack:
         return self._whole(sets), index
 
     def _found(self, sets: ParameterSets, wanted: Sequence[ParameterSet]) -> list[int]:
-        """Returns the slot of each wanted set; sets without a slot get one. At most ``slots`` different sets may be wanted."""
+        """Returns the index of each wanted set in the stack, after adding missing sets. At most ``slots`` sets may differ."""
         known = self._slots
         missing = [each for each in dict.fromkeys(wanted) if each not in known]
         for each in wanted:

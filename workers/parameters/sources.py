@@ -205,7 +205,8 @@ def plan(
     Args:
       folders: the folders of the model's version and of the model.
       fd: the file descriptor of a MemorySource, which the returned object closes; None: the push brought none.
-      limit, base: as for ``Making``.
+      limit: the most bytes that the push may have.
+      base: the set from which leaves are taken that the source lacks; None: the source has all leaves.
     Raises NotFound: there is no such region or file; InvalidArgument: a range lies outside of its region, or a path leads out of
     the model's folder.
     """

@@ -218,7 +218,7 @@ class Processor(ExecutionDevice):
     remote = False
 
     def __init__(self, single: SingleThreadDevice | None = None) -> None:
-        """``single``: the device with one thread that runs small programs; None: these use all threads, as large ones do."""
+        """``single``: the device with one thread for small programs; None: small programs use all threads, as large ones do."""
         self._single = single
 
     def executable(self, wanted: Wanted, signature: Signature, program: CompiledProgram) -> Executable:

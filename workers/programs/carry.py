@@ -104,7 +104,7 @@ def check_state_size(signature: Signature, instances: int, limit: int) -> None:
 
 
 def carry_byte_size(signature: Signature) -> int:
-    """Returns the bytes that the state of all sequences of one instance takes on the device."""
+    """Returns the number of bytes of device memory that the state of all sequences of one instance takes."""
     return (signature.slots + 1) * sum(spec.dtype.itemsize * math.prod(spec.dims) for spec in signature.states)
 
 

@@ -124,7 +124,7 @@ class Executable(ABC):
     def __init__(
         self, wanted: Wanted, signature: Signature, program: CompiledProgram, device: ExecutionDevice, inputs: Inputs
     ) -> None:
-        """``device``: as its thread uses it. ``inputs``: the memory in which the host gathers the program's inputs."""
+        """``device``: the device object of the thread. ``inputs``: the memory in which the host gathers the program's inputs."""
         self.wanted = wanted
         #: The rows of its batch.
         self.rows = wanted.rows
@@ -226,8 +226,8 @@ class Executable(ABC):
     def gather(self, requests: Sequence[RequestTensors]) -> tuple[dict[str, Any], int]:
         """Copies the inputs of a batch side by side. Returns them as arguments for ``compute``, and how many bytes were copied.
 
-        A single request's inputs may be used where they lie. Raises, on a GPU, Unavailable: it has no memory left for
-        the inputs; DeviceLost: it has failed.
+        A single request's inputs may be used where they lie. On a GPU, raises Unavailable if no memory is left for the inputs,
+        and DeviceLost if the GPU has failed.
         """
 
     def compute(
@@ -276,7 +276,7 @@ class Executable(ABC):
         """
 
     def offer(self, places: Places) -> None:
-        """Notes in ``places``, the memory of a request's answer, which outputs the next run may write there: by default none."""
+        """Records in ``places``, the memory of an answer, which outputs the next run may write there. By default: none."""
         return
 
     def settle(self, places: Places) -> None:

@@ -103,7 +103,7 @@ class RaggedBuffer:
 
 
 def copy_into(part: Array, array: Array) -> None:
-    """Copies an array into part of a buffer, or its first slot if it has no batch dimension, and zeros the rest of the part."""
+    """Copies an array to the start of ``part`` of a buffer, and zeros the rest. An array without a batch axis is one row."""
     if len(array.shape) < part.ndim:
         part = part[0, ...]  # a view, also of a single number
     if array.shape != part.shape:

@@ -208,7 +208,7 @@ class GroupedProgram:
 
     @property
     def share(self) -> float:
-        """The estimated work of a call, as a fraction of an iteration of the loop; fixed per request, as XLA counts no rounds."""
+        """The estimated work of a call, as a fraction of what a loop iteration may do: a constant for each request."""
         return self.rows / 64
 
     @property
@@ -282,7 +282,7 @@ class GroupedProgramMaker:
         self._inputs = Packing([(spec.name, shape, spec.dtype) for spec, shape in specs_of(signature, single.wanted)])
 
     def numbers(self, lengths: Sequence[int]) -> dict[int, int | None]:
-        """Returns number of requests -> the ``number`` that ``compile`` is to be called with for it."""
+        """Returns, for each number of requests, the argument ``number`` with which to call ``compile``."""
         return {length: length if self._one_for_each else None for length in lengths}
 
     @property

@@ -168,7 +168,7 @@ def is_numeric(spec: TensorSpec) -> bool:
 
 
 def constant_byte_size(traced: jax.stages.Traced) -> int:
-    """Returns the bytes of a traced program's constant arrays, which are not arguments of the program."""
+    """Returns the number of bytes of the constant arrays of a traced program, which are not arguments of the program."""
     return sum(int(getattr(array, "nbytes", 0)) for array in traced.jaxpr.consts)
 
 

@@ -365,8 +365,8 @@ class RequestQueue(Generic[W]):
     def take(self, key: Hashable, max_rows: int) -> list[W]:
         """Removes and returns the first requests with this batching key: as many as have at most ``max_rows`` rows together.
 
-        If the first request alone has more rows, it is returned alone. Level 1 comes first, and in each level the requests that
-        are on time. The list is empty if no such request waits.
+        If the first request alone has more rows, it is returned alone. Level 1 comes first. In each level, requests whose time is
+        up come last. The list is empty if no request has this key.
         """
         taken: list[W] = []
         rows = 0

@@ -289,10 +289,10 @@ class SequenceBatcher(Planner[S]):
             self._look(live)
 
     def lose(self, instance: int, now_ns: int) -> list[tuple[S, ServingError]]:
-        """Ends the sequences of an instance that have begun, because their state is lost. Each client gets this error once.
+        """Ends the sequences of an instance that have begun, because their state is lost.
 
-        Returns their waiting requests, each with its error. If no request of a sequence waits or runs, its next request gets the
-        error.
+        Returns their waiting requests, each with its error. If no request of a sequence waits or runs, the sequence's next
+        request gets the error.
         """
         answers: list[tuple[S, ServingError]] = []
         for live in self.table.begun(instance):

@@ -280,7 +280,7 @@ class SequenceTable(Generic[S]):
         return chosen
 
     def have_run(self, chosen: Iterable[LiveSequence[S]], now_ns: int) -> None:
-        """Records that the requests which ``run_now`` began have ended, successfully or not. ``chosen``: what it returned."""
+        """Records that the requests which ``run_now`` began have ended, successfully or not. ``chosen``: their sequences."""
         idle = self._idle
         for live in chosen:
             live.running = False

@@ -185,7 +185,7 @@ class StepBatcher(QueuePlanner[W]):
             self._masked |= {holder.number}
 
     def resume(self, request: W) -> None:
-        """Lets a request take part in steps again that ``pause`` has left out. Ignores any other request."""
+        """Lets a request that was paused by ``pause`` take part in steps again. Ignores any other request."""
         holder = self._holders.get(request)
         if holder is None or not holder.paused:
             return
