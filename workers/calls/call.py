@@ -95,7 +95,7 @@ class ModelCall:
             first()
 
     def next(self) -> tuple[Result | None, bool]:
-        """Waits for the next response; returns it, and whether it is the last. None: the call ends without another one."""
+        """Waits for the next response. Returns it, or None if the call ends without one, and whether the call has ended."""
         self._thread = threading.get_ident()
         self._taken += 1
         self._asked = self._taken
@@ -106,7 +106,7 @@ class ModelCall:
         return result, final
 
     def first(self) -> asyncio.Task[tuple[Result | None, bool]]:
-        """Returns a task that waits for the first response, and whether it is the last; cancelling it cancels the call."""
+        """Returns a task whose result is the first response, and whether it is the last. Cancelling the task cancels the call."""
         waiting = asyncio.ensure_future(self._wait())
         waiting.add_done_callback(lambda done: self.cancel() if done.cancelled() else None)
         return waiting

@@ -165,7 +165,7 @@ class SequencePlan:
 
 
 def sequence_plan(message: ModelConfig, max_waiting: int) -> SequencePlan | None:
-    """Returns what a completed configuration says about sequences, of which ``max_waiting`` requests may wait; None: nothing."""
+    """Returns what a completed configuration says about sequences; None: nothing. ``max_waiting``: the most waiting requests."""
     if not message.HasField("sequence_batching"):
         return None
     sequences, rows = message.sequence_batching, max(1, message.max_batch_size)

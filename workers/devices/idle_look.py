@@ -89,7 +89,7 @@ class IdleLook:
                 self._post(self.look)
 
     def look(self) -> None:
-        """If the loop is idle, checks whether the GPU has reached the last recorded event, and if so records another one.
+        """If the loop is idle, checks whether the GPU has reached the last recorded event. If it has, records another event.
 
         Raises DeviceLost: the GPU has failed, or has not reached the event for too long.
         """

@@ -329,7 +329,7 @@ class Calls:
             self._begin(call)
 
     def _not_here(self, call: ModelCall, error: NotFound) -> None:
-        """Answers a call to a model that is not here with NotFound, which says so if another worker has the model."""
+        """Answers a call to a model that is not in this worker with NotFound, which says whether another worker has the model."""
 
         def said(elsewhere: bool) -> None:
             why = (

@@ -54,7 +54,7 @@ class InstanceRuns:
         self._changed = changed
 
     def fill(self, version: ModelVersion, now_ns: int) -> int:
-        """Gives due batches to free instances; returns when the next is due (monotonic, ns), ``NEVER`` if none is."""
+        """Gives due batches to free instances. Returns when the next batch is due (monotonic, ns), or ``NEVER``."""
         next_ns = NEVER
         for number, instance in enumerate(version.loaded.instances):
             while not instance.busy:

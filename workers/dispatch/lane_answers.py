@@ -82,7 +82,7 @@ class LaneAnswers:
         self.let_pass()
 
     def log_every(self, access: int) -> None:
-        """Logs every ``access``-th good answer from now on, and up to ten errors a second; 0: logs neither answers nor errors."""
+        """Logs every ``access``-th answer without an error from now on, and up to ten errors a second. 0: logs neither."""
         self.passed()
         self._log.log_every(access, self.counts["OK"] + self._passed)
         self.let_pass()
@@ -159,7 +159,7 @@ class LaneAnswers:
         return trace.context[0]
 
     def ended(self, request: Request, error: ServingError | None) -> None:
-        """Counts a request's final answer. ``error``: the error that the answer reports; None: it is a good answer."""
+        """Counts a request's final answer. ``error``: the error that the answer reports; None: it reports none."""
         submitter = request.submitter
         trace_id = self._end_trace(submitter, request.request_id, error, request) if submitter.traces else ""
         if submitter.segments is None or submitter.closed:

@@ -161,7 +161,7 @@ class ModelImports:
             self._holders += 1
 
     def release(self) -> None:
-        """Undoes one ``hold``. After the last one the modules are removed, if ``forget`` was called."""
+        """Undoes one ``hold``. When all are undone, removes the modules if ``forget`` was called."""
         with self._lock:
             self._holders -= 1
             forgotten = self._forgotten and not self._holders

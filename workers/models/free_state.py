@@ -26,7 +26,7 @@ from tensord.workers.tensors.signature import Signature, TensorSpec
 
 
 class Unfit:
-    """The batching key of a request whose inputs do not fit its state: it equals no other, so the request runs in no batch."""
+    """The batching key of a request whose inputs do not fit its state. It equals no other key, so the request joins no batch."""
 
     def __init__(self, error: InvalidArgument) -> None:
         #: Why the request cannot run.
@@ -34,7 +34,7 @@ class Unfit:
 
 
 def program_signature(described: Signature) -> Signature:
-    """Returns the compiled program's signature, with the sequences' state in it. Raises Unsupported: it has ragged inputs."""
+    """Returns the compiled program's signature, with the sequences' state in it. Raises Unsupported: some inputs are ragged."""
     if described.ragged:
         name = described.states[0].name
         raise Unsupported(

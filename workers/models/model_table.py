@@ -83,7 +83,7 @@ class ModelTable:
             self.discard(version)
 
     def serving(self, name: str, number: int) -> ModelVersion | None:
-        """Returns a version that was added and not removed, maybe with passive instances only; None: there is none."""
+        """Returns a version that was added and not removed, even if no instance takes requests; None: there is none."""
         return self._serving.get((name, number))
 
     def discard(self, version: ModelVersion) -> None:

@@ -43,7 +43,7 @@ class Duration:
         self.ns += ns
 
     def to_dict(self) -> dict[str, int]:
-        """Returns an entry of Triton's statistics extension."""
+        """Returns the dict for an entry of Triton's statistics extension."""
         return {"count": self.count, "ns": self.ns}
 
 

@@ -195,7 +195,7 @@ class ParameterSet:
         return self._host
 
     def leave(self) -> object:
-        """Takes parameters that are in host memory off the device. Returns them; dropping the result frees their memory there."""
+        """Takes parameters off the device if they are in host memory. Returns objects; dropping them frees the memory."""
         with self.sets.room.lock:
             trees: list[Any] = []
             if self._host is not None:
@@ -231,7 +231,7 @@ class ParameterSet:
         self.placed_byte_size -= self.sets.placer.byte_size_in_place(host)
 
     def prepare(self) -> None:
-        """Places the parameters on the device before use, without a lock. Raises Unavailable: no room; or what copying raises."""
+        """Places the parameters on the device before first use. Raises Unavailable: there is no room; or what copying raises."""
         room = self.sets.room
         if not self._is_placed:
             with room.lock:
@@ -395,7 +395,7 @@ class ParameterSets:
         return unused
 
     def forget_before(self, before: ParameterSet | None) -> None:
-        """Forgets a replaced set that is kept to be put into use again. Does nothing if it is not kept any more."""
+        """Forgets a replaced set that is kept to be put into use again. Does nothing if the set is not kept."""
         if before is not None and self._before.get(before.name) is before:
             del self._before[before.name]
             before.unpin()

@@ -282,7 +282,7 @@ class MemoryPool:
         return _Memory(parts, byte_size)
 
     def _forget(self, memories: Sequence[_Memory]) -> None:
-        """Gives up memories: those that nobody uses are freed now, each of the others when its last user lets go of it."""
+        """Drops memories from the pool. Unused ones are freed now, each of the others when its last user is done with it."""
         self._memories = [each for each in self._memories if each not in memories]
         for each in memories:
             each.close()

@@ -123,7 +123,7 @@ class SetStack:
         self._at, self._open, self._put = at, open, put
 
     def specs(self, spec: Callable[[tuple[int, ...], Any], Any], rows: int) -> tuple[Any, Any]:
-        """Describes what a program for ``rows`` rows takes as parameters: the tree with stacked leaves, and the slot of each row.
+        """Describes what a program for ``rows`` rows takes as parameters: the tree with stacked leaves, and each row's index.
 
         ``spec``: makes the description of an array from its shape and dtype.
         """

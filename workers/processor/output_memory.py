@@ -157,7 +157,7 @@ def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[d
 
 
 def given_up(address: int, view: memoryview) -> bool:
-    """Returns whether no array lies any more in ``view``, at ``address``; else it is never unmapped, which is logged."""
+    """Returns whether no array lies in ``view``, at ``address``, any more. If one does, ``view`` is never unmapped; logs it."""
     if not _native.holds(address):
         return True
     _log.warning("an output of %d bytes is kept beyond its answer: its memory stays mapped", len(view))

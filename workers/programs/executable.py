@@ -314,7 +314,7 @@ class Executable(ABC):
 
 
 def specs_of(signature: Signature, wanted: Wanted) -> list[tuple[TensorSpec, tuple[int, ...]]]:
-    """Returns the specification and shape of each input that a program has; an optional one may be missing."""
+    """Returns the specification and shape of each input that a program has, without the optional inputs that it lacks."""
     return [
         (spec, shape) for spec, shape in zip(signature.inputs.values(), wanted.shapes, strict=True) if shape is not None
     ]

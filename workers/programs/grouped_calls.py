@@ -274,7 +274,7 @@ class GroupedProgramMaker:
     """Compiles the programs for grouped calls of requests with one shape; any thread may use it."""
 
     def __init__(self, single: Executable, signature: Signature, apply: Apply) -> None:
-        """``single``: the executable for one request. The programs get its placement: another device might round differently."""
+        """``single``: the executable for one request. Programs run on its device, since another might round differently."""
         self._single = single
         self._signature = signature
         self._apply = apply
@@ -477,9 +477,9 @@ class GroupedCalls:
 
 
 def _padded(waiting: int, weight: Weight) -> int:
-    """Returns for how many requests a program is looked up when ``waiting`` requests wait: for as many, but at most ``MOST``.
+    """Returns for how many requests a program is looked up when ``waiting`` requests wait: at most ``MOST``.
 
-    A tiny program is looked up for ``MOST`` as soon as more than half as many wait, so that one call is enough.
+    For a tiny program, more than half of ``MOST`` count as ``MOST``, so that one call is enough.
     """
     if waiting > MOST // 2 and (waiting >= MOST or weight is Weight.TINY):
         return MOST

@@ -472,7 +472,7 @@ _Answer = tuple[Result | None, bool]
 
 
 def response_of(result: Result | None) -> InferenceResponse:
-    """Converts the result of a called model to the calling model's response; None: a response without tensors."""
+    """Converts the result of a called model to a response for the calling model. None becomes a response without tensors."""
     if isinstance(result, ServingError):
         return InferenceResponse(error=TritonError(result.message, ErrorCode.of(result.code)))
     tensors = [Tensor.shared(name, np.asarray(array)) for name, array in (result or {}).items()]

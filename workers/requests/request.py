@@ -243,9 +243,9 @@ class InnerRequest(Request):
 
 
 def not_kept(request: Request | None) -> None:
-    """Excludes the answers to a request from response caches, because they depend on other models.
+    """Excludes the answers to a request from response caches, because they depend on other models. None: does nothing.
 
-    The same is done for the requests on whose behalf it was made. None: does nothing.
+    If the request was made on behalf of other requests, their answers are excluded, too.
     """
     while request is not None:
         request.asked = None
@@ -255,7 +255,7 @@ def not_kept(request: Request | None) -> None:
 def hand_over(request: Request, result: Result | None, moments: Moments | None = None, final: bool = True) -> None:
     """Passes a response to the sink of a request that was made inside the worker, unless its last response was passed already.
 
-    ``result``: None: there is no response, and none follows. ``moments``: the times of the run; None: the request did not run.
+    ``result``: None: no response, and no further one follows. ``moments``: the times of the run; None: the request did not run.
     """
     assert isinstance(request, InnerRequest)
     if request.is_open:

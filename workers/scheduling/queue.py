@@ -431,7 +431,7 @@ class RequestQueue(Generic[W]):
             heapq.heappop(expiries)
 
     def expire(self, now_ns: int) -> list[W]:
-        """Removes and returns the expired requests. Expired requests that may be delayed are queued again behind the others."""
+        """Removes expired requests from the queue. Returns those that fail; the others wait on, behind all requests in time."""
         refused: list[W] = []
         while self.expiries and self.expiries[0][0] <= now_ns:
             *_, request = heapq.heappop(self.expiries)

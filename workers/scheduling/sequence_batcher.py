@@ -231,7 +231,7 @@ class SequenceBatcher(Planner[S]):
     # ------------------------------------------------------------------------------------------- running without waiting
 
     def run_now(self, asked: Iterable[Asked], now_ns: int) -> list[LiveSequence[S]]:
-        """Begins to run requests on the first instance, as ``SequenceTable.run_now`` takes them; then call ``table.have_run``."""
+        """Begins to run requests on the first instance (see ``SequenceTable.run_now``). Call ``table.have_run`` afterwards."""
         self.table.close_idle(now_ns)
         return self.table.run_now(asked)
 
