@@ -82,7 +82,7 @@ class ModelPort:
         metrics: MetricRegistry | None = None,
         code: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """Opens the connection.
+        """Connects the code of a model version with its worker.
 
         Args:
           server: takes the calls that the code makes; None: the code may make no calls.

@@ -359,9 +359,9 @@ class _Artifact:
                 )
 
     def _has_batch(self) -> bool:
-        """Returns whether the first dim of every tensor is the batch: the configuration says so, or the dim's name does.
+        """Returns whether the first dim of every tensor is the batch: the configuration says so, or the dims are named so.
 
-        Along any other dim that varies rows may depend on each other, and those of other clients would change the results.
+        Any other dim that varies must not be used to batch: rows along it may depend on each other.
         """
         if self._message.max_batch_size > 0:
             return True

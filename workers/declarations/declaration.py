@@ -158,7 +158,7 @@ def read_labels(message: ModelConfig, folder: Path) -> dict[str, tuple[str, ...]
 
 
 def queue_rules(message: ModelConfig, max_size: int, workers: int) -> QueueRules:
-    """Returns the rules for a model's queue, of ``max_size`` requests, in one of the ``workers`` that share its bounds."""
+    """Returns the rules of a model's queue. ``max_size``: the most requests. ``workers``: how many share the limits."""
     replaces = wants(message, REPLACE_WAITING)
     if not message.HasField("dynamic_batching"):
         return QueueRules(max_size, replaces=replaces)

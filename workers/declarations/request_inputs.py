@@ -65,7 +65,7 @@ class RequestInputs:
         self.nobody: dict[str, Array] = {each.spec.name: self._array(each, _zero(each.spec), 1) for each in asked}
 
     def arrays(self, prepared: PreparedRequest, own: RequestRecord, rows: int) -> dict[str, Array]:
-        """Returns the properties of a request of ``rows`` as inputs. Raises InvalidArgument: one is missing or does not fit."""
+        """Returns the properties of a request as inputs for ``rows`` rows. Raises InvalidArgument: one is missing or unfit."""
         return {each.spec.name: self._array(each, self._given(each, prepared, own), rows) for each in self._asked}
 
     def _given(self, asked: _Asked, prepared: PreparedRequest, own: RequestRecord) -> Parameter:
@@ -175,7 +175,7 @@ def _zero(spec: TensorSpec) -> Parameter:
 
 
 def _element(what: str, spec: TensorSpec, given: Any) -> Any:
-    """Converts a value, which errors call ``what``, to an element of the input's datatype. Raises InvalidArgument: no fit."""
+    """Converts a value to an element of the input's datatype. ``what``: its name in errors. Raises InvalidArgument: no fit."""
     kind = spec.dtype.kind
     if spec.datatype == "BYTES":
         if isinstance(given, str):

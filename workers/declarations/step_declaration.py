@@ -129,9 +129,9 @@ def check_buckets(buckets: Buckets) -> None:
 
 
 def created_steps(model: str, returned: object, asked: RequestInputs | None) -> tuple[StepFunctions, Any]:
-    """Returns the functions and the parameters that ``create`` of a stepped model returned.
+    """Returns the functions and the parameters that ``create`` of a stepwise model returned.
 
-    ``asked``: properties of requests that ``insert`` asks for, which are then among its inputs. Raises InvalidArgument.
+    ``asked``: properties of requests that become inputs of ``insert``; None: none do. Raises InvalidArgument: not such functions.
     """
     functions = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else None
     if not isinstance(functions, tuple) or len(functions) != 3 or not all(map(callable, functions)):

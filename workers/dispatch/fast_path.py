@@ -122,7 +122,7 @@ class _Batch:
 
 
 class _Alone:
-    """Describes to the C extension large requests that run alone: one load of a version, and inputs of the same shapes."""
+    """Describes large requests with inputs of the same shapes to the C extension, which runs each alone."""
 
     def __init__(self, version: ModelVersion, model: JaxModel, executable: Executable) -> None:
         self._version = version

@@ -192,7 +192,7 @@ class Responses(ResponseReceiver):
                 self._end_cancelled(sender)
 
     def retry(self, now_ns: int) -> None:
-        """Sends responses that waited for room and fit now; ends requests whose responses waited too long with an error."""
+        """Sends responses that waited for room and fit now. Ends requests with an error if their responses waited too long."""
         for sender, (waiting, give_up_ns) in list(self.kept.items()):
             del self.kept[sender]
             while waiting and not sender.ended:

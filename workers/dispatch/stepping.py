@@ -106,7 +106,7 @@ class StepRows:
         sender.counted = functools.partial(self.leave, slot)
 
     def leave(self, slot: int) -> None:
-        """Answers the request in a slot separately from now on, if it was answered with others; counts its former responses."""
+        """If the request in a slot gets its responses together with others, sends them alone from now on; counts former ones."""
         member = self.members.pop(slot, None)
         if member is None:
             return
@@ -144,7 +144,7 @@ class StepRows:
         return self._look() if len(self._left_ns) >= self._look_at else []
 
     def _prepare(self, slots: list[int]) -> None:
-        """Groups these slots by their submitters' lanes; requests in other slots are answered separately from now on."""
+        """Groups these slots by their submitters' lanes. From now on, requests in other slots get their responses alone."""
         going = set(slots)
         for slot in [slot for slot in self.members if slot not in going]:
             self.leave(slot)

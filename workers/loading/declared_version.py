@@ -57,7 +57,7 @@ class VersionLoad:
         return bool(getattr(self.module, "host", False))
 
     def samples(self, described: Signature, made_inputs: MadeInputs) -> list[Sample]:
-        """Makes the version's warmup samples. Raises InvalidArgument: one does not fit the model, or cannot be read.
+        """Makes the version's warmup samples. Raises InvalidArgument: a sample does not fit the model, or cannot be read.
 
         ``described``: the model's tensors, with those of ``made_inputs``, which the worker makes and no client sends.
         """

@@ -207,7 +207,7 @@ def needs_steps(request: Request) -> bool:
 
 
 def _program(step: _Step, batches: bool, rows: int) -> Executable | None:
-    """Returns the program that computes a step for ``rows`` rows, of an ensemble that ``batches``.
+    """Returns the program that computes a step for ``rows`` rows. ``batches``: whether the ensemble has a batch dimension.
 
     None: running the step takes more than a program (a thread, the response cache), or its model differs in ``batches``.
     """

@@ -52,7 +52,7 @@ def _tensor(name: str, spec: Any) -> TensorSpec:
 
 
 def travelling(apply: Callable[..., Any], described: Signature) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
-    """Wraps a model's function ``apply(parameters, inputs, state)`` as one that has the state among its inputs and outputs."""
+    """Wraps a model's function ``apply(parameters, inputs, state)``: the result has the state among its inputs and outputs."""
     names = [spec.name for spec in described.states]
 
     def step(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:

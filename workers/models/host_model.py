@@ -186,7 +186,7 @@ class _GeneratorRun:
     def go_on(self, alone: bool) -> None:
         """Runs the generator to its end, or until its client has too many unacknowledged responses. Raises what the model raises.
 
-        ``alone``: True if this is called outside of the model's ``execute``; at the end it then wakes the worker's loop.
+        ``alone``: True if called outside of the model's ``execute``. The end of the generator must then wake the worker's loop.
         """
         sender, generator, request = self._sender, self._generator, self._request
         # Of one that was given ahead, and that nobody waits for by now, nothing runs.

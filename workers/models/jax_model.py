@@ -140,7 +140,7 @@ class JaxModel:
         self.free_state = free_state
 
     def for_instances(self, count: int, alone: bool) -> JaxModel:
-        """Returns a copy with the same programs for ``count`` threads; not with state. ``alone``: as in the constructor."""
+        """Returns a model with the same programs for ``count`` threads, but no sequence state. ``alone``: see the constructor."""
         return JaxModel(self._version, self._signature, self._buckets, self.executables, count, alone)
 
     def wanted_by(self, requests: Sequence[Request]) -> Wanted:

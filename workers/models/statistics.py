@@ -215,9 +215,9 @@ class VersionStatistics:
         self.responses = ResponsesByNumber()
 
     def executed(self, execution: Execution, failed: Mapping[Request, Failure], now_ns: int) -> None:
-        """Counts a batch that has run (its answers are written, or wait for memory), with its ``failed`` requests.
+        """Counts a batch that has run, with its ``failed`` requests. Its answers are written, or wait for memory.
 
-        ``streamed`` counts instead, once their last response was sent, requests that response senders answer.
+        Requests that response senders answer are counted by ``streamed`` instead, after their last response.
         """
         began, gathered, computed = execution.began_ns, execution.gathered_ns, execution.computed_ns
         answered: Sequence[Request] = execution.requests
@@ -377,7 +377,7 @@ class VersionStatistics:
         self._former, self.began_ns = former, former.began_ns
 
     def inherit(self) -> None:
-        """Copies the counts that ``succeed`` includes, because the former load has ended and counts no more."""
+        """Takes over the former load's counts, once it has ended and counts no more (see ``succeed``)."""
         if self._former is not None:
             self._inherited_durations = self._former.all_durations()
             self._inherited, self._former = self._former.counts(), None

@@ -118,7 +118,7 @@ class DeviceRoom:
             heapq.heapify(self._order)
 
     def _make_room(self, limit: int) -> None:
-        """Evicts sets, the least recently used first, until the others take at most ``limit`` bytes or none of them may leave."""
+        """Evicts sets, least recently used first, until sets take at most ``limit`` bytes or none that is left may be evicted."""
         stay: list[_Resident] = []
         while self._taken > limit and self._order:
             entry = heapq.heappop(self._order)

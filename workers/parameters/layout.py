@@ -173,7 +173,7 @@ def _entries(header: bytes | memoryview, what: str, leaves: Leaves | None) -> di
 
 
 def check_truth(arrays: Mapping[str, Array], what: str) -> None:
-    """Checks the BOOL arrays of a push. Raises InvalidArgument: an element is neither 0 nor 1, as XLA expects it in memory."""
+    """Checks that every element of a push's BOOL arrays is 0 or 1, as XLA needs them. Raises InvalidArgument: one is not."""
     for name, array in arrays.items():
         if array.dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1:
             raise InvalidArgument(f"{what}: leaf '{name[:_MAX_NAME]}' has a truth value that is neither 0 nor 1")

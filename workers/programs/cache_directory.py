@@ -195,7 +195,7 @@ class CacheDirectory:
             yield place, stat.S_IMODE(found.st_mode)
 
     def _secret(self, place: int) -> bytes:
-        """Returns the key of the HMACs of all files, made if missing; of two processes that make it, both use the first."""
+        """Returns the key of the HMACs of all files, made if missing. If two processes make one, both use the first."""
         try:
             return _read_secret(place)
         except FileNotFoundError:

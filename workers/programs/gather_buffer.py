@@ -47,12 +47,12 @@ class HostInputs:
 
 
 class GatherBuffer:
-    """The memory of one argument of a program, in which each row of a batch has a slot; used by the execution thread only."""
+    """The memory of one argument of a program, with one place for each row of a batch. For the execution thread only."""
 
     __slots__ = ("_bytes", "_name", "_slot_byte_size", "_slots", "array")
 
     def __init__(self, name: str, array: Array, lead: bool) -> None:
-        """``array``: the program's argument. ``lead``: whether its first dimension counts the slots; if not, there is one."""
+        """``array``: the program's argument. ``lead``: whether its first dimension counts the rows; False: there is one row."""
         self._name = name
         self.array = array
         self._slots = array if lead else array[None]

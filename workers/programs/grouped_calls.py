@@ -158,7 +158,7 @@ class GroupedMemory:
         return self._inputs.arrays[_COUNT]
 
     def send(self, count: int) -> dict[str, Any]:
-        """Returns the gathered inputs as the program's arguments; it computes the first ``count`` requests.
+        """Returns the gathered inputs as arguments of the program that computes the first ``count`` requests.
 
         Raises Unavailable: the GPU has no memory left; DeviceLost: the GPU has failed.
         """

@@ -98,7 +98,7 @@ class LoadProgress:
 
 
 def _part(leaf: Any) -> int:
-    """Returns the bytes of an array that lie on one of its devices."""
+    """Returns the number of bytes of an array that lie on one of its devices."""
     if not isinstance(leaf, jax.Array):
         return int(leaf.nbytes)
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

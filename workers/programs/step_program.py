@@ -30,7 +30,7 @@ INSERT_CARRY, STEP_CARRY = 3, 2
 
 
 class StepFunctions(NamedTuple):
-    """The functions of a stepped model's author, which make the state, add requests to it, and compute a step of all."""
+    """The functions of a stepwise model's author: they make the state, add requests to it, and compute a step of all requests."""
 
     init: Callable[..., Any]
     insert: Callable[..., Any]

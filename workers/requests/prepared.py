@@ -229,6 +229,7 @@ def validate_inner(
     Args:
       arrays: the inputs, in the shapes that a client would send; the batch axis is added or removed where the model needs it.
       outputs: the names of the wanted outputs; empty: all.
+      sink: gets the responses.
       origin: the request on whose behalf this one is made; None: there is none.
     Raises ServingError: the request is invalid. The message is for the code that made it.
     """

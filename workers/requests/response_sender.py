@@ -427,14 +427,14 @@ class ResponseSender:
         return True
 
     def respond_encoded(self, kind: ResponseKind, records: list[bytes], now_ns: int) -> None:
-        """Queues encoded responses, never a request's first, on the lane, which always has room for them."""
+        """Queues encoded responses on the lane, which always has room for them. A request's first response is not sent so."""
         request = self.request
         request.submitter.lane.complete_encoded(kind.numbered, records)
         request.submitter.flush_soon()
         request.version.statistics.responded_more(self, len(records), now_ns)
 
     def ahead(self, byte_size: int) -> None:
-        """Adds the number of bytes that the loop has sent to the count of bytes that the client has not taken yet."""
+        """Adds a number of bytes that the loop has sent to the bytes that the client has not taken yet."""
         self._posted += byte_size
 
     @property
@@ -487,7 +487,7 @@ class ResponseSender:
 
 
 def _own(result: dict[str, Array]) -> int:
-    """Replaces arrays to which the model may still write by copies, to send them later; returns the bytes of all arrays."""
+    """Replaces arrays to which the model may still write by copies. Returns the number of bytes of all arrays."""
     size = 0
     for name, array in result.items():
         size += array.nbytes

@@ -73,7 +73,7 @@ class Planner(ABC, Generic[P]):
 
     @abstractmethod
     def tick(self, now_ns: int) -> list[tuple[P, ServingError]]:
-        """Removes requests that have waited too long. Returns each with the error to answer it with."""
+        """Removes requests that have waited too long. Returns these requests, each with its error."""
 
     @property
     @abstractmethod

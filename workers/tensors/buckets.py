@@ -175,7 +175,7 @@ def _most_of(spec: TensorSpec) -> str:
 
 
 def sliced(spec: TensorSpec, shape: tuple[int, ...], lengths: Mapping[str, int]) -> tuple[slice, ...]:
-    """Returns slices, but of the batch dim, that cut an output to a request's sizes (``lengths``: axis name -> size)."""
+    """Returns slices that cut an output, without its batch axis, to a request's sizes. ``lengths``: axis name -> size."""
     return tuple(
         slice(None, lengths[axis]) if axis is not None and lengths.get(axis, size) < size else slice(None)
         for axis, size in zip(spec.axes, shape, strict=True)

@@ -34,7 +34,7 @@ class WorkThread:
         self.pending = 0
 
     def do(self, job: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
-        """Queues ``job`` for the thread; the worker's loop calls ``done`` with its result or exception."""
+        """Has the thread call ``job``. The worker's loop then calls ``done`` with the result, or with the exception raised."""
         if not self._threads:
             self._start()
         self.pending += 1
