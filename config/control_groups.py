@@ -119,7 +119,7 @@ def pinned_byte_size() -> int:
 
 @functools.cache
 def host_byte_size() -> int:
-    """Returns the bytes of the host's memory or, if it is smaller, the limit of this process's memory control groups."""
+    """Returns the number of bytes of the host's memory, or of this process's memory control groups if they allow less."""
     allowed = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     allowed += [limit for group in memory_groups() if (limit := group.limit) is not None]
     return min(allowed)

@@ -37,7 +37,7 @@ class AccessLog:
         self._window_ns = self._logged = self._left_out = 0
 
     def log_every(self, every: int, count: int) -> None:
-        """Logs errors, and one in ``every`` answers without error, of which ``count`` were so far; 0: logs nothing."""
+        """Makes this log errors, and one in ``every`` answers without error (0: nothing). ``count``: such answers so far."""
         if every != self.every:
             self.every = every
             self.next = count + every if every else _NEVER

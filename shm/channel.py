@@ -303,7 +303,7 @@ class Channel:
         return records, fds
 
     def _keep_part(self, content: bytes) -> None:
-        """Appends one part of a large record to the parts before. Raises InvalidArgument: the record is too large."""
+        """Appends a part of a large record to the parts received before. Raises InvalidArgument: the record is too large."""
         self._parts += memoryview(content)[1:]
         if len(self._parts) > self._max_record:
             raise InvalidArgument(

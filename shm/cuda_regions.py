@@ -147,7 +147,7 @@ def _name(driver: Any, code: Any) -> str:
 class Context:
     """The primary context of one device. Every thread may use it, and each thread has a stream of its own in it.
 
-    Work that one thread queues does not delay another thread's copies, and its errors are raised in no other thread. The
+    Work that one thread queues does not delay another thread's copies, and the work's errors are raised in no other thread. The
     methods raise CudaError if the driver refuses a call; ``synchronize`` also raises it if queued work has failed. They raise
     DeviceLost if the device has failed for good.
     """
@@ -399,7 +399,7 @@ class CudaRegion(Leased):
             self.context.to_device(pointer, address, byte_size)
 
     def copy(self, offset: int, pointer: int, byte_size: int) -> None:
-        """Queues a copy of device memory to the region. Call ``settle`` before the client learns of the new bytes."""
+        """Queues a copy of device memory to the region. Call ``settle`` before the client learns that the bytes are there."""
         target = self.pointer(offset, byte_size)
         with self.guarded():
             self.context.enter()

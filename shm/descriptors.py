@@ -41,7 +41,7 @@ def received(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
 
 
 def raise_limit() -> int:
-    """Raises this process's limit of open files, which children inherit, to the system's maximum; returns that."""
+    """Raises this process's limit of open files, which children inherit, to the system's maximum. Returns the maximum."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return most

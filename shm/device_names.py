@@ -40,5 +40,5 @@ def model_of(device: str) -> str:
 
 
 def shared(device: str) -> str:
-    """Returns a worker's device name without a model: "cpu:0" for "cpu:0#m", the worker of model m alone."""
+    """Returns the worker for all models beside ``device``: "cpu:0" for "cpu:0#m", which serves model m alone."""
     return device.partition(_ALONE)[0]

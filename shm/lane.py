@@ -248,7 +248,7 @@ class SubmitterLane(LaneEnd):
         self.channel.put(Taken(request_id, byte_size))
 
     def flush(self) -> bool:
-        """Sends queued records, and gives back leases. If it returns False, call it when the socket is writable."""
+        """Sends queued records, and gives unneeded leases back. If it returns False, call it when the socket is writable."""
         self.unsaid = False
         if self._closures != self.arena.closures:
             self._withdraw_closed()
@@ -340,12 +340,11 @@ class WorkerLane(LaneEnd):
 
         Args:
           byte_size: the number of bytes of the response arena's first segment.
-          max_byte_size: the most bytes that all its segments may have together.
-          keep_byte_size: how many bytes of its unused large segments are kept for later answers.
+          max_byte_size: the most bytes that all segments of the response arena may have together.
+          keep_byte_size: how many bytes of the arena's unused large segments are kept for later answers.
           on_segment: called with every segment of both arenas; None: nothing is called.
           writable: True: maps the submitter's segments writable, so that they can be page-locked.
-          segments: for a client's lane, the map to which the segments are added that the client opens; None: this is a front's
-            lane.
+          segments: for a client's lane, the map of the segments that the client announces; None: this is a front's lane.
           buffer: a buffer for received datagrams that several lanes of one thread share; None: this lane makes its own.
           budget: limits the response arenas of several lanes together; None: there is no such limit.
         """
@@ -484,7 +483,7 @@ def _agree(records: list[Any], fds: list[int]) -> bool:
 
 
 def _segment_of(lost: DescriptorsLost) -> int:
-    """Returns the number of the segment whose descriptor was lost. Raises InvalidArgument unless it came alone."""
+    """Returns the number of the segment whose descriptor was lost. Raises InvalidArgument unless one was announced."""
     if len(lost.records) != 1 or type(lost.records[0]) is not SegmentOpened:
         raise InvalidArgument(f"malformed datagram: {lost}")
     return lost.records[0].segment

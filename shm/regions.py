@@ -69,13 +69,13 @@ def refused(name: str, why: str) -> InvalidArgument:
 
 
 def open_object(name: str, key: str) -> int:
-    """Opens a client's shared-memory object for reading and writing. Returns its file descriptor, which the caller must close.
+    """Opens a client's shared-memory object for reading and writing. Returns its descriptor; the caller must close it.
 
     Args:
       name: the region's name, for error messages.
-      key: the object's name as ``shm_open`` takes it, with or without the leading slash. Errors quote the key, and so may go
-        only to the client that gave it.
-    Raises: InvalidArgument: no client may register a key or an object of this kind.  Internal: the object does not exist, or
+      key: the object's name as ``shm_open`` takes it, with or without the leading slash. Errors quote the key, and so may
+        go only to the client that gave it.
+    Raises: InvalidArgument: clients may register no object of that name or kind.  Internal: the object does not exist, or
       may not be opened (Triton's classification).  Unavailable: this process has reached its limit of open files.
     """
     bare = key.lstrip("/")
@@ -252,7 +252,7 @@ class Region(_ObjectRegion):
         self._whole[offset : offset + byte_size] = content
 
     def read(self, offset: int, byte_size: int) -> bytes:
-        """Returns a copy of a range, which the owner cannot change any more. Raises InvalidArgument: the range is outside."""
+        """Returns a copy of a range, which the owner cannot change. Raises InvalidArgument: it is outside the region."""
         return bytes(self.view(offset, byte_size))
 
     def close(self) -> None:

@@ -26,11 +26,11 @@ class ResponseOrder(Generic[K, A]):
         self._ready: dict[K, A] = {}
 
     def __len__(self) -> int:
-        """Returns how many of the requests given to ``taken`` are left, because their answers were not returned yet."""
+        """Returns how many requests were given to ``taken`` whose answers this object has neither returned nor dropped."""
         return len(self._turns)
 
     def passes(self, request: K) -> bool:
-        """Returns True, and forgets the request, if its answer may be sent now and no stored answer waits for that.
+        """Returns whether a request's answer may be sent now, without others after it. If so, forgets the request.
 
         If this returns False, give the answer to ``done``.
         """

@@ -14,7 +14,7 @@ from time import monotonic_ns
 
 
 class Spin:
-    """Decides whether a loop polls before it sleeps: only if its wait before was shorter than ``limit_ns``; 0: never."""
+    """Decides whether a loop polls before it sleeps: it does if its last wait was shorter than ``limit_ns``; 0: never."""
 
     __slots__ = ("_limit_ns", "_since_ns", "_worth")
 
@@ -39,7 +39,7 @@ class Spin:
         return monotonic_ns()
 
     def end(self, now_ns: int) -> None:
-        """Ends the wait, whether a record has come or not. The next ``begin`` decides by the length of this wait."""
+        """Ends the wait, with or without a record. The next ``begin`` decides by this wait's length whether to poll."""
         self._worth = now_ns - self._since_ns < self._limit_ns
 
     def __repr__(self) -> str:

@@ -127,7 +127,7 @@ class StatusPage:
 
     @staticmethod
     def word(slot: int) -> int:
-        """Returns the index of the word where execution thread ``slot``'s part begins; slot 0 is the main loop's."""
+        """Returns the index of the first word of execution thread ``slot``'s part of the page; 0 is the main loop's slot."""
         return _WORDS * (slot + 1)
 
     def begin(self, slot: int, requests: Sequence[tuple[int, int]], model: int, now_ns: int) -> None:

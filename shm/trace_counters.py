@@ -48,7 +48,7 @@ class TraceBudget:
 
 
 class Passes:
-    """Counts down requests that need no look at trace settings: while ``left`` is above 0, the next one is not traced."""
+    """Counts requests that will not be traced: while ``left`` is above 0, a front looks up no trace settings."""
 
     __slots__ = ("left",)
 

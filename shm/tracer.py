@@ -69,7 +69,7 @@ class Exemplars:
         self._versions: dict[tuple[str, int], dict[tuple[int, int], tuple[str, float, float]]] = {}
 
     def note(self, model: str, version: int, trace_id: str, moments: Mapping[str, int]) -> None:
-        """Makes a successful request the exemplar of the buckets of its durations, which are computed of ``moments`` (ns)."""
+        """Makes a request the exemplar of the buckets that its durations, differences of ``moments`` (ns), fall into."""
         found = self._versions.pop((model, version), {})
         while len(self._versions) >= MAX_EXEMPLARS:
             del self._versions[next(iter(self._versions))]

@@ -246,7 +246,7 @@ class HttpRequest(Pending[Any]):
         """Connects, sends and receives as much as is possible without waiting.
 
         Returns the poll events to wait for on ``fileno()`` before the next call. Returns 0 if there is nothing to poll for: a
-        result has arrived, the request has ended, it waits for a connection, or it is to be tried again at the time
+        result has arrived, the request has ended, the request waits for a connection, or it is to be tried again at the time
         ``_again_at``.
         """
         if self._arrived or self.done():
@@ -321,7 +321,7 @@ class HttpRequest(Pending[Any]):
         self.notify()
 
     def _release(self) -> None:
-        """Leaves the queue for a connection or closes the connection, which cancels the request at the server."""
+        """Cancels this request at the server: removes it from the queue of the pool, or closes its connection."""
         self._unwatch()
         if not self.end() or (not self._granted and self._pool.leave_line(self)):
             return

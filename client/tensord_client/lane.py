@@ -517,7 +517,7 @@ class LaneConnection(Sender):
     # ---------------------------------------------------------------------------------- where workers or daemons end
 
     def _look_for_more(self, known: OpenedModel, call: Call) -> None:
-        """Starts a thread that asks the daemon for more lanes than those in ``known``, the model of ``call`` as opened."""
+        """Starts a thread that asks the daemon for more lanes to the model of ``call`` than those in ``known``."""
         known.opened_at = time.monotonic()
 
         def look() -> None:

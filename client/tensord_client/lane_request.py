@@ -70,7 +70,7 @@ class LaneRequest(Submission, Pending[Answer]):
         """Stores one answer that ``lane`` has received, and wakes whoever waits for the answer. Called in any thread.
 
         If the worker has refused the request, and another worker may serve the model, the answer is dropped instead, and the
-        request is sent again by the thread that waits for it.
+        request will be sent again.
         """
         prepared = answer.prepared
         arrived: tuple[AnswerRecord, AnswerLease | None] | ServingError = (answer, None)

@@ -34,7 +34,7 @@ _IN_SLOT = (-1, 0, 0)
 
 
 class Slot:
-    """Shared memory for copies of a request's inputs, with the request's encoded part that names it; kept for reuse."""
+    """Shared memory for copies of inputs, kept from one request to the next with the encoded part that refers to it."""
 
     __slots__ = ("_slots", "arrays", "byte_size", "kind", "prepared", "segments")
 

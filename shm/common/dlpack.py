@@ -66,7 +66,7 @@ def _delete(
 
 
 def _capsule_gone(capsule: int) -> None:
-    """Drops the ``DeviceView`` of a capsule, given by its address, that is deleted without a consumer having taken it."""
+    """Drops the ``DeviceView`` of a capsule that is deleted unused. ``capsule``: the capsule's address."""
     if _is_valid(capsule, _CAPSULE):
         _delete(_pointer_of(capsule, _CAPSULE))
 

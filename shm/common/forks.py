@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Owned(Protocol):
-    """An object that belongs to the process that made it: a connection, or an object that has requests in flight on one."""
+    """An object that belongs to the process that made it: a connection, or an object that has requests in flight."""
 
     def forget(self) -> None:
         """Resets this object in a child after a fork. The parent's requests are not sent, ended or called back in it."""

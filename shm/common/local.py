@@ -92,7 +92,7 @@ class LocalRequest(Pending[Answer]):
         """Converts a response to an answer, and tells the worker that the response was taken. Returns an error if that fails.
 
         The answer has copies of the outputs, which the caller may change. ``arrived``: the outputs by name, and the times of
-        the run or None.
+        the run; None: the times were not measured.
         """
         result, moments = arrived
         call, request = self._call, self.request
