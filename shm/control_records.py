@@ -381,7 +381,7 @@ class ControlCall(Record, frozen=True, tag="call"):
 
 
 class Reply(Record, frozen=True, tag="reply"):
-    """Answers a ControlCall: with ``result`` (JSON, often empty) or, if it failed, with an error's ``code`` and ``message``."""
+    """Answers a ControlCall: with ``result`` (JSON, often empty) or, if the operation failed, with ``code`` and ``message``."""
 
     call_id: int
     code: str = ""

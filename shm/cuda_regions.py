@@ -147,9 +147,9 @@ def _name(driver: Any, code: Any) -> str:
 class Context:
     """The primary context of one device. Every thread may use it, and each thread has a stream of its own in it.
 
-    Work that one thread queues does not delay another thread's copies, and the work's errors are raised in no other thread. The
-    methods raise CudaError if the driver refuses a call; ``synchronize`` also raises it if queued work has failed. They raise
-    DeviceLost if the device has failed for good.
+    Work that one thread queues does not delay another thread's copies, and its errors are not raised in another thread.
+    The methods raise CudaError if the driver refuses a call; ``synchronize`` also raises it if queued work has failed.
+    They raise DeviceLost if the device has failed for good.
     """
 
     def __init__(self, owner: Driver, driver: Any, ordinal: int) -> None:
@@ -185,7 +185,7 @@ class Context:
         return results[0] if len(results) == 1 else tuple(results)
 
     def enter(self) -> None:
-        """Makes this context the thread's current one, which copies, ``clear``, ``synchronize`` and ``stream`` need."""
+        """Makes this context current in the calling thread; copies, ``clear``, ``synchronize`` and ``stream`` need that."""
         self.call(self.driver.cuCtxSetCurrent, self._handle)
 
     def stream(self) -> int:

@@ -69,7 +69,7 @@ class ModelStatistics(Record, frozen=True, tag="c.stats"):
 
 
 class Peer(Record, frozen=True, tag="peer"):
-    """Identifies the client that asks, by what the kernel says of its socket (made by ``tensord.daemon.front.peer``)."""
+    """Identifies the client that asks by what the kernel says of its socket; ``tensord.daemon.front.peer`` makes it."""
 
     #: "tcp": only the address is known.  "unix": the kernel vouches for the rest.  "operator": the control socket.
     kind: str = "tcp"

@@ -171,7 +171,7 @@ class _ObjectRegion(Leased):
 
 
 class Region(_ObjectRegion):
-    """A client's registered range that this process maps to read and write, for access "guarded" and "sealed"."""
+    """A client's registered range that this process maps to read and write (access modes "guarded" and "sealed")."""
 
     def __init__(self, name: str, fd: int, offset: int, byte_size: int, populate: int = _POPULATE_LIMIT) -> None:
         """Maps a range of the object, and takes ownership of its descriptor ``fd``, which is closed if this raises.

@@ -144,7 +144,7 @@ class LaneSocket:
         return size, ancillary, said
 
     def limit_wait(self, until: float | None) -> None:
-        """Sets how long later calls of ``receive`` wait: until ``until`` or up to half of the time less.
+        """Sets how long later calls of ``receive`` wait: at least half of the time until ``until``, and at most all of it.
 
         ``until``: seconds of ``time.monotonic()``; None: without limit. Raises: WaitEnded: ``until`` has passed.
         """

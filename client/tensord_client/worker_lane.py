@@ -135,8 +135,8 @@ class ClientLane:
         Returns the request's id.
 
         Args:
-          loop: the event loop that runs in this thread; None: no loop runs. Small requests that a loop submits while others are
-            in flight are sent together, when the loop's iteration ends.
+          loop: the event loop that runs in this thread; None: no loop runs. Small requests that a loop submits while others
+            are in flight are sent together, when the loop's iteration ends.
           max_waiting: how many queued requests there may be already, if this request has to be queued; None: any number.
 
         Raises: LaneEnded: the worker has ended, and the request was not sent.  InvalidArgument: the request is too large for
