@@ -230,7 +230,7 @@ def _check_dynamic_batching(message: ModelConfig) -> None:
 
 
 def _check_cache(message: ModelConfig) -> None:
-    """Raises InvalidArgument, as Triton does, if a model with sequences or a decoupled one asks for the response cache."""
+    """Raises InvalidArgument, as Triton does, if a model with sequences or a decoupled one asks for a response cache."""
     if not message.response_cache.enable:
         return
     if message.HasField("sequence_batching"):

@@ -78,7 +78,7 @@ def new_buffer() -> bytearray:
 class Channel:
     """One end of a connection between two processes, which sends and receives records and file descriptors.
 
-    ``incoming``: decodes the lists of records that datagrams are. A datagram that it cannot decode is refused as malformed.
+    ``incoming``: decodes a datagram, which is a list of records. What it cannot decode is refused as malformed.
     """
 
     def __init__(

@@ -381,7 +381,7 @@ class ControlCall(Record, frozen=True, tag="call"):
 
 
 class Reply(Record, frozen=True, tag="reply"):
-    """Answers a ControlCall: with ``result`` (JSON, often empty) or, if the operation failed, with ``code`` and ``message``."""
+    """Answers a ControlCall: with ``result`` (JSON, often empty) or, if it was not carried out, ``code`` and ``message``."""
 
     call_id: int
     code: str = ""

@@ -138,7 +138,7 @@ class LaneEnd:
             self.announced.add(segment)
 
     def _apply_segment(self, record: object, fds: list[int]) -> None:
-        """Carries out a record about a segment of either arena. Raises InvalidArgument: it is malformed, or another one."""
+        """Carries out a record about a segment of either arena. Raises InvalidArgument: it is malformed, or about no segment."""
         if type(record) is SegmentRefused and not fds:
             self.announced.discard(record.segment)
         elif type(record) is SegmentOpened and len(fds) == 1:

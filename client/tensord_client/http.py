@@ -168,7 +168,7 @@ class HttpConnection:
         )
 
     def config(self, model: str, version: int) -> dict[str, Any]:
-        """Asks the server for a model's configuration; empty: it gives none. ``version`` 0: the newest."""
+        """Asks the server for a model's configuration; empty if the server gives none. ``version`` 0: the newest."""
         try:
             return cast("dict[str, Any]", self.get(f"{_path(model, version)}/config"))
         except (Unavailable, Unsupported):
