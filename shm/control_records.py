@@ -203,7 +203,7 @@ class LogChanged(Record, frozen=True, tag="log"):
 
 
 class TraceChanged(Record, frozen=True, tag="trace"):
-    """Changes which requests for a model a front traces. Sent to a worker, it changes this for requests on clients' lanes.
+    """Changes which requests for a model a front traces, or which requests on clients' lanes a worker traces.
 
     ``model`` "": the settings hold for all models that have no settings of their own. If requests are to be traced, the
     descriptor of the counter for sampling comes with the record; all fronts share the counter. If the number of traces is
@@ -381,7 +381,7 @@ class ControlCall(Record, frozen=True, tag="call"):
 
 
 class Reply(Record, frozen=True, tag="reply"):
-    """Answers a ControlCall: with ``result`` (JSON, often empty) or, if it was not carried out, ``code`` and ``message``."""
+    """Answers a ControlCall: its ``result`` (JSON, often empty) or, on failure, an error's ``code`` and ``message``."""
 
     call_id: int
     code: str = ""

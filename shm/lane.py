@@ -76,7 +76,7 @@ class LaneEnd:
 
     It also knows which segments of that arena the other end has mapped, and maps the segments of the other end's arena.
 
-    The life of a segment:
+    The life of a segment of this end ("here") that the other end ("there") maps:
 
         announce ─▶ SegmentOpened with its descriptor ─▶ mapped there ─▶ closed here ─▶ SegmentClosed
            ▲                              ╰─ SegmentRefused: no descriptor is left there ─╮
@@ -138,7 +138,7 @@ class LaneEnd:
             self.announced.add(segment)
 
     def _apply_segment(self, record: object, fds: list[int]) -> None:
-        """Carries out a record about a segment of either arena. Raises InvalidArgument: it is malformed, or about no segment."""
+        """Carries out a record about a segment of either arena. Raises InvalidArgument: it is malformed, or no such record."""
         if type(record) is SegmentRefused and not fds:
             self.announced.discard(record.segment)
         elif type(record) is SegmentOpened and len(fds) == 1:

@@ -237,7 +237,7 @@ class Region(_ObjectRegion):
         return 0 if self._guard is None else self._guard.faults
 
     def hold(self, held: bool) -> None:
-        """Notes whether a GPU's driver has locked the region's pages. May be called in any thread.
+        """Stores whether a GPU's driver has locked the region's pages. May be called in any thread.
 
         ``held``: True: the driver has locked them; False: it is about to unlock them. Locked pages cannot vanish for the driver
         (``tensord.shm.guard.may_be_missing``).

@@ -236,7 +236,7 @@ def _unreachable(path: str, error: OSError) -> Unavailable:
 
 
 def _who_may(path: str, found: os.stat_result, wanted: int) -> str:
-    """Returns a phrase for an error's text: the group or user that has an access to ``path`` that this user lacks.
+    """Returns a phrase for an error's text: which group or user has the access to ``path`` that this user lacks.
 
     ``found``: the path's status. ``wanted``: the access that is lacking, such as os.R_OK.
     """

@@ -94,7 +94,7 @@ class HttpResponse:
         return self._places[0] if self._places else None
 
     def filled(self, count: int) -> None:
-        """Takes the first ``count`` bytes of ``place`` as received. Once the whole body is, the answer is complete."""
+        """Counts the first ``count`` bytes of ``place`` as received. When the body is full, the answer is complete."""
         rest = self._places[0][count:]
         if len(rest):
             self._places[0] = rest
@@ -297,7 +297,7 @@ class HttpChannel:
 
     @property
     def is_readable(self) -> bool:
-        """Returns whether bytes or the end of the connection have come; if it was idle, it must not be used again then."""
+        """Returns whether bytes or the connection's end have come. An idle connection must not be used again then."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))

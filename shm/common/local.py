@@ -89,7 +89,7 @@ class LocalRequest(Pending[Answer]):
     # ------------------------------------------------------------------------------------------------ from whoever waits
 
     def made(self, arrived: tuple[Any, tuple[int, int, int] | None]) -> Answer | ServingError:
-        """Converts a response to an answer, and tells the worker that the response was taken. Returns an error if it fails.
+        """Converts a response to an answer, and tells the worker that it was taken. Returns an error if that fails.
 
         The answer has copies of the outputs, which the caller may change. ``arrived``: the outputs by name, and the times of
         the run; None: the times were not measured.
