@@ -50,7 +50,10 @@ class Service:
 
 
 def installed() -> Service | None:
-    """Returns how the installed tensord.service, with its drop-ins, is run; None: the service or systemd is not installed."""
+    """Returns the user, the working directory and the settings of the installed tensord.service, with its drop-ins.
+
+    Returns None if the service or systemd is not installed.
+    """
     command = ["systemctl", "show", UNIT, *(f"--property={name}" for name in _PROPERTIES)]
     try:
         done = subprocess.run(
@@ -91,7 +94,7 @@ def check_inside(service: Service, words: Sequence[str], environment: Mapping[st
     ``words``: the arguments of ``tensord check``; a relative path among them, except that of the configuration file, begins in
     the service's working directory. ``environment``: the variables of the caller; those that configure tensord are passed on.
 
-    Raises Unusable: systemd could not run this program there.
+    Raises Unusable: systemd could not start the check in the sandbox.
     """
     unit = f"tensord-check-{os.getpid()}.service"
     variables = {name: value for name, value in environment.items() if name.startswith("TENSORD_")}

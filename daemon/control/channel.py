@@ -30,7 +30,10 @@ class ControlChannel:
     def __init__(
         self, channel: Channel, on_record: Callable[[Any, list[int]], None], on_close: Callable[[], None]
     ) -> None:
-        """Stores the callbacks. ``on_record(record, fds)`` must close the file descriptors ``fds``, sent with the record."""
+        """Stores the callbacks. ``on_record(record, fds)`` must close the file descriptors ``fds``, sent with the record.
+
+        ``on_close``: called when the other process has closed the channel or sent invalid data.
+        """
         self._channel = channel
         self._on_record = on_record
         self._on_close = on_close

@@ -67,7 +67,10 @@ class Acceptor:
             self._loop.add_reader(listener.fileno(), self._readable, listener)
 
     async def close(self, timeout: float) -> None:
-        """Closes the listening sockets once all connections made so far have their protocols, or after ``timeout`` seconds."""
+        """Accepts the connections that wait, and closes the listening sockets.
+
+        Returns once all connections made so far have their protocols, or after ``timeout`` seconds.
+        """
         if self._closed:
             return
         self._counters.serve(False)
@@ -146,8 +149,9 @@ class Acceptor:
 class AcceptLimit:
     """Decides how many connections a front accepts in one iteration of the event loop; does no I/O.
 
-    After a single connection, a second ``accept`` costs a system call that mostly finds no further connection. The more often it
-    found none, the more seldom it is tried. While many connections come, more of them are accepted in each iteration.
+    After a single connection, a second ``accept`` costs a system call that mostly finds no further connection. The more often a
+    second ``accept`` found none, the more seldom it is tried. While many connections come, more of them are accepted in each
+    iteration. In these examples each number is what one iteration accepts, and "2?" is a second ``accept`` in vain:
 
         single:  1 | 1, 2? | 1 1 1, 2? | 1 x 7, 2? | ...
         many:    2 | 4 | 8 | ... | 64

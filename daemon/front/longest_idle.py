@@ -75,8 +75,9 @@ class LongestIdle:
 def described(connection: IdleConnection, account: Account | None, now: float) -> dict[str, Any]:
     """Returns a description of a connection for operators: its client, the arena memory it holds, and how long it is idle.
 
-    The keys: owner; idle_s, the seconds since it was used (None: it is in use); request_bytes and answer_bytes, the bytes that it
-    holds of each arena. ``account``: counts that memory; None: there is none. ``now``: seconds of the clock of ``used_at``.
+    The keys: owner; idle_s, the seconds since the connection was used (None: it is in use); request_bytes and answer_bytes, the
+    bytes that the connection holds of each arena. ``account``: counts these bytes; None: owner is "" and the bytes are 0.
+    ``now``: seconds of the clock of ``used_at``.
     """
     return {
         "owner": "" if account is None else account.client.owner,

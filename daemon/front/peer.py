@@ -25,7 +25,7 @@ _MAX_GROUPS = 1024
 
 @contextlib.contextmanager
 def _opened(fd: int) -> Iterator[socket.socket]:
-    """Yields a ``socket.socket`` with its own descriptor, open in the ``with`` block: asyncio's objects lack some options."""
+    """Yields a ``socket.socket`` of a duplicate of ``fd``, open in the ``with`` block. asyncio's sockets lack some options."""
     with socket.socket(fileno=os.dup(fd)) as sock:
         yield sock
 
@@ -130,7 +130,10 @@ def end_of(fd: int, connection: ConnectionEnd, reclaim: str) -> Iterator[int]:
 
 @contextlib.contextmanager
 def process_of(fd: int) -> Iterator[int]:
-    """Yields a pidfd of the client's process, open in the ``with`` block only; -1: no Unix socket, or the process is unknown."""
+    """Yields a pidfd of the process of the client whose socket is ``fd``. The pidfd is open in the ``with`` block only.
+
+    Yields -1 if ``fd`` is no Unix socket, or if the process is unknown.
+    """
     process = _pidfd(fd)
     try:
         yield process

@@ -112,9 +112,9 @@ class SocketTransport(asyncio.Transport):
     def _left_unread(self, events: int) -> None:
         """Handles that the client has closed the connection, or its sending side, while reading is paused.
 
-        If the whole connection is closed, it is ended here too. If only the client's sending side is closed, ``heeds_end`` of
-        the watch decides. True: the protocol is told of the end now. False: the end is read later, after the bytes that are
-        still unread. ``events``: the mask that epoll reported.
+        If the whole connection is closed, it is ended here too. If only the client's sending side is closed, it depends on
+        ``heeds_end`` of the ``SocketWatch``. True: the protocol is told of the end now. False: the end is read later, after the
+        bytes that are still unread. ``events``: the mask that epoll reported.
         """
         if events & _BROKEN:
             self._fail(ConnectionResetError("the client has gone"))

@@ -82,7 +82,8 @@ class Floods:
     def ping(self, now: float, busy: bool, answers: int) -> None:
         """Counts a ping of the client. Raises Violation: too many pings in a row came too soon after the ping before.
 
-        No ping is too soon while a call is open (``busy``) or after an answer: clients measure the connection then.
+        No ping is too soon while a call is open (``busy``) or after an answer: clients measure the connection then. ``answers``:
+        how many answers have been sent since the connection began.
         """
         options = self._options
         answered, self._answers_at_ping = answers != self._answers_at_ping, answers

@@ -107,7 +107,10 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         return found
 
     def _serves(self, known: PreparedMessage) -> bool:
-        """Returns whether the model of a cached message still serves; called after the table of models has changed."""
+        """Returns whether the model of the cached message ``known`` still serves. If so, brings ``known`` up to date.
+
+        Called after the table of models has changed.
+        """
         decoded = known.decoded
         try:
             known.decoupled = self._table.find(decoded.model, decoded.version).streams

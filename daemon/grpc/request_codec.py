@@ -84,9 +84,9 @@ class DecodedHead:
 
 
 def decode_head(head: bytes, has_raw: bool, table: ModelStates) -> tuple[DecodedHead, ModelState]:
-    """Decodes all fields of a ModelInferRequest but its id and its raw tensors. Returns them, and the state of its model.
+    """Decodes all fields of a ModelInferRequest but its id and ``raw_input_contents``. Returns them, and the model's state.
 
-    ``has_raw``: whether the request has raw tensors. If so, no input may have ``contents``.
+    ``has_raw``: whether the request has ``raw_input_contents``. If so, no input may have ``contents``.
     Raises: NotFound: the model or version does not exist.  InvalidArgument: the head breaks the protocol.
     """
     if len(head) > counts.UNCOUNTED:
@@ -163,8 +163,8 @@ def read_version(model: str, text: str) -> int:
 def _content(entry: Any, datatype: str, has_raw: bool, model: str) -> InputContent | None:
     """Returns the content of an input: its typed values as bytes, or its slice of a region.
 
-    Returns None if the input's content is one of the raw tensors. ``has_raw``: whether the request has raw tensors. ``model``:
-    the model's name, for error messages.
+    Returns None if the input's content is in ``raw_input_contents``. ``has_raw``: whether the request has
+    ``raw_input_contents``. ``model``: the model's name, for error messages.
     """
     name = entry.name
     if "shared_memory_region" in entry.parameters:
@@ -194,7 +194,11 @@ def _content(entry: Any, datatype: str, has_raw: bool, model: str) -> InputConte
 
 
 def _typed_bytes(name: str, datatype: str, kind: str, contents: Any) -> bytes:
-    """Converts the typed values in ``contents`` to raw bytes; ``kind``: the datatype of the numbers in its only filled field."""
+    """Converts the typed values in ``contents`` to the bytes of a tensor.
+
+    ``name``: the input's name, for error messages. ``kind``: the datatype of the numbers in the only filled field of
+    ``contents``. Raises InvalidArgument: a value is out of the range of ``datatype``.
+    """
     if datatype == "BYTES":
         return encoded(list(contents.bytes_contents))
     numbers, dtype = packed_numbers.of_contents(contents, DTYPES[kind]), DTYPES[datatype]

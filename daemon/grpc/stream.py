@@ -228,7 +228,7 @@ class Stream:
         return self.arriving is not None and self.arriving.waits_for_room
 
     def _room_came(self) -> None:
-        """Called when the message's wait for arena memory has ended: the client's time to send it starts anew."""
+        """Called when the message's wait for arena memory has ended. The client's deadline for the message starts anew."""
         self.partial_since = 0.0
         self._note()
         self.grant()

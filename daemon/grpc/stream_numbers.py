@@ -69,7 +69,10 @@ class StreamNumbers:
         return Past.CUT if number <= self._forgotten else Past.CLOSED
 
     def remember(self, number: int, past: Past) -> None:
-        """Remembers that the stream ended early: RESET: the client has reset it; CUT: the server has ended it."""
+        """Remembers why the stream ``number`` ended early.
+
+        ``past``: RESET if the client has reset the stream, CUT if the server has ended it.
+        """
         self._ended[number] = past
         if len(self._ended) > _MAX_REMEMBERED:
             oldest = next(iter(self._ended))

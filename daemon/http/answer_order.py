@@ -77,7 +77,10 @@ class AnswerOrder:
             self.announce_end()
 
     def received_whole(self) -> None:
-        """Notes that the arriving body is complete, and tells its request so. The parser or the ``BodyReader`` calls it."""
+        """Notes that the arriving body is complete, and calls ``complete`` of the body's request.
+
+        Called by the parser or the ``BodyReader``.
+        """
         receiving, self.receiving = self.receiving, None
         self.times.body_since = 0.0
         if len(self.requests) > 1:

@@ -45,8 +45,8 @@ class ClientDeadlines:
     def stopped(self, now: float, came: int) -> bool:
         """Returns whether no more bytes of the arriving request have come for more than ``SILENCE_SECONDS``.
 
-        Call it again and again while the server stops: the time counts from the first call with the same ``came``, the bytes
-        received of the request; below 0: no request is arriving.
+        Call it again and again while the server stops. The time counts from the first call with the same ``came``. ``came``: how
+        many bytes of the request were received; below 0: no request is arriving, and the method returns False.
         """
         if came != self._came:
             self._came, self._silent_since = came, now

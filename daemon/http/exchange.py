@@ -522,7 +522,10 @@ class Exchange(InFlight):
             self.written()
 
     def _deflate(self, deflation: Deflation, json_size: int, tail_size: int) -> None:
-        """Compresses the answer in steps, releases the shared memory of its tensors, then writes it. Sizes are uncompressed."""
+        """Compresses the answer in steps, releases the shared memory of its tensors, then writes the answer.
+
+        ``json_size`` and ``tail_size``: the number of bytes of the JSON and of the binary tensors, both before compression.
+        """
         if self._gone:
             return
         if deflation.step():

@@ -349,7 +349,7 @@ class Generation(InFlight):
         self._order.answered()
 
     def _let_go(self) -> None:
-        """Frees the memory of the request and of its queued responses. If the model still runs, it cancels the request."""
+        """Frees the memory of the request and of its queued responses. Cancels the request if its model still runs."""
         self._drop_body()
         if self._running:
             self._running = False

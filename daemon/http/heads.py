@@ -56,7 +56,7 @@ class Heads(BoundedCache[bytes, InferHead]):
           max_fields: the most header fields of a request.
           cuts: True: header lines without effect are left out of the keys. Allowed only if no rule of the operator depends on
             headers.
-          count: how many heads are cached at least, but no more than ``MAX_COUNT``.
+          count: how many heads are cached at least. A count above ``MAX_COUNT`` means ``MAX_COUNT``.
           joins: whether the front reads the ``traceparent`` header.
         """
         # Each by its bytes, and by what of them matters.

@@ -75,9 +75,9 @@ class Cut:
 
 
 def cut(document: bytes | memoryview) -> Cut | None:
-    """Cuts large values of ``data`` keys out of a JSON text, without pauses. Returns None if there are no such values.
+    """Cuts large values of ``data`` keys out of a JSON text, in one go. Returns None if there are no such values.
 
-    Raises: InvalidArgument: the rest of the text is longer than ``MAX_TEXT``.
+    Raises InvalidArgument: the rest of the text is longer than ``MAX_TEXT``.
     """
     found = steps(document)
     while True:

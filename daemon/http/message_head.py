@@ -142,7 +142,10 @@ def refusal(version: str, fields: Fields) -> tuple[int, str] | None:
 
 
 def path_and_query(target: bytes) -> tuple[str, bytes, bytes]:
-    """Splits a target into the percent-decoded path (but %2F, which separates no segments, stays), the raw path and the query."""
+    """Splits a request's target into the percent-decoded path, the path as it was sent, and the query.
+
+    In the decoded path, %2F stays as it is, because it separates no segments.
+    """
     match = _TARGET.fullmatch(target)
     path, query = (match[1], match[2] or b"") if match else (target, b"")
     if b"%" not in path:

@@ -55,7 +55,7 @@ _bare_line_ends = re.compile(rb"\n(?<!\r\n)[\r\n]*([A-Z]|\Z)?").finditer
 
 
 def _bare_line_feed(data: bytes, begin: int, end: int) -> int:
-    """Returns the offset of the first line feed in ``data[begin:end]`` that has no carriage return and may precede a request.
+    """Returns the offset of the first line feed in ``data[begin:end]`` that follows no carriage return and may precede a request.
 
     A request may begin behind a run of line ends, before a capital letter or the end of the bytes. Returns -1 if there is none.
     """

@@ -44,7 +44,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class PreparedRequests:
-    """Parses a front's inference requests, and caches what those share that differ only in id, scheduling and values."""
+    """Parses a front's inference requests, and caches the fields that requests share: all but id, scheduling and values."""
 
     def __init__(self, count: int = MAX_NUMBERS, inline_byte_size: int = 0) -> None:
         """Creates an empty cache.
@@ -79,8 +79,8 @@ class PreparedRequests:
     def meet(self, head: InferHead, key: tuple[TextKey, bytes]) -> ParsedRequest:
         """Parses the JSON of a request that is not in the cache ``texts``, where it would have the key ``key``.
 
-        The JSON is cached if it holds no tensor values, and if the last request of its kind that was parsed here had the same id
-        and scheduling (apart from the parameter set).
+        The parsed request is cached if it holds no tensor values, and if the one parsed before it, of those with the same fields
+        but id, scheduling and values, had the same id and scheduling. Parameter sets are not compared.
         Raises: InvalidArgument: the JSON is malformed or contradicts itself; Unsupported: a string sequence id is too long.
         """
         (_, _, tail_size), text = key

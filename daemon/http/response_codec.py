@@ -94,7 +94,7 @@ def encode_in_steps(
 ) -> Generator[None, None, tuple[list[Buffer], list[Buffer]]]:
     """Encodes an answer as ``encode`` does, and yields after each piece of a large tensor's JSON.
 
-    Returns the pieces of the JSON head, and the binary tensors.
+    Returns the pieces of the JSON head, and the binary tensors. ``asked``: the request, which says which outputs are binary.
     Raises: InvalidArgument: an output cannot be written as JSON.
     """
     texts: list[list[Buffer]] = []

@@ -168,7 +168,7 @@ def _standing(model: Mapping[str, Any]) -> Sequence[Any]:
 
 
 def _short(error: Mapping[str, Any], key: str) -> Any:
-    """Returns the value under ``key`` of an error. Its time is cut to ``2026-11-28 22:49:29``, without zone and fractions."""
+    """Returns the value under ``key`` of an error. A time is cut to ``2026-11-28 22:49:29``, without zone and fractions."""
     value = error.get(key) or ""
     return value[:19].replace("T", " ") if key == "time" else value
 

@@ -14,7 +14,10 @@ from tensord.shm.refusals import Refusal
 
 @dataclass(frozen=True, slots=True)
 class WorkerSlot:
-    """Holds what the metrics show of a worker and those it has replaced; also while it has ended and is not replaced yet."""
+    """Holds what the metrics show of a worker and of the earlier processes that the worker has replaced.
+
+    The object also exists while the worker has ended and is not replaced yet.
+    """
 
     name: str
     device: str
@@ -34,7 +37,10 @@ class WorkerSlot:
 
 @dataclass(frozen=True, slots=True)
 class FrontSlot:
-    """Holds what the metrics show of a front and those it has replaced; also while it has ended and is not replaced yet."""
+    """Holds what the metrics show of a front and of the earlier processes that the front has replaced.
+
+    The object also exists while the front has ended and is not replaced yet.
+    """
 
     name: str
     protocol: str

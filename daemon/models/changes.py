@@ -255,7 +255,10 @@ class Models:
             self._dismiss(name)
 
     def _bring_wanted(self, name: str, found: FoundModel | None) -> asyncio.Task[str]:
-        """Begins to load a model; the task's result is why that failed, or "". ``found``: the model; None: it is looked for."""
+        """Begins to load a model. The task's result is the reason why the load failed, or "" if it succeeded.
+
+        ``found``: the model; None if it must be looked for in the repositories.
+        """
         task = self._latest[name] = asyncio.get_running_loop().create_task(self._bring_found(name, found))
         task.add_done_callback(functools.partial(_drop_if_same, self._latest, name))
         return task
@@ -363,7 +366,7 @@ class Models:
             self._wanted.add(found.name)
 
     async def _followed(self, name: str) -> None:
-        """Waits until all ensembles that use a model have been loaded again. Only after that a client's load is answered."""
+        """Waits until all ensembles that use a model have been loaded again. A client's load is answered only after that."""
         while True:
             users = self.ensembles.followers(name)
             coming = [each for user in users for each in (self._again.get(user), self._outcomes.coming(user)) if each]
@@ -519,7 +522,7 @@ class Models:
 
 
 def _refused_state(name: str, reason: str) -> ModelState:
-    """Builds the record that tells fronts why a model was refused without asking a worker. Its version is 0, which is none."""
+    """Builds the record that tells fronts why a model was refused without asking a worker. Version 0 means no version."""
     return ModelState(name, 0, "UNAVAILABLE", reason)
 
 

@@ -285,7 +285,7 @@ class LoadWaits:
 
 
 class Coming:
-    """Tells the fronts that an ensemble is LOADING while the load waits for its members, so that requests for it wait as well."""
+    """Shows an ensemble to the fronts as LOADING while its load waits for its members. Requests for it then wait as well."""
 
     def __init__(self, publish: Callable[[ModelState | ModelGone], None]) -> None:
         self._publish = publish

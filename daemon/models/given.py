@@ -98,7 +98,10 @@ class GivenModels:
             self._coming.discard(folder)
 
     def serves(self, name: str, needed: Collection[str]) -> bool:
-        """Returns whether a model is served from files of a client. ``needed``: the folders that its versions use."""
+        """Returns whether a version of the model ``name`` uses files that a client sent.
+
+        ``needed``: the folders that the model's versions use.
+        """
         return any(str(folder) in needed for folder in self._folders.get(name, ()))
 
     def drop_unused(self, name: str, needed: Collection[str]) -> None:
@@ -126,7 +129,10 @@ class GivenModels:
 
 
 def _locked(folder: Path) -> int:
-    """Opens a folder and locks it. Returns the descriptor, which holds the lock while it is open; -1: this failed."""
+    """Opens a folder and locks it. Returns the descriptor, which holds the lock while it is open.
+
+    Returns -1 if the folder cannot be opened or is locked already.
+    """
     try:
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -170,7 +176,10 @@ class Overrides:
         return given if fingerprint == found.fingerprint else ""
 
     def keep(self, found: FoundModel, given: str) -> None:
-        """Stores the configuration of a load that succeeded, for later loads of the same files; "": removes an earlier one."""
+        """Stores the configuration that came with a successful load, for later loads of the same files.
+
+        ``given``: the configuration; "" if the load had none, which removes the stored configuration of the model.
+        """
         if given:
             self._kept[found.name] = (found.fingerprint, given)
         else:

@@ -233,7 +233,10 @@ class Lifecycle:
         return [i for number in sorted(model.versions) for i in self._retire(name, number)]
 
     def _retire(self, name: str, number: int) -> list[Instruction]:
-        """Begins to unload a version if it serves; else it stays in the index, as in Triton. Returns instructions."""
+        """Begins to unload a version if it serves. Otherwise the version only stays in the repository index, as in Triton.
+
+        Returns instructions, which the caller must carry out.
+        """
         version = self.models[name].versions[number]
         was_awaited = bool(version.given_up)
         version.wanted, version.postponed = False, set()
@@ -337,10 +340,11 @@ class Lifecycle:
         return out
 
     def retry(self, name: str, number: int, deaths: int) -> list[Instruction]:
-        """Returns instructions with which one worker loads a version that was given up.
+        """Returns the instruction that has an idle worker load a version whose loads were given up because workers died.
 
-        Call it when the time of a ``Retry`` has come. Nothing is returned if the version's number of deaths is not ``deaths``
-        any more. If every worker is loading something else, the next worker that starts loads the version.
+        Call it when the time of a ``Retry`` has come. ``deaths``: the number of deaths when the ``Retry`` was made. Returns an
+        empty list if the version has another number of deaths now. Returns an empty list also if every worker is loading
+        something else: then the next worker that starts loads the version.
         """
         version = self.version(name, number)
         if version is None or not version.given_up or version.deaths != deaths:

@@ -127,7 +127,10 @@ class ReadinessCheck:
         self._loading: dict[int, Loading] = {}
 
     def begin(self, wanted: Iterable[str], required: Iterable[str]) -> None:
-        """Sets the models that must serve before readiness: ``required`` or, if empty, those ``wanted`` at the first call."""
+        """Sets the models that must serve before the daemon is ready.
+
+        They are the models in ``required`` or, if it is empty, the models that were ``wanted`` at the first call.
+        """
         if not self._begun:
             self._first = set(wanted)
         self._required = frozenset(required)

@@ -126,7 +126,10 @@ def _no_folder(others: Sequence[str]) -> str:
 
 
 def placed(found: FoundModel, devices: Sequence[str], options: Options) -> FoundModel:
-    """Returns a copy of the model with those of ``devices`` that load it. Raises InvalidArgument: no worker can load it."""
+    """Returns a copy of the model that names the devices that load it, out of ``devices``, the devices of all workers.
+
+    Raises InvalidArgument: no worker can load the model.
+    """
     message, limited = model_config.from_bytes(found.config), options.rate_limit.mode != "off"
     chosen = placement.place(message, devices, limited, options.workers.devices_per_worker)
     config = message.SerializeToString() if placement.say_kinds(message, devices) else found.config

@@ -112,7 +112,10 @@ class Operation:
     again: bool = False
 
     def overtaken_by(self, later: Operation) -> bool:
-        """Returns whether the operation ``later`` makes this load pointless: it is an unload, or loads other files or devices."""
+        """Returns whether the operation ``later`` makes this load pointless. Returns False if this operation is an unload.
+
+        A load is pointless before an unload, and before a load of other files or devices.
+        """
         if self.found is None:
             return False
         new = later.found

@@ -444,7 +444,10 @@ class Parameters:
         descriptors.close(fds)
 
     async def _obeyed(self, worker: WorkerProcess, operation: Operation) -> bool:
-        """Has a worker carry out a step that is decided, such as a commit; kills it if it fails. Returns whether it did it."""
+        """Has a worker carry out a step that is already decided, such as a commit. Returns whether the worker did so.
+
+        A worker that fails is killed.
+        """
         try:
             await self._call(worker, operation)
         except ServingError as error:
@@ -620,7 +623,7 @@ class Parameters:
         self.tell()
 
     def tell(self) -> None:
-        """Wakes changes of parameters that wait for a version. Call it when a state has changed or a load was answered."""
+        """Wakes the operations that wait for a version to serve. Call it when a state has changed or a load was answered."""
         self._news.set()
         self._news = asyncio.Event()
 

@@ -95,7 +95,10 @@ class Account(Holdings):
         return self.answers >= self.limit
 
     def note_bulky(self, kind: Hashable) -> None:
-        """Records that requests of this kind have large answers. They wait while the client holds its share of memory."""
+        """Records that requests of this kind have large answers. Such requests wait while the client holds its share of memory.
+
+        ``kind``: the key that ``kind_of`` returns.
+        """
         bulky = self.client.bulky
         if len(bulky) >= _MAX_BULKY:
             bulky.clear()

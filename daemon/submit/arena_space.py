@@ -236,7 +236,7 @@ def _held(account: Account | None) -> int:
 
 
 def _tell(on_lease: OnLease, given: Lease | ServingError) -> bool:
-    """Calls ``on_lease``. Returns False if it raised an exception, which is only logged: other requests are served."""
+    """Calls ``on_lease`` with ``given``. Returns False if ``on_lease`` raised an exception, which is only logged."""
     try:
         on_lease(given)
     except Exception:

@@ -105,7 +105,7 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
         return "", ""
 
     def left_line(self) -> None:
-        """Called when the request, unless it was cancelled, was sent or answered after it had waited for arena memory."""
+        """Called when a request that had waited for arena memory was sent or answered, unless it was cancelled before."""
 
     def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
         """Sends an answer to the client. Called with each answer to the request, and never again after the final answer.

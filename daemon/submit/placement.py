@@ -92,7 +92,10 @@ def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None
 
 
 def room(contents: Iterable[InputContent | Unconverted], inline_byte_size: int) -> int:
-    """Returns how many bytes of the arena the tensors need that are in no shared memory and exceed ``inline_byte_size``."""
+    """Returns how many bytes of the arena a request's tensors need.
+
+    Tensors in shared memory, and tensors given as at most ``inline_byte_size`` bytes, need none.
+    """
     size = 0
     for content in contents:
         if isinstance(content, _BYTES):

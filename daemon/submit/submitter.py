@@ -247,9 +247,10 @@ class Submitter:
     # --------------------------------------------------------------------------------------- records leave for workers
 
     def _put(self, worker: WorkerLink, request: InFlight) -> None:
-        """Puts a request on a worker's lane, at once if the worker has no other; if this raises, the request is on no lane.
+        """Puts a request on a worker's lane. If an exception is raised, the request is on no lane.
 
-        A traced request, or one to a worker that has others, is sent at the end of the event loop's iteration.
+        The request is sent at once if it is not traced and the worker has no other request. Otherwise it is sent at the end of
+        the event loop's iteration.
         """
         record, numbered, in_flight = request.record, request.numbered, worker.in_flight
         request.worker = worker
@@ -280,7 +281,7 @@ class Submitter:
             self._loop.call_soon(self._end_iteration)
 
     def _flush_later(self, worker: WorkerLink) -> None:
-        """Sends a worker's queued records at the end of the loop's iteration in one datagram, mostly to be one batch."""
+        """Sends a worker's queued records at the end of the loop's iteration, in one datagram, which mostly forms a batch."""
         if not worker.dirty:
             worker.dirty = True
             self._dirty.append(worker)
@@ -384,7 +385,11 @@ class Submitter:
         return True
 
     def _take(self, worker: WorkerLink, prepared: PreparedAnswer, own: AnswerRecord) -> None:
-        """Passes on an error, or a response that is not the last; a withdrawn or misrouted request is sent elsewhere instead."""
+        """Passes an error, or a response that is not the last, to its request.
+
+        There are two errors that the request does not get. If the worker confirms that a withdrawn request had not begun, the
+        request waits again. If the worker does not have the model any more, the request is sent to another worker.
+        """
         take = worker.in_flight.pop if prepared.final else worker.in_flight.get
         request, lease = take(own.request_id, None), own.lease
         if lease is not None:

@@ -45,8 +45,8 @@ class Throttle:
     def fills_client(self, account: Account, request: InFlight) -> bool:
         """Returns whether the client of an answered request has just reached its share of response memory.
 
-        If the client holds its share and the answer is large, this also records that requests of this kind have large answers.
-        ``account``: the account of the connection. ``request``: the request that was answered.
+        If the client holds its share and the answer is large, this also records that requests like ``request`` (with the same
+        model, version and input shapes) have large answers. ``account``: the account of the connection.
         """
         client = account.client
         if client.answers < client.limit:
@@ -67,7 +67,10 @@ class Throttle:
         return True
 
     def taken(self, account: Account) -> None:
-        """Notes that a connection and its client hold less than their share. Call it when an answer's memory came back."""
+        """Notes that a connection, its client or both hold less than their share again, if they do.
+
+        Call it when the memory of an answer was given back.
+        """
         if self.full:
             self.full -= {each for each in (account, account.client) if each.answers < each.limit}
 

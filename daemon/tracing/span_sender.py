@@ -89,7 +89,10 @@ class SpanSender:
 
 
 def _variable(name: str) -> str:
-    """Returns the environment variable OTEL_EXPORTER_OTLP_TRACES_name, or else OTEL_EXPORTER_OTLP_name; "" if neither is set."""
+    """Returns the value of the environment variable OTEL_EXPORTER_OTLP_TRACES_name, or else of OTEL_EXPORTER_OTLP_name.
+
+    Returns "" if neither variable is set.
+    """
     return os.environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or os.environ.get(f"OTEL_EXPORTER_OTLP_{name}") or ""
 
 

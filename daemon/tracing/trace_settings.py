@@ -87,7 +87,10 @@ class Values:
     log_frequency: int
 
     def check(self, target: str) -> None:
-        """Raises InvalidArgument if tracing is on although the rate is 0 or there is no ``target``, a file or a collector."""
+        """Raises InvalidArgument if tracing is on although the rate is 0 or ``target`` is empty.
+
+        ``target``: the file or the collector that gets the traces.
+        """
         if not self.level:
             return
         if not self.rate:
