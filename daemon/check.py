@@ -156,7 +156,7 @@ def _ensemble(model: FoundModel, tried: Mapping[str, Verdict]) -> Verdict:
 def _tried(
     models: Sequence[FoundModel], options: Options, devices: Sequence[Device], timeout: float, bar: ProgressBar
 ) -> Iterator[Verdict]:
-    """Loads models in several processes, and yields their verdicts in the order of ``models``. None may be an ensemble.
+    """Loads models in several processes, and yields their verdicts in the order of ``models``. No model may be an ensemble.
 
     ``devices``: the devices of all workers; a model is loaded on the first of its workers' devices. ``timeout``: how many
     seconds the load of each version of a model may take. ``bar``: shows the progress; it is cleared before a verdict is yielded.

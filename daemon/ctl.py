@@ -122,7 +122,8 @@ class _Daemon:
     def show(self, watch: float | None, print_: Callable[[Any], None], command: str, **words: Any) -> None:
         """Sends a command to the daemon, and prints the answer with ``print_``, or as JSON if that is wanted.
 
-        ``watch``: the seconds after which this is repeated; None: it is done once. After an error the program exits.
+        ``watch``: the seconds after which this is repeated; None: it is done once. ``words``: the command's arguments. After an
+        error the program exits.
         """
         while True:
             result = self.ask(command, **words)
@@ -562,7 +563,7 @@ def errors(daemon: _Daemon, watch: float | None) -> None:
 @_watched
 @click.pass_obj
 def sequences(daemon: _Daemon, watch: float | None) -> None:
-    """List live sequences by worker and model, with each one's slot in the batch and its waiting requests.
+    """List live sequences by worker and model, with each one's index in the batch (slot) and its waiting requests.
 
     At most 1,000 sequences of each model version are listed.
     """

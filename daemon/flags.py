@@ -333,8 +333,8 @@ _TRACE_FLAGS = {
 def _of_trace_config(value: str) -> str | None:
     """Returns the flag that means the same as ``--trace-config=value``; None: the value asks only for the default.
 
-    ``value``: ``[triton,]SETTING=VALUE``. Raises ConfigurationError: it is malformed, or asks for OpenTelemetry, for which
-    there is a key and no flag.
+    ``value``: ``[triton,]SETTING=VALUE``. Raises ConfigurationError: the value is malformed, or asks for OpenTelemetry, which is
+    turned on by a key of the configuration file and by no flag.
     """
     mode, comma, setting = value.partition(",")
     name, equals, given = (setting if comma else mode).partition("=")

@@ -51,7 +51,7 @@ class ClientConnection:
 
 @dataclass(slots=True)
 class _OpenLane:
-    """A lane of a client to a worker. It counts until the worker has reported that it is closed."""
+    """A lane of a client to a worker. It counts as open until the worker has reported that the lane is closed."""
 
     worker: WorkerProcess
     owner: str

@@ -55,7 +55,7 @@ def _made(path: Path) -> Path:
 
 
 def searched(environment: Mapping[str, str]) -> list[Path]:
-    """Returns the folders where tensorctl looks for sockets: $RUNTIME_DIRECTORY, the user's safe ones, then the service's."""
+    """Returns the folders where tensorctl looks for sockets: $RUNTIME_DIRECTORY, the user's safe ones, the service's one."""
     service = of_service(environment)
     return [*([service] if service else ()), *(path for path in _owns(environment) if not _bad(path)), SERVICE]
 
@@ -67,7 +67,7 @@ def further(name: str, pid: int) -> str:
 
 
 def sockets(folder: Path, name: str) -> list[Path]:
-    """Returns the possible paths of sockets in a folder: that of ``name``, if it exists or not, and the user's other daemons'."""
+    """Returns the path of the socket ``name`` in a folder, even if it does not exist, and those of the user's other daemons."""
     return [folder / name, *sorted(folder.glob(further(name, 0).replace("0", "[0-9]*")))]
 
 

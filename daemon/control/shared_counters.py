@@ -80,7 +80,7 @@ class SharedCounters:
         return self._words[row * _WORDS + 1]
 
     def prepared_requests(self, row: int) -> tuple[int, int, int]:
-        """Returns how many prepared requests of a front have a number now, ever got one, and ever lost theirs to others."""
+        """Returns how many prepared requests of a front have a number now, ever got one, and ever lost it to another one."""
         at = row * _WORDS + _PREPARED
         return self._words[at], self._words[at + 1], self._words[at + 2]
 
@@ -130,7 +130,7 @@ class FrontCounters:
         self._connections[self._row] = connections
 
     def note_number(self, numbered: int, evicted: int) -> None:
-        """Counts a request that got a number: ``numbered`` have one now, and ``evicted`` have lost theirs to this request."""
+        """Counts a request that got a number: ``numbered`` requests have one now, ``evicted`` lost theirs to this one."""
         at = self._at + _PREPARED
         self._words[at] = numbered
         self._words[at + 1] += 1
@@ -146,7 +146,7 @@ class FrontCounters:
 
     @property
     def codes(self) -> tuple[memoryview, int]:
-        """Returns the words of all rows, and the index of the first one that counts this front's answers, as in ``CODES``."""
+        """Returns all fronts' counters, and the index of the first that counts this front's answers by code (``CODES``)."""
         return self._words, self._at + _CODES
 
     def own(self) -> int:

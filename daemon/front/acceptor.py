@@ -33,7 +33,7 @@ _MAX_ALONE = 15
 
 
 class Acceptor:
-    """Accepts connections on listening sockets, whose descriptors it owns. While other fronts have fewer, it leaves some to them.
+    """Accepts connections on listening sockets, whose descriptors it owns. Leaves some of them to fronts with fewer connections.
 
     Args:
       counters: counts the open connections of all fronts. A connection's protocol adds itself there.
@@ -189,7 +189,7 @@ class ListeningSocket:
     """Owns a listening socket. Its ``accept`` does not block, and makes a socket object at little cost.
 
     ``socket.accept`` makes a ``socket.socket``, which looks up family and kind five times in tables of constants. That costs as
-    much as the kernel's part of accepting a connection. ``socket.SocketType``, its base class, has them as numbers.
+    much as the kernel's part of accepting a connection. Its base class ``socket.SocketType`` looks up nothing.
     """
 
     def __init__(self, listener: socket.socket) -> None:

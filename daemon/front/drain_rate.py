@@ -19,9 +19,9 @@ class DrainRate:
         self._left = 0
 
     def is_slow(self, since: float, left: int, now: float, seconds: float, rate: int) -> bool:
-        """Returns whether the client took at most ``rate`` bytes a second, on average over ``seconds`` or more.
+        """Returns whether the client took at most ``rate`` bytes a second, on average over more than ``seconds``.
 
-        Called repeatedly. Returns False while less time has passed. If the client took more, the next period begins now.
+        Called repeatedly. Returns False until a measurement has lasted ``seconds``. If the client took more, the next one begins.
 
         Args:
           since: when bytes began to wait for the client, in seconds of the clock of ``now``; 0: none wait.

@@ -228,7 +228,7 @@ class SocketTransport(asyncio.Transport):
                 self._keep(pieces, sent)
 
     def _keep(self, pieces: Iterable[bytes | bytearray | memoryview], sent: int) -> None:
-        """Stores ``pieces`` without the ``sent`` bytes that the socket has taken, to send later, and pauses the protocol."""
+        """Stores ``pieces`` without their first ``sent`` bytes, which were sent, for later. Pauses the protocol's writing."""
         self._unsent = deque(memoryview(piece) for piece in pieces)
         self._drop(sent)
         self._look_for(self._watched | _OUT)

@@ -60,7 +60,7 @@ class Floods:
         self._resets_given += int(_RESETS_A_SECOND * seconds)
 
     def look(self, frames: int, answers: int, byte_size: int) -> None:
-        """Checks how many frames came. Called about once a second, and when the client has sent as many as one iteration handles.
+        """Checks how many frames came. Called about once a second, and after as many frames as one iteration of the loop handles.
 
         ``byte_size``: the number of bytes of DATA that came, plus those of large responses that were sent.
         Raises Violation: more frames came than time, answers and bytes allow. The caller then ends the connection.
@@ -72,7 +72,7 @@ class Floods:
         self._frames_given -= max(0, left - _MAX_FRAMES)
 
     def reset(self, answers: int) -> None:
-        """Counts a call that the client has reset. Raises Violation: it has reset too many for the answers that it got."""
+        """Counts a call that the client has reset. Raises Violation: the client has reset too many calls for its answers."""
         self._resets += 1
         left = self._resets_given + answers - self._resets
         if left < 0:

@@ -286,7 +286,7 @@ class Http2:
         self._any_data(number, flags, data[start:end])
 
     def _any_data(self, number: int, flags: int, payload: bytes) -> None:
-        """Passes the payload of a complete DATA frame to its stream; if that has ended, it is counted and discarded."""
+        """Passes the payload of a complete DATA frame to its stream. If the stream has ended, counts and discards the payload."""
         stream = self._data_target(number, len(payload))
         if stream is None:
             return
@@ -356,7 +356,7 @@ class Http2:
     # -------------------------------------------------------------------------- 6.2: HEADERS, 6.10: CONTINUATION, 8.1
 
     def _headers(self, number: int, flags: int, payload: bytes) -> int:
-        """Handles a HEADERS frame. Returns what decoding it cost, in units of the arrival of one frame."""
+        """Handles a HEADERS frame. Returns the cost of decoding it, as a multiple of the cost of receiving a frame."""
         if not number:
             raise Violation(frames.PROTOCOL_ERROR, "HEADERS for stream 0")
         if flags & frames.PADDED:

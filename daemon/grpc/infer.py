@@ -205,10 +205,14 @@ class Infer:
         sampled: Trace | None = None,
         lease: Lease | None = None,
     ) -> CallRequest:
-        """Sends a request that was decoded in full to a worker, and returns it. Times are as for ``ask``.
+        """Sends a request that was decoded in full to a worker, and returns it.
 
-        ``sampled``: the request's trace, if it was begun before. ``lease``: the arena memory with the request's tensors; None:
-        they are not in the arena. Raises RefusedRequest: the request was not sent, and ``lease`` is given back.
+        ``waited_ns``: when the call began to wait for the message, and ``read_ns``: when the message was complete, of
+        CLOCK_MONOTONIC;
+        ``waited_ns`` is 0 if no trace is to be begun. ``sampled``: the request's trace, if it was begun before. ``lease``: the
+        arena
+        memory with the request's tensors; None: they are not in the arena. Raises RefusedRequest: the request was not sent, and
+        ``lease`` is given back.
         """
         head, client_id, scheduling, contents, state, learned = understood
         trace, stream = sampled, call.stream
@@ -260,7 +264,10 @@ class Infer:
     def _trace_refused(
         self, refused: RefusedRequest, call: InferCall, waited_ns: int, read_ns: int, sampled: Trace | None
     ) -> None:
-        """Adds a trace to a request refused while decoded, if it is sampled and names a model. Arguments as ``_ask_read``'s."""
+        """Adds a trace to a request that was refused while it was decoded, if the request is sampled and names a model.
+
+        The times and ``sampled`` are those of ``_ask_read``.
+        """
         if sampled is None and waited_ns and refused.model:
             sampled = self._sample(refused.model, call.stream.head, waited_ns, read_ns)
         if sampled is not None:
@@ -302,7 +309,7 @@ class CallRequest(InFlight):
 
     @classmethod
     def refused(cls, call: InferCall, refused: RefusedRequest) -> CallRequest | None:
-        """Makes the stand-in for a refused request in logs, never sent to a worker; None if its model is unknown."""
+        """Makes an object that stands for a refused request in logs and is never sent; None if the request's model is unknown."""
         if not refused.model:
             return None
         context = None if refused.trace is None else refused.trace.context

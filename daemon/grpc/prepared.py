@@ -92,7 +92,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         self._schedulings: BoundedCache[bytes, Scheduling] = BoundedCache(count)
 
     def is_usable(self, known: PreparedMessage, raws: int) -> bool:
-        """Returns whether the entry ``known`` is of messages with ``raws`` raw tensors and its model still serves."""
+        """Returns whether the model of ``known`` still serves and ``known`` has ``raws`` tensors in ``raw_input_contents``."""
         return known.decoded.raw_count == raws and (known.edition == self._table.edition or self._serves(known))
 
     def scheduling(self, parameters: bytes) -> Scheduling | None:

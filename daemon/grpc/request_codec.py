@@ -70,7 +70,7 @@ class DecodedHead:
         return [next(rest) if content is None else content for content in self.contents]
 
     def miscounted(self, count: int) -> InvalidArgument:
-        """Returns the error for a message with ``count`` raw tensors, which are more or fewer than its inputs need."""
+        """Returns the error for a message with ``count`` ``raw_input_contents``, more or fewer than its inputs need."""
         if count > self.raw_count:
             return InvalidArgument(
                 f"{count} raw_input_contents are given for model '{self.model}', its inputs take {self.raw_count}"

@@ -205,10 +205,9 @@ class AnswerOrder:
         self.flow.pause_reading()
 
     def resume_writing(self) -> None:
-        """Called when the transport's buffer has drained.
+        """Called when the transport's buffer has drained. Has unfinished answers written further.
 
-        Writes the rest of unfinished answers, and resumes what waited for that. Then the next request is answered, and reading
-        from the client resumes, unless the buffer is full again.
+        Unless the buffer is full again then, the next request is answered, and reading from the client resumes.
         """
         self.times.stalled_since = 0.0
         unwritten, self._unwritten = self._unwritten, []
@@ -227,7 +226,7 @@ class AnswerOrder:
     def pause_body(self, pause: bool) -> None:
         """Stops reading from the socket because the arriving body waits for memory (``pause`` True), or ends that pause (False).
 
-        The time of the pause is not counted as the client's. Reading resumes only if nothing else keeps it paused.
+        The client's deadline for the body is later by the time of the pause. Reading resumes only if nothing else pauses it.
         """
         if pause:
             self._body_waits_since = monotonic()
@@ -241,7 +240,7 @@ class AnswerOrder:
     def _steer_reading(self) -> None:
         """Pauses reading from the socket if the client reads no answers, or if the arriving body waits for room in the arena.
 
-        Otherwise resumes it if an inference request's body is arriving or no request waits for an answer; else changes nothing.
+        Otherwise resumes reading if an inference request's body is arriving or no request is unanswered; else changes nothing.
         """
         if self.flow.write_paused or self._body_waits_since:
             self.flow.pause_reading()

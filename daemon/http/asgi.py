@@ -152,7 +152,7 @@ class AsgiRequest:
         self._finish(status, body)
 
     def _finish(self, status: int, body: bytes) -> None:
-        """Ends the request, which was answered with ``body``: counts it, logs an error, lets the next one be answered."""
+        """Ends the request, which was answered with ``body``: counts it, logs an error, and lets the next request be answered."""
         self._answered = True
         self._news.set()
         # A probe that hears "not ready" has made no mistake.

@@ -118,8 +118,8 @@ class Inflation:
 class Deflation:
     """Compresses an answer in steps by gzip or deflate. ``compressed`` holds the result.
 
-    ``level``: zlib's, from 1; answers are mostly numbers, for which a higher one saves hardly a byte. No reference is kept to one
-    of ``pieces`` that is compressed, and none at all after ``drop``.
+    ``level``: the level of zlib; levels above 1 save hardly a byte, because answers are mostly numbers. No reference is kept to a
+    piece of ``pieces`` that is compressed, and none to any piece after ``drop``.
     """
 
     def __init__(self, coding: str, level: int, pieces: Iterable[Buffer]) -> None:

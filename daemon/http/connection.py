@@ -219,7 +219,7 @@ class Http1Connection(asyncio.Protocol):
         order.reader.receive(body.rest()[:_PIECE_BYTE_SIZE] if isinstance(body, TextBody) else body.rest())
 
     def _leave_reader(self) -> None:
-        """Removes the ``BodyReader``, as the client sends small requests again; does nothing while reading is paused."""
+        """Removes the ``BodyReader``, because the client's next request is not large. Does nothing while reading is paused."""
         order = self.order
         if order.reader is not None and not order.flow.read_paused:
             order.reader.leave()
@@ -302,7 +302,7 @@ class Http1Connection(asyncio.Protocol):
 
     @property
     def used_at(self) -> float:
-        """Returns since when (monotonic seconds) the connection is idle or a head is arriving; 0 if neither is so."""
+        """Returns when (monotonic seconds) the connection became idle or a head began to arrive; 0 if neither is the case now."""
         return self.order.times.idle_since or self.order.times.head_since
 
     @property

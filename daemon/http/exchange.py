@@ -112,10 +112,10 @@ class Exchange(InFlight):
     # -------------------------------------------------------------------------------------------------- body
 
     def begin(self) -> None:
-        """Prepares to receive the body.
+        """Prepares to receive the body. If an error occurs, ``refused`` becomes true, and the error is sent to the client later.
 
-        Called if it is large, compressed, raw, of unknown length, or sent after ``100 Continue``. An error is not raised:
-        ``refused`` becomes true, and the error is sent to the client later.
+        Called if the body is large, compressed, of unknown length, or sent after ``100 Continue``, or if the body is not JSON but
+        the bytes of the model's one input.
         """
         reception = self._reception = Reception(
             self._serving, self._head, self._order.pause_body, self._go_on, self.account

@@ -149,7 +149,7 @@ class JoinedAnswers:
             parts.append(content)
 
     def whole(self) -> tuple[PreparedAnswer, tuple[Content, ...]]:
-        """Returns all responses joined into one answer and its bytes; without responses its outputs have no elements."""
+        """Joins all responses. Returns one answer and its outputs' bytes; without responses, the outputs have no elements."""
         tensors = [
             PreparedTensor(name, datatype, (sum(sizes), *rest))
             for name, (datatype, rest, sizes, _) in self._outputs.items()

@@ -110,7 +110,7 @@ class JsonArray:
         return self.byte_size
 
     def _pieces(self) -> Iterator[tuple[int, bytes]]:
-        """Yields pieces, with offsets in ``text``, that end before a comma. Raises InvalidArgument: a value exceeds a piece."""
+        """Yields pieces of ``text`` cut at commas, with their offsets. Raises InvalidArgument: a value exceeds a piece."""
         start, end = 1, len(self.text) - 1
         while end - start > PIECE_BYTE_SIZE:
             piece = bytes(self.text[start : start + PIECE_BYTE_SIZE])

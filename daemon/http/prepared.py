@@ -226,7 +226,7 @@ class PreparedKind:
         return self.numbered
 
     def answer(self, prepared: PreparedAnswer, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> AnswerText:
-        """Returns the encoder, created by the first call, of answers to this kind that share ``prepared``.
+        """Returns the encoder of answers to this kind of request that share ``prepared``. The first call creates the encoder.
 
         ``own``: the record of the present answer. Raises: InvalidArgument: a tensor of the answer is outside the arena.
         """

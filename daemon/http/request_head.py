@@ -145,8 +145,8 @@ def exact(head: bytes | memoryview, place: Callable[[int], int] = itself) -> Exa
 
     Args:
       place: converts the offset of a byte in ``head`` to its offset in the text that the client sent, for error messages.
-    Raises: InvalidArgument: the text is no JSON or not in the protocol's format. Mistakes in inputs and outputs raise it while
-      these are iterated over.
+    Raises: InvalidArgument: the text is no JSON or not in the protocol's format. For a mistake in inputs or outputs it is raised
+      only while they are iterated over.
     """
     value = parse(bytes(head), place)
     request: dict[str, Any] = value if isinstance(value, dict) else {}

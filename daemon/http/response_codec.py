@@ -43,6 +43,7 @@ def encode(
     Args:
       contents: the bytes of each output, or their place in the response arena.
       client_id: the request's id; "": it has none.
+      asked: the request, which says which outputs are binary.
       view: returns the bytes of a slice of the response arena.
       in_steps: whether a placeholder is written for each large tensor in the JSON, which ``encode_in_steps`` replaces.
     Raises: InvalidArgument: an output cannot be written as JSON; the message says which one and what to do.
@@ -72,7 +73,7 @@ def encode(
 def large_texts(
     prepared: PreparedAnswer, contents: tuple[Content, ...], asked: DecodedRequest
 ) -> list[tuple[PreparedTensor, Slice]]:
-    """Returns those tensors of an answer that must be JSON and are too large to be converted in one step, with their places."""
+    """Returns the tensors of an answer that must be JSON and are too large to convert in one step, each with its slice."""
     return [
         (tensor, place)
         for tensor, place in placed(prepared.outputs, contents)

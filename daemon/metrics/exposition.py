@@ -449,9 +449,11 @@ class Family:
     __slots__ = ("_help", "_labels", "kind", "lines", "name")
 
     def __init__(self, kind: str, name: str, text: str, value: float | None = None, labels: Sequence[str] = ()) -> None:
-        """Creates a family. If ``value`` is given, it has one sample with this value and without labels.
+        """Creates a family. If ``value`` is given, the family has one sample, with this value and without labels.
 
-        ``kind``: the type in OpenMetrics. ``name``: of the samples; a counter's must end in ``_total``. ``text``: the help text.
+        ``kind``: the type in OpenMetrics. ``name``: the samples' name; that of a counter must end in ``_total``. ``text``: the
+        help
+        text.
         """
         self.kind, self.name = kind, name
         self.lines: list[str] = []

@@ -60,7 +60,7 @@ class FrontSlot:
 
 @dataclass(frozen=True, slots=True)
 class RegionTotals:
-    """Counts the registered regions of a kind ("system", "cuda"), their bytes, and the requests' tensors in them now."""
+    """Counts the registered regions of a kind ("system", "cuda"), their bytes, and the tensors that requests now have in them."""
 
     kind: str
     count: int

@@ -580,7 +580,7 @@ class Lifecycle:
         }
 
     def reason(self, name: str, number: int) -> str:
-        """Returns why loads of a version are given up until its next try or until a device is usable; "": they are not."""
+        """Returns the reason why loads of a version were given up for the time being; "" if they were not given up."""
         version = self.version(name, number)
         return "" if version is None else version.given_up
 

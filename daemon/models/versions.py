@@ -65,7 +65,7 @@ class VersionEntry:
 
     @property
     def stranded(self) -> bool:
-        """Returns whether loads of the version are given up for lack of a usable device, not because workers died of it."""
+        """Returns whether the version's loads are given up because no device is usable, not because workers died in them."""
         return bool(self.given_up) and not self.deaths
 
     @property
@@ -155,6 +155,6 @@ def awaits(models: Mapping[str, ModelEntry], version: VersionEntry) -> bool:
 
 
 def _named(models: Mapping[str, ModelEntry], name: str, number: int) -> list[VersionEntry]:
-    """Returns a list with a model's version ``number``, which is empty if there is none; -1: all versions of the model."""
+    """Returns a list of a model's version ``number``, or of all its versions if ``number`` is -1; empty if there is none."""
     versions = models[name].versions if name in models else {}
     return [version for n, version in versions.items() if number in (-1, n)]

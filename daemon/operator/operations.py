@@ -72,9 +72,9 @@ class Operations:
     _audit: Audit
 
     async def reply(self, call: ControlCall, end: int = -1, by_model: bool = False) -> Reply:
-        """Carries out the operation in ``call`` and returns the reply. A failure is not raised: its code and message are there.
+        """Carries out the operation in ``call`` and returns the reply, which has the code and message of a failure.
 
-        ``end`` and ``by_model``: as for ``answer``.
+        ``end``: a file descriptor that came with the call; -1: none. ``by_model``: whether a model made the call.
         """
         call_id, operation = call.call_id, call.operation
         _log.debug("operation %s %s", type(operation).__name__, getattr(operation, "name", ""))

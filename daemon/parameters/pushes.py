@@ -212,9 +212,9 @@ class Parameters:
     def _resolved(self, model: str, number: int, lacking: bool = False) -> int:
         """Returns the number of a model's version that serves or, if none serves, is being loaded.
 
-        ``number``: the version that the client named; 0: the newest. ``lacking``: if True, a version also counts that does not
-        serve because pushed values for a new worker were lost. Raises NotFound: there is no such version; Unavailable: it cannot
-        be served now.
+        ``number``: the version that the client named; 0: the newest. ``lacking``: if True, a version that does not serve, because
+        pushed values for a new worker were lost, counts as well. Raises NotFound: there is no such version; Unavailable: the
+        version cannot be served now.
         """
         models = self._models.lifecycle.models
         asked = {n: v for n, v in models[model].versions.items() if number in (0, n)} if model in models else {}

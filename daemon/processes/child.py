@@ -223,7 +223,7 @@ class Child:
 
     @property
     def ended_by_itself(self) -> bool:
-        """Returns whether nobody killed the process: it exited, or its own code caused the signal that ended it, as SIGSEGV."""
+        """Returns whether nobody killed the process: it exited, or its own code caused its final signal, such as SIGSEGV."""
         return self.returncode is not None and (self.returncode >= 0 or -self.returncode in _OWN_SIGNALS)
 
     @property
@@ -436,7 +436,7 @@ def front_name(protocol: str, row: int) -> str:
 
 
 class MissingParts:
-    """Logs which optional parts the child processes lack. Each list is logged once, as all processes run the same files."""
+    """Logs which optional parts child processes lack. The same list is logged only once, as all processes run the same files."""
 
     def __init__(self, what: str = IN_C) -> None:
         """Begins with nothing logged. ``what``: the beginning of each warning, before the names of the missing parts."""

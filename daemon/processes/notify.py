@@ -34,7 +34,7 @@ class Notifier:
         self._send(f"STOPPING=1\nSTATUS={_line(status)}")
 
     def reloading(self) -> None:
-        """Tells the service manager that a reload begins (Type=notify-reload). ``ready`` tells it that it has ended."""
+        """Tells the service manager that a reload begins (Type=notify-reload). Call ``ready`` when the reload has ended."""
         self._send(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def alive(self) -> None:

@@ -151,7 +151,7 @@ class Accounts:
         return Account(client, self._connection_limit)
 
     def close(self, account: Account) -> None:
-        """Closes the account of a connection that is gone. Memory that it still holds counts for its client."""
+        """Closes the account of a connection that is gone. Memory that the connection still holds counts for its client."""
         account.client.accounts -= 1
 
     def _forget_gone(self) -> None:

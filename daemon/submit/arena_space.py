@@ -90,7 +90,8 @@ class ArenaSpace:
     def _others_first(self, byte_size: int, account: Account | None) -> bool:
         """Returns whether a waiting request gets memory before a new request of ``byte_size`` bytes from ``account``.
 
-        It does if it is in the same queue (small, medium or large), its limits allow it, and its client holds no more memory.
+        It does if it is in the same queue (small, medium or large), its limits allow it, and its client holds at most as much
+        memory as the client of ``account``.
         """
         held = _held(account)
         return any(_held(waiter.account) <= held and self._admitted(waiter) for waiter in self._line(byte_size))
@@ -101,7 +102,8 @@ class ArenaSpace:
         """Queues a request for memory. Call it after ``loan`` has returned None for the same arguments.
 
         ``on_lease`` is called once, later: with a lease, or with Unavailable when ``wait_seconds`` have passed. ``now``: the
-        event loop's time in seconds.
+        event loop's time in seconds. ``account``: what the memory counts against; None: nothing. ``arriving``: whether a body
+        that has not arrived completely needs the memory.
         """
         self._line(byte_size).append(_Waiter(now + self._wait_seconds, byte_size, on_lease, account, arriving))
         self._count += 1

@@ -144,7 +144,7 @@ class SequenceRouting:
         return worker if worker.incarnation in state.workers else None
 
     def _holder(self, key: Key) -> WorkerLink | None:
-        """Returns the worker whose page shows the sequence, the last to admit it if several do; None: no worker has it."""
+        """Returns the worker whose page shows the sequence, of several the last to admit it; None if no page shows it."""
         found, newest = None, 0
         for worker in self._workers.values():
             value = worker.sequences.value(key)
@@ -153,7 +153,7 @@ class SequenceRouting:
         return found
 
     def _candidates(self, state: ModelState, gpu: str) -> Sequence[WorkerLink]:
-        """Returns the workers that may take a new sequence, near ``gpu``, where the request's regions lie ("": anywhere)."""
+        """Returns the workers that may take a new sequence: those near ``gpu``, the GPU of its regions; "": all of them."""
         found = [self._workers[number] for number in state.workers if number in self._workers]
         found = [worker for worker in found if not worker.closed]
         return nearest(found, gpu, state) if gpu else found

@@ -495,7 +495,7 @@ class Submitter:
                 self._send_again(request)
 
     def taken(self, lane: SubmitterLane, response: AnswerRecord) -> None:
-        """Gives back the memory of a response that was sent to the client, and tells the worker that it may send as much more."""
+        """Gives back the memory of a response that was sent to the client. The worker learns of this and may then send more."""
         if response.lease is not None:
             self.release(lane, response.lease)
         request = self._in_flight.get(response.request_id)

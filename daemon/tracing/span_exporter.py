@@ -196,7 +196,9 @@ class SpanExporter:
     ) -> None:
         """Adds a span to the message that is being made. If too many spans wait for the collector, drops it instead.
 
-        ``began_ns`` and ``ended_ns``: ns since 1970. ``kind`` and ``flags`` 0: an internal span, whose parent is in this process.
+        ``began_ns`` and ``ended_ns``: ns since 1970. ``kind`` and ``flags``: OpenTelemetry's numbers; 0: those of an internal
+        span
+        whose parent is in this process.
         """
         counts = self._counts
         if counts.waiting >= self._most:

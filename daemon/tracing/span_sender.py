@@ -83,7 +83,7 @@ class SpanSender:
         return "" if answer.ok else f"{answer.status_code} {answer.reason}"
 
     def close(self, seconds: float) -> None:
-        """Waits until all queued messages are sent, for at most ``seconds``. Later messages may be lost."""
+        """Waits, for at most ``seconds``, until all queued messages are sent. Messages queued after this call may be lost."""
         self._waiting.put(None)
         self._thread.join(seconds)
 
