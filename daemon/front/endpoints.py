@@ -82,7 +82,7 @@ class Endpoints:
         return ""
 
     async def _everywhere(self) -> None:
-        """Waits until every front has the models' state that this front has: none then refuses what this one has confirmed."""
+        """Waits until every front knows the models' state that this one knows, so that none refuses what this one confirmed."""
         edition = self._table.edition
         if self._settled < edition:
             await self.ask(Settle())

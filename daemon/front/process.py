@@ -202,7 +202,7 @@ class Front(ABC):
         """Yields a description of each open connection for operators, as ``longest_idle.described`` makes it."""
 
     def _record(self, record: Any, fds: list[int]) -> None:
-        """Applies a message from the supervisor, and its descriptors ``fds``, mostly by passing it on to the part it concerns."""
+        """Applies a message from the supervisor, and its descriptors ``fds``, mostly by passing them to the part concerned."""
         match record:
             case Start():
                 child_process.enable_stack_report(*fds)

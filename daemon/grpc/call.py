@@ -51,7 +51,7 @@ class Call(ABC):
 
     @property
     def asked(self) -> InFlight | None:
-        """Returns the call's inference request; None if not decoded yet, or if the call has none or may have several."""
+        """Returns the call's inference request. Returns None if the request is not decoded yet, or the call may have several."""
         return None
 
     @abstractmethod
@@ -105,7 +105,7 @@ class InferCall(Call):
         """Called when a request of the call no longer waits for arena memory, because it was sent to a worker or refused."""
 
     def several(self, asked: CallRequest) -> None:
-        """Called at the first response to ``asked`` that shows that its model gives several, which was not known before."""
+        """Called at the first response to ``asked`` that shows that the model gives several responses, if that was not known."""
 
     def holds_up(self, asked: CallRequest) -> bool:
         """Returns whether answers to later requests of the call wait for the answer to ``asked``."""

@@ -153,7 +153,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._choose_room()
 
     def _rest(self) -> None:
-        """Pauses reading for one iteration of the event loop: the client has sent as many frames as one may handle."""
+        """Pauses reading for one iteration of the event loop: the client has sent as many frames as one iteration may handle."""
         assert self._transport is not None
         self._resting = True
         self._transport.pause_reading()
@@ -194,7 +194,7 @@ class Http2Connection(asyncio.BufferedProtocol):
     # ---------------------------------------------------------------------------------------------------------- writing
 
     def flush(self) -> None:
-        """Writes what ``Http2.out`` has queued to the transport, and closes it if it is ending and no stream is left."""
+        """Writes the bytes in ``Http2.out`` to the transport. Closes the connection if it is ending and no stream is left."""
         http2 = self.http2
         if http2.phase is CLOSED:
             return
@@ -244,7 +244,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._see_out()
 
     def when_written(self, on_written: Callable[[], None]) -> None:
-        """Calls ``on_written`` once the memory of what was written may be reused: it has left, or the connection is lost."""
+        """Calls ``on_written`` once the memory of the written bytes may be reused: they have left, or the connection is lost."""
         if self._lost or not (self.http2.out or self._paused_since):
             on_written()
         else:

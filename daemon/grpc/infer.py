@@ -113,10 +113,10 @@ class Infer:
     def _ask_known(
         self, call: InferCall, walked: Walked, known: PreparedMessage, trace: Trace | None, lease: Lease | None
     ) -> CallRequest | None:
-        """Sends the request of a message of which all but id, scheduling and tensors is cached, as ``known``.
+        """Sends the request of a message of which ``known`` is the cached part: all but id, scheduling and tensors.
 
-        ``trace``: None: not traced. ``lease``: the memory with the message's tensors; None: they are in ordinary memory. Returns
-        None, without sending the request, if the message must be decoded in full after all.
+        ``trace``: None if the request is not traced. ``lease``: the memory with the message's tensors; None: they are in ordinary
+        memory. Returns None, without sending the request, if the message must be decoded in full after all.
         """
         _, client_id, parameters, raws, room = walked
         if not self._prepared.is_usable(known, len(raws)) or (known.decoupled and not call.streams):
@@ -381,7 +381,10 @@ class CallRequest(InFlight):
 
 
 class Sent:
-    """Called when a traced answer was written: calls ``release`` for its memory (None: it has none) and ends its trace."""
+    """Called when a traced answer was written. Ends its ``trace``, and calls ``release``, which gives back the answer's memory.
+
+    ``release``: None if no memory must be given back.
+    """
 
     __slots__ = ("_release", "_trace")
 

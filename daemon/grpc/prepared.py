@@ -152,10 +152,10 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         walked: Walked | None,
         known: PreparedMessage | None,
     ) -> Understood:
-        """Decodes a message that was cut into head, id and raw tensors. Caches the part that other messages may share.
+        """Decodes a message that was cut into head, id and ``raw_input_contents``. Caches the part that other messages may share.
 
-        ``walked`` and ``known`` are as for ``read``.
-        Raises: RefusedRequest: the message is no valid request, or its model does not serve.
+        ``walked``: the parts into which ``walk`` cut the message; None: it could not. ``known``: the cached part; None: there is
+        none. Raises: RefusedRequest: the message is no valid request, or its model does not serve.
         """
         try:
             text = client_id.decode()
@@ -189,9 +189,9 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         return Understood(decoded, text, scheduling, raws, state, learned)
 
     def _decode_rest(self, rest: bytes, has_raw: bool) -> DecodedHead | None:
-        """Decodes a message without its scheduling parameters, id and raw tensors.
+        """Decodes a message without its scheduling parameters, id and ``raw_input_contents``; None if that part is invalid alone.
 
-        Returns None if the message is invalid without them. ``has_raw``: whether the message has raw tensors.
+        ``has_raw``: whether the message has ``raw_input_contents``.
         """
         try:
             return decode_head(rest, has_raw, self._table)[0]

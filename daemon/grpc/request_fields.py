@@ -37,9 +37,9 @@ class RefusedRequest(Exception):
 
 
 class MessageCutter:
-    """Cuts an encoded ModelInferRequest into head, id and raw tensors. The message may come whole or in pieces.
+    """Cuts an encoded ModelInferRequest into head, id and ``raw_input_contents``. The message may come whole or in pieces.
 
-    The head is the message without its id and raw tensors. ``byte_size``: the length of the message.
+    The head is the message without the other two. ``byte_size``: the length of the message.
     """
 
     #: The raw tensors that have begun, and the size of the last one.
@@ -74,9 +74,9 @@ class MessageCutter:
         return at, True
 
     def cut(self, piece: memoryview, at: int) -> tuple[int, bool]:
-        """Parses ``piece[at:]`` up to the next raw tensor.
+        """Parses ``piece[at:]`` up to the next tensor of ``raw_input_contents``.
 
-        Returns the offset where it stopped, and whether a raw tensor begins there.
+        Returns the offset where it stopped, and whether such a tensor begins there.
         Raises RefusedRequest: the message is malformed, or has too many fields.
         """
         end = len(piece)
@@ -125,9 +125,9 @@ class MessageCutter:
 
 
 def split(message: Buffer) -> tuple[bytes, bytes, list[tuple[int, int]]]:
-    """Cuts a complete ModelInferRequest. Returns its head, its id, and (begin, end) of each raw tensor in ``message``.
+    """Cuts a complete ModelInferRequest. Returns its head, its id, and (begin, end) of each of its ``raw_input_contents``.
 
-    The head is the message without its id and raw tensors. Raises RefusedRequest: it is malformed, or has too many fields.
+    The head is the message without the other two. Raises RefusedRequest: the message is malformed, or has too many fields.
     """
     cutter, view = MessageCutter(len(message)), memoryview(message)
     at = 0

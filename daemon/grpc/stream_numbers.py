@@ -52,7 +52,7 @@ class StreamNumbers:
         return max(0, self.next - 2)
 
     def use(self, number: int) -> None:
-        """Notes that a new stream uses ``number``, odd and above all used ones; lower ones cannot be used any more."""
+        """Notes that a new stream uses ``number``, which is odd and above all used numbers. Lower numbers become unusable."""
         if number > self.next:
             self._gaps.append((self.next, number - 2))
         self.next = number + 2

@@ -167,9 +167,9 @@ class AnswerOrder:
                 self.flow.resume_reading()
 
     def _give_turn(self) -> None:
-        """Tells the oldest request that all earlier ones are answered (``take_turn``), so that it is submitted and answered.
+        """Tells the oldest request, by ``take_turn``, that all earlier ones are answered, so that it is submitted and answered.
 
-        If that request is answered at once, the next request is told so too: in a loop, because recursion could go too deep.
+        If the request is answered at once, the next request is told in turn, in a loop: recursion could go too deep.
         """
         if not self.requests:
             return

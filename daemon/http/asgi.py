@@ -84,7 +84,7 @@ class AsgiRequest:
         task.add_done_callback(tasks.discard)
 
     def abandon(self) -> None:
-        """Reports to the application that the client has disconnected; what it still answers is discarded."""
+        """Reports to the application that the client has disconnected. Whatever the application still answers is discarded."""
         self._gone = True
         self._news.set()
 

@@ -169,7 +169,7 @@ class Http1Connection(asyncio.Protocol):
         return True
 
     def _parse(self, data: bytes, between: bool) -> None:
-        """Feeds bytes to the parser. ``between``: no request was arriving or unanswered, so that they begin one."""
+        """Feeds bytes to the parser. ``between``: True if the bytes begin a request, as no other was arriving or unanswered."""
         order, feed = self.order, self._feed
         if feed is None:
             feed = self._feed = ParserFeed(self._serving, self.transport, order)

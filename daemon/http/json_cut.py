@@ -57,7 +57,7 @@ class Cut:
     document: memoryview
 
     def number_of(self, data: Any) -> int | None:
-        """Returns the index in ``spans`` for the placeholder ``data``, raw JSON or parsed; None if it is no placeholder."""
+        """Returns the index in ``spans`` for the placeholder ``data``, parsed or as text; None if it is no placeholder."""
         if isinstance(data, msgspec.Raw):
             text = bytes(data) if memoryview(data).nbytes < 64 else b""
             return int(text[len(_PLACEHOLDER) : -2]) if text.startswith(_PLACEHOLDER) else None

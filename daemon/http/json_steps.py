@@ -82,7 +82,7 @@ class JsonArray:
         return self.count * (ELEMENT_SIZES[self.datatype] or 0)
 
     def wire_bytes(self) -> bytes:
-        """Converts the whole array at once. Raises InvalidArgument: it is no JSON array for this datatype and shape."""
+        """Converts the array at once to the tensor's bytes. Raises InvalidArgument: the text does not fit datatype or shape."""
         content = bytearray(self.byte_size)
         for _ in self.fill(memoryview(content)):
             pass
@@ -150,7 +150,7 @@ class JsonArray:
         return values
 
     def _check_nesting(self) -> Generator[None, None, bool]:
-        """Checks nested arrays, if there are any (returned), against the shape in steps. Raises InvalidArgument: no fit."""
+        """Checks nested arrays against the shape, in steps. Returns False if none is nested. Raises InvalidArgument: no fit."""
         if find(self.text, b"[", 1, len(self.text)) < 0:
             return False
         structure = bytearray()
@@ -164,11 +164,11 @@ class JsonArray:
 
 
 def _dimensions(structure: bytes, rank: int) -> Generator[None, None, list[int]]:
-    """Returns the lengths of nested lists, outermost first, of which only brackets and commas are given.
+    """Returns the lengths of nested lists, outermost first; [] if lists at one depth differ in length or nest far too deep.
 
-    Returns an empty list if lists at one depth have different lengths, or if the lists are nested far deeper than ``rank``. It
-    takes the length of the first innermost list, and removes all lists like that one. If all were alike, a structure with one
-    level less is left. It yields after each level. ``structure``: brackets and commas alone, such as ``[[,,],[,,]]``.
+    ``structure``: the brackets and commas of the lists alone, such as ``[[,,],[,,]]``. It takes the length of the first
+    innermost list and removes all lists like that one; if all were alike, a structure with one level less is left. It yields
+    after each level. ``rank``: the expected depth.
     """
     left, dims = structure, list[int]()
     while left and len(dims) <= 2 * rank + 1:
@@ -207,7 +207,7 @@ class JsonStrings:
 
     @property
     def byte_size(self) -> int:
-        """Returns the most bytes of the tensor: 4 for a string's length, where the text has 3 for its quotes and comma."""
+        """Returns the most bytes of the tensor: each string has 4 for its length, instead of quotes and a comma in the text."""
         return len(self.text) + self.count
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:

@@ -47,10 +47,9 @@ class PreparedRequests:
     """Parses a front's inference requests, and caches the fields that requests share: all but id, scheduling and values."""
 
     def __init__(self, count: int = MAX_NUMBERS, inline_byte_size: int = 0) -> None:
-        """Creates an empty cache.
+        """Creates an empty cache of at least ``count`` kinds of requests, and of at least ``count`` JSON texts.
 
-        ``count``: how many kinds of requests are cached, at least, and how many JSON texts. ``inline_byte_size``: the largest
-        tensor, in bytes, that is sent to a worker within the request's record.
+        ``inline_byte_size``: the largest tensor, in bytes, that is sent to a worker within the request's record.
         """
         self._inline_byte_size = inline_byte_size
         #: The fields that all requests of a kind share -> the kind.
@@ -220,7 +219,7 @@ class PreparedKind:
         self.last_answer: AnswerText | None = None
 
     def on_lane(self, numbers: Numbers[PreparedRequest]) -> Numbered[PreparedRequest] | None:
-        """Returns this kind's number on the lanes, assigned with the second request; None for the first, sent in full."""
+        """Returns the number of this kind of request on the lanes. None for its first request, which is sent in full."""
         if self.numbered is None:
             self.numbered = numbers.number_again(self.record)
         return self.numbered

@@ -45,7 +45,7 @@ _PATIENCE = 2.0
 
 
 class _OfSlot:
-    """Adds up the counters of a worker process, which begin at zero, and of those that it has replaced."""
+    """Adds up the counters of a worker process, which begin at zero, and those of the processes that it has replaced."""
 
     def __init__(self) -> None:
         #: The worker that reported last.

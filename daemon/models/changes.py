@@ -122,7 +122,7 @@ class Models:
         self._overrides.keep(found, given)
 
     async def _load_given(self, name: str, files: Mapping[str, bytes], config: str) -> None:
-        """Loads a model from files that a client sent, by their paths in its folder. ``config``: JSON, which is not empty."""
+        """Loads a model from files that a client sent. ``files``: by path in the model's folder. ``config``: JSON, not empty."""
         if not config:
             raise InvalidArgument(repository.given_error(name, "files are given without a 'config'"))
         if not repository.NAME.fullmatch(name):
@@ -409,7 +409,7 @@ class Models:
         self._check_readiness()
 
     def outdated(self, why: str) -> None:
-        """Stores, for the readiness, why processes that die cannot be replaced, as by another installed version; "": they can."""
+        """Stores, for the readiness, why dead processes cannot be replaced, such as another installed version; "": they can."""
         self._readiness.outdated = why
         self._check_readiness()
 

@@ -323,7 +323,7 @@ class Lifecycle:
     def fill(self, name: str, number: int) -> list[Instruction]:
         """Returns instructions to load a version on the workers that failed to load it for lack of parameters.
 
-        The parameters are those that clients send in a push. Call it when they have arrived. Nothing is returned while the
+        The parameters are those that clients send in a push. Call it when they have arrived. The list is empty while the
         version is being loaded.
         """
         version = self.version(name, number)
@@ -443,7 +443,7 @@ class Lifecycle:
         return out + self._send_postponed(worker) + self._after_answer(answer.name)
 
     def unloaded(self, worker: int, name: str, number: int) -> list[Instruction]:
-        """Notes that worker number ``worker`` has unloaded a version; the last one ends the unload. Returns instructions."""
+        """Notes that a worker has unloaded a version. The last such worker ends the unload. Returns instructions."""
         version = self.version(name, number)
         if version is None or worker not in version.unloading:
             return []

@@ -122,7 +122,7 @@ def _named(message: ModelConfig, devices: Sequence[str], each: int) -> tuple[str
 
 
 def _first(gpu: int, each: int) -> str:
-    """Returns the device of the worker that has GPU number ``gpu``: that of the first of the worker's ``each`` GPUs."""
+    """Returns the device of the worker that has GPU number ``gpu``. A worker with ``each`` GPUs is named by its first one."""
     return device_name(gpu - gpu % each)
 
 

@@ -29,7 +29,7 @@ _MAX_LINE = 1 << 20
 
 
 class ControlSocket:
-    """Answers tensorctl on the control socket; without a configured path, it is where tensorctl looks by default."""
+    """Answers tensorctl on the control socket. Without a configured path, the socket is where tensorctl looks by default."""
 
     def __init__(self, options: SupervisorOptions, environment: Mapping[str, str], commands: OperatorCommands) -> None:
         self.path = unix_socket.path(options.control_socket, CONTROL_SOCKET, environment)

@@ -82,7 +82,7 @@ class PushedSet:
 
 @dataclass(slots=True)
 class PushedSets:
-    """The parameter sets of all models into which clients pushed. ``limit``: the most bytes that their memory may have."""
+    """The parameter sets of all models into which clients pushed. ``limit``: the most bytes of memory that all may take."""
 
     limit: int
     byte_size: int = 0

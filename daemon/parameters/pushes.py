@@ -650,7 +650,7 @@ class Parameters:
 
 
 def _check_death(worker: WorkerProcess, what: str) -> None:
-    """Raises Internal, naming ``what``, if a worker has died, perhaps of these parameters: no other worker is given them."""
+    """Raises Internal, naming ``what``, if the worker died of its work, so that no other worker is given these parameters."""
     if worker.ended_by_work:
         raise Internal(f"{what}: the worker process that was given them {worker.describe_exit()}")
 

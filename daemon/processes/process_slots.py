@@ -26,7 +26,7 @@ _MAX_START_DEATHS = 5
 
 
 class MemoryKills:
-    """Detects by a control group's counter that the kernel killed a process for want of memory; ``group`` None: never."""
+    """Detects by the control group ``group`` that the kernel killed a process for want of memory; None: it detects nothing."""
 
     def __init__(self, group: MemoryGroup | None) -> None:
         self._group = group

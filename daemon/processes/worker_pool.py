@@ -80,7 +80,7 @@ class WorkerPool:
         self._jax_lacks = MissingParts(OF_JAX)
 
     def start_all(self, spawned: Sequence[tuple[Device, Spawned]]) -> None:
-        """Takes over the first workers, one for each device, which run already. Raises OSError: no file descriptor is free."""
+        """Takes over the first workers, which run already on one device each. Raises OSError: no file descriptor is free."""
         self._shared_slots = {f"worker-{index}": device for index, (device, _) in enumerate(spawned)}
         for name, (device, process) in zip(self._shared_slots, spawned, strict=True):
             self._adopt(name, device, process)

@@ -75,7 +75,7 @@ class RegionRegistry:
     # ------------------------------------------------------------------------------------------------------- register
 
     async def register(self, request: Registration, peer: Peer, end: int = -1, sealed: int = -1) -> None:
-        """Registers a region on every worker that can use it. If its owner has registered it already, it is renewed.
+        """Registers a region on every worker that can use it. A region that its owner has registered already is renewed.
 
         Args:
           peer: the client.

@@ -26,7 +26,10 @@ Sizes = tuple[int, int, int]
 
 
 class Holdings:
-    """Counts the bytes that a connection or client holds, in request and response arenas apart. ``limit``: the most of each."""
+    """Counts the bytes that a connection or client holds in request arenas, and those in response arenas.
+
+    ``limit``: the most bytes of each of the two.
+    """
 
     __slots__ = ("answers", "limit", "requests")
 

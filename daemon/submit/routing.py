@@ -159,7 +159,7 @@ class Routing:
 
 
 class RegionPlaces(dict[str, str]):
-    """Maps each region in GPU memory to its GPU, if there are several workers, some on GPUs. Other workers can use it, too."""
+    """Maps each region in GPU memory to its GPU, if there are several workers and some have GPUs. Any worker can use a region."""
 
     __slots__ = ()
 

@@ -203,7 +203,7 @@ class Submitter:
             self._fail(request, Internal(DEFECT))
 
     def _send_waiting(self) -> None:
-        """Sends the waiting requests for which there is a worker now. For the others the time at which they give up stays."""
+        """Sends the waiting requests for which there is a worker now. The others wait on, for no longer than before."""
         waiting, self._waiting = self._waiting, {}
         for request, gives_up in waiting.items():
             if request.record.request_id in self._in_flight:

@@ -183,7 +183,7 @@ class Throttle:
 
 
 def _has_own_room(account: Account, line: _Line) -> bool:
-    """Returns whether the connection's share has room for one more answer, besides unread answers and expected ones."""
+    """Returns whether the connection's share has room for one more answer, besides its unread and its expected answers."""
     expected = account.answers + (len(line.sent) + 1) * account.last
     return not account.is_full and (expected <= account.limit or not (line.sent or account.answers))
 

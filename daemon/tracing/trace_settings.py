@@ -79,7 +79,7 @@ def _number(setting: str, text: str, least: int, largest: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Values of all trace settings of one or all models. ``level``: a sum of ``LEVELS``, 1 timestamps, 2 tensors."""
+    """The values of the trace settings of one model or of all models. ``level``: a sum of ``LEVELS``, 1 timestamps, 2 tensors."""
 
     level: int
     rate: int
@@ -134,7 +134,7 @@ class _Scope:
 class TraceSettings:
     """Holds the trace settings of all models, under the name "", and of single models.
 
-    ``known``: returns whether a model is served. ``publish``: sends all fronts a record and the descriptors of its counters.
+    ``known``: returns whether a model is served. ``publish``: sends all fronts a record and the descriptors of shared counters.
     """
 
     def __init__(self, options: TraceOptions, known: Callable[[str], bool], publish: Callable[..., None]) -> None:
