@@ -298,7 +298,7 @@ class Supervisor:
             worker.send(LaneOpened(front.incarnation, protocol=front.protocol), theirs.fileno())
 
     async def _join(self, worker: WorkerProcess) -> None:
-        """Sends a ready worker all that it needs. Regions come first, so that no request can use one that it lacks."""
+        """Sends a ready worker all that it needs: regions first, so that no request can use a region that the worker lacks."""
         await self._regions.restore(worker)
         if not worker.alive or worker.stopping:
             return

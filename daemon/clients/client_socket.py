@@ -383,7 +383,10 @@ async def _send(client: socket.socket, content: bytes, fds: list[int]) -> None:
 
 
 async def _ready(add: Callable[..., None], remove: Callable[[int], bool], fd: int) -> None:
-    """Waits until a descriptor can be read or written. ``add`` and ``remove``: the event loop's methods for one of these."""
+    """Waits until the descriptor ``fd`` can be read or written.
+
+    ``add`` and ``remove``: ``add_reader`` and ``remove_reader`` of the event loop, or those of writers.
+    """
     ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def now() -> None:

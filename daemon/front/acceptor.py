@@ -101,7 +101,7 @@ class Acceptor:
         crowd.took(taken, room)
 
     def _replaces(self, mine: int) -> bool:
-        """Returns whether a new connection only replaces one that has ended. ``mine``: how many this front has now."""
+        """Returns whether a new connection only replaces one that has ended. ``mine``: this front's number of connections."""
         if mine < self._most:
             self._most = min(self._most, mine + _MOST_REPLACED)
             return True
@@ -116,7 +116,7 @@ class Acceptor:
             self._loop.remove_reader(listener.fileno())
 
     def _resume(self) -> None:
-        """Resumes accepting after a pause, with a waiting connection at once: no other front has accepted it meanwhile."""
+        """Resumes accepting after a pause. Takes a waiting connection at once, as no other front has accepted it meanwhile."""
         self._timer = None
         self.start()
         for listener in self._listeners:
@@ -125,7 +125,7 @@ class Acceptor:
         self._most = max(self._most, self._counters.own() + len(self._opening))
 
     def _take(self, listener: ListeningSocket) -> bool:
-        """Accepts a waiting connection. Returns False if none waits, or, pausing, if descriptors or memory are lacking."""
+        """Accepts a waiting connection. Returns False if none waits. Also returns False, and pauses, if descriptors run out."""
         try:
             connection, address = listener.accept()
         except (BlockingIOError, InterruptedError):
@@ -168,7 +168,7 @@ class AcceptLimit:
     def took(self, taken: int, room: int) -> None:
         """Sets ``self.room``, how many connections the next iteration may accept.
 
-        The last accepted ``taken`` of at most ``room``.
+        In the last iteration ``taken`` connections were accepted, and at most ``room`` could have been.
         """
         if taken < room:
             self.room = 1

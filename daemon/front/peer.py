@@ -110,9 +110,9 @@ class ConnectionEnd:
 
 @contextlib.contextmanager
 def end_of(fd: int, connection: ConnectionEnd, reclaim: str) -> Iterator[int]:
-    """Yields a descriptor that becomes readable when a client's regions are to be removed; -1 if they stay.
+    """Yields a descriptor, open in the ``with`` block, that becomes readable when a client's regions are to be removed.
 
-    It is open in the ``with`` block only. They stay if the client is not on a Unix socket.
+    Yields -1 if the regions stay, as they do if the client is not on a Unix socket.
     Args:
       fd: the descriptor of the client's connection.
       connection: shows the end of that connection.

@@ -121,7 +121,7 @@ class ArrivingMessage(Receiver):
         self.kept_byte_size = kept if self.is_declined else kept + len(self.cutter.head) + len(self.cutter.client_id)
 
     def _read_head(self, piece: memoryview) -> None:
-        """Parses a piece up to the first raw tensor. If the tensor begins in the piece, it asks for arena memory."""
+        """Parses a piece up to the first tensor of ``raw_input_contents``. If that begins in the piece, asks for arena memory."""
         cutter = self.cutter
         try:
             at, begins = cutter.cut(piece, 0) if self._taken else cutter.begin(piece)
@@ -213,7 +213,7 @@ class ArrivingMessage(Receiver):
         return b"" if content is None else content
 
     def take(self) -> tuple[bytes, bytes, tuple[bytes | Slice, ...], Lease]:
-        """Returns the parts of a complete message whose tensors lie in the arena: other fields, id, raw tensors, lease.
+        """Returns the parts of a complete message with tensors in the arena: other fields, id, ``raw_input_contents``, lease.
 
         The caller owns the lease from now on. Tiny tensors are returned as bytes, others as slices of the arena.
         Raises RefusedRequest: the message is no valid request, or there was no arena memory for it.

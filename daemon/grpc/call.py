@@ -23,9 +23,9 @@ class Call(ABC):
     def arriving(self, byte_size: int, on_room: Callable[[], None]) -> ArrivingMessage | None:
         """Called when a large message begins to arrive. Returns an object that receives the message into the arena, or None.
 
-        If it is None, the stream buffers the message and passes the message to ``message``. It does so too if the receiver did
-        not put the message into the arena. If the receiver did, the call must drop the message (``drop``), or take its parts and
-        the lease of its memory (``take``).
+        If None was returned, or if the receiver did not put the message into the arena, the stream passes the buffered message to
+        ``message``. Otherwise the call must drop the message (``drop``), or take its parts and the lease of its memory
+        (``take``).
         ``on_room``: the receiver calls it once its wait for arena memory has ended, with memory or with a refusal.
         Raises CallRefused: the call accepts no further message.
         """

@@ -55,7 +55,7 @@ class Floods:
         self._answers_at_ping = 0
 
     def second(self, seconds: float) -> None:
-        """Allows the client more frames and resets. Called after ``seconds`` more for which the connection has been open."""
+        """Allows the client more frames and resets. ``seconds``: how long the connection has been open since the last call."""
         self._frames_given += int(_FRAMES_A_SECOND * seconds)
         self._resets_given += int(_RESETS_A_SECOND * seconds)
 

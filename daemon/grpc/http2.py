@@ -240,8 +240,10 @@ class Http2:
     def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> int:
         """Handles a complete frame of type ``kind`` on the stream ``number`` (0: the connection).
 
-        Returns what handling it cost, beyond its arrival, in units of the arrival of one frame. Such costs limit how many frames
-        are handled in one iteration of the event loop.
+        Returns the further cost of handling it, as a multiple of the cost of receiving a frame. Such costs limit how many frames
+        are
+        handled
+        in one iteration of the event loop.
         """
         if kind == HEADERS:
             return self._headers(number, flags, payload)
@@ -387,8 +389,9 @@ class Http2:
     def _header_block(self, number: int, flags: int, block: bytes) -> int:
         """Handles a complete header block, which opens the stream ``number`` or, if that is open, ends its request.
 
-        Returns what that cost, in units of the arrival of one frame. Raises Violation: the block cannot be decoded, after which
-        the state of the compression table is unknown (RFC 9113, 4.3), or the client may not use that stream identifier.
+        Returns the cost of decoding it, as a multiple of the cost of receiving a frame. Raises Violation: the block cannot be
+        decoded, after which the state of the compression table is unknown (RFC 9113, 4.3), or the client may not use that stream
+        identifier.
         """
         numbers, cost = self.numbers, len(block) // HEADER_BYTES_A_FRAME
         if number < numbers.next:

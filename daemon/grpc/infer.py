@@ -157,8 +157,8 @@ class Infer:
     ) -> CallRequest:
         """Sends a worker a request whose tensors are in their places, and returns it.
 
-        From the call on, the submitter owns ``leases``, even if this raises. ``client_id``: the id as it came, empty if there is
-        none; ``text``: the same, decoded. ``contents``: the bytes of each input, or their place in the arena.
+        From the call on, the submitter owns ``leases``, even if this raises. ``client_id``: the request's id, empty if there is
+        none; ``text``: the decoded id. ``contents``: the bytes of each input, or their place in the arena.
         """
         submitter, numbered, deadline_ns = self.submitter, known.numbered, call.stream.deadline_ns
         if not client_id and self._makes_ids:
@@ -275,7 +275,10 @@ class Infer:
             refused.trace = sampled
 
     def _sample(self, model: str, head: CallHead, waited_ns: int, read_ns: int) -> Trace | None:
-        """Decides whether a request is traced. Returns its new trace, or None if it is not. Times are as for ``ask``."""
+        """Decides whether a request is traced. Returns its new trace, or None if it is not traced.
+
+        ``waited_ns``, ``read_ns``: when the call began to wait for the message, and when it was complete, in CLOCK_MONOTONIC ns.
+        """
         metadata = head.metadata
         parent = dict(metadata).get("traceparent", "") if metadata and self.tracer.joins else ""
         trace = self.tracer.sample(model, parent, waited_ns)
@@ -369,7 +372,7 @@ class CallRequest(InFlight):
         self.call.several(self)
 
     def _written(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> list[Buffer]:
-        """Encodes a good answer as pieces, without copying tensors; no pieces if it only says that no response follows."""
+        """Encodes a good answer as pieces, without copying tensors. There are no pieces if no response is to be sent."""
         streamed = self.call.streams
         if self.decoupled and is_mark(prepared, own):
             return []

@@ -46,7 +46,7 @@ class Understood(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PreparedMessage:
-    """The decoded part shared by requests that differ only in id, scheduling and raw tensors (see ``PreparedMessages``)."""
+    """The decoded part shared by requests that differ only in id, scheduling and ``raw_input_contents``."""
 
     #: Kinds of answers remembered: of each worker another one, and where outputs have no fixed shape more.
     MAX_ANSWERS: ClassVar[int] = 8
@@ -79,7 +79,7 @@ class PreparedMessage:
 
 
 class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
-    """Caches a front's decoded request messages by their rest: their bytes without id, scheduling and raw tensors."""
+    """Caches a front's decoded request messages by their bytes without id, scheduling and ``raw_input_contents``."""
 
     __slots__ = ("_schedulings", "_submitter", "_table")
 
@@ -96,7 +96,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         return known.decoded.raw_count == raws and (known.edition == self._table.edition or self._serves(known))
 
     def scheduling(self, parameters: bytes) -> Scheduling | None:
-        """Decodes a message's scheduling parameters; None if written unusually: the message must be decoded in full."""
+        """Decodes a message's scheduling parameters. Returns None if the whole message must be decoded instead."""
         if not parameters:
             return UNSCHEDULED
         found = self._schedulings[parameters]
@@ -128,11 +128,9 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
     ) -> Understood:
         """Decodes the complete message ``content[start:end]`` in full.
 
-        Args:
-          walked: the parts into which ``walk`` has cut the message; None: it could not be cut, because it is not written as
-            usual.
-          known: the cache's entry for the rest of the message; None: there is none.
-        Raises: RefusedRequest: the message is no valid request, or its model does not serve.
+        ``walked``: the parts into which ``walk`` has cut the message; None if it could not. ``known``: the cache's entry for the
+        rest of the message; None: there is none. Raises: RefusedRequest: the message is no valid request, or its model does not
+        serve.
         """
         if walked is None or walked[2]:
             message = content[start:end]

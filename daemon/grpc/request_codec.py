@@ -45,7 +45,7 @@ _CONTENTS = {each.contents: name for name, each in DATATYPES.items() if each.con
 
 @dataclass(slots=True)
 class DecodedHead:
-    """Holds a decoded ModelInferRequest without its id and raw tensors. It never changes, because requests share it."""
+    """Holds a decoded ModelInferRequest without id and ``raw_input_contents``. It never changes, because requests share it."""
 
     model: str
     version: int
@@ -65,7 +65,7 @@ class DecodedHead:
     is_raw: bool = True
 
     def with_raws(self, raws: Sequence[InputContent]) -> list[InputContent]:
-        """Returns the content of each input, in order. ``raws``: the message's ``raw_count`` raw tensors."""
+        """Returns the content of each input, in order. ``raws``: the ``raw_count`` tensors in ``raw_input_contents``."""
         rest = iter(raws)
         return [next(rest) if content is None else content for content in self.contents]
 
@@ -252,7 +252,7 @@ def _requested(entry: Any) -> RequestedOutput:
 
 
 def decode_scheduling(parameters: bytes) -> Scheduling | None:
-    """Decodes the scheduling parameters of a request; None if written unusually: then ``decode_head`` must decode them."""
+    """Decodes the scheduling parameters of a request. Returns None if ``decode_head`` must decode the whole request instead."""
     try:
         given = grpc_service_pb2.ModelInferRequest.FromString(parameters).parameters
         if PARAMETERS.keys() >= given.keys():

@@ -58,9 +58,9 @@ class MessageCutter:
         self.unread = byte_size
 
     def begin(self, piece: memoryview) -> tuple[int, bool]:
-        """Parses the message's first piece up to the first raw tensor. It is faster than ``cut`` for messages of the usual form.
+        """Parses the first piece, up to the first tensor of ``raw_input_contents``. Faster than ``cut`` for usual messages.
 
-        Returns the offset where it stopped, and whether a raw tensor begins there.
+        Returns the offset where it stopped, and whether such a tensor begins there.
         Raises RefusedRequest: the message is malformed, or has too many fields.
         """
         begun = walk_beginning(piece, 0, len(piece))

@@ -579,8 +579,8 @@ class Stream:
     def stop(self, now: float, direct: int) -> None:
         """Ends the call once its accepted requests are answered, because the server stops. Called again until the call has ended.
 
-        If a client has begun a message and stopped sending, its call is ended without waiting for the rest. ``direct``: as for
-        ``check``.
+        If a client has begun a message and stopped sending, its call is ended without waiting for the rest. ``direct``: how many
+        bytes were read into the arriving message's memory and not yet reported by ``advance``.
         """
         call = self.call
         if self._finished or call is None:

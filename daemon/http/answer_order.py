@@ -28,7 +28,7 @@ HttpRequest = Exchange | Generation | AsgiRequest
 
 
 class AnswerOrder:
-    """Keeps a connection's requests, and their answers, in order. ``account``: counts the arena memory that it holds."""
+    """Keeps a connection's requests, and their answers, in order. ``account``: counts the connection's arena memory."""
 
     def __init__(self, serving: HttpServing, transport: asyncio.Transport, account: Account) -> None:
         self._serving = serving
@@ -286,7 +286,7 @@ class AnswerOrder:
     def stop_direct(self, request: HttpRequest) -> bool:
         """Stops reading the body of the refused ``request`` from the socket straight into memory.
 
-        Returns False, with no effect, if the body was not being read so. After True the end of that body is not searched for any
+        Returns False, with no effect, if the body was not read like that. After True the end of that body is not searched for any
         more, so the caller must close the connection after the answer.
         """
         if self.receiving is not request or self.reader is None or not self.reader.reads_body:

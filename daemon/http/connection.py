@@ -307,7 +307,7 @@ class Http1Connection(asyncio.Protocol):
 
     @property
     def asks_nothing(self) -> bool:
-        """Returns whether the client waits for no answer or rest of one. Who has sent only a part of a head does not wait."""
+        """Returns whether the client waits for no answer and no part of one. A client that sends a head does not wait yet."""
         order = self.order
         return not (order.requests or order.times.body_since or order.flow.write_paused)
 

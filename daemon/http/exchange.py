@@ -192,7 +192,7 @@ class Exchange(InFlight):
         self._go_on()
 
     def take_turn(self) -> None:
-        """Called when every earlier request is answered: submits this one if complete, or sends ``100 Continue`` if awaited."""
+        """Called when all earlier requests are answered. Submits this request if it is complete; may send ``100 Continue``."""
         self.my_turn = True
         if self.phase is _RECEIVING:
             self._order.ask_for_body(self)
@@ -292,7 +292,7 @@ class Exchange(InFlight):
             self._answer_if_refused(self._read, reception.body)
 
     def _read(self, body: Body) -> None:
-        """Decodes a complete body's JSON, if it is long after cutting out large arrays in steps, and submits the request."""
+        """Decodes a complete body's JSON and submits the request. From a long JSON large arrays are first cut out, in steps."""
         json_size = self._head.json_size
         text: bytes | memoryview
         if isinstance(body, PlacedBody):

@@ -53,7 +53,7 @@ class CrossOrigin:
         )
 
     def lines(self, fields: Sequence[tuple[bytes, bytes]]) -> bytes:
-        """Returns the CORS lines of the answer to a request with these header fields; empty if it has no Origin."""
+        """Returns the CORS lines of the answer to a request with these header fields; empty if the request has no Origin."""
         origin = next((value for name, value in fields if name == b"origin"), None)
         if origin is None:
             return b""

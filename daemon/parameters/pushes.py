@@ -530,11 +530,11 @@ class Parameters:
         self.tell()
 
     def worker_left(self, worker: int) -> None:
-        """Forgets the versions that the dead worker with this number held back until it had the pushed values."""
+        """Forgets the versions that a dead worker did not serve yet, because it still waited for values that clients pushed."""
         self._held = {(held, key) for held, key in self._held if held != worker}
 
     def loaded(self, worker: WorkerProcess, answer: Loaded) -> None:
-        """Passes a worker's answer to a Load on to ``Models``, after giving it the values that clients pushed, if any."""
+        """Gives a worker the values that clients pushed, if any, and passes the worker's answer to a Load on to ``Models``."""
         key = answer.name, answer.version
         if (waiting := self._restoring.get((worker.incarnation, key))) is not None:
             waiting.append(answer)

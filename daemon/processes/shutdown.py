@@ -84,7 +84,7 @@ class Shutdown:
         hurry.cancel()
 
     async def bury(self, children: Callable[[], Iterable[Child]]) -> None:
-        """Kills the processes that ``children()`` returns, which is called again after each death, until none is alive."""
+        """Kills the processes that ``children()`` returns. After each death ``children`` is called again, until none is alive."""
         while alive := [child for child in children() if child.alive]:
             self._death.clear()
             for child in alive:

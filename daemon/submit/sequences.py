@@ -187,9 +187,9 @@ class SequenceRouting:
 def _unharmed(run: list[InFlight], state: SequenceState | None) -> list[InFlight]:
     """Returns the requests at the end of ``run`` that a dead worker has not begun, so that another worker may run them.
 
-    Nothing is returned if the worker had begun the sequence, or if a request is missing from ``run``, because another front had
-    sent it or a client cancelled it. ``run``: the unanswered requests of one sequence, in order. ``state``: what the worker's
-    page says of the sequence; None: nothing.
+    The list is empty if the worker had begun the sequence, or if a request is missing from ``run``, because another front had
+    sent it or a client cancelled it. ``run``: the unanswered requests of one sequence, in order. ``state``: the state of the
+    sequence on the worker's page; None: it is not there.
     """
     if state is SequenceState.BEGUN or state is SequenceState.ENDED:
         return []
@@ -269,7 +269,7 @@ class LostSequences:
         self._since[key] = now
 
     def holds(self, key: Key, idle: float, now: float) -> bool:
-        """Returns whether a sequence was lost in the last ``idle`` seconds; a worker would have dropped an earlier one, too."""
+        """Returns whether a sequence was lost in the last ``idle`` seconds. Workers, too, forget sequences after that time."""
         since = self._since.get(key)
         if since is not None and now - since > idle:
             del self._since[key]
