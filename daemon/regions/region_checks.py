@@ -63,8 +63,7 @@ def repeats(region: RegisteredRegion, request: Registration, peer: Peer, sealed:
     """Returns whether a client registers the existing ``region`` again: the owner and the memory are the same.
 
     A client that was restarted does so. Memory with the same key counts as the same, although it may be another object by now.
-    ``peer``: the client. ``sealed``: the memfd that came with the request, which must be the memory of ``region``; -1: none
-    came.
+    ``peer``: the client. ``sealed``: the memfd that came with the request, which must be the memory of ``region``; -1: none came.
     """
     there = region.request
     if peer.owner != region.peer.owner or request.byte_size != there.byte_size:
