@@ -114,10 +114,7 @@ class _Daemon:
         sys.exit(status)
 
     def do(self, command: str, **words: Any) -> None:
-        """Sends a command to the daemon, and prints its answer as JSON. Exits after an error.
-
-        An empty answer is printed as {} if JSON is wanted, and not at all otherwise. ``words``: the command's arguments.
-        """
+        """Sends a command and prints the answer as JSON, but an empty answer only if JSON is wanted. Exits after an error."""
         result = self.ask(command, **words)
         if result is not None or self.as_json:
             _print_json({} if result is None else result)

@@ -382,7 +382,7 @@ class Source:
         """Calls a function of the file system's library.
 
         If it fails and another attempt may succeed, calls it again after a pause. Raises ServingError: no attempt succeeded;
-        OSError: this host's disk is full or broken.
+        OSError: this host's disk fails.
         """
         pauses = list(PAUSES)
         while True:

@@ -55,8 +55,7 @@ Ask it, from another terminal:
 def write(folder: Path) -> str:
     """Writes version 1 of an example model into ``folder``. Returns instructions for the user.
 
-    The name of ``folder`` becomes the model's name. Raises InvalidArgument: no model can have that name, or the folder is not
-    empty.
+    ``folder`` has the model's name. Raises InvalidArgument: no model can have that name, or the folder is not empty.
     """
     folder = folder.absolute()
     if not NAME.fullmatch(folder.name):

@@ -50,10 +50,7 @@ class Service:
 
 
 def installed() -> Service | None:
-    """Returns the user, the working directory and the settings of the installed tensord.service, with its drop-ins.
-
-    Returns None if the service or systemd is not installed.
-    """
+    """Returns user, working directory and settings of the installed tensord.service; None: it or systemd is not installed."""
     command = ["systemctl", "show", UNIT, *(f"--property={name}" for name in _PROPERTIES)]
     try:
         done = subprocess.run(

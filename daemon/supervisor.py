@@ -499,8 +499,7 @@ class Supervisor:
     def _gives_up(self, child: Child) -> bool:
         """Asks the daemon to stop because the process ``child`` will not be replaced, and returns True.
 
-        If the daemon serves already, or the process is the worker of an isolated model, the daemon goes on, and False is
-        returned.
+        Returns False, and does nothing, if the daemon serves already, or if the process is the worker of an isolated model.
         """
         if self.phase is not DaemonPhase.STARTING or (isinstance(child, WorkerProcess) and child.model):
             return False
@@ -552,8 +551,7 @@ class Supervisor:
     async def _drain(self) -> None:
         """Stops the daemon in order: it serves on for ``drain.time_left`` seconds, then the fronts are stopped, then the workers.
 
-        It returns after ``supervisor.exit_timeout`` or at a second signal, even if processes still run. ``_bury`` kills such
-        processes.
+        Returns after ``supervisor.exit_timeout`` or at a second signal; ``_bury`` kills processes that run even then.
         """
         seconds = self.drain.time_left
         if seconds and self.phase is DaemonPhase.SERVING:

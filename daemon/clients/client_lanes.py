@@ -173,11 +173,11 @@ class ClientLanes:
     ) -> tuple[OpenAnswer, list[socket.socket]]:
         """Opens a lane to each worker that serves a version, unless the client has a lane to that worker already.
 
-        ``state``: the state of the version. Returns the answer for the client, and the client's ends of the new lanes, which
-        the caller must close.
+        ``state``: the state of the version. Returns the answer for the client, and the client's ends of the new lanes, which the
+        caller must close.
 
-        Raises Unavailable: the user has too many lanes, or no file descriptor is free; Unsupported: the model's description is
-        too large. After an error no lane was opened.
+        Raises Unavailable: too many lanes, or no descriptor is free; Unsupported: the description is too large. No lane is open
+        then.
         """
         if len(state.metadata) > MAX_ANSWER - _BESIDE_METADATA:
             raise Unsupported(

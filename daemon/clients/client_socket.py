@@ -383,10 +383,7 @@ async def _send(client: socket.socket, content: bytes, fds: list[int]) -> None:
 
 
 async def _ready(add: Callable[..., None], remove: Callable[[int], bool], fd: int) -> None:
-    """Waits until the descriptor ``fd`` can be read or written.
-
-    ``add`` and ``remove``: ``add_reader`` and ``remove_reader`` of the event loop, or those of writers.
-    """
+    """Waits until ``fd`` can be read or written. ``add`` and ``remove``: the event loop's methods for readers, or for writers."""
     ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def now() -> None:

@@ -111,8 +111,7 @@ class ControlChannel:
     def _received(self) -> tuple[list[Any], list[int]] | None:
         """Receives the records of one datagram and their file descriptors; None: no datagram is there.
 
-        Descriptors are lost if this process has too many open files. Replies are then returned without them; for other records
-        InvalidArgument is raised.
+        If this process has too many open files, descriptors are lost: InvalidArgument is raised unless the record is a reply.
         """
         try:
             return self._channel.receive()

@@ -67,10 +67,7 @@ class Acceptor:
             self._loop.add_reader(listener.fileno(), self._readable, listener)
 
     async def close(self, timeout: float) -> None:
-        """Accepts the connections that wait, and closes the listening sockets.
-
-        Returns once all connections made so far have their protocols, or after ``timeout`` seconds.
-        """
+        """Closes the listening sockets. Waits, at most ``timeout`` seconds, until the connections made so far have protocols."""
         if self._closed:
             return
         self._counters.serve(False)
@@ -166,10 +163,7 @@ class AcceptLimit:
         self._alone = self._skips = 0
 
     def took(self, taken: int, room: int) -> None:
-        """Sets ``self.room``, how many connections the next iteration may accept.
-
-        In the last iteration ``taken`` connections were accepted, and at most ``room`` could have been.
-        """
+        """Sets how many connections the next iteration may accept, after the last one accepted ``taken`` of at most ``room``."""
         if taken < room:
             self.room = 1
             self._alone = min(2 * self._alone + 1, _MAX_ALONE) if taken <= 1 else 0

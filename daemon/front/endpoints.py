@@ -191,9 +191,6 @@ class Endpoints:
     # ---------------------------------------------------------------------------------------------- settings
 
     async def check_traced(self, model: str) -> None:
-        """Checks that a model is known whose trace settings are to be read. The name "" stands for all models.
-
-        Raises InvalidArgument: the model is unknown.
-        """
+        """Raises InvalidArgument if ``model``, whose trace settings are to be read, is unknown; "" stands for all models."""
         if model:
             await self.ask(ChangeTrace(model))

@@ -35,8 +35,8 @@ class Receiver:
     def _wait_for_room(self, byte_size: int) -> None:
         """Begins to wait for ``byte_size`` bytes of arena memory.
 
-        Later ``_place`` is called with the memory, or ``refuse`` with an error, and then ``_progressed``. After ``drop`` none of
-        the three is called.
+        Later calls ``_place`` with the memory, or ``refuse`` with an error, and then ``_progressed``; none of them after
+        ``drop``.
         """
         self.waits_for_room = True
         self._submitter.wait_for_room(byte_size, self._granted, self._model, self._account, True)

@@ -31,10 +31,7 @@ MOST_DROPPED = 256 << 20
 
 
 class LingeringClose:
-    """Closes each connection once its client has closed its side, or at once if the client is too slow.
-
-    A client is too slow if it receives at most ``min_rate`` bytes a second.
-    """
+    """Closes each connection once its client has closed its side, or receives at most ``min_rate`` bytes a second."""
 
     def __init__(self, min_rate: int) -> None:
         self._min_rate = min_rate

@@ -77,7 +77,6 @@ def described(connection: IdleConnection, account: Account | None, now: float) -
 
     The keys: owner; idle_s, the seconds since the connection was used (None: it is in use); request_bytes and answer_bytes, the
     bytes that the connection holds of each arena. ``account``: counts these bytes; None: owner is "" and the bytes are 0.
-    ``now``: seconds of the clock of ``used_at``.
     """
     return {
         "owner": "" if account is None else account.client.owner,

@@ -25,10 +25,10 @@ class Opening:
         handshake_timeout: float | None = None,
         shutdown_timeout: float | None = None,
     ) -> None:
-        """Stores how connections are opened. Timeouts are in seconds: of a TLS handshake, and of the end of a TLS connection.
+        """Stores how connections are opened. ``make``: makes a protocol for the client of the given name (``Peer.owner``).
 
-        ``make``: its argument is the client's name (``Peer.owner``). Without a TLS context in ``certificates``, connections are
-        not encrypted.
+        Timeouts are in seconds: of a TLS handshake, and of the end of a TLS connection. There is no TLS without ``certificates``'
+        context.
         """
         self._make = make
         self._certificates = certificates
@@ -49,8 +49,7 @@ class Opening:
     def _go_on(self, opening: Coroutine[Any, Any, object], connection: socket.socket, _: object = None) -> None:
         """Runs the coroutine ``opening`` until it waits for a future. When the future is done, this method is called again.
 
-        If the coroutine raises, ``connection`` is closed. (A task for the coroutine would be a twentieth of what a connection
-        costs.)
+        If the coroutine raises, ``connection`` is closed. (A task for it would be a twentieth of a connection's cost.)
         """
         try:
             future: asyncio.Future[object] = opening.send(None)

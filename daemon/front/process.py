@@ -251,10 +251,9 @@ class Front(ABC):
                     self.answered.log_every(settings.access)
 
     async def _answer(self, call: ControlCall) -> None:
-        """Carries out a call of the supervisor and sends the reply.
+        """Carries out a call of the supervisor and sends the reply: a JSON list, or an error if the call is unknown.
 
-        The reply has a JSON list, or an error if the call is unknown. The reply to AwaitIdle is empty, and is sent once every
-        request is answered.
+        The reply to AwaitIdle is empty, and is sent once every request is answered.
         """
         result = b""
         match call.operation:

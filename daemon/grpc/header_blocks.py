@@ -63,10 +63,7 @@ class HeaderBlocks:
         self._decode = decoder(max_byte_size).decode
 
     def decode(self, block: bytes) -> CallHead:
-        """Decodes the header block that begins a request.
-
-        Raises: Violation: the block cannot be decoded.  Malformed: the headers break HTTP/2.
-        """
+        """Decodes the header block of a request. Raises Violation: it cannot be decoded; Malformed: the headers break HTTP/2."""
         try:
             common, own = self._decode(block)
         except (ValueError, OverflowError) as error:

@@ -240,10 +240,8 @@ class Http2:
     def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> int:
         """Handles a complete frame of type ``kind`` on the stream ``number`` (0: the connection).
 
-        Returns the further cost of handling it, as a multiple of the cost of receiving a frame. Such costs limit how many frames
-        are
-        handled
-        in one iteration of the event loop.
+        Returns the cost of handling the frame, as a multiple of the cost of receiving one, so that the frames of one iteration
+        can be limited.
         """
         if kind == HEADERS:
             return self._headers(number, flags, payload)
@@ -390,8 +388,7 @@ class Http2:
         """Handles a complete header block, which opens the stream ``number`` or, if that is open, ends its request.
 
         Returns the cost of decoding it, as a multiple of the cost of receiving a frame. Raises Violation: the block cannot be
-        decoded, after which the state of the compression table is unknown (RFC 9113, 4.3), or the client may not use that stream
-        identifier.
+        decoded (RFC 9113, 4.3), or the client may not use that stream identifier.
         """
         numbers, cost = self.numbers, len(block) // HEADER_BYTES_A_FRAME
         if number < numbers.next:

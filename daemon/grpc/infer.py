@@ -207,12 +207,10 @@ class Infer:
     ) -> CallRequest:
         """Sends a request that was decoded in full to a worker, and returns it.
 
-        ``waited_ns``: when the call began to wait for the message, and ``read_ns``: when the message was complete, of
-        CLOCK_MONOTONIC;
-        ``waited_ns`` is 0 if no trace is to be begun. ``sampled``: the request's trace, if it was begun before. ``lease``: the
-        arena
-        memory with the request's tensors; None: they are not in the arena. Raises RefusedRequest: the request was not sent, and
-        ``lease`` is given back.
+        ``waited_ns`` and ``read_ns``: since when the call waited for the message, and when the message was complete
+        (CLOCK_MONOTONIC). ``sampled``: the request's trace, if it was begun before. ``lease``: the arena memory with the
+        request's tensors; None: they are not in the arena. Raises RefusedRequest: the request was not sent, and ``lease`` is
+        given back.
         """
         head, client_id, scheduling, contents, state, learned = understood
         trace, stream = sampled, call.stream
@@ -384,10 +382,7 @@ class CallRequest(InFlight):
 
 
 class Sent:
-    """Called when a traced answer was written. Ends its ``trace``, and calls ``release``, which gives back the answer's memory.
-
-    ``release``: None if no memory must be given back.
-    """
+    """Called when a traced answer was written: frees the answer's memory by ``release``, unless that is None; ends ``trace``."""
 
     __slots__ = ("_release", "_trace")
 

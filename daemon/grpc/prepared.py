@@ -107,10 +107,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         return found
 
     def _serves(self, known: PreparedMessage) -> bool:
-        """Returns whether the model of the cached message ``known`` still serves. If so, brings ``known`` up to date.
-
-        Called after the table of models has changed.
-        """
+        """Returns whether the model of the cached message ``known`` still serves. If so, brings ``known`` up to date."""
         decoded = known.decoded
         try:
             known.decoupled = self._table.find(decoded.model, decoded.version).streams
@@ -126,11 +123,10 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
     def read(
         self, content: Buffer, start: int, end: int, walked: Walked | None, known: PreparedMessage | None
     ) -> Understood:
-        """Decodes the complete message ``content[start:end]`` in full.
+        """Decodes the complete message ``content[start:end]`` in full. Raises RefusedRequest: it is invalid or not served.
 
-        ``walked``: the parts into which ``walk`` has cut the message; None if it could not. ``known``: the cache's entry for the
-        rest of the message; None: there is none. Raises: RefusedRequest: the message is no valid request, or its model does not
-        serve.
+        ``walked``: the parts into which ``walk`` has cut the message; None if it could not. ``known``: the cached rest; None:
+        none is.
         """
         if walked is None or walked[2]:
             message = content[start:end]
@@ -187,10 +183,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         return Understood(decoded, text, scheduling, raws, state, learned)
 
     def _decode_rest(self, rest: bytes, has_raw: bool) -> DecodedHead | None:
-        """Decodes a message without its scheduling parameters, id and ``raw_input_contents``; None if that part is invalid alone.
-
-        ``has_raw``: whether the message has ``raw_input_contents``.
-        """
+        """Decodes a message without scheduling parameters, id and ``raw_input_contents``; None if it is invalid without them."""
         try:
             return decode_head(rest, has_raw, self._table)[0]
         except ServingError:

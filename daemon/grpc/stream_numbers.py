@@ -69,10 +69,7 @@ class StreamNumbers:
         return Past.CUT if number <= self._forgotten else Past.CLOSED
 
     def remember(self, number: int, past: Past) -> None:
-        """Remembers why the stream ``number`` ended early.
-
-        ``past``: RESET if the client has reset the stream, CUT if the server has ended it.
-        """
+        """Remembers that the stream ``number`` was reset by the client (``past`` RESET) or ended early by the server (CUT)."""
         self._ended[number] = past
         if len(self._ended) > _MAX_REMEMBERED:
             oldest = next(iter(self._ended))

@@ -121,10 +121,7 @@ class UnaryInfer(InferCall):
         self.stream.connection.steps.leave(self, self._asked is not None)
 
     def _begin(self) -> None:
-        """Sends the request to a worker, or refuses it.
-
-        Then later requests of its sequence may be sent. If this request still waits for memory, they wait too.
-        """
+        """Sends the request to a worker, or refuses it. Then sends later requests of its sequence, unless it waits for memory."""
         message = self._message
         assert message is not None
         infer, waited_ns = self.infer, self._waits_since

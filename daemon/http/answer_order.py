@@ -77,10 +77,7 @@ class AnswerOrder:
             self.announce_end()
 
     def received_whole(self) -> None:
-        """Notes that the arriving body is complete, and calls ``complete`` of the body's request.
-
-        Called by the parser or the ``BodyReader``.
-        """
+        """Tells the request whose body is arriving that the body is complete. Called by the parser or the ``BodyReader``."""
         receiving, self.receiving = self.receiving, None
         self.times.body_since = 0.0
         if len(self.requests) > 1:

@@ -253,8 +253,7 @@ class Http1Connection(asyncio.Protocol):
     def check(self, now: float) -> None:
         """Checks the client's deadlines. Called about once a second. ``now``: monotonic seconds.
 
-        A request that comes too slowly is refused with 408. The connection of a client that reads no answers is aborted, and an
-        idle connection is closed.
+        Refuses a request that comes too slowly with 408, and closes a connection that is idle or whose client reads no answers.
         """
         http, order = self._serving.options.http, self.order
         if order.holds_up:
@@ -270,8 +269,7 @@ class Http1Connection(asyncio.Protocol):
     def shutdown(self) -> None:
         """Closes the connection because the server stops: at once if it is idle, otherwise after the answer to its last request.
 
-        Called again and again while the server stops. A request that has not arrived completely, and of which no more bytes come,
-        is refused with 503.
+        Called again and again while the server stops. Refuses an incomplete request with 503 once no more bytes of it come.
         """
         order = self.order
         if self.idle:

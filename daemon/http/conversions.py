@@ -54,8 +54,7 @@ class Conversions:
     ) -> Job:
         """Starts a conversion, whose steps are those of the generator ``steps``. Returns an object that can cancel it.
 
-        After the last step ``done`` is called with what the generator returns, or ``failed`` with the exception that it raises.
-        Neither is called before this method returns.
+        Later ``done`` is called with what the generator returns, or ``failed`` with the exception that the generator raises.
         """
         job = Job(steps, done, failed)
         if not self._jobs:

@@ -114,8 +114,7 @@ class Exchange(InFlight):
     def begin(self) -> None:
         """Prepares to receive the body. If an error occurs, ``refused`` becomes true, and the error is sent to the client later.
 
-        Called if the body is large, compressed, of unknown length, or sent after ``100 Continue``, or if the body is not JSON but
-        the bytes of the model's one input.
+        Called if the body is large, compressed, of unknown length, not JSON at all, or sent after ``100 Continue``.
         """
         reception = self._reception = Reception(
             self._serving, self._head, self._order.pause_body, self._go_on, self.account
@@ -360,8 +359,7 @@ class Exchange(InFlight):
     ) -> None:
         """Copies a request's input tensors to the memory of ``lease``, and sends the request to a worker.
 
-        Large JSON arrays are converted in steps, so that the request is sent later. If ``lease`` is an error, because there was
-        no memory, that error is raised.
+        Large JSON arrays are converted in steps, after which the request is sent. If ``lease`` is an error, the error is raised.
         """
         if isinstance(lease, ServingError):
             raise lease

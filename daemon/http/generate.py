@@ -406,8 +406,7 @@ class Generate(Generation):
 class GenerateStream(Generation):
     """One request to generate_stream, answered with one server-sent event per response: ``data: <JSON>`` and an empty line.
 
-    An error is an event too. But if the whole answer is one error, that is an ordinary error response, unless the error is an
-    internal one.
+    An error is an event too, or an error response if it is the whole answer and not an internal error.
     """
 
     _media_type: ClassVar[bytes] = _EVENTS
@@ -468,8 +467,7 @@ class InferStream(GenerateStream):
 
         | u32 size of the JSON | u64 size of what follows it | JSON | tensor | tensor | ...      little-endian
 
-    An error is written as a response whose JSON has ``error`` and ``code``. If an error is the first response and the last one,
-    the client gets an ordinary error response.
+    An error is a response whose JSON has ``error`` and ``code``; if it is the whole answer, an ordinary HTTP error response.
     """
 
     _media_type: ClassVar[bytes] = b"application/octet-stream"

@@ -132,8 +132,7 @@ class JoinedAnswers:
     def add(self, prepared: PreparedAnswer, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]) -> None:
         """Adds the next response, whose outputs are copied. Raises InvalidArgument: all responses together exceed the limit.
 
-        ``contents``: the bytes of each output, or their place in the response arena. ``view``: returns the memory at such a
-        place.
+        ``contents``: the bytes of each output, or their place in the response arena. ``view``: returns the memory of a place.
         """
         self._parameters |= prepared.parameters
         for tensor, place in placed(prepared.outputs, contents):

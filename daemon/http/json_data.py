@@ -90,10 +90,7 @@ def exact(value: Any, datatype: str, shape: list[int], count: int, name: str) ->
 
 
 def flat(leaves: list[Any], datatype: str, name: str) -> bytes:
-    """Converts a flat list of values to a tensor's bytes. ``name``: the input's name, for error messages.
-
-    Raises InvalidArgument: a value has a wrong type or range.
-    """
+    """Converts a flat list of values of the input ``name`` to a tensor's bytes. Raises InvalidArgument: wrong type or range."""
     for leaf in leaves:
         _check(leaf, datatype)
     try:

@@ -67,10 +67,7 @@ class JsonArray:
     count: int
 
     def __post_init__(self) -> None:
-        """Checks datatype and length of the text.
-
-        Raises InvalidArgument: JSON cannot express the datatype, or the text is too short for the shape.
-        """
+        """Checks datatype and length. Raises InvalidArgument: JSON cannot express the datatype, or the text is too short."""
         json_data.refuse_half_floats(self.datatype, self.count, self.name)
         # A value and its comma take two bytes, so nobody gets room for more values than there are.
         if 2 * self.count > len(self.text):
@@ -166,9 +163,8 @@ class JsonArray:
 def _dimensions(structure: bytes, rank: int) -> Generator[None, None, list[int]]:
     """Returns the lengths of nested lists, outermost first; [] if lists at one depth differ in length or nest far too deep.
 
-    ``structure``: the brackets and commas of the lists alone, such as ``[[,,],[,,]]``. It takes the length of the first
-    innermost list and removes all lists like that one; if all were alike, a structure with one level less is left. It yields
-    after each level. ``rank``: the expected depth.
+    ``structure``: the lists' brackets and commas alone, such as ``[[,,],[,,]]``. ``rank``: the expected depth. It yields after
+    each depth.
     """
     left, dims = structure, list[int]()
     while left and len(dims) <= 2 * rank + 1:

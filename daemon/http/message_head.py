@@ -120,8 +120,7 @@ class InferHead:
     def forward(self, parameters: dict[str, str]) -> None:
         """Sets the headers that are forwarded to the model as parameters of the request, as a dict from name to value.
 
-        With such headers the JSON of the request is not taken from the cache of parsed texts, because the same text may come with
-        other headers.
+        The JSON of such a request is not taken from the cache, because the same JSON may come with other headers.
         """
         self.forwarded, self.key = parameters, None
 

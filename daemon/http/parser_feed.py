@@ -329,8 +329,7 @@ class ParserFeed:
     def _feed(self, data: bytes, between: bool) -> None:
         """Feeds bytes to the parser, up to the limit of one iteration of the event loop. The rest follows in the next iteration.
 
-        If the parser or a check refuses the bytes, the client is sent an error response. ``between``: whether a request begins
-        with ``data``.
+        If the bytes are refused, the client is sent an error response. ``between``: whether a request begins with ``data``.
         """
         order, messages = self._order, self.messages
         messages.begun = 0

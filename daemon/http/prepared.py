@@ -163,8 +163,8 @@ def _values(prepared: PreparedKind, said: RequestHead, apart: Cut | None) -> lis
 class PreparedKind:
     """Holds what a front's inference requests of one kind have in common, and the JSON heads of answers to them.
 
-    ``head`` and ``asked``: head and JSON of the first such request. ``inline_byte_size``: the largest tensor, in bytes, that is
-    sent to a worker within the request's record.
+    ``head``, ``asked``: of the first such request. ``inline_byte_size``: the largest tensor in bytes that a request's record
+    holds.
     """
 
     __slots__ = (

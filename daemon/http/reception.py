@@ -141,10 +141,7 @@ class Reception(Receiver):
         self._collected_byte_size += byte_size
 
     def _grown(self, byte_size: int) -> bool:
-        """Counts ``byte_size`` more bytes of a large JSON body.
-
-        Returns False if the body was refused or dropped; the caller then discards the bytes.
-        """
+        """Counts ``byte_size`` more bytes of a large JSON body. Returns False if the body was refused or dropped."""
         if self.error is None and not self._dropped:
             try:
                 self._collect(byte_size)

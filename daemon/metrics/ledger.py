@@ -161,11 +161,7 @@ class OwnMetricsLedger:
         self._ended = {name: family for name, family in self._ended.items() if served & {*family.owners}}
 
     def families(self, apart: bool) -> list[OwnFamily]:
-        """Returns all metrics that models' own code defines.
-
-        ``apart``: True: gauges get their worker's name as a label, because there are several workers. False: they get no such
-        label.
-        """
+        """Returns all metrics that models' own code defines. ``apart``: whether gauges get a label with their worker's name."""
         found: dict[str, tuple[OwnMetrics, list[MetricFigures]]] = {}
         for worker, families in [*self._workers.values(), ("", tuple(self._ended.values()))]:
             for family in families:

@@ -14,10 +14,7 @@ from tensord.shm.refusals import Refusal
 
 @dataclass(frozen=True, slots=True)
 class WorkerSlot:
-    """Holds what the metrics show of a worker and of the earlier processes that the worker has replaced.
-
-    The object also exists while the worker has ended and is not replaced yet.
-    """
+    """Holds what the metrics show of the processes that had one worker's name in turn, also while none of them runs."""
 
     name: str
     device: str
@@ -37,10 +34,7 @@ class WorkerSlot:
 
 @dataclass(frozen=True, slots=True)
 class FrontSlot:
-    """Holds what the metrics show of a front and of the earlier processes that the front has replaced.
-
-    The object also exists while the front has ended and is not replaced yet.
-    """
+    """Holds what the metrics show of the processes that had one front's name in turn, also while none of them runs."""
 
     name: str
     protocol: str

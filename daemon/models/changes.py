@@ -535,8 +535,7 @@ def _drop_if_same(tasks: dict[str, asyncio.Task[Any]], name: str, task: asyncio.
 class Outcomes:
     """Holds a future for each load and unload that runs, by the token with which the lifecycle names the operation.
 
-    The result of a future is the reason why the operation failed, or "" if it succeeded. Use it on the supervisor's event loop
-    only.
+    A future's result is why the operation failed, or "" if it succeeded. Used on the supervisor's event loop only.
     """
 
     def __init__(self) -> None:

@@ -98,10 +98,7 @@ class GivenModels:
             self._coming.discard(folder)
 
     def serves(self, name: str, needed: Collection[str]) -> bool:
-        """Returns whether a version of the model ``name`` uses files that a client sent.
-
-        ``needed``: the folders that the model's versions use.
-        """
+        """Returns whether files that a client sent serve the model ``name``. ``needed``: the folders that its versions use."""
         return any(str(folder) in needed for folder in self._folders.get(name, ()))
 
     def drop_unused(self, name: str, needed: Collection[str]) -> None:
@@ -129,10 +126,7 @@ class GivenModels:
 
 
 def _locked(folder: Path) -> int:
-    """Opens a folder and locks it. Returns the descriptor, which holds the lock while it is open.
-
-    Returns -1 if the folder cannot be opened or is locked already.
-    """
+    """Opens and locks a folder. Returns the descriptor, which holds the lock; -1 if the folder cannot be opened or locked."""
     try:
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -176,10 +170,7 @@ class Overrides:
         return given if fingerprint == found.fingerprint else ""
 
     def keep(self, found: FoundModel, given: str) -> None:
-        """Stores the configuration that came with a successful load, for later loads of the same files.
-
-        ``given``: the configuration; "" if the load had none, which removes the stored configuration of the model.
-        """
+        """Stores the configuration ``given`` with a successful load, for later loads of the same files; "": removes it."""
         if given:
             self._kept[found.name] = (found.fingerprint, given)
         else:

@@ -164,8 +164,7 @@ class Lifecycle:
     def forget(self, name: str, present: Collection[int]) -> list[Instruction]:
         """Drops the versions of a model that serve nothing and are not in ``present``, the version numbers in the repository.
 
-        Does nothing while a load or unload of the model runs. Returns instructions, which the caller must carry out, to tell
-        the fronts.
+        Does nothing while a load or unload of the model runs. Returns instructions that tell the fronts.
         """
         model = self.models.get(name)
         if model is None or model.running is not None:
@@ -233,10 +232,7 @@ class Lifecycle:
         return [i for number in sorted(model.versions) for i in self._retire(name, number)]
 
     def _retire(self, name: str, number: int) -> list[Instruction]:
-        """Begins to unload a version if it serves. Otherwise the version only stays in the repository index, as in Triton.
-
-        Returns instructions, which the caller must carry out.
-        """
+        """Begins to unload a version if it serves; else leaves it in the repository index, as in Triton. Returns instructions."""
         version = self.models[name].versions[number]
         was_awaited = bool(version.given_up)
         version.wanted, version.postponed = False, set()
@@ -256,10 +252,9 @@ class Lifecycle:
         return [self._publish(number, version)]
 
     def _finish(self, name: str, model: ModelEntry) -> list[Instruction]:
-        """Ends the model's running load or unload if every worker has answered.
+        """Ends the model's running load or unload if every worker has answered. Returns instructions.
 
-        If a load replaced versions, they are unloaded before the load ends. Returns instructions, which the caller must carry
-        out.
+        If a load replaced versions, they are unloaded before the load ends.
         """
         operation = model.running
         if operation is None:
@@ -321,10 +316,9 @@ class Lifecycle:
         return {worker for worker, device in self._workers.items() if version.belongs(device)}
 
     def fill(self, name: str, number: int) -> list[Instruction]:
-        """Returns instructions to load a version on the workers that failed to load it for lack of parameters.
+        """Returns instructions to load a version on the workers that failed to load it for lack of parameters from clients.
 
-        The parameters are those that clients send in a push. Call it when they have arrived. The list is empty while the
-        version is being loaded.
+        Call it when a push has brought the parameters. The list is empty while the version is being loaded.
         """
         version = self.version(name, number)
         if version is None or version.given_up or self.models[name].running is not None:

@@ -127,10 +127,7 @@ class ReadinessCheck:
         self._loading: dict[int, Loading] = {}
 
     def begin(self, wanted: Iterable[str], required: Iterable[str]) -> None:
-        """Sets the models that must serve before the daemon is ready.
-
-        They are the models in ``required`` or, if it is empty, the models that were ``wanted`` at the first call.
-        """
+        """Sets which models must serve for readiness: ``required`` or, if it is empty, those ``wanted`` at the first call."""
         if not self._begun:
             self._first = set(wanted)
         self._required = frozenset(required)

@@ -23,10 +23,7 @@ _RELOADABLE = ("repository.paths", "repository.load", "repository.required", "lo
 
 
 class Configuration:
-    """Holds the options that apply now.
-
-    ``reread``: reads all sources of the configuration again; raises ConfigurationError if they cannot be used.
-    """
+    """Holds the options that apply now. ``reread``: reads all sources of the configuration again; raises ConfigurationError."""
 
     def __init__(self, configured: Configured, reread: Callable[[], Configured]) -> None:
         self.options = configured.options

@@ -57,8 +57,7 @@ class Drain:
     def begin(self, seconds: float | None = None) -> None:
         """Begins a drain. The daemon reports at once that it is not ready, and refuses new requests after ``seconds``.
 
-        If ``seconds`` is None, the option ``supervisor.drain_time`` says how long. If a drain has begun already, this method does
-        nothing.
+        ``seconds`` None: the option ``supervisor.drain_time``. If a drain has begun already, this method does nothing.
         """
         if self.phase is not DrainPhase.NONE:
             return
@@ -109,8 +108,7 @@ class Drain:
     async def _drain(self, seconds: float) -> str:
         """Runs a drain: waits ``seconds``, has new requests refused, and waits until every request is answered.
 
-        Returns a sentence that names the processes with unanswered requests after ``supervisor.exit_timeout``; "" if there are
-        none.
+        Returns "", or a sentence with the processes that still have requests after ``supervisor.exit_timeout``.
         """
         await self._supervisor.fronts.settled()
         await asyncio.sleep(seconds)

@@ -166,10 +166,7 @@ class Operations:
         return listings.of_model(self._models, name, index, workers, slow)
 
     async def _slow(self, worker: WorkerProcess, name: str) -> dict[int, dict[str, int]]:
-        """Returns how often a worker answered requests for the model ``name`` in Python instead of C, by version and reason.
-
-        Returns {} if the worker does not answer in time.
-        """
+        """Returns how often a worker answered ``name``'s requests in Python, not C, by version and reason; {} if unknown."""
         try:
             figures = msgspec.json.decode(await worker.result_of(WorkerFigures(), _READY_SECONDS), type=Figures)
         except ServingError:

@@ -444,10 +444,7 @@ class Parameters:
         descriptors.close(fds)
 
     async def _obeyed(self, worker: WorkerProcess, operation: Operation) -> bool:
-        """Has a worker carry out a step that is already decided, such as a commit. Returns whether the worker did so.
-
-        A worker that fails is killed.
-        """
+        """Has a worker carry out a decided step, such as a commit. Returns whether the step succeeded; else kills the worker."""
         try:
             await self._call(worker, operation)
         except ServingError as error:
@@ -549,8 +546,7 @@ class Parameters:
     async def _restore(self, worker: WorkerProcess, key: VersionKey) -> None:
         """Gives a worker that has loaded a version the values that clients have pushed into it.
 
-        Then passes the worker's answer to the Load record on to ``Models``. If the worker cannot be given the values, the load
-        counts as failed.
+        Then passes the worker's Loaded record on to ``Models``, as a failed load if the worker cannot have the values.
         """
         waiting = self._restoring[worker.incarnation, key]
         try:

@@ -273,8 +273,7 @@ class Child:
 class FrontProcess(Child):
     """A front process as the supervisor sees it. It serves one protocol to clients.
 
-    The supervisor numbers the records that it publishes to all fronts; the number is called the edition. Fronts acknowledge
-    editions.
+    The supervisor numbers the records that it publishes to all fronts; a front acknowledges such a number, the "edition".
     """
 
     def __init__(

@@ -277,9 +277,8 @@ class Fronts:
 def automatic(cores: int, devices: Sequence[str]) -> int:
     """Returns how many fronts a protocol has if the option ``processes`` is "auto".
 
-    A GPU worker keeps one core busy and leaves the others to the fronts. CPU workers compute on all cores, so that fronts take
-    cores from models, and there are fewer fronts. ``cores``: how many cores the daemon may use. ``devices``: the workers'
-    devices.
+    There are fewer fronts with CPU workers, which compute on all cores. ``cores``: how many cores the daemon may use.
+    ``devices``: the workers' devices.
     """
     gpus = sum(device.startswith("cuda") for device in devices)
     wanted = (cores - gpus) // 8 if gpus else cores // 16

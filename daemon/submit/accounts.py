@@ -26,10 +26,7 @@ Sizes = tuple[int, int, int]
 
 
 class Holdings:
-    """Counts the bytes that a connection or client holds in request arenas, and those in response arenas.
-
-    ``limit``: the most bytes of each of the two.
-    """
+    """Counts the bytes of request and of response arenas that a connection or client holds. ``limit``: the most bytes of each."""
 
     __slots__ = ("answers", "limit", "requests")
 
@@ -98,10 +95,7 @@ class Account(Holdings):
         return self.answers >= self.limit
 
     def note_bulky(self, kind: Hashable) -> None:
-        """Records that requests of this kind have large answers. Such requests wait while the client holds its share of memory.
-
-        ``kind``: the key that ``kind_of`` returns.
-        """
+        """Records that requests of this ``kind`` have large answers, so that they wait while the client holds its share."""
         bulky = self.client.bulky
         if len(bulky) >= _MAX_BULKY:
             bulky.clear()

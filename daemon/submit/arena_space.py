@@ -90,8 +90,8 @@ class ArenaSpace:
     def _others_first(self, byte_size: int, account: Account | None) -> bool:
         """Returns whether a waiting request gets memory before a new request of ``byte_size`` bytes from ``account``.
 
-        It does if it is in the same queue (small, medium or large), its limits allow it, and its client holds at most as much
-        memory as the client of ``account``.
+        It does if it is in the same queue (small, medium or large), within its limits, and its client holds no more than
+        ``account``'s.
         """
         held = _held(account)
         return any(_held(waiter.account) <= held and self._admitted(waiter) for waiter in self._line(byte_size))

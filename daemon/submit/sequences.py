@@ -208,10 +208,7 @@ def _rank(key: Key, worker: WorkerLink) -> int:
 
 
 def _spare(worker: WorkerLink, slots: Key) -> int:
-    """Returns how many more sequences a worker can run; below 0 if sequences wait already.
-
-    It is the number that the worker published, less the sequences that were sent to the worker since.
-    """
+    """Returns how many more sequences a worker can run: the number it published, less those sent since; below 0: some wait."""
     published = worker.sequences.slots(slots)
     if published is None:
         return 0

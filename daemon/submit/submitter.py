@@ -249,8 +249,7 @@ class Submitter:
     def _put(self, worker: WorkerLink, request: InFlight) -> None:
         """Puts a request on a worker's lane. If an exception is raised, the request is on no lane.
 
-        The request is sent at once if it is not traced and the worker has no other request. Otherwise it is sent at the end of
-        the event loop's iteration.
+        The request is sent at once if it is untraced and the worker's only one, otherwise at the end of the loop's iteration.
         """
         record, numbered, in_flight = request.record, request.numbered, worker.in_flight
         request.worker = worker
@@ -340,8 +339,7 @@ class Submitter:
     def _receive(self, worker: WorkerLink) -> bool:
         """Receives one datagram of answers from a worker, and passes the answers to their requests.
 
-        Returns whether there may be more to receive. If the worker has closed the lane, or its answer cannot be parsed, the
-        lane is closed.
+        Returns whether more may come at once. Closes the lane if the worker has closed it, or if an answer cannot be parsed.
         """
         try:
             answers = worker.lane.receive()
@@ -543,10 +541,7 @@ class Submitter:
         self._model_changed = asyncio.Event()
 
     async def loaded(self, model: str, version: int) -> None:
-        """Waits until the load of a model's version has ended.
-
-        Raises Unavailable: not within ``requests.worker_wait`` seconds.
-        """
+        """Waits until a model version's load has ended. Raises Unavailable: not within ``requests.worker_wait`` seconds."""
         try:
             async with asyncio.timeout(self._worker_wait):
                 while self.is_loading(model, version):

@@ -67,10 +67,7 @@ class Throttle:
         return True
 
     def taken(self, account: Account) -> None:
-        """Notes that a connection, its client or both hold less than their share again, if they do.
-
-        Call it when the memory of an answer was given back.
-        """
+        """Notes that an answer's memory came back, after which the connection or its client may hold less than their share."""
         if self.full:
             self.full -= {each for each in (account, account.client) if each.answers < each.limit}
 

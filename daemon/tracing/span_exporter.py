@@ -196,9 +196,7 @@ class SpanExporter:
     ) -> None:
         """Adds a span to the message that is being made. If too many spans wait for the collector, drops it instead.
 
-        ``began_ns`` and ``ended_ns``: ns since 1970. ``kind`` and ``flags``: OpenTelemetry's numbers; 0: those of an internal
-        span
-        whose parent is in this process.
+        ``began_ns``, ``ended_ns``: ns since 1970. ``kind``, ``flags``: OpenTelemetry's; 0: an internal span with its parent here.
         """
         counts = self._counts
         if counts.waiting >= self._most:

@@ -89,10 +89,7 @@ class SpanSender:
 
 
 def _variable(name: str) -> str:
-    """Returns the value of the environment variable OTEL_EXPORTER_OTLP_TRACES_name, or else of OTEL_EXPORTER_OTLP_name.
-
-    Returns "" if neither variable is set.
-    """
+    """Returns the value of the environment variable OTEL_EXPORTER_OTLP_TRACES_name, else of OTEL_EXPORTER_OTLP_name, else ""."""
     return os.environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or os.environ.get(f"OTEL_EXPORTER_OTLP_{name}") or ""
 
 

@@ -87,10 +87,7 @@ class Values:
     log_frequency: int
 
     def check(self, target: str) -> None:
-        """Raises InvalidArgument if tracing is on although the rate is 0 or ``target`` is empty.
-
-        ``target``: the file or the collector that gets the traces.
-        """
+        """Raises InvalidArgument if tracing is on but the rate is 0, or ``target`` (a file or a collector's address) is empty."""
         if not self.level:
             return
         if not self.rate:
