@@ -443,7 +443,7 @@ class Worker:
     # ------------------------------------------------------------------------------------------------------------ lanes
 
     def open_lane(self, peer: int, sock: socket.socket, opened: LaneOpened) -> None:
-        """Begins to receive requests on a lane. If a client's cannot be opened, this is logged and ``sock`` is closed."""
+        """Begins to receive requests on a lane. If the lane of a client cannot be opened, logs that and closes ``sock``."""
         client = opened.client
         if client is None:
             self._open(SubmitterLink(peer, self._front_lane(sock), self._unflushed, protocol=opened.protocol or "http"))

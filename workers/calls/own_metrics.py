@@ -17,7 +17,7 @@ class HeldFamily:
     """Holds a metric family, and the metrics obtained through this object, for a model's code until ``close``."""
 
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
-        """Makes a metric family, or becomes another holder of the family with that name.
+        """Makes a metric family, or holds the existing family with that name.
 
         Raises InvalidArgument: an argument is malformed, the existing family is of another kind, or no model's code is running.
         Raises Unavailable: there are too many families.

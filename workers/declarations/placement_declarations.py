@@ -77,6 +77,7 @@ def given_devices(
 ) -> tuple[jax.Device | tuple[jax.Device, ...], SeveralDevices | None]:
     """Returns the device or devices that ``create`` gets, and those that programs run on (None: the worker's first device).
 
+    ``gpu``: the number of the first of ``devices``; None: they are no GPUs. ``keeps_state``: whether the model has state.
     Raises: InvalidArgument: the number of devices is malformed or too large.  Unsupported: state needs the worker's first device.
     """
     count = device_count(message, module)

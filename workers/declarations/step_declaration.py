@@ -44,7 +44,7 @@ class StepDeclaration:
 
 
 def declare_steps(message: ModelConfig, module: ModuleType) -> StepDeclaration | None:
-    """Returns what a stepped model declares, and marks it as decoupled in its configuration; None: it is no stepped model.
+    """Returns what a stepwise model declares, and marks the model as decoupled; None: the model does not run step by step.
 
     Raises: InvalidArgument: a declaration is malformed.  Unsupported: a host model has no slots.
     """

@@ -97,7 +97,7 @@ def standing(array: Array) -> Array:
 
 
 def may_be_written(memory: memoryview) -> bool:
-    """Returns whether the GPU's driver may write to memory: not if a client may take it away; the host must copy then."""
+    """Returns whether the GPU's driver may write to memory. It may not if a client can unmap it: then the host must copy."""
     if guard.may_be_missing(address_of(memory)):
         return False
     _look(memory)

@@ -58,7 +58,7 @@ class Outbox:
         self._agenda: Agenda[AgendaPart] = agenda or Agenda()
 
     def fail(self, request: Request, error: ServingError) -> None:
-        """Answers a request with an error and ends it, after earlier answers that wait if its model answers in order."""
+        """Answers a request with an error and ends it. If its model answers in order, earlier answers are sent first."""
         if request.sink is not None:
             hand_over(request, error)
         elif self._overtakes(request):

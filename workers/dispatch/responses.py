@@ -125,7 +125,7 @@ class Responses(ResponseReceiver):
     def returned(self, execution: Execution) -> None:
         """Handles the return of a model's function: moves requests that are answered through senders to ``execution.streamed``.
 
-        Such a request is ended if the model failed for it or if it was cancelled; otherwise its sender may still send.
+        If the model failed for such a request, or the request was cancelled, it is ended. Otherwise its sender may still send.
         """
         self._take()
         requests, results = execution.requests, execution.results

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class SequenceRuns:
-    """Runs a version's requests of sequences, gathered by the C extension, while no other request to it waits."""
+    """Runs requests of a version's sequences in batches that the C extension gathers, while no other request waits."""
 
     def __init__(
         self,

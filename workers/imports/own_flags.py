@@ -67,7 +67,7 @@ class OwnFlags:
 
     @contextlib.contextmanager
     def code(self) -> Iterator[None]:
-        """Applies the model's settings in this thread during the block; what code sets in it becomes the model's."""
+        """Applies the model's settings in this thread during the block. Settings made in the block become the model's."""
         former = getattr(_thread, "own", None)
         with contextlib.ExitStack() as stack:
             for name, value in self._values.items():

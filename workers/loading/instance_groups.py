@@ -145,8 +145,8 @@ class Starting:
 
         Args:
           jitted: the compiled model that the instances run; None: they run something else.
-          former: instances of the version that this one replaces; those that are asked for again are taken over unchanged.
-        Raises: whatever an instance raises first; the other new ones are ended.  Cancelled: the load was.
+          former: instances of the version that this one replaces; those that are still wanted are taken over unchanged.
+        Raises: whatever an instance raises first; the other new instances are ended.  Cancelled: the load was cancelled.
         """
         cancellation.check()
         create = maker.create(message, jitted)

@@ -159,7 +159,7 @@ def jitted_model(
 def load_stepped(
     load: VersionLoad, declared: DeclaredVersion, steps: StepDeclaration, target: LoadTarget
 ) -> SteppedModel:
-    """Creates a stepped model and compiles its programs. Raises ServingError; or whatever the model's code raises."""
+    """Creates a stepwise model and compiles its programs. Raises ServingError, and whatever the model's code raises."""
     message, module, flags, described = load.message, load.module, load.flags, declared.taken
     check_stepped(message, described)
     if device_count(message, module) > 1:

@@ -399,7 +399,7 @@ class Loader:
 
     @staticmethod
     def _completed(message: ModelConfig, record: Load, maker: InstanceMaker) -> ModelConfig:
-        """Returns the configuration of the Load record, completed with defaults and, as ``message`` has it, the back end."""
+        """Returns the configuration of a Load record, completed with defaults and the name and back end of ``message``."""
         given = model_config.from_bytes(record.config)
         given.name, given.backend = message.name, given.backend or message.backend
         model_config.complete(given, maker.gpus)

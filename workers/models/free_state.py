@@ -83,7 +83,7 @@ class FreeState:
         self._byte_size = 0
 
     def attach(self, request: RequestTensors) -> None:
-        """Adds the state of a request's sequence to its inputs, and sets the request's batching key to the shapes of all of them.
+        """Adds the state of a request's sequence to its inputs. The batching key becomes the shapes of inputs and state.
 
         If the state does not fit the inputs, the inputs stay as they are and the key is an ``Unfit`` with the error.
         """

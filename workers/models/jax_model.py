@@ -177,9 +177,9 @@ class JaxModel:
         return [program if program is not None and program.gathers else None for program in planned]
 
     def prepare_grouped(self, cancellation: Cancellation) -> None:
-        """Compiles the programs that run several requests in one call, or loads them from the cache, before the model serves.
+        """Compiles programs that run several requests in one call, or loads them, for the shapes known before serving.
 
-        Does nothing for a model without such programs. Raises Cancelled: the load was given up; or whatever tracing raises.
+        Does nothing for a model without such programs. Raises Cancelled if the load was given up, and whatever tracing raises.
         """
         if self.grouped is not None:
             planned = [self.executables.planned(Wanted(*wanted)) for wanted in self._buckets.planned()]

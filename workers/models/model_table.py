@@ -91,7 +91,7 @@ class ModelTable:
         self._drain(version, lambda: None)
 
     def find(self, name: str, number: int) -> ModelVersion:
-        """Returns the version for a request (0: the newest). Raises NotFound: none; InvalidArgument: only passive instances."""
+        """Returns the version for a request (0: the newest). Raises NotFound: none; InvalidArgument: none that takes requests."""
         version = self._found.get((name, number))
         if version is not None:
             return version

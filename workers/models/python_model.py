@@ -182,7 +182,7 @@ class PythonModel:
         return rows
 
     def _nobody(self, request: Request) -> interface.InferenceRequest:
-        """Makes a request for an empty slot: zeros in the shapes of ``request``, without START, END and READY."""
+        """Makes a request for a batch row that has none: zeros in the shapes of ``request``, without START, END and READY."""
         assert self._sequences is not None
         arrays = {name: np.zeros(array.shape, array.dtype) for name, array in request.arrays.items()}
         for array in arrays.values():
@@ -393,10 +393,9 @@ class ResponseWriter:
         sender.hold()
 
     def send(self, response: InferenceResponse | None, final: bool) -> None:
-        """Sends a response after all earlier ones.
+        """Sends a response after all earlier ones. Waits while the client has too many unacknowledged responses.
 
-        ``final``: whether it is the last one; with ``response`` None only the end is sent.
-        Waits while too many responses are not acknowledged by the client. Does nothing if the request has ended.
+        ``final``: whether no response follows; if ``response`` is None, sends only that. Does nothing if the request has ended.
         """
         # One that was ended for the model sends to nobody.
         with contextlib.suppress(SenderClosed):

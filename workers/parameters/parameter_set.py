@@ -316,8 +316,8 @@ class ParameterSets:
     def share_by(self, share: Callable[[Any], Any]) -> None:
         """Lets the device for small programs use the memory of all parameters on the worker's device, beginning with ``main``.
 
-        ``share``: returns a tree of parameters for that device. If it raises for ``main``, that is raised and nothing has
-        changed.
+        ``share``: returns a tree of parameters for that device. If ``share`` raises for ``main``, this method raises the same
+        error and changes nothing.
         """
         self.share = share
         try:
@@ -349,10 +349,9 @@ class ParameterSets:
             )
 
     def commit(self, parameters: ParameterSet, stays: bool = False) -> Unused:
-        """Puts a set into use after ``prepare``.
+        """Puts a set into use after ``prepare``. Keeps the set of this name that was in use before, so that it can be used again.
 
-        The set that was in use before under its name is kept, to be put into use again if asked.
-        ``stays``: whether that one stays on the device, because requests that have begun go on with it.
+        ``stays``: whether that former set stays on the device, because requests that have begun go on with it.
         """
         former = self.newest(parameters.name)
         parameters.stamp = object()

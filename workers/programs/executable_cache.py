@@ -183,8 +183,8 @@ class ExecutableCache:
     def load(self, key: str, usual: Placement, small: SmallPrograms | None = None) -> CompiledProgram | None:
         """Loads the executable for a key from the cache, and counts it as found there.
 
-        None: there is none, or it runs on the single-thread device and ``small`` cannot open that device. ``usual``: where the
-        program runs otherwise. ``small``: opens the single-thread device; None: no program runs there.
+        Returns None if there is none, or if it is for the single-thread device and that cannot be opened. ``usual``: where other
+        programs run. ``small``: opens the single-thread device; None: no program runs there.
         """
         name = _name(key)
         content = None if self._directory is None else self._directory.read(name)
@@ -204,7 +204,7 @@ class ExecutableCache:
         return found
 
     def store(self, key: str, program: CompiledProgram, what: str = "a program") -> CompiledProgram:
-        """Stores an executable in the cache. Returns it with its size there, or unchanged if that failed, which is logged."""
+        """Stores an executable in the cache. Returns it with its size there, or unchanged if it could not be stored."""
         if self._directory is None:
             return program
         try:

@@ -271,7 +271,7 @@ class GroupedProgram:
 
 
 class GroupedProgramMaker:
-    """Compiles the programs for grouped calls of requests with one shape; any thread may use it."""
+    """Compiles the programs that run several requests of one shape in one call. Any thread may use it."""
 
     def __init__(self, single: Executable, signature: Signature, apply: Apply) -> None:
         """``single``: the executable for one request. Programs run on its device, since another might round differently."""

@@ -67,7 +67,7 @@ class LoadProgress:
         )
 
     def parameters(self, parameters: Any) -> None:
-        """Notes how many bytes the model's parameters have, altogether and on each device."""
+        """Stores how many bytes the model's parameters have, altogether and on each device."""
         leaves = jax.tree.leaves(parameters)
         self._parameter_byte_size = sum(leaf.nbytes for leaf in leaves)
         self._part_byte_size = sum(_part(leaf) for leaf in leaves)
@@ -107,7 +107,7 @@ def _part(leaf: Any) -> int:
 def _takes(program: Any, parameter_byte_size: int) -> tuple[int, float]:
     """Returns the bytes that a run of a program takes on a device besides the parameters, and its floating-point operations.
 
-    Returns 0 and -1 if they are not known. ``parameter_byte_size``: bytes of the parameters on one device.
+    Returns 0 and -1 if they are unknown. ``parameter_byte_size``: the number of bytes of the parameters on one device.
     """
     try:
         found: Any = program.memory_analysis()

@@ -72,7 +72,7 @@ class Lowering:
             raise LookupError(said).with_traceback(error.__traceback__) from error
 
     def _jitted(self) -> Any:
-        """Returns a new jitted function for one program; it is used once, as JAX holds megabytes while it lives (measured)."""
+        """Returns a new jitted function for one program. It is not kept, as JAX holds megabytes for it (measured)."""
 
         @functools.wraps(self._apply)
         def apply(*arguments: Any) -> Any:

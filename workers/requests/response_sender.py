@@ -311,7 +311,7 @@ class ResponseSender:
                 self._receiver.put(self, error, True, 0)
 
     def finish(self, wake: bool) -> None:
-        """Says that no further response follows, unless that was said before.
+        """Records that no further response follows, unless that was recorded before.
 
         ``wake``: whether to wake the loop; False: the model's function returns now, which wakes it.
         """

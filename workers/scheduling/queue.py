@@ -585,7 +585,7 @@ class ParkedRequests(Generic[W]):
         return None
 
     def extend(self, batch: Iterable[W]) -> list[Replacement[W]]:
-        """Adds requests from the queue, without a limit; returns those that newer ones with their replace key replaced."""
+        """Adds requests from the queue, without a limit. Returns replaced requests, each with the one that replaced it."""
         replacements: list[Replacement[W]] = []
         for request in batch:
             at = self._at.get(request.replace_key)

@@ -29,7 +29,7 @@ _UNBOUNDED = QueueRules(sys.maxsize)
 
 @dataclass(frozen=True, slots=True)
 class DirectRules:
-    """How long a batch of an instance may wait for requests of further slots, and how many slots suffice to run it now."""
+    """How long an instance's batch may wait until more slots have a request, and how many slots are enough to run it now."""
 
     slots: int = 1
     delay_ns: int = 0
@@ -38,9 +38,9 @@ class DirectRules:
 
 
 class DirectBatcher(Generic[S]):
-    """Makes the batches of one instance for Triton's strategy "direct": a sequence always has the row of its slot's number.
+    """Makes one instance's batches for Triton's strategy "direct": a sequence's requests are always in the row of its slot.
 
-    A batch takes the next request of every ready slot that has the same batching key as the slot that has been ready longest. An
+    A batch takes the next request of every ready slot that has the batching key of the slot that has been ready longest. An
     instance has one batch in flight.
     """
 
