@@ -334,7 +334,7 @@ class _Artifact:
         raise ValueError(f"no program of this model takes {shapes}")
 
     def _renamed(self, program: ProgramFile) -> dict[str, str]:
-        """Returns program's name -> configuration's name, for inputs or outputs that the program numbers and does not name."""
+        """Returns names in the program -> names in the configuration, for inputs and outputs that the program only numbers."""
         found: dict[str, str] = {}
         for kind, leaves, names in (
             ("input", program.inputs, [field.name for field in self._message.input]),
@@ -371,7 +371,7 @@ class _Artifact:
         )
 
     def _batch_sizes(self) -> tuple[int, ...]:
-        """Returns the programs' batch sizes, ascending; empty: a program takes any size. Raises InvalidArgument: they differ."""
+        """Returns the programs' batch sizes, ascending; empty: a program takes any. Raises InvalidArgument: one has none."""
         sizes: set[int] = set()
         for program in self._programs:
             for leaf in (*program.inputs, *program.outputs):

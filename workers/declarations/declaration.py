@@ -24,7 +24,7 @@ _MAX_LABEL_BYTE_SIZE = 16 << 20
 
 
 def declare_tensors(message: ModelConfig, module: ModuleType) -> dict[str, tuple[str | None, ...]]:
-    """Adds model.py's declarations to the configuration. Returns the names of each tensor's axes; None: an axis has no name.
+    """Adds model.py's declarations to the configuration. Returns tensor name -> axis names; None for an axis without a name.
 
     Raises: InvalidArgument: a declaration is malformed, or contradicts the configuration.
     """

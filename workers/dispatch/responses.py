@@ -106,7 +106,7 @@ class Responses(ResponseReceiver):
         return request.submitter.known_kind(request.version.version, found[0])
 
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
-        """Queues a response for the loop, behind its sender's earlier ones. ``wake`` False: ``gather`` sends it later."""
+        """Queues a response for the loop, behind its sender's earlier ones. ``wake``: False: ``gather`` finds it later."""
         self._arrived.append((sender, (result, final, byte_size)))
         # Whoever takes them says so before it looks for them.
         if wake and (final or not self._posted):

@@ -162,7 +162,7 @@ class StepRows:
     def _look(self) -> list[ResponseSender]:
         """Returns senders whose clients may be too far behind. Their requests are answered separately from now on.
 
-        After 4096 steps all requests are.
+        After 4096 steps, returns all senders.
         """
         steps = len(self._left_ns)
         full = [member.sender for member in self.members.values() if steps >= min(member.until, _MOST)]

@@ -25,7 +25,7 @@ def precisions(wide: bool) -> Callable[[], contextlib.AbstractContextManager[obj
 
 
 def precision(wide: bool) -> contextlib.AbstractContextManager[object]:
-    """Returns a context in which JAX's 64-bit mode is on if ``wide``, as some models need it; else a context without effect."""
+    """Returns a context: if ``wide``, JAX's 64-bit mode is on in it; otherwise it has no effect."""
     return precisions(wide)()
 
 

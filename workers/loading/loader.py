@@ -119,7 +119,7 @@ class Loader:
         self._starting = Starting(target.gpu, limits, len(target.devices), inbox, page, self._check, aside)
 
     def load(self, record: Load, tell: Tell = nobody, cancellation: Cancellation | None = None) -> LoadedModel:
-        """Loads a model version. Raises ServingError: that failed; the message is one sentence, and details are in the log.
+        """Loads a model version. Raises ServingError, with one sentence, if the load fails; details are in the log.
 
         ``tell``: called before each program is made, with its number, how many there are, and how many were compiled so far.
         """

@@ -63,7 +63,7 @@ class DeviceRoom:
         self._former: OrderedDict[ParameterSet, None] = OrderedDict()
 
     def use(self) -> int:
-        """Returns a number that rises with each call, for a set that is used now; the set with the lowest is evicted first."""
+        """Returns a number that rises with each call, for a set that is used now. The lowest number is evicted first."""
         return next(self._uses)
 
     @property

@@ -62,7 +62,7 @@ class LaidLeaf(NamedTuple):
 
     @property
     def byte_size(self) -> int:
-        """The bytes that the leaf's elements need in memory."""
+        """The number of bytes that the leaf's elements need in memory."""
         return self.dtype.itemsize * math.prod(self.shape)
 
 

@@ -163,7 +163,7 @@ class SetStack:
         return self._whole(sets), index
 
     def _found(self, sets: ParameterSets, wanted: Sequence[ParameterSet]) -> list[int]:
-        """Returns the index of each wanted set in the stack, after adding missing sets. At most ``slots`` sets may differ."""
+        """Returns the index of each wanted set in the stack, after adding missing ones. At most ``slots`` sets may be wanted."""
         known = self._slots
         missing = [each for each in dict.fromkeys(wanted) if each not in known]
         for each in wanted:

@@ -42,10 +42,10 @@ class SingleThreadDevice:
     """An additional CPU device of the worker with one thread, and the bound on the work of the programs that it suits."""
 
     def __init__(self, max_flops: int) -> None:
-        """Opens the device. Raises whatever JAX raises if it cannot have such a device.
+        """Opens the device. Raises whatever JAX raises if a second CPU device with one thread is impossible.
 
-        To be called before any model is loaded: an environment variable is set to one thread for a moment, which no other thread
-        may read and no process may inherit. ``max_flops``: the most floating-point operations of a program that suits the device.
+        Call it before any model is loaded: it sets an environment variable to one thread for a moment, which no other thread may
+        read and no process may inherit. ``max_flops``: the most floating-point operations of a program that suits the device.
         """
         self.max_flops = max_flops
         self.device = _opened()

@@ -297,7 +297,7 @@ class Executable(ABC):
     ) -> SingleRun | None:
         """Returns an object that runs repeats of a prepared request one at a time, without batches; None: that is not possible.
 
-        The arguments are those of ``SingleRun``.
+        ``inputs``: each input and its number of bytes. ``names``: number of a content in ``plan`` -> output name.
         """
         return None
 

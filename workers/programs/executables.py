@@ -56,7 +56,8 @@ class Executables:
         initial: Mapping[str, Array] | None = None,
         several: SeveralDevices | None = None,
     ) -> None:
-        """Args:
+        """
+        Args:
         buckets: which batch sizes and shapes to compile at load.
         source: the model's source code, part of the cache's keys.
         max_unexpected: how many executables for shapes without a bucket are kept.

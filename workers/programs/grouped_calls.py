@@ -243,7 +243,8 @@ class GroupedProgram:
     def run(self, chosen: ParameterSet | None = None) -> list[Content]:
         """Runs the program on the gathered requests and waits for the results, whose first dimension counts the requests.
 
-        ``chosen``: None: ``main``. Raises Unavailable: no room for the parameters; or whatever the program raises.
+        ``chosen``: the parameter set; None: ``main``. Raises Unavailable: the device has no room for the parameters; or whatever
+        the program raises.
         """
         parameters = (chosen or self._sets.main).on(self._at)
         if self._signature.wide:

@@ -64,7 +64,8 @@ class StepExecutables:
         source: bytes,
         device: ExecutionDevice,
     ) -> None:
-        """Args:
+        """
+        Args:
         buckets: the input shapes that ``insert`` is compiled for.
         programs: the functions to compile.
         slots: how many requests the carry (the batch's state) has room for.

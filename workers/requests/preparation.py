@@ -64,6 +64,7 @@ def answers(number: int, request_ids: list[int], sizes: tuple[int, ...], content
     """Encodes an answer to each of many requests that share one prepared answer.
 
     Args:
+      number: the number of the prepared answer.
       sizes: how many bytes each output has.
       contents: the outputs of each request one after the other, without gaps.
     Raises ValueError: the contents have more or fewer bytes than the sizes say.

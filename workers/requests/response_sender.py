@@ -469,7 +469,7 @@ class ResponseSender:
             self.wake()
 
     def wake(self) -> None:
-        """Calls the function that ``when_room`` stored, if any: more can be sent, or nobody waits for responses any more."""
+        """Calls the function that ``when_room`` stored, if any, as more can be sent or nobody waits for responses any more."""
         try:
             call = self._on_room.pop()
         except IndexError:

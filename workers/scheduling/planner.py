@@ -86,7 +86,7 @@ class Planner(ABC, Generic[P]):
         return False
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[P]:
-        """Returns what to do for a free instance. Requests to be answered with errors are removed."""
+        """Returns what to do for a free instance. If that is ``Refuse``, its requests have left the queue."""
         tick_ns = self.next_tick_ns
         if 0 < tick_ns <= now_ns:
             return Refuse(self.tick(now_ns))
@@ -106,7 +106,7 @@ class Planner(ABC, Generic[P]):
         """Removes and returns the requests of a free instance's next batch; empty if no batch is due."""
 
     def done(self, requests: Iterable[P], now_ns: int) -> None:
-        """Marks requests as run, successfully or not, so that requests waiting for their end may run; by default none waits."""
+        """Marks requests as run, successfully or not, so that requests that wait for this may run. By default none waits."""
 
     def dropped(self, request: P, now_ns: int) -> list[tuple[P, ServingError]]:
         """Drops a request that ``take`` returned and that will never run.

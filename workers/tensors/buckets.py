@@ -204,7 +204,7 @@ class RequestShapes:
         self._named = any(axis is not None for spec in signature.inputs.values() for axis in spec.axes)
 
     def key(self, arrays: Mapping[str, Array]) -> Shapes:
-        """Returns the bucketed input shapes, equal for requests that may share a batch. Raises InvalidArgument if axes differ."""
+        """Returns the bucketed shapes; requests with equal ones can share a batch. Raises InvalidArgument: axes contradict."""
         if self._fixed is not None:
             return self._fixed
         if not self._named and not self._signature.ragged:

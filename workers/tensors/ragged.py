@@ -127,7 +127,7 @@ def cut(output: Array, source: TensorSpec, requests: Sequence[RequestTensors]) -
 def declare_ragged(message: ModelConfig, module: ModuleType) -> dict[str, str]:
     """Adds what model.py declares about ragged inputs to a configuration.
 
-    Returns SEGMENT_IDS input -> the ragged input that it describes, because Triton's configuration has no such kind.
+    Returns SEGMENT_IDS input -> the ragged input that it describes. The configuration itself has no place for such inputs.
     Raises InvalidArgument: a declaration is malformed, or contradicts the configuration.
     """
     what, types = f"model '{message.name}'", model_config_pb2

@@ -82,7 +82,7 @@ class WorkThread:
                 self._jobs.put(lambda: None)
 
     def _cover(self) -> None:
-        """Starts a thread for queued functions, if a function waits in ``standing_aside`` and nothing replaces its thread."""
+        """Starts a thread for queued functions, if more threads wait in ``standing_aside`` than were started in their place."""
         with self._lock:
             if self._covering < self._aside and not self._jobs.empty():
                 self._covering += 1
