@@ -69,21 +69,21 @@ class PreparedAnswer:
 
 
 class HeldResults:
-    """Counts the answers that the program still uses and that lie in workers' memory, on all lanes. Thread-safe."""
+    """Counts the answers that this process still uses and that lie in workers' memory, on all lanes. Thread-safe."""
 
     def __init__(self, most: int) -> None:
-        """Starts counting at zero. ``most``: the most answers that the program may hold at a time."""
+        """Starts counting at zero. ``most``: the most answers that this process may hold at a time."""
         self.most = most
         #: The bytes of each answer, by the memory of its lane and the key of its lease.
         self.sizes: dict[tuple[AnswerMemory, LeaseKey], int] = {}
 
     def too_many(self) -> ResultsHeld | None:
-        """Returns a ``ResultsHeld`` error if the program holds as many answers as it may; returns None if it holds fewer."""
+        """Returns a ``ResultsHeld`` error if this process holds as many answers as it may; returns None if it holds fewer."""
         held = len(self.sizes)
         return ResultsHeld(held, self.most) if held >= self.most else None
 
     def explained(self, error: ServingError, memory: AnswerMemory, room: int) -> ServingError:
-        """Returns ResultsHeld if a request failed because the answers that the program holds leave no room; else ``error``.
+        """Returns ResultsHeld if a request failed because the answers that this process holds leave no room; else ``error``.
 
         Args:
           error: the error that the request failed with.
@@ -116,7 +116,7 @@ class AnswerLease:
         self.__array_interface__: dict[str, Any] = {}
 
     def hold(self, byte_size: int) -> None:
-        """Counts this lease's answer, of ``byte_size`` bytes, among the answers that the program holds, until ``release``."""
+        """Counts this lease's answer, of ``byte_size`` bytes, among the answers that this process holds, until ``release``."""
         for key in self._key:
             self._memory.held.sizes[self._memory, key] = byte_size
 
@@ -186,7 +186,7 @@ class AnswerMemory:
         """Prepares for the answers on a new lane; the worker has announced no segment yet.
 
         Args:
-          held: counts the answers that the program holds.
+          held: counts the answers that this process holds.
           byte_size: the most bytes that answers on this lane may have together.
           release: a method of the lane, referred to weakly, that sends what ``release_record`` returns to the worker. It is
             called in any thread, also by the garbage collector.
@@ -248,7 +248,7 @@ class AnswerMemory:
         return AnswerLease(self, answer.lease, segment)
 
     def explained(self, error: ServingError) -> ServingError:
-        """Returns ResultsHeld if a request failed with ``error`` because the program holds too many answers; else ``error``."""
+        """Returns ResultsHeld if a request failed with ``error`` because this process holds too many answers; else ``error``."""
         return self.held.explained(error, self, self._byte_size)
 
     def judged(self, answer: AnswerRecord) -> tuple[AnswerRecord, AnswerLease | None] | ServingError:
@@ -306,7 +306,7 @@ class AnswerMemory:
 def made_answer(record: AnswerRecord, lease: AnswerLease | None, places: Any) -> Answer:
     """Converts a worker's message to an ``Answer``. Its arrays are views of the worker's memory, copies, or the caller's.
 
-    If an array is a view, the answer holds the ``lease``, and is counted among the answers that the program holds.
+    If an array is a view, the answer holds the ``lease``, and is counted among the answers that this process holds.
 
     Args:
       lease: the lease of the worker's memory that the outputs lie in; None: they do not lie there.

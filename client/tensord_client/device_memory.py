@@ -240,7 +240,7 @@ class DeviceMemory:
         return DeviceArray(self, name, ordinal, address, wanted, dtype)
 
     def _collect(self) -> None:
-        """Unregisters and frees the memory of the arrays in ``returned``: those that the program no longer refers to."""
+        """Unregisters and frees the memory of the arrays in ``returned``: those that this process no longer refers to."""
         while self.returned:
             name, ordinal, address = self.returned.popleft()
             try:
@@ -251,7 +251,7 @@ class DeviceMemory:
                 self.driver.free(address)
 
     def close(self) -> None:
-        """Frees the arrays that the program no longer refers to. Arrays in use stay until the process ends. Idempotent."""
+        """Frees the arrays that this process no longer refers to. Arrays in use stay until the process ends. Idempotent."""
         with self._lock:
             self._is_closed = True
             if self._driver is not None and self._pid == os.getpid():

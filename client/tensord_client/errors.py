@@ -28,7 +28,7 @@ class ResultsHeld(ServingError):
     code = "RESULTS_HELD"
 
     def __init__(self, held: int, limit: int, byte_size: int = 0, refusal: str = "") -> None:
-        """Makes the error of a program that holds ``held`` answers and may hold ``limit``.
+        """Makes the error of a process that holds ``held`` answers and may hold ``limit``.
 
         ``byte_size``, ``refusal``: where the server had no room for another answer, the number of bytes of all held answers and
         the text of the server's error.

@@ -80,7 +80,7 @@ class LaneConnection(Sender):
         Args:
           over_http: connects over HTTP, given the daemon's answer to ``hello``; it is called when HTTP is first needed. None:
             HTTP is never used.
-          max_results: the most answers in workers' memory that the program may hold at a time; if it holds as many, ``ask``
+          max_results: the most answers in workers' memory that this process may hold at a time; if it holds as many, ``ask``
             raises ResultsHeld.
           timeout: seconds to wait for each answer on the clients' socket.
           patience: seconds that a request waits, within its deadline, for a daemon or worker that is being replaced.
@@ -296,7 +296,7 @@ class LaneConnection(Sender):
 
         If no lane is usable now, the request is sent as soon as somebody waits for the answer and a lane is found.
 
-        Raises: InvalidArgument: the request cannot be sent.  ResultsHeld: the program holds as many answers as it may.
+        Raises: InvalidArgument: the request cannot be sent.  ResultsHeld: this process holds as many answers as it may.
           Unavailable: no worker serves the model now, shared memory is full, or too many requests wait.  NotFound: the model is
           not served.
         """
@@ -327,7 +327,7 @@ class LaneConnection(Sender):
 
         A ``Pending`` is an object that waits for the answer.
 
-        Raises: InvalidArgument: the request cannot be sent.  ResultsHeld: the program holds as many answers as it may.
+        Raises: InvalidArgument: the request cannot be sent.  ResultsHeld: this process holds as many answers as it may.
           Unavailable: no worker serves the model now, shared memory is full, or too many requests wait.  NotFound: the model is
           not served.
         """

@@ -218,7 +218,7 @@ class LaneRequest(Submission, Pending[Answer]):
         ``until``: seconds of ``time.monotonic()``; None: without limit.
 
         Raises: DeadlineExceeded: ``until`` has passed.  ResultsHeld: ``until`` has passed, and the worker has no room for the
-          answer because the program holds too many answers.
+          answer because this process holds too many answers.
         """
         try:
             while not self._ended and self.lane is not None and not self.lane.ended:
@@ -286,7 +286,7 @@ class LaneRequest(Submission, Pending[Answer]):
         return error if self.lane is None else self.lane.answers.explained(error)
 
     def explained(self, error: ServingError) -> ServingError:
-        """Returns ResultsHeld if a stream failed with ``error`` because the program holds too many answers; else ``error``."""
+        """Returns ResultsHeld if a stream failed with ``error`` because this process holds too many answers; else ``error``."""
         held = self._connection.held.too_many() if isinstance(error, (DeadlineExceeded, Unavailable)) else None
         return held or error
 

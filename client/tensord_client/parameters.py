@@ -158,7 +158,7 @@ def layout(parameters: Any, partial: bool = False) -> Iterator[Buffer]:
 def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
     """Yields (name, leaf) for each leaf of a tree. A name has keys and indices joined by dots, such as ``dense.0.kernel``.
 
-    If the program has imported JAX, JAX walks the tree, and any pytree is accepted. Otherwise mappings, lists and tuples are
+    If this process has imported JAX, JAX walks the tree, and any pytree is accepted. Otherwise mappings, lists and tuples are
     walked, and anything else is a leaf.
     """
     if "jax" in sys.modules:

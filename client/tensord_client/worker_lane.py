@@ -66,7 +66,7 @@ class ClientLane:
           number: the number by which the daemon names the lane.
           memory: the memory that the connection shares with its workers.
           ids: yields the ids of requests, from 2**32 on; all lanes of the connection share it.
-          held: counts the answers that the program holds.
+          held: counts the answers that this process holds.
           response_byte_size: the most bytes of the worker's memory that answers on this lane may hold.
           most: the most requests that the worker takes at a time; further requests are queued in this object.
           spin_ns: how long a thread that waits for an answer polls before it sleeps, at most, in nanoseconds.

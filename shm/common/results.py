@@ -49,7 +49,7 @@ class Answer(dict):  # type: ignore[type-arg]
     def release(self) -> None:
         """Removes all outputs from this answer if they lie in the server's memory, and gives that memory back. Idempotent.
 
-        If the program still has one of the arrays, or an array made of one without a copy, the memory is given back once the
+        If this process still has one of the arrays, or an array made of one without a copy, the memory is given back once the
         last of them is garbage-collected.
         """
         if self.lease is not None:
