@@ -153,7 +153,7 @@ class Context:
     """
 
     def __init__(self, owner: Driver, driver: Any, ordinal: int) -> None:
-        """Retains the device's primary context. Raises NoCuda: there is no such device, or it cannot be used."""
+        """Retains the primary context of device ``ordinal``. Raises NoCuda: there is no such device, or it cannot be used."""
         self._owner = owner
         self.driver = driver
         self._closed = False
@@ -399,7 +399,7 @@ class CudaRegion(Leased):
             self.context.to_device(pointer, address, byte_size)
 
     def copy(self, offset: int, pointer: int, byte_size: int) -> None:
-        """Queues a copy of device memory to the region. Call ``settle`` before the client learns that the bytes are there."""
+        """Queues a copy of device memory at ``pointer`` to the region. Call ``settle`` before the client learns of it."""
         target = self.pointer(offset, byte_size)
         with self.guarded():
             self.context.enter()

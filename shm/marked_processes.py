@@ -48,7 +48,7 @@ def everybody() -> list[Found]:
 
 
 def has(found: Found, mark: str) -> bool:
-    """Returns whether ``mark`` is in the environment a process was started with; False if that cannot be read."""
+    """Returns whether ``mark`` is in the environment that ``found`` was started with; False if that cannot be read."""
     entry = f"{MARK}={mark}".encode()
     try:
         with open(f"/proc/{found.pid}/environ", "rb") as file:

@@ -307,12 +307,12 @@ LAST = PreparedAnswer()
 
 
 def is_mark(prepared: PreparedAnswer, answer: AnswerRecord) -> bool:
-    """Returns whether an answer is neither a response nor an error, and only says that no further response comes."""
+    """Returns whether an answer, whose constant part is ``prepared``, only says that no further response comes."""
     return prepared.final and not (answer.code or prepared.version or prepared.outputs)
 
 
 def all_parameters(prepared: PreparedRequest, own: RequestRecord) -> dict[str, Parameter]:
-    """Returns the parameters that a client gave with a request, except those for scheduling, such as priority and timeout."""
+    """Returns the parameters that a client gave with a request: those in ``prepared``, and the parameter set in ``own``."""
     return {**prepared.parameters, SET_PARAMETER: own.parameter_set} if own.parameter_set else prepared.parameters
 
 

@@ -153,7 +153,7 @@ class ReceivedNumbers(dict[int, R]):
     __slots__ = ()
 
     def learn(self, number: int, meaning: R) -> None:
-        """Stores what a number stands for from now on. Raises InvalidArgument: the number is out of range."""
+        """Stores that a number stands for ``meaning`` from now on. Raises InvalidArgument: the number is out of range."""
         if not 0 <= number < MAX_NUMBERS:
             raise InvalidArgument(f"number {number} was prepared, numbers are below {MAX_NUMBERS}")
         self[number] = meaning

@@ -258,7 +258,10 @@ def _who_may(path: str, found: os.stat_result, wanted: int) -> str:
 
 
 def _on_socket(path: str, patience: float) -> Connection:
-    """Connects to the unix socket at ``path``: over lanes if its type is SEQPACKET, over HTTP if its type is STREAM."""
+    """Connects to the unix socket at ``path``: over lanes if its type is SEQPACKET, over HTTP if its type is STREAM.
+
+    ``patience``: seconds that later requests wait for a server that cannot be reached.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         try:
             probe.connect(path)
@@ -289,7 +292,8 @@ def _over_http(path: str, told: Mapping[str, Any], patience: float) -> Connectio
 def _over_tcp(address: str, patience: float) -> HttpConnection:
     """Connects to an HTTP server over TCP. If the host's name stands for several addresses, uses the first that answers.
 
-    Raises: Unavailable: none of the addresses answers.  InvalidArgument: ``address`` is no HOST:PORT.
+    ``patience``: seconds that later requests wait for a server that cannot be reached. Raises: Unavailable: none of the
+    addresses answers.  InvalidArgument: ``address`` is no HOST:PORT.
     """
     text = (address[len("http://") :] if address.startswith("http://") else address).rstrip("/")
     host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
