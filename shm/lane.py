@@ -444,7 +444,7 @@ class WorkerLane(LaneEnd):
     def complete_encoded(self, numbered: Numbered[PreparedAnswer], records: list[bytes]) -> None:
         """Queues encoded answers (``AnswerRecord``), which contain their outputs and all have the same prepared answer.
 
-        ``numbered``: that prepared answer; if the submitter does not know it yet, it is sent first.
+        ``numbered``: the prepared answer with its number. If the submitter does not know it yet, it is sent first.
         """
         if numbered not in self.published:
             self.published.publish(numbered)

@@ -312,7 +312,7 @@ def is_mark(prepared: PreparedAnswer, answer: AnswerRecord) -> bool:
 
 
 def all_parameters(prepared: PreparedRequest, own: RequestRecord) -> dict[str, Parameter]:
-    """Returns the parameters that a client gave with a request: those in ``prepared``, and the parameter set in ``own``."""
+    """Returns the parameters that a client gave with a request: those in ``prepared``, and ``own``'s parameter set."""
     return {**prepared.parameters, SET_PARAMETER: own.parameter_set} if own.parameter_set else prepared.parameters
 
 

@@ -111,7 +111,7 @@ class RegisterSystemRegion(Record, frozen=True, tag="c.reg"):
 
 
 class RegisterCudaRegion(Record, frozen=True, tag="c.regcuda"):
-    """Registers an allocation of GPU memory as a region. Its handle opens the memory to anyone, so it is never logged."""
+    """Registers an allocation of GPU memory as a region. The record is never logged: its handle gives anyone access."""
 
     name: str
     #: A cudaIpcMemHandle_t: 64 bytes.

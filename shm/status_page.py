@@ -158,7 +158,7 @@ class StatusPage:
         words[at] = len(recorded)
 
     def end(self, slot: int, now_ns: int) -> None:
-        """Writes that the thread ``slot`` has finished its run. LOOP_SLOT, the main loop, also gets the state ``resting``."""
+        """Writes that the thread ``slot`` has finished its run. LOOP_SLOT is the main loop, whose state becomes ``resting``."""
         if slot < SLOTS:
             words = self._words
             words[_WORDS * (slot + 1)] = 0
