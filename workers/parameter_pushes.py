@@ -272,7 +272,7 @@ class ParameterPushes:
 
 
 def _error(error: Exception, what: str) -> ServingError:
-    """Returns the error that answers a push failed with ``error``, without a traceback, which would keep memory in use."""
+    """Returns the error for clients when a push fails, without a traceback, which would keep memory. ``what``: names the push."""
     if isinstance(error, ServingError):
         return error.with_traceback(None)
     _log.error("%s could not be placed", what, exc_info=error)

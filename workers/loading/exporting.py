@@ -205,7 +205,7 @@ def _complete(message: ModelConfig, inputs: Mapping[str, Declared], exported: ex
 
 
 def export_version(load: Load, device: jax.Device, folder: Path, platforms: str) -> None:
-    """Writes a model version that has a model.py as a new model into ``folder``. Raises ServingError: that is impossible.
+    """Writes a model version that has a model.py as a new model into ``folder``. Raises ServingError if it cannot be exported.
 
     ``platforms``: comma-separated, as jax.export names them; "": the platform of the device.
     """

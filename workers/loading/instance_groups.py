@@ -65,7 +65,7 @@ class InstanceGroups:
     def __init__(
         self, message: ModelConfig, gpu: int | None, limits: Mapping[str, int] | None, devices: int = 1
     ) -> None:
-        """``limits``: resource -> how much there is. Raises InvalidArgument: an instance needs more of a resource."""
+        """``limits``: resource -> how much there is; None: no limits. Raises InvalidArgument: an instance needs more."""
         own = set() if gpu is None else {*range(gpu, gpu + devices)}
         groups = [
             group

@@ -221,7 +221,7 @@ class JaxModel:
         return all(shape is None or arrays[name].shape[lead:] == shape for name, shape in shapes)
 
     def _whole(self, requests: Sequence[Request], bucket: int) -> bool:
-        """Returns whether the outputs of a program for ``bucket`` rows are the only request's answer, with nothing to cut off."""
+        """Returns whether a program for ``bucket`` rows has the only request's answer as its outputs, with no rows to cut off."""
         return not self._cut and len(requests) == 1 and (not self._signature.batches or requests[0].rows == bucket)
 
     def execute(self, execution: Execution, carry: Carry | None = None) -> None:

@@ -84,7 +84,7 @@ class RateLimiter:
         self.moved |= self._grant()
 
     def _grant(self) -> bool:
-        """Gives resources to the waiting instances that may run now. Returns whether there are any."""
+        """Gives resources to the waiting instances that may run now. Returns whether any instance got some."""
         granted = False
         kept: set[str] = set()
         for instance in sorted(self._waiting, key=lambda waiting: self._turns[waiting].count):

@@ -50,7 +50,7 @@ class SetDeclaration(NamedTuple):
         return bool(self.names) and not any(_is_in(name, own) for own in self.names)
 
     def check(self, model: str, names: Sequence[str]) -> None:
-        """Raises InvalidArgument if the model has no parameters, or no leaf in ``names`` for one of the declared names."""
+        """Raises InvalidArgument if the model has no parameters, or if a declared name has no leaf in ``names``."""
         for own in self.names:
             if not any(_is_in(name, own) for name in names):
                 raise InvalidArgument(

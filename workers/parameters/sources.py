@@ -294,7 +294,7 @@ def _from_memory(making: Making, source: MemorySource, fd: int) -> int:
 
 
 def _reading(fd: int, what: str) -> Copy:
-    """Returns a function that copies from a file, and raises InvalidArgument: the file has become too short."""
+    """Returns a function that copies from a file. The function raises InvalidArgument if the file is too short by then."""
 
     def copy(at: int, target: Array) -> None:
         content, done = target.data, 0

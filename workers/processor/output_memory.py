@@ -59,7 +59,7 @@ def attach() -> bool:
 def _tried(byte_size: int = WORTH) -> str:
     """Runs a test program so that XLA writes its output to given memory. Returns why that failed; "": it works.
 
-    The memory comes from the C library, which makes it harmless if XLA frees it itself.
+    The memory comes from the C library, so that no harm is done if XLA frees the memory itself.
     """
     library, place = ctypes.CDLL(None), ctypes.c_void_p()
     if library.posix_memalign(ctypes.byref(place), ctypes.c_size_t(64), ctypes.c_size_t(byte_size)) or not place.value:

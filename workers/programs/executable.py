@@ -303,7 +303,7 @@ class Executable(ABC):
 
     @property
     def output_sizes(self) -> dict[str, int]:
-        """The bytes of each output of the compiled program, by output name, including rows that no request fills."""
+        """The number of bytes of each output of the compiled program, by output name, including rows that no request fills."""
         info: Any = self.program.out_info
         made = info[0] if self._signature.states else info
         return {name: math.prod(made[name].shape) * made[name].dtype.itemsize for name in self._signature.outputs}

@@ -406,7 +406,7 @@ class _Shape:
 
 
 class GroupedCalls:
-    """Compiles and finds a version's programs for several requests in one call. Mostly for the execution thread only."""
+    """Compiles and finds a version's programs for several requests in one call. ``compile`` and ``prepare``: any thread."""
 
     def __init__(self, signature: Signature, apply: Apply) -> None:
         self._signature = signature
@@ -443,15 +443,14 @@ class GroupedCalls:
         make: Make = lambda _, number, compile_it: compile_it(number),
         lengths: Sequence[int] = LENGTHS,
     ) -> list[GroupedProgram]:
-        """Compiles the programs for grouped calls of an executable's shape. May be called in any thread.
+        """Compiles the programs that run several requests of an executable's shape in one call. Any thread may call this.
 
-        Returns an empty list if a grouped call might compute other results than single runs, or there is no memory for it.
+        Returns an empty list if such a call might compute other results than single runs, or there is no memory for it.
 
         Args:
           single: the executable for one request.
-          make: gets the input shapes, the number of requests in a call (None: any), and a function that compiles the program
-            for that
-            number; returns the program, from a cache or compiled.
+          make: gets the input shapes, the number of requests in a call (None: any), and a function that compiles the program for
+            that number; returns the program, from a cache or compiled.
           lengths: the numbers of requests in a call for which a program is compiled.
         Raises whatever tracing the model raises.
         """

@@ -21,7 +21,7 @@ Tell = Callable[[int, int, int], None]
 
 
 def nobody(number: int, total: int, compiled: int) -> None:
-    """The ``Tell`` of a load whose progress is not reported."""
+    """Does nothing: this is the ``tell`` argument for a load whose progress is not reported."""
 
 
 class LoadProgress:

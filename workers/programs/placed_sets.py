@@ -87,7 +87,7 @@ class DevicePlacer(Placer):
     def __init__(
         self, signature: Signature, described: Leaves, parameters: Any, several: SeveralDevices | None, remote: bool
     ) -> None:
-        """Keeps those leaves of ``parameters``, which the model is loaded with, that cannot be pushed: all sets share them."""
+        """Keeps the leaves that cannot be pushed, for all sets. ``parameters``: the tree with which the model is loaded."""
         super().__init__(described)
         self._signature = signature
         self._several = several

@@ -235,7 +235,7 @@ class RegionTable:
         self._call_waiters()
 
     def _call_waiters(self) -> None:
-        """Calls the functions given to ``when_closed`` for which all former regions are closed now."""
+        """Calls the functions given to ``when_closed`` whose former regions have all been closed by now."""
         for entry in list(self._waiting):
             regions, done = entry
             if not any(region in self.leaving for region in regions):

@@ -427,7 +427,7 @@ class ResponseSender:
         return True
 
     def respond_encoded(self, kind: ResponseKind, records: list[bytes], now_ns: int) -> None:
-        """Queues encoded responses on the lane, which always has room for them. A request's first response is not sent so."""
+        """Queues encoded responses on the lane, which always has room for them. A request's first one is never among them."""
         request = self.request
         request.submitter.lane.complete_encoded(kind.numbered, records)
         request.submitter.flush_soon()

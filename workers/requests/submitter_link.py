@@ -263,9 +263,9 @@ class LaneOwner(Budget):
 
     @property
     def share(self) -> int:
-        """How many bytes of answers this user's lanes may each hold although all of them together hold as many as they may.
+        """How many bytes of answers a lane of the user may hold even if the user's lanes have reached their common limit.
 
-        The bytes not in use of twice the user's limit are divided equally among the lanes.
+        The limit is doubled for this, and what is left of the double is divided equally among the lanes.
         """
         return (2 * self.max_byte_size - self.used - self.waiting_byte_size) // max(1, len(self.submitters))
 
