@@ -24,7 +24,10 @@ class Engine:
     def __init__(
         self, options: Options, inbox: Inbox, regions: RegionTable, gpu: int | None, check: CheckDevice = works
     ) -> None:
-        """Makes the parts. ``gpu`` None: the device is a processor.  ``check``: raises DeviceLost if the device has failed."""
+        """Makes the worker's models, sequences and dispatcher.
+
+        ``gpu``: the GPU's number; None: the device is a processor. ``check``: raises DeviceLost if the device has failed.
+        """
         most = options.requests.max_sequences
         self._buckets = options.metrics.buckets
         self.page = StatusPage.create()

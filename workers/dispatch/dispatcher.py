@@ -84,7 +84,7 @@ class Dispatcher:
         gpu: int | None = None,
         post: Callable[[Callable[[], None]], None] = _at_once,
     ) -> None:
-        """Makes the parts.
+        """Makes the objects that the dispatcher owns.
 
         Args:
           check: raises an error if the worker's device has failed.

@@ -423,7 +423,7 @@ class FastPath(Poller):
 
 
 def _plan_single(execution: Execution, preparation: Preparation) -> tuple[AnswerPlan, Mapping[int, str]] | None:
-    """Returns the plan for answers to repeats of an execution's only request, and its outputs' names; None: it has no plan."""
+    """Returns a plan for answers to repeats of an execution's only request, and the names of its outputs; None: no plan."""
     (request,), made, places = execution.requests, execution.outputs, execution.places
     plan = None if made is None else preparation.plans.get(made.layout)
     if made is not None and plan is not None and plan.numbered is not None:

@@ -55,7 +55,7 @@ class LaneAnswers:
         self._channel: Channel | None = None
 
     def begin(self, poller: Poller, access: int) -> None:
-        """Begins to limit what ``poller`` answers by itself, and to log every ``access``-th answer without an error; 0: none."""
+        """Begins to limit which requests ``poller`` answers by itself, and to log every ``access``-th answer without an error."""
         self._poller = poller
         self.log_every(access)
 

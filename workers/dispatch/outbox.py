@@ -188,8 +188,8 @@ class Outbox:
     def _place_small(self, request: Request, made: BatchOutputs, row: int) -> bool:
         """Answers a client's request whose outputs are small, by a plan that is stored or made now.
 
-        The outputs are copied from the batch's rows, from ``row`` on. Returns False, and sends nothing, if the request has to be
-        answered in the general way.
+        The outputs are copied from the batch's rows, from ``row`` on. Returns False, and sends nothing, if the caller must answer
+        the request in the way that works for all.
         """
         submitter = request.submitter
         if submitter.closed or request.cancelled or request.timeline is not None or request.sink is not None:

@@ -81,7 +81,7 @@ def write(
     inputs: Mapping[str, Declared],
     platforms: Sequence[str] | None = None,
 ) -> Path:
-    """Writes a model folder with the exported programs and a configuration, which gets their tensors. Returns the folder.
+    """Writes a model folder with exported programs and their configuration, to which the tensors are added. Returns the folder.
 
     ``function`` takes parameters and a dict of inputs, and returns a dict of outputs. ``platforms``: as jax.export names them;
     None: the default back end's. Raises InvalidArgument: the folder is not empty, or the function cannot be exported.

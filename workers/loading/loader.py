@@ -165,7 +165,7 @@ class Loader:
             return imports.run(folder / file)
 
     def _failure(self, record: Load, what: str, error: BaseException, cancellation: Cancellation) -> BaseException:
-        """Converts ``error`` to the error with which loading a version fails, and logs it as ``what`` if need be.
+        """Returns the error with which loading a version fails because of ``error``. Logs an unexpected error under ``what``.
 
         Raises: Cancelled: the load was cancelled, whatever else went wrong.  DeviceLost: the device has failed.
         """

@@ -97,7 +97,7 @@ class JaxModel:
 
         Args:
           instances: how many threads run the model.
-          alone: True: no two requests share a call of a program, not even as grouped calls.
+          alone: True: no two requests share a call of a program, even if they do not share a batch.
           free_state: the state of sequences, if its size varies; it is then among the inputs and outputs of ``signature``. None:
             the model has no such state.
         """

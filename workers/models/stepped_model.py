@@ -31,7 +31,7 @@ from tensord.workers.tensors.signature import Signature
 
 
 class DeviceRun(NamedTuple):
-    """A call of a stepped model's program, perhaps still running on the device: it inserts requests or computes a step."""
+    """A call of a stepwise model's program, perhaps still running on the device: it adds requests or computes a step."""
 
     made: Any
     #: Arrays that the device may still read.

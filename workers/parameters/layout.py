@@ -83,10 +83,10 @@ def read(content: memoryview, what: str, leaves: Leaves | None = None) -> dict[s
 
     Args:
       content: the memory, which must not change any more.
-      what: what errors call the parameters; so in all functions of this module.
+      what: names the parameters in errors.
       leaves: the model's leaves, which limit the header's size; None: whoever wrote the header is trusted.
-    Raises InvalidArgument: the memory is not in safetensors' layout, or a leaf has an unsupported type; with ``leaves``: the
-      model has no such leaf.
+    Raises InvalidArgument: the memory is not in safetensors' layout, a leaf has an unsupported type, or ``leaves`` has no leaf
+      of this name.
     """
     length = header_length(bytes(content[:LENGTH]), len(content), what, leaves)
     found = places(content[LENGTH : LENGTH + length], len(content), what, leaves)

@@ -213,7 +213,7 @@ class SetStack:
             self._free.append(slot)
 
     def clear(self) -> None:
-        """Frees all arrays and slots; the next batch makes new arrays."""
+        """Frees all arrays and removes all sets. The next batch makes new arrays."""
         self._arrays = self._tree = self._tree_of = None
         self._slots.clear()
         self._free = []

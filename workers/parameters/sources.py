@@ -75,7 +75,7 @@ class Making:
         self.fd = -1
 
     def lease(self, region: AnyRegion) -> None:
-        """Keeps a region that ``make`` reads from being closed until this object is closed."""
+        """Leases a region that ``make`` reads, so that the region stays open until this object is closed."""
         region.lease()
         self._regions.append(region)
 

@@ -39,7 +39,7 @@ _OPTIONS: dict[str, str | bool] = {"xla_cpu_multi_thread_eigen": False}
 
 
 class SingleThreadDevice:
-    """An additional CPU device of the worker with one thread, and the bound on the work of the programs that it suits."""
+    """An additional CPU device of the worker, with one thread, and the limit on the work of programs that run on it."""
 
     def __init__(self, max_flops: int) -> None:
         """Opens the device. Raises whatever JAX raises if a second CPU device with one thread is impossible.
@@ -75,7 +75,8 @@ def _opened() -> jax.Device:
 def choose(device: jax.Device, max_flops: int) -> SingleThreadDevice | None:
     """Opens the single-thread device, before any model is loaded, if it is useful beside the worker's ``device``.
 
-    None: ``device`` is no CPU or has one thread, ``max_flops`` is 0, or this JAX cannot have such a device, which is logged.
+    Returns None if ``device`` is no CPU or has one thread, if ``max_flops`` is 0, or if this JAX cannot have such a device,
+    which is logged.
     """
     if device.platform != "cpu" or thread_count() < 2 or not max_flops:
         return None

@@ -469,7 +469,7 @@ class GroupedCalls:
             shape.add(programs)
 
     def forget(self, shapes: Shapes) -> None:
-        """Removes the programs for grouped calls of requests with these shapes."""
+        """Removes the programs that run several requests of these shapes in one call."""
         self._shapes.pop(shapes, None)
 
     def __repr__(self) -> str:

@@ -87,7 +87,7 @@ class RegionTable:
         return region, access
 
     def open_private(self, name: str, fd: int, byte_size: int) -> Region:
-        """Maps sealed memory as a region without a name in this table. Takes over the descriptor, also if it raises.
+        """Maps sealed memory as a region without a name in this table. Takes over the descriptor, even when it raises an error.
 
         Raises: InvalidArgument: the descriptor is not a writable memfd of ordinary pages and fixed size, or has another size.
           Unavailable: no more can be mapped now, or the process has too many open files; the last few are reserved for requests.

@@ -187,7 +187,7 @@ class SubmitterLink(Generic[R]):
         self._count(-self._sizes.pop(request_id, 0))
 
     def leave(self) -> None:
-        """Stops counting the memory that a lane which has ended held, except for requests in flight."""
+        """Stops counting the memory that an ended lane held, except for its requests in flight."""
         self._count(-self._prepared_size - self._half_size)
         self._prepared_size = self._half_size = 0
 

@@ -185,8 +185,8 @@ def _declared(what: str, module: ModuleType, name: str, kind: Any) -> Any:
 def ragged_signature(described: Signature, message: ModelConfig, segments: Mapping[str, str]) -> Signature:
     """Returns the signature with the batch inputs of a checked configuration, and with outputs that are cut like a ragged input.
 
-    ``segments``: as ``declare_ragged`` returns them. Raises InvalidArgument: the described input is not ragged, or has axes that
-    cannot be laid out one behind the other.
+    ``segments``: as ``declare_ragged`` returns them. Raises InvalidArgument: an input that a batch input describes is not
+    ragged, or has axes that cannot be laid out one behind the other.
     """
     what, kinds = f"model '{described.model}'", model_config_pb2.BatchInput.Kind
     made = [
