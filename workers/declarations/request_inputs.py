@@ -175,7 +175,7 @@ def _zero(spec: TensorSpec) -> Parameter:
 
 
 def _element(what: str, spec: TensorSpec, given: Any) -> Any:
-    """Converts a value to an element of the input's datatype. ``what``: its name in errors. Raises InvalidArgument: no fit."""
+    """Converts a value to an element of the input's datatype. Raises InvalidArgument: it cannot. ``what``: names the value."""
     kind = spec.dtype.kind
     if spec.datatype == "BYTES":
         if isinstance(given, str):

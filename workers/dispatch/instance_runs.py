@@ -144,7 +144,7 @@ def _count_ahead(version: ModelVersion) -> None:
 
 
 def in_order(version: ModelVersion, taken: object, answer: Callable[[], None]) -> None:
-    """Calls ``answer``, if the model answers in order only once all requests that left the queue earlier are answered.
+    """Calls ``answer``; if the model answers in order, only after all requests that left the queue earlier are answered.
 
     ``taken``: identifies when the requests left the queue.
     """

@@ -111,7 +111,7 @@ class Outbox:
         self.lane_answers.rejected(submitter, record, error)
 
     def end(self, request: Request, error: ServingError | None = None) -> None:
-        """Ends a request: releases its regions and frees its id. ``error``: what it was answered with; None: no error."""
+        """Ends a request: releases its regions and frees its id. ``error``: the error that the answer reports; None: no error."""
         if request.regions:
             request.release()
         submitter = request.submitter

@@ -190,7 +190,7 @@ def _executables(
     functions: StepFunctions,
     parameters: Any,
 ) -> tuple[StepExecutables, Rows]:
-    """Places a stepped model's parameters. Returns its programs, not compiled yet, and the layout of a row of their results."""
+    """Places a stepwise model's parameters. Returns its programs, not compiled yet, and the layout of a row of their results."""
     described, slots = buckets.signature, steps.rules.slots
     parts = [parted(load.flags.applied(function), parameters) for function in functions]
     rows = Rows(described)

@@ -348,10 +348,11 @@ class Loader:
         return lambda _: JittedInstance(jitted, self._target.execution.beside())
 
     def regrouped(self, record: Load, former: LoadedModel, cancellation: Cancellation) -> LoadedModel | None:
-        """Changes how many instances a serving version has, and returns it; None: other or no changes, so it has to be loaded.
+        """Changes how many instances a serving version has, and returns the changed version.
 
-        It does not matter whether a configuration is as somebody wrote it or as the model has completed it. Instances that stay
-        are not started again, and nothing is compiled. Raises ServingError: an instance could not be started.
+        Returns None if anything else has changed, or nothing, so that the version must be loaded. It makes no difference whether
+        a configuration is as written or as completed by the model. Instances that stay are not started again, and nothing is
+        compiled. Raises ServingError: an instance could not be started.
         """
         maker, known = former.maker, former.record
         if maker is None or known is None or not record.content or record.config == known.config:

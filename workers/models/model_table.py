@@ -106,7 +106,7 @@ class ModelTable:
         return any(model == name and number in (0, version) for model, version in (*self.coming, *self.held))
 
     def load_ended(self, name: str, number: int) -> None:
-        """Notes that one load of a version has ended, whether it failed or not."""
+        """Records that one load of a version has ended, whether it failed or not."""
         self.coming[name, number] -= 1
         self.coming = +self.coming
         self.on_change()

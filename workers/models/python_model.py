@@ -405,5 +405,5 @@ class ResponseWriter:
         return self._sender.is_cancelled or self._request.is_cancelled
 
     def give_up(self) -> None:
-        """Notes that the model has dropped one of its senders. When the last one is dropped, the request ends with an error."""
+        """Records that the model has dropped one of its senders. When the last one is dropped, the request ends with an error."""
         self._sender.let_go()

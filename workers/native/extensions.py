@@ -24,6 +24,6 @@ PARTS = {
 def missing() -> tuple[str, ...]:
     """Returns a sentence for each C extension that is missing: what the worker does without it, and how to get it.
 
-    (): none is missing. See ``tensord.shm.extensions``.
+    The tuple is empty if none is missing. See ``tensord.shm.extensions``.
     """
     return extensions.missing(PARTS)

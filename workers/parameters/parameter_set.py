@@ -331,7 +331,7 @@ class ParameterSets:
         return self.main if name == MAIN_SET else self.named.get(name)
 
     def find(self, name: str) -> ParameterSet:
-        """Returns the set in use under a name, and notes its use (but not ``main``'s). Raises NotFound: there is none."""
+        """Returns the set in use under a name, and records its use (not of ``main``). Raises NotFound: there is no such set."""
         found = self.named.get(name)
         if found is None:
             if name == MAIN_SET:

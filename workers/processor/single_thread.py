@@ -149,7 +149,7 @@ class SmallPrograms:
     ) -> tuple[jax.stages.Lowered, Placement] | None:
         """Lowers a program for the single-thread device. Returns None if it is not known to be small, or cannot run there.
 
-        ``usual``: the program, lowered for the worker's device. ``lower``: lowers it for another placement.
+        ``usual``: the program, lowered for the worker's device. ``lower``: lowers the program for another placement.
         """
         if self._is_small(usual) is not True or (placement := self.open()) is None:
             return None

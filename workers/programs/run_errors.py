@@ -24,7 +24,7 @@ _SHOWN = 300
 
 
 def works() -> None:
-    """The ``CheckDevice`` for a device that cannot fail."""
+    """Does nothing. It is the check for devices that cannot fail."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -395,7 +395,7 @@ class InferenceRequest:
         return answer_of(call, call.next())
 
     def async_exec(self, decoupled: bool = False) -> Awaitable[InferenceResponse | ResponseIterator]:
-        """Sends the request immediately, and returns an awaitable of what ``exec`` returns, for the running event loop.
+        """Sends the request immediately. Returns an awaitable for the running event loop, with the result of ``exec``.
 
         Raises TritonModelException: the running code may not call models, or the request is malformed.
         Raises RuntimeError: no event loop runs in this thread.

@@ -411,7 +411,7 @@ class ResponseSender:
         in the response arena.
 
         Args:
-          described: names, datatypes and shapes of the outputs, the same for all responses of this sender sent in this way.
+          described: names, datatypes and shapes of the outputs, the same in all calls.
           contents: the bytes of each output.
         Returns: False if nothing was done, and ``Responses.respond`` must send the response.
         """
