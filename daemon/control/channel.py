@@ -170,7 +170,7 @@ class ControlCalls:
         return result
 
     def answered(self, reply: Reply, fds: list[int]) -> None:
-        """Gives a reply and its descriptors to the call that waits for it. If the call was cancelled, closes them."""
+        """Gives a reply and its descriptors to the call that waits for it. If that call was cancelled, closes the descriptors."""
         waiter = self._waiting.get(reply.call_id)
         if waiter is None or waiter.done():
             descriptors.close(fds)

@@ -55,7 +55,7 @@ def _made(path: Path) -> Path:
 
 
 def searched(environment: Mapping[str, str]) -> list[Path]:
-    """Returns the folders where tensorctl looks for sockets: $RUNTIME_DIRECTORY, the user's safe ones, the service's one."""
+    """Returns the folders in which tensorctl looks for sockets: $RUNTIME_DIRECTORY, the user's safe folders, /run/tensord."""
     service = of_service(environment)
     return [*([service] if service else ()), *(path for path in _owns(environment) if not _bad(path)), SERVICE]
 

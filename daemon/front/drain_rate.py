@@ -21,7 +21,7 @@ class DrainRate:
     def is_slow(self, since: float, left: int, now: float, seconds: float, rate: int) -> bool:
         """Returns whether the client took at most ``rate`` bytes a second, on average over more than ``seconds``.
 
-        Called repeatedly. Returns False until a measurement has lasted ``seconds``. If the client took more, the next one begins.
+        Called repeatedly. Returns False until ``seconds`` have passed. A client that took more is then measured anew.
 
         Args:
           since: when bytes began to wait for the client, in seconds of the clock of ``now``; 0: none wait.

@@ -35,8 +35,7 @@ class Receiver:
     def _wait_for_room(self, byte_size: int) -> None:
         """Begins to wait for ``byte_size`` bytes of arena memory.
 
-        Later calls ``_place`` with the memory, or ``refuse`` with an error, and then ``_progressed``; none of them after
-        ``drop``.
+        When the wait ends, ``_place`` or ``refuse`` is called, and then ``_progressed``; none of them is called after ``drop``.
         """
         self.waits_for_room = True
         self._submitter.wait_for_room(byte_size, self._granted, self._model, self._account, True)

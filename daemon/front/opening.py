@@ -27,8 +27,8 @@ class Opening:
     ) -> None:
         """Stores how connections are opened. ``make``: makes a protocol for the client of the given name (``Peer.owner``).
 
-        Timeouts are in seconds: of a TLS handshake, and of the end of a TLS connection. There is no TLS without ``certificates``'
-        context.
+        Connections are encrypted if ``certificates`` have a TLS context. Timeouts are in seconds: of a TLS handshake, and of the
+        end of a TLS connection.
         """
         self._make = make
         self._certificates = certificates

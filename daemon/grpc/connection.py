@@ -283,7 +283,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def announce_end(self) -> None:
-        """Tells the client by GOAWAY to open no more streams. Closes at once if the client's preface has not come yet."""
+        """Tells the client by GOAWAY to open no more streams. Closes the connection if the client's preface has not come yet."""
         if self.http2.phase is ConnectionPhase.OPENING:
             self.abort()
         elif self.http2.phase is ConnectionPhase.OPEN:

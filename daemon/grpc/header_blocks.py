@@ -164,7 +164,7 @@ def check_common(fields: Iterable[Field]) -> None:
 
 
 def check_own(fields: Iterable[Field]) -> int | None:
-    """Checks the header fields that a call does not share with others; returns the content-length, or None. Raises Malformed."""
+    """Checks header fields that calls do not share; returns the content-length, or None. Raises Malformed: a field is invalid."""
     length: bytes | None = None
     for name, value in fields:
         _check_name(name)

@@ -115,8 +115,9 @@ class Infer:
     ) -> CallRequest | None:
         """Sends the request of a message of which ``known`` is the cached part: all but id, scheduling and tensors.
 
-        ``trace``: None if the request is not traced. ``lease``: the memory with the message's tensors; None: they are in ordinary
-        memory. Returns None, without sending the request, if the message must be decoded in full after all.
+        ``walked``: the parts into which ``walk`` cut the message. ``trace``: None if the request is not traced. ``lease``: the
+        memory with the tensors; None: they are in ordinary memory. Returns None, without sending the request, if the message must
+        be decoded in full.
         """
         _, client_id, parameters, raws, room = walked
         if not self._prepared.is_usable(known, len(raws)) or (known.decoupled and not call.streams):
@@ -264,7 +265,7 @@ class Infer:
     ) -> None:
         """Adds a trace to a request that was refused while it was decoded, if the request is sampled and names a model.
 
-        The times and ``sampled`` are those of ``_ask_read``.
+        ``sampled``: the trace, if it was begun before. ``waited_ns``, ``read_ns``: the times of the message, as for ``ask``.
         """
         if sampled is None and waited_ns and refused.model:
             sampled = self._sample(refused.model, call.stream.head, waited_ns, read_ns)

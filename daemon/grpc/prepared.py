@@ -148,8 +148,8 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
     ) -> Understood:
         """Decodes a message that was cut into head, id and ``raw_input_contents``. Caches the part that other messages may share.
 
-        ``walked``: the parts into which ``walk`` cut the message; None: it could not. ``known``: the cached part; None: there is
-        none. Raises: RefusedRequest: the message is no valid request, or its model does not serve.
+        ``walked``: the parts into which ``walk`` cut the message; None: ``walk`` could not cut it. ``known``: the part that is
+        cached; None: it is not. Raises: RefusedRequest: the message is no valid request, or its model does not serve.
         """
         try:
             text = client_id.decode()
@@ -183,7 +183,10 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         return Understood(decoded, text, scheduling, raws, state, learned)
 
     def _decode_rest(self, rest: bytes, has_raw: bool) -> DecodedHead | None:
-        """Decodes a message without scheduling parameters, id and ``raw_input_contents``; None if it is invalid without them."""
+        """Decodes a message from which scheduling parameters, id and ``raw_input_contents`` were cut; None if it is invalid so.
+
+        ``has_raw``: whether the message had ``raw_input_contents``.
+        """
         try:
             return decode_head(rest, has_raw, self._table)[0]
         except ServingError:

@@ -121,7 +121,7 @@ class UnaryInfer(InferCall):
         self.stream.connection.steps.leave(self, self._asked is not None)
 
     def _begin(self) -> None:
-        """Sends the request to a worker, or refuses it. Then sends later requests of its sequence, unless it waits for memory."""
+        """Sends the request, or refuses it. Unless the request waits for memory, later ones of its sequence are sent, too."""
         message = self._message
         assert message is not None
         infer, waited_ns = self.infer, self._waits_since
@@ -273,7 +273,7 @@ class StepOrder:
 
 
 def sequence_of(message: Buffer | bytearray) -> Sequence | None:
-    """Returns the (model, sequence id) that a message, or its beginning, names; None if there is none, or not yet."""
+    """Returns the (model, sequence id) that a message, or its beginning, names; None if it names none, or none so far."""
     said = b""
     for tag, start, begin, size in fields(message, min(len(message), _MAX_BEGINNING)):
         if tag in (_MODEL, _PARAMETER):

@@ -202,7 +202,7 @@ class AnswerOrder:
         self.flow.pause_reading()
 
     def resume_writing(self) -> None:
-        """Called when the transport's buffer has drained. Has unfinished answers written further.
+        """Called when the transport's buffer has drained. Writes more of the unfinished answers.
 
         Unless the buffer is full again then, the next request is answered, and reading from the client resumes.
         """

@@ -106,8 +106,8 @@ class _Pushed:
         """Writes a received piece of the parameters to memory, which is created at the first piece.
 
         If the push was counted as smaller than it now is, the count is raised first.
-        Raises BodyTooLarge: the push exceeds the limit; Unavailable: all pushes together exceed it, the host has no memory left,
-        or this process no file descriptors.
+        Raises BodyTooLarge: the push exceeds the limit; Unavailable: all pushes together do, or memory or descriptors are
+        lacking.
         """
         end = self._written + len(piece)
         if end > self._taken:

@@ -163,9 +163,9 @@ class PlacedBody:
         return self.lease.view[self._start : self._start + head_size]
 
     def places(self, head_size: int, parts: list[BinaryPart]) -> tuple[Slice, ...]:
-        """Returns where each of the body's binary tensors lies in the arena. Call it only if every tensor is too large to inline.
+        """Returns where each of the body's binary tensors lies in the arena. ``head_size``: bytes of JSON before the first one.
 
-        ``head_size``: the number of bytes of JSON before the first tensor.
+        Call it only if every tensor is too large for the request's record.
         """
         slice_ = self.lease.place
         segment, start = slice_.segment, slice_.offset + self._start + head_size

@@ -191,7 +191,7 @@ class Exchange(InFlight):
         self._go_on()
 
     def take_turn(self) -> None:
-        """Called when all earlier requests are answered. Submits this request if it is complete; may send ``100 Continue``."""
+        """Called when all earlier requests are answered. Submits this request if it is complete; asks for its body if need be."""
         self.my_turn = True
         if self.phase is _RECEIVING:
             self._order.ask_for_body(self)

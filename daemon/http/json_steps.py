@@ -161,10 +161,10 @@ class JsonArray:
 
 
 def _dimensions(structure: bytes, rank: int) -> Generator[None, None, list[int]]:
-    """Returns the lengths of nested lists, outermost first; [] if lists at one depth differ in length or nest far too deep.
+    """Returns the lengths of nested lists, outermost first. Yields after each depth.
 
-    ``structure``: the lists' brackets and commas alone, such as ``[[,,],[,,]]``. ``rank``: the expected depth. It yields after
-    each depth.
+    Returns [] if lists at one depth differ in length, or if the depth is far above ``rank``. ``structure``: the lists' brackets
+    and commas alone, such as ``[[,,],[,,]]``.
     """
     left, dims = structure, list[int]()
     while left and len(dims) <= 2 * rank + 1:

@@ -78,8 +78,9 @@ class PreparedRequests:
     def meet(self, head: InferHead, key: tuple[TextKey, bytes]) -> ParsedRequest:
         """Parses the JSON of a request that is not in the cache ``texts``, where it would have the key ``key``.
 
-        The parsed request is cached if it holds no tensor values, and if the one parsed before it, of those with the same fields
-        but id, scheduling and values, had the same id and scheduling. Parameter sets are not compared.
+        The parsed request is cached if it holds no tensor values, and if the request before it of the same kind had the same id
+        and scheduling (parameter sets are not compared). A kind are all requests that differ in nothing but id, scheduling and
+        values.
         Raises: InvalidArgument: the JSON is malformed or contradicts itself; Unsupported: a string sequence id is too long.
         """
         (_, _, tail_size), text = key
@@ -135,7 +136,7 @@ class PreparedRequests:
         return known
 
     def prepare(self, head: InferHead, decoded: DecodedRequest) -> ParsedRequest:
-        """Makes a parsed request of a kind that no other request shares, neither reading nor changing the cache."""
+        """Makes a parsed request that shares nothing with other requests. The cache is neither read nor changed."""
         sources = [source for _, _, _, source in decoded.inputs]
         return ParsedRequest(
             PreparedKind(head, decoded, self._inline_byte_size), decoded.id, sources, decoded.scheduling

@@ -30,9 +30,8 @@ _EXPOSED = "Inference-Header-Content-Length"
 class CrossOrigin:
     """Adds CORS headers to answers, so that web pages of the origins in ``http.cors_origins`` may use this server.
 
-    Starlette's middleware adds them to the answers that Starlette makes, also to those to preflight requests. Answers to
-    inference requests do not go through Starlette, and get their CORS header lines from here. Source: the Fetch standard,
-    "HTTP-CORS protocol".
+    Starlette's middleware adds the headers to Starlette's answers, also to answers to preflight requests. Answers to inference
+    requests do not go through Starlette, and get their CORS headers here. Source: the Fetch standard, "HTTP-CORS protocol".
 
     Args:
       origins: the allowed origins, written as browsers send them, such as ``https://example.org``; ``*`` allows all.

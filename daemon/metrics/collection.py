@@ -188,7 +188,7 @@ class Collection:
         return {key: loaded.footprint for key, loaded in described.items() if loaded is not None}
 
     async def _ask(self, worker: WorkerProcess) -> bool:
-        """Asks a worker for its counters and stores them; False if it did not answer in time, or in an unknown format."""
+        """Asks a worker for its counters and stores them. Returns False if the answer is late or has an unknown format."""
         try:
             figures = msgspec.json.decode(await worker.result_of(WorkerFigures(), _PATIENCE), type=Figures)
         except ServingError:

@@ -61,8 +61,7 @@ class Ledger:
     def update(self, incarnation: int, figures: Figures) -> None:
         """Replaces a worker's counters by those that it reports now.
 
-        If the worker has unloaded a version, or loaded it again since, the version's last counters are kept in a sum of their
-        own.
+        The last counters of a version that the worker has unloaded or loaded again since stay in the sums.
         """
         before = self._workers.get(incarnation, {})
         now = {(version.name, version.version): version for version in figures.versions}

@@ -122,7 +122,7 @@ class Models:
         self._overrides.keep(found, given)
 
     async def _load_given(self, name: str, files: Mapping[str, bytes], config: str) -> None:
-        """Loads a model from files that a client sent. ``files``: by path in the model's folder. ``config``: JSON, not empty."""
+        """Loads a model from files that a client sent. ``files``: contents by path in its folder. ``config``: JSON, not empty."""
         if not config:
             raise InvalidArgument(repository.given_error(name, "files are given without a 'config'"))
         if not repository.NAME.fullmatch(name):
@@ -452,7 +452,7 @@ class Models:
         self._begin(self.lifecycle.fill(name, number))
 
     def loading(self, incarnation: int, at: Loading) -> None:
-        """Stores how far the worker process with this number is with a load. Readiness shows it while a model is not served."""
+        """Stores how far the worker process with this number is with a load, which the daemon's readiness may report."""
         self._readiness.loads(incarnation, at)
         self._check_readiness()
 

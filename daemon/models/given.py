@@ -98,7 +98,7 @@ class GivenModels:
             self._coming.discard(folder)
 
     def serves(self, name: str, needed: Collection[str]) -> bool:
-        """Returns whether files that a client sent serve the model ``name``. ``needed``: the folders that its versions use."""
+        """Returns whether the model ``name`` is served from a client's files. ``needed``: the folders that its versions use."""
         return any(str(folder) in needed for folder in self._folders.get(name, ()))
 
     def drop_unused(self, name: str, needed: Collection[str]) -> None:
@@ -170,7 +170,7 @@ class Overrides:
         return given if fingerprint == found.fingerprint else ""
 
     def keep(self, found: FoundModel, given: str) -> None:
-        """Stores the configuration ``given`` with a successful load, for later loads of the same files; "": removes it."""
+        """Stores the configuration ``given`` with a load that succeeded; "": removes the configuration of earlier loads."""
         if given:
             self._kept[found.name] = (found.fingerprint, given)
         else:

@@ -112,9 +112,9 @@ class Lifecycle:
         return self._follow(name, self.models[name], Operation((token,), None))
 
     def _follow(self, name: str, model: ModelEntry, later: Operation) -> list[Instruction]:
-        """Queues a load or unload of a model, and drops earlier loads that it makes pointless.
+        """Queues ``later``, a load or unload of a model, and drops earlier loads that ``later`` makes pointless.
 
-        Callers that wait for a dropped load get the outcome of ``later`` if it is a load. If it is an unload, they get the
+        Callers that wait for a dropped load get the outcome of ``later`` if that is a load. If it is an unload, they get the
         error that the model was unloaded before it was ready.
         """
         overtaken: list[Operation] = []
@@ -592,7 +592,7 @@ class Lifecycle:
         return any(v.state is IndexState.READY for n, v in versions.items() if number in (0, n))
 
     def folders(self, name: str) -> set[str]:
-        """Returns the paths of the folders that a model's versions use: those that serve, are wanted, loaded or unloaded."""
+        """Returns the paths of the folders of a model's versions that serve, are wanted, or are being loaded or unloaded."""
         versions = self.models[name].versions.values() if name in self.models else ()
         return {v.load.model_path for v in versions if v.wanted or v.ready or v.loading or v.unloading}
 

@@ -87,9 +87,8 @@ def _standing(name: str, refused: str, lifecycle: Lifecycle) -> Standing:
 def readiness(standing: Iterable[Standing], strict: bool, counted: Collection[str]) -> Readiness:
     """Decides whether the daemon is ready, which it is if every model that counts is served. Also names unserved models.
 
-    A model whose devices are broken does not count as long as another model is served. If the devices of all models are broken,
-    all models count. ``strict``: if True, models that failed to load count as well. ``counted``: the names of the models that
-    count.
+    ``counted``: the names of the models that count. A model whose devices are broken does not count unless the devices of all
+    models are broken. ``strict``: if True, models that failed to load count as well.
     """
     every = list(standing)
     unserved = [model for model in every if not model.served]
@@ -180,7 +179,7 @@ class ServedBefore:
                 self.names = frozenset(map(str, json.loads(self._path.read_bytes())))
 
     def note(self, names: Set[str]) -> None:
-        """Writes the names of all models that have been served, if they have changed. The write runs in a thread."""
+        """Writes the names of all models that have been served to the file, if they have changed. The write runs in a thread."""
         if self._path is not None and names != self._wanted:
             self._wanted = frozenset(names)
             asyncio.get_running_loop().run_in_executor(None, self._write, self._path)

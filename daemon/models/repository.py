@@ -126,9 +126,9 @@ def _no_folder(others: Sequence[str]) -> str:
 
 
 def placed(found: FoundModel, devices: Sequence[str], options: Options) -> FoundModel:
-    """Returns a copy of the model that names the devices that load it, out of ``devices``, the devices of all workers.
+    """Returns a copy of the model whose ``devices`` are those on which it is loaded. Raises InvalidArgument: there are none.
 
-    Raises InvalidArgument: no worker can load the model.
+    ``devices``: the devices of all workers.
     """
     message, limited = model_config.from_bytes(found.config), options.rate_limit.mode != "off"
     chosen = placement.place(message, devices, limited, options.workers.devices_per_worker)

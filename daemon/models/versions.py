@@ -29,7 +29,7 @@ class IndexState(enum.Enum):
 
 @dataclass(slots=True)
 class VersionEntry:
-    """State of one version of a model on all workers, by the numbers of the worker processes, which are never used twice."""
+    """State of one version of a model on all workers, which are named by the numbers of their processes (never used twice)."""
 
     load: Load
     state: IndexState = IndexState.UNKNOWN

@@ -87,7 +87,7 @@ class Operations:
             return Reply(call_id, Internal.code, FAILED)
 
     async def reply_to_model(self, call: ControlCall) -> Reply:
-        """Carries out what a model asks for (loading, unloading, readiness), and replies; Unsupported to anything else."""
+        """Carries out a model's request to load, unload or check a model, and replies; refuses others with Unsupported."""
         if isinstance(call.operation, LoadModel | UnloadModel | ModelReady):
             return await self.reply(call, by_model=True)
         return Reply(call.call_id, Unsupported.code, f"a model may not ask for {type(call.operation).__name__}")

@@ -144,7 +144,7 @@ class PushedSets:
             self._drop(content)
 
     def _drop(self, content: Content) -> None:
-        """Closes the memory of a set's values. The push, and the file from which the values came, stay known."""
+        """Closes the memory of a set's values. The push, and the file from which the values came, are still remembered."""
         if content.memory >= 0:
             self.byte_size -= content.byte_size
             content.close()

@@ -504,7 +504,7 @@ class Parameters:
         """Returns the Load record that should be sent to a worker. ``worker``: the number of the worker process.
 
         If clients have pushed values into the version, the record is a copy that is marked ``held``. The worker then lets
-        requests find the version only after it was given these values and the call ServeLoaded.
+        requests find the version only after it has got these values and the operation ServeLoaded.
         """
         key = load.name, load.version
         if not (self.sets.of(key) or key in self._changing):

@@ -87,7 +87,7 @@ class ProcessSlots:
         return name in self._filled
 
     def deaths_by_cause(self, names: Iterable[str]) -> dict[tuple[str, str], int]:
-        """Returns how many needed processes with these names have died, by name and cause; 0 for a cause without deaths."""
+        """Returns how many processes with these names died while they were needed, by name and cause; 0 for unseen causes."""
         return {(name, cause): self._deaths[name, cause] for name in names for cause in CAUSES}
 
     def look(self, dead: Child) -> None:

@@ -58,7 +58,7 @@ def snapshot(child: Child) -> ChildSnapshot:
 
 
 class Pauses:
-    """Periods in which the supervisor did not run, as late checks show. Times are those of CLOCK_MONOTONIC in ns."""
+    """Periods in which the supervisor did not run, found by checks that were made late. Times are CLOCK_MONOTONIC in ns."""
 
     def __init__(self) -> None:
         #: From when a check was due until it was made.

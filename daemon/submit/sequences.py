@@ -63,7 +63,7 @@ class SequenceRouting:
         self._lost = LostSequences(most_lost)
 
     def model_changed(self, name: str, version: int) -> None:
-        """Drops the routing state of a model's version that ``model`` has stored, because the version has changed."""
+        """Drops the routing state that the method ``model`` has stored for a model's version, because the version has changed."""
         self._models.pop((name, version), None)
 
     def model(self, state: ModelState) -> SequencedModel:
@@ -144,7 +144,7 @@ class SequenceRouting:
         return worker if worker.incarnation in state.workers else None
 
     def _holder(self, key: Key) -> WorkerLink | None:
-        """Returns the worker whose page shows the sequence, of several the last to admit it; None if no page shows it."""
+        """Returns the worker whose page shows the sequence; if several do, the last to admit it; if none does, None."""
         found, newest = None, 0
         for worker in self._workers.values():
             value = worker.sequences.value(key)
@@ -153,7 +153,7 @@ class SequenceRouting:
         return found
 
     def _candidates(self, state: ModelState, gpu: str) -> Sequence[WorkerLink]:
-        """Returns the workers that may take a new sequence: those near ``gpu``, the GPU of its regions; "": all of them."""
+        """Returns the workers that may take a new sequence: those near ``gpu``, the request's GPU, or all if ``gpu`` is ""."""
         found = [self._workers[number] for number in state.workers if number in self._workers]
         found = [worker for worker in found if not worker.closed]
         return nearest(found, gpu, state) if gpu else found

@@ -133,8 +133,8 @@ class Submitter:
     def send(self, request: InFlight, state: ModelState | None = None) -> None:
         """Sends a request to a worker or, if none can run it now, when one can. Owns the request's leases from now on.
 
-        The request's inputs must lie in its record, in regions or in its leases. Its method ``completed`` gets exactly one final
-        answer, never before ``send`` returns. ``state``: the state of the request's model; None: it is looked up.
+        The request's inputs must lie in its record, in regions or in its leases. The request's method ``completed`` gets exactly
+        one final answer, never before ``send`` returns. ``state``: the state of the request's model; None: it is looked up.
 
         Raises: Unavailable: too many requests are in flight.  After any exception the request was not sent and gets no answer.
         """
@@ -203,7 +203,7 @@ class Submitter:
             self._fail(request, Internal(DEFECT))
 
     def _send_waiting(self) -> None:
-        """Sends the waiting requests for which there is a worker now. The others wait on, for no longer than before."""
+        """Sends the waiting requests for which there is a worker now. The time limits of the other requests stay as they were."""
         waiting, self._waiting = self._waiting, {}
         for request, gives_up in waiting.items():
             if request.record.request_id in self._in_flight:
@@ -461,7 +461,7 @@ class Submitter:
                 self._recall(lambda other: other.account is account)
 
     def _recall(self, concerned: Callable[[InFlight], bool]) -> None:
-        """Asks workers not to run the selected requests that may be withdrawn. Those that have not begun come back and wait."""
+        """Asks workers to withdraw the ``concerned`` requests that allow it. Those that have not begun come back and wait."""
         for worker in self._routing.workers.values():
             for request_id, request in worker.in_flight.items():
                 if not (request.cancelled or request.recalled) and concerned(request) and self._may_come_back(request):
@@ -556,7 +556,7 @@ class Submitter:
     # ---------------------------------------------------------------------------------------- a worker's death
 
     def fence(self, fenced: WorkerFenced) -> None:
-        """Runs a dead worker's requests on others, or fails them; called once its process is gone and cannot write any more."""
+        """Runs a dead worker's requests on other workers, or fails them. Called once its process can write nothing any more."""
         worker = self._routing.workers.get(fenced.worker)
         if worker is None:
             return

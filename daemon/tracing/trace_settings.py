@@ -200,7 +200,7 @@ class TraceSettings:
         return TraceChanged(name, values.level, values.rate, values.log_frequency, self._file), *scope.fds
 
     def records(self) -> list[tuple[Any, ...]]:
-        """Returns the records that tell a new front all settings, each with its descriptors, as ``publish`` takes them."""
+        """Returns the records that tell a new front all settings, each in a tuple with the file descriptors that belong to it."""
         return [self._record(name) for name in self._scopes]
 
     def _described(self, values: Values) -> dict[str, Any]:
