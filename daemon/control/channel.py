@@ -129,7 +129,7 @@ class ControlChannel:
 
 
 class ControlCalls:
-    """Calls operations of the process at the other end of a control channel, and gives each call its reply, by a number."""
+    """Calls operations of the process at the other end of a control channel, and matches replies to calls by a number."""
 
     def __init__(self, send: Callable[..., None]) -> None:
         """Begins without calls. ``send(record, *fds)`` sends a record with file descriptors on the channel."""

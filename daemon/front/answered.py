@@ -56,7 +56,7 @@ class Answered:
         self.log_every(access)
 
     def log_every(self, access: int) -> None:
-        """Logs every ``access``-th inference answer that is no error; 0: none of them. Logs at most 10 errors a second."""
+        """Logs every ``access``-th inference answer that is no error, and at most 10 errors a second; 0: logs nothing."""
         self._log.log_every(access, self._words[self._good])
 
     def good(self, request: InFlight, version: int, answer: Buffer | Sequence[Buffer]) -> None:

@@ -225,7 +225,7 @@ class SocketTransport(asyncio.Transport):
                 self._keep(pieces, sent)
 
     def _keep(self, pieces: Iterable[bytes | bytearray | memoryview], sent: int) -> None:
-        """Stores ``pieces`` without their first ``sent`` bytes, which were sent, for later. Pauses the protocol's writing."""
+        """Stores ``pieces`` for later, without the ``sent`` bytes that the socket has taken. Pauses the protocol's writing."""
         self._unsent = deque(memoryview(piece) for piece in pieces)
         self._drop(sent)
         self._look_for(self._watched | _OUT)

@@ -25,8 +25,7 @@ class Call(ABC):
 
         If None was returned, or if the receiver did not put the message into the arena, the stream passes the buffered message to
         ``message``. Otherwise the call must drop the message (``drop``), or take its parts and the lease of its memory
-        (``take``).
-        ``on_room``: the receiver calls it once its wait for arena memory has ended, with memory or with a refusal.
+        (``take``). ``on_room``: the receiver calls it once its wait for arena memory has ended, with memory or with a refusal.
         Raises CallRefused: the call accepts no further message.
         """
         return None

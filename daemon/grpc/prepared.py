@@ -125,8 +125,8 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
     ) -> Understood:
         """Decodes the complete message ``content[start:end]`` in full. Raises RefusedRequest: it is invalid or not served.
 
-        ``walked``: the parts into which ``walk`` has cut the message; None if it could not. ``known``: the cached rest; None:
-        none is.
+        ``walked``: the parts into which ``walk`` has cut the message, or None. ``known``: the cached rest of the message, or
+        None.
         """
         if walked is None or walked[2]:
             message = content[start:end]

@@ -226,7 +226,7 @@ class StepOrder:
         self._due = False
 
     def waits(self, step: UnaryInfer) -> bool:
-        """Returns whether a step must wait for an earlier one; if so, its ``resume`` or ``miss`` will be called."""
+        """Returns whether the call ``step`` must wait for an earlier one; if so, its ``resume`` or ``miss`` is called later."""
         if next(iter(self.unsent)) is step or (sequence := step.sequence) is None:
             return False
         for other in self.unsent:

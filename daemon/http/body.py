@@ -189,7 +189,7 @@ def located(
 ) -> list[InputContent | Unconverted]:
     """Returns the contents of a request's input tensors, one for each source.
 
-    For a tensor in the body that is its place in the arena, or its bytes. Any other source is returned as it is.
+    The content of a tensor in the body is its place in the arena, or its bytes. Any other source is returned as it is.
 
     Args:
       json_size: the number of bytes of JSON in the body before its binary tensors.

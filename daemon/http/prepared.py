@@ -164,8 +164,7 @@ def _values(prepared: PreparedKind, said: RequestHead, apart: Cut | None) -> lis
 class PreparedKind:
     """Holds what a front's inference requests of one kind have in common, and the JSON heads of answers to them.
 
-    ``head``, ``asked``: of the first such request. ``inline_byte_size``: the largest tensor in bytes that a request's record
-    holds.
+    ``head``, ``asked``: head and JSON of the first such request. ``inline_byte_size``: a request's record holds tensors up to it.
     """
 
     __slots__ = (

@@ -451,8 +451,7 @@ class Family:
     def __init__(self, kind: str, name: str, text: str, value: float | None = None, labels: Sequence[str] = ()) -> None:
         """Creates a family. If ``value`` is given, the family has one sample, with this value and without labels.
 
-        ``kind``: the type in OpenMetrics. ``name``: the samples' name; that of a counter must end in ``_total``. ``text``: the
-        help
+        ``kind``: the type in OpenMetrics. ``name``: the samples' name, which for a counter ends in ``_total``. ``text``: the help
         text.
         """
         self.kind, self.name = kind, name

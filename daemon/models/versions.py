@@ -144,7 +144,7 @@ def has_members(models: Mapping[str, ModelEntry], version: VersionEntry, worker:
 
 
 def awaits(models: Mapping[str, ModelEntry], version: VersionEntry) -> bool:
-    """Returns whether a load of the version is unfinished: it was sent to a worker without an answer, or has yet to be sent."""
+    """Returns whether a load of the version is unfinished: a worker has yet to answer the load, or to be sent it."""
     return bool(version.loading) or any(
         all(
             any(worker in (*one.ready, *one.loading, *one.postponed) for one in _named(models, *member))

@@ -179,7 +179,7 @@ def _state(worker: WorkerProcess) -> str:
 
 
 def _own(worker: WorkerProcess) -> dict[str, Any]:
-    """Returns the model that has this worker to itself and its part of the GPU's memory; {} if models share it."""
+    """Returns the model that has this worker to itself and the worker's part of the GPU's memory; {} if models share it."""
     part = {"memory_fraction": worker.memory_fraction} if worker.memory_fraction else {}
     return {"isolated": worker.model, **part} if worker.model else {}
 

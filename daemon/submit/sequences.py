@@ -77,7 +77,7 @@ class SequenceRouting:
         """Returns the worker for a request of a sequence.
 
         None is returned if the worker that has the sequence cannot be used now or, for a new sequence, if there is no worker.
-        ``gpu``: the GPU on which the request's regions lie; "": any. It counts only for the first request of a sequence,
+        ``gpu``: the GPU on which the request's regions lie; "": any. Only the ``gpu`` of a sequence's first request counts,
         because a sequence stays on its worker.
 
         Raises: Unavailable: the sequence was lost with its worker.
