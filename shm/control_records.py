@@ -168,9 +168,9 @@ class LaneClient(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fi
 class LaneOpened(Record, frozen=True, tag="lane"):
     """Gives a front or a worker its end of a new lane: the descriptor of a SEQPACKET socket comes with the record.
 
-    To a front: ``peer`` is the number of the worker's start, and ``device`` the name of the worker's device ("cpu:0", "cuda:1").
-    Two more descriptors come with the record: those of the worker's status page and its sequence page. To a worker: ``peer`` is
-    the number of a front's start, or the number of a client's lane. Both come from the same counter.
+    To a front: ``peer`` is the number of the worker's start, and ``device`` the name of the worker's device ("cpu:0",
+    "cuda:1"). Two more descriptors come with the record: those of the worker's status page and its sequence page. To a
+    worker: ``peer`` is the number of a front's start or of a client's lane. One counter gives the numbers of both.
     """
 
     peer: int

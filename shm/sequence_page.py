@@ -48,7 +48,7 @@ _MOST_MODELS = 1024
 
 
 class SequenceKeys:
-    """Makes the keys of 128 bits by which sequence pages list one model version's sequences. They are the same in every process.
+    """Makes the 128-bit keys by which sequence pages list a model version's sequences, equal ones in every process.
 
     If the version is loaded again, the keys stay the same, so that its sequences go on in the load that they began in. If two
     sequences have the same key by chance, a request may be sent to the wrong worker. As the worker compares whole ids, the

@@ -59,10 +59,10 @@ class Passes:
 class SampleCounter(Passes):
     """Samples one request in every ``rate``, counted over all fronts together. It owns the descriptor of the shared counter.
 
-    The shared counter says how many blocks of requests are not traced before the next request is traced. A front takes a block
-    off the counter, and lets that many requests pass untraced without looking at the counter again. A request that finds no
-    block left is traced, and puts all blocks back. If two fronts find none at the same moment, both requests are traced, and
-    twice as many requests pass untraced then. So over time one request in ``rate`` is traced.
+    The shared counter says how many blocks of requests are left before the next traced request. A front takes one block off
+    the counter, and lets that block's requests pass untraced without looking at the counter again. A request that finds no
+    block left is traced, and puts all blocks back. If requests of two fronts find none at the same moment, both are traced,
+    and twice as many requests pass untraced then. So over time one request in ``rate`` is traced.
     """
 
     __slots__ = ("_block", "_blocks", "_rest", "fd")

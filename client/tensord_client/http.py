@@ -131,11 +131,15 @@ class HttpConnection:
         """Sends a request other than for inference. Returns the parsed JSON of the answer, and the answer's header fields.
 
         The JSON is None if the answer is empty. The header fields are a dictionary by lower-case names. If the connection fails
-        after the request was sent, only a GET request is sent again. ``fields``: the request's header fields besides Host and
-        Content-Length, each with its line end. ``body``: the pieces of the request's body; empty: it has none. ``deadline``:
-        seconds of ``time.monotonic()`` until when to wait for the answer; None: without limit. ``patience``: seconds to wait for
-        a server that cannot be reached; None: as given to the constructor. Raises: ServingError: the answer is an error, or none
-        came.
+        after the request was sent, only a GET request is sent again.
+
+        Args:
+          fields: the request's header fields besides Host and Content-Length, each with its line end.
+          body: the pieces of the request's body; empty: it has none.
+          deadline: seconds of ``time.monotonic()`` until when to wait for the answer; None: without limit.
+          patience: seconds to wait for a server that cannot be reached; None: as given to the constructor.
+
+        Raises: ServingError: the answer is an error, or none came.
         """
         head = f"{method} {path}".encode() + self._fields + fields
         if method != "GET":

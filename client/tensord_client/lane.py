@@ -178,10 +178,14 @@ class LaneConnection(Sender):
     def _ask_for(self, model: str, version: int, until: float, anew: bool = False) -> OpenedModel:
         """Returns a model's description and lanes; asks the daemon for them, repeatedly while the model is unavailable.
 
-        If the model's description and a usable lane are known already, the daemon is not asked. ``until``: seconds of
-        ``time.monotonic()`` after which the daemon is not asked again. ``anew``: True: ask the daemon even if there is a usable
-        lane, unless another thread has asked since this call began. Raises: Unavailable: there was no worker until ``until``, or
-        ``close`` was called. ServingError: the daemon's answer is any other error.
+        If the model's description and a usable lane are known already, the daemon is not asked.
+
+        Args:
+          until: seconds of ``time.monotonic()`` after which the daemon is not asked again.
+          anew: True: ask the daemon even if there is a usable lane, unless another thread has asked since this call began.
+
+        Raises: Unavailable: there was no worker until ``until``, or ``close`` was called.  ServingError: the daemon's answer is
+          any other error.
         """
         begun = time.monotonic()
         while True:
@@ -209,9 +213,10 @@ class LaneConnection(Sender):
     def _open(self, model: str, version: int, wait: float) -> OpenedModel:
         """Asks the daemon once for a model, stores the model's description and lanes, and returns them.
 
-        The caller holds the lock ``_asking``. ``wait``: seconds that the daemon may wait for a model that is not ready. Raises:
-        Unavailable: the model has no worker now. Unsupported: the daemon gives no lanes. ServingError: the daemon's answer is
-        any other error, or malformed.
+        The caller holds the lock ``_asking``. ``wait``: seconds that the daemon may wait for a model that is not ready.
+
+        Raises: Unavailable: the model has no worker now.  Unsupported: the daemon gives no lanes.  ServingError: the daemon's
+          answer is any other error, or malformed.
         """
         if self._socket is None or self._socket.is_closed:
             self._socket = None
@@ -549,10 +554,14 @@ class LaneConnection(Sender):
     def _is_elsewhere(self, call: Call, until: float | None, refusal: ServingError, by: ClientLane | None) -> bool:
         """Returns whether to send a request again that a worker refused: the model has other workers or another version now.
 
-        Asks the daemon where the model is, unless that is known already. ``until``: seconds of ``time.monotonic()`` until when
-        to wait for a worker; None: no deadline. ``refusal``: the error that the worker answered with. ``by``: the lane to the
-        worker that refused; None: the request had no lane. Raises: ServingError: no worker was found. WaitEnded: ``until`` has
-        passed.
+        Asks the daemon where the model is, unless that is known already.
+
+        Args:
+          until: seconds of ``time.monotonic()`` until when to wait for a worker; None: no deadline.
+          refusal: the error that the worker answered with.
+          by: the lane to the worker that refused; None: the request had no lane.
+
+        Raises: ServingError: no worker was found.  WaitEnded: ``until`` has passed.
         """
         before = self.known(call)
         if before is None or before.choose() is None:
