@@ -87,7 +87,7 @@ def _call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str], own: As
 
 
 def records(number: int, model: str, own: Mapping[str, Any]) -> tuple[PreparedRequest, RequestRecord]:
-    """Converts the arguments of a call (``Asked``) to the two records of request ``number``, without its tensors.
+    """Converts the arguments of a call (``own``) to the two records of request ``number``, without its tensors.
 
     Raises: InvalidArgument: a value is of another type or out of range.  TypeError: requests have no argument of a given name.
     """

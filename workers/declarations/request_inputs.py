@@ -115,7 +115,7 @@ class KnownParameters:
         self._headers = [header_pattern.compiled(pattern) for pattern in patterns if pattern]
 
     def check(self, given: Iterable[str], label: str) -> None:
-        """Raises InvalidArgument if a strict model does not know one of these parameters. ``label``: begins the error."""
+        """Raises InvalidArgument if a strict model does not know a parameter in ``given``. ``label``: begins the error."""
         for name in given:
             short = name[:_MOST_NAMED]
             told = short in self._told or (len(self._told) >= _MOST_TOLD and not self._strict)
@@ -175,7 +175,7 @@ def _zero(spec: TensorSpec) -> Parameter:
 
 
 def _element(what: str, spec: TensorSpec, given: Any) -> Any:
-    """Converts a value to an element of the input's datatype. Raises InvalidArgument: it cannot. ``what``: names the value."""
+    """Returns a value as an element of the input's datatype. Raises InvalidArgument: it does not fit. ``what``: names it."""
     kind = spec.dtype.kind
     if spec.datatype == "BYTES":
         if isinstance(given, str):

@@ -152,7 +152,10 @@ def _native_batch(
     grouped: bool = False,
     sequences: _native.Sequences | None = None,
 ) -> _native.Batch:
-    """Returns the tuple by which requests that repeat earlier ones are described to the C extension: ``Batch`` of _native.pyi."""
+    """Returns the description by which the C extension recognises requests that repeat earlier ones.
+
+    The arguments are the elements of the tuple ``Batch`` in _native.pyi, which describes them.
+    """
     most_waiting, sets = version.loaded.queue_rules.max_size, version.sets
     told = owner, version.page_key, most_waiting, share, *waits, grouped, sets is not None and sets.stack is not None
     return *told, programs, by_rows, sequences, version.statistics.histograms

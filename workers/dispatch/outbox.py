@@ -161,7 +161,7 @@ class Outbox:
         return failed
 
     def _answer_long(self, execution: Execution, i: int, now_ns: int) -> Failure | None:
-        """Answers request ``i`` of a batch, whatever its kind. Returns the reason to count its error under; None: no error."""
+        """Answers request ``i`` of a batch, whatever its kind. Returns the reason to count an error under; None: no error."""
         request, result = execution.requests[i], execution.results[i]
         if request.timeline is not None:
             request.timeline.executed(execution.moments, request.arrays, result)

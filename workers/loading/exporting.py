@@ -187,7 +187,7 @@ def _specs(message: ModelConfig, inputs: Mapping[str, Declared], rows: int | str
 
 
 def _complete(message: ModelConfig, inputs: Mapping[str, Declared], exported: export.Exported) -> None:
-    """Adds inputs as declared, and outputs as the program returns them, to a configuration that has none."""
+    """Adds inputs as declared, and outputs as the program returns them, to a configuration without inputs and outputs."""
     types = model_config_pb2.DataType
     if not message.input:
         for name, tensor in inputs.items():

@@ -112,7 +112,7 @@ class EnsemblePipeline:
         self.credit(NativeRuns(count, rows, 1, 0, 0, 0, (0, count * took, 0), [batch]))
 
     def credit(self, done: NativeRuns) -> None:
-        """Counts runs of the pipeline in C code: each model counts all requests and its share of the time."""
+        """Counts ``done``, runs of the pipeline in C code: each model counts all requests and its share of the time."""
         shares = [0] * len(self._steps)
         for program in self._made.values():
             for number, ns in enumerate(program.call_ns):

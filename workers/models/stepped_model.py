@@ -81,7 +81,7 @@ class SteppedModel:
         self._unmasked: tuple[int, frozenset[int], Any] | None = None
 
     def key(self, arrays: Mapping[str, Array]) -> Shapes:
-        """Returns the batching key: one ``insert`` takes requests with equal keys. Raises InvalidArgument: no program fits."""
+        """Returns the batching key: requests with equal keys get slots in one call. Raises InvalidArgument: no program fits."""
         key = self._shapes.key(arrays)
         if key not in self.executables.inserts:
             for axis, size in self._shapes.lengths(arrays).items():

@@ -54,7 +54,7 @@ class Sample:
         self._key: Hashable = None
 
     def begin(self, begun: Callable[[Mapping[str, Array], int], dict[str, Array]]) -> None:
-        """Adds the initial state of a sequence to the inputs. ``begun``: returns it for given inputs and their number of rows."""
+        """Adds the initial state of a sequence to the inputs. ``begun``: makes the state for inputs and a number of rows."""
         self._arrays |= begun(self._arrays, self.rows)
 
     def run(self, model: RunnableModel, model_name: str, check: CheckDevice = works) -> None:

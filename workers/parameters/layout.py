@@ -100,7 +100,7 @@ def header_length(head: bytes, byte_size: int, what: str, leaves: Leaves | None 
     """Returns the length of safetensors' header. Raises InvalidArgument: the parameters are too short, or the header is too long.
 
     ``head``: the first ``LENGTH`` bytes of the parameters, or all of them. ``byte_size``: the parameters' number of bytes.
-    ``leaves``: the model's leaves, which limit the header's size; None: any size is accepted.
+    ``what``: names the parameters in errors. ``leaves``: the model's leaves, which limit the header's size; None: no limit.
     """
     if len(head) < LENGTH:
         raise InvalidArgument(f"{what}: {len(head)} bytes are too few for safetensors' layout")
@@ -121,6 +121,7 @@ def places(header: bytes | memoryview, byte_size: int, what: str, leaves: Leaves
     Args:
       header: the header's bytes, without the length in front of them.
       byte_size: the parameters' number of bytes, which the tensors must fill to the end.
+      what: names the parameters in errors.
       leaves: the model's leaves, which the header must agree with; None: that is not checked.
     Raises InvalidArgument: the header is not in safetensors' layout, the tensors leave holes or have an unsupported type; or the
       model has no such leaf, or has it with another datatype or shape.
@@ -153,7 +154,10 @@ def places(header: bytes | memoryview, byte_size: int, what: str, leaves: Leaves
 
 
 def _entries(header: bytes | memoryview, what: str, leaves: Leaves | None) -> dict[str, _Entry]:
-    """Decodes safetensors' header. Returns leaf name -> entry. Raises InvalidArgument: malformed, or more entries than leaves."""
+    """Decodes safetensors' header (``what`` in errors) to leaf name -> entry.
+
+    Raises InvalidArgument if the header is malformed, or has more entries than there are leaves.
+    """
     entries: dict[str, _Entry] = {}
     try:
         texts = _decoder.decode(header)
@@ -173,7 +177,7 @@ def _entries(header: bytes | memoryview, what: str, leaves: Leaves | None) -> di
 
 
 def check_truth(arrays: Mapping[str, Array], what: str) -> None:
-    """Checks that every element of a push's BOOL arrays is 0 or 1, as XLA needs them. Raises InvalidArgument: one is not."""
+    """Raises InvalidArgument unless the elements of BOOL arrays are 0 or 1, as XLA needs them. ``what``: names the push."""
     for name, array in arrays.items():
         if array.dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1:
             raise InvalidArgument(f"{what}: leaf '{name[:_MAX_NAME]}' has a truth value that is neither 0 nor 1")
@@ -188,8 +192,8 @@ def leaf_of(name: str, array: Array) -> tuple[LaidLeaf, Copy]:
 def laid_out(leaves: Sequence[tuple[LaidLeaf, Copy]], limit: int, what: str) -> list[Part]:
     """Lays leaves out in safetensors' layout. Returns the parts that memory is to be filled with, in their order.
 
-    ``leaves``: each leaf, and the function that copies its bytes. Raises InvalidArgument: the leaves need more than
-    ``limit`` bytes, or have an element type without a name in the layout.
+    ``leaves``: each leaf, and the function that copies its bytes. ``what``: names the leaves in errors. Raises InvalidArgument:
+    the leaves need more than ``limit`` bytes, or have an element type without a name in the layout.
     """
     # Whole multiples of the alignment come first, so that all of them are aligned.
     ordered = sorted(leaves, key=lambda each: each[0].byte_size % ALIGNMENT != 0)
@@ -208,6 +212,6 @@ def laid_out(leaves: Sequence[tuple[LaidLeaf, Copy]], limit: int, what: str) -> 
 
 
 def check_size(byte_size: int, limit: int, what: str) -> None:
-    """Checks the size of pushed parameters. Raises InvalidArgument: they have more than ``limit`` bytes."""
+    """Raises InvalidArgument if pushed parameters have more than ``limit`` bytes. ``what``: names the parameters."""
     if byte_size > limit:
         raise InvalidArgument(f"{what} would have {byte_size} bytes, workers.max_parameter_byte_size allows {limit}")

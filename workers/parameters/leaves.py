@@ -119,7 +119,7 @@ class Leaves:
         return fitting
 
     def check_known(self, found: Mapping[str, Any], what: str) -> None:
-        """Checks pushed arrays, of which some of the model's leaves may be missing.
+        """Checks pushed arrays, of which some of the model's leaves may be missing. ``what``: names the push in errors.
 
         ``found``: leaf name -> array, or an object with its dtype and shape. Raises InvalidArgument: the model has no leaf of
         such a name, or has it with another dtype or shape.
@@ -143,7 +143,7 @@ class Leaves:
         return [np.asarray(array) if leaf.plain else None for leaf, array in zip(self, arrays, strict=True)]
 
     def check_names(self, found: Iterable[str], what: str) -> None:
-        """Checks the names of pushed arrays. Raises InvalidArgument: the model has no leaf of such a name."""
+        """Raises InvalidArgument if the model has no leaf with one of the names ``found`` in a push. ``what``: names the push."""
         known = self.fixed | {leaf.name for leaf in self._leaves}
         if unknown := sorted(name for name in found if name not in known):
             raise InvalidArgument(f"{what}: model '{self.model}' has no leaf '{unknown[0][:256]}'")

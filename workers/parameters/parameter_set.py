@@ -189,7 +189,7 @@ class ParameterSet:
         return self._host is not None
 
     def hosted(self) -> Sequence[Array | None]:
-        """Returns the leaves in host memory, fetched if not there; None for a leaf that cannot be pushed or is the main set's."""
+        """Returns the leaves in host memory, fetched if not there; None for a leaf that cannot be pushed or is from ``main``."""
         if self._host is None:
             self._host = self.sets.leaves.hosted(jax.tree.leaves(self._trees[0]))
         return self._host

@@ -210,7 +210,7 @@ class _Memory:
         return self.fd
 
     def close(self) -> None:
-        """Closes the descriptor and drops the mapping. Others that use the memory keep it."""
+        """Closes the descriptor and drops the mapping. Other processes that use the memory can go on using it."""
         os.close(self.fd)
         del self.content, self._mapping
 

@@ -132,7 +132,10 @@ class SetStack:
         return jax.tree.unflatten(self._structure, tree), spec((rows,), np.dtype(np.int32))
 
     def put_specs(self, spec: Callable[[tuple[int, ...], Any], Any]) -> tuple[Any, ...]:
-        """Returns descriptions of what ``put`` takes, to compile it: the stack's arrays, a set's leaves and the index."""
+        """Returns descriptions of what ``put`` takes, to compile it: the stack's arrays, a set's leaves and the index.
+
+        ``spec``: makes the description of an array from its shape and dtype.
+        """
         return (
             [spec((self.slots, *leaf.shape), leaf.placed) for leaf in self._own],
             [spec(leaf.shape, leaf.placed) for leaf in self._own],

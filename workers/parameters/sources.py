@@ -135,7 +135,7 @@ class Making:
             return memory.sealed()
 
     def _read_from(self, copy: Copy, at: int, byte_size: int) -> bytes:
-        """Returns a few bytes of a source. Raises InvalidArgument: its region is gone, or has shrunk."""
+        """Returns ``byte_size`` bytes from offset ``at`` of a source. Raises InvalidArgument: its region is gone or shrank."""
         found = np.zeros(byte_size, _BYTES)
         copy(at, found)
         check_intact(self._regions)
@@ -294,7 +294,7 @@ def _from_memory(making: Making, source: MemorySource, fd: int) -> int:
 
 
 def _reading(fd: int, what: str) -> Copy:
-    """Returns a function that copies from a file. The function raises InvalidArgument if the file is too short by then."""
+    """Returns a function that copies from a file. It raises InvalidArgument if the file, ``what`` in errors, is too short."""
 
     def copy(at: int, target: Array) -> None:
         content, done = target.data, 0

@@ -116,7 +116,7 @@ class HostExecutable(Executable):
         return self.call(parameters, arguments)
 
     def outputs(self, made: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:
-        """Waits until all outputs are computed and returns them. Only then may the memory of the run's inputs be changed."""
+        """Waits until all outputs (``made``, by name) are computed and returns them. Then the inputs' memory may be changed."""
         arrays = {name: np.asarray(made[name]) for name in self._signature.outputs}
         return RunOutputs(arrays, [*arrays.values()])
 

@@ -185,5 +185,5 @@ class SingleRun:
 
 
 def _waited_for(made: Mapping[str, Any]) -> dict[str, Array]:
-    """Waits until all outputs of a run are computed and returns them. Only afterwards may the memory of its inputs be changed."""
+    """Waits until all outputs (``made``, by name) are computed and returns them. Then the inputs' memory may be changed."""
     return {name: np.asarray(array) for name, array in made.items()}

@@ -195,7 +195,7 @@ class CacheDirectory:
             yield place, stat.S_IMODE(found.st_mode)
 
     def _secret(self, place: int) -> bytes:
-        """Returns the key of the HMACs of all files, made if missing. If two processes make one, both use the first."""
+        """Returns the key of the HMACs of all files in the directory ``place``. Makes it if missing; the first made is valid."""
         try:
             return _read_secret(place)
         except FileNotFoundError:
@@ -221,7 +221,10 @@ def _open(stack: contextlib.ExitStack, name: str, above: int, flags: int) -> int
 
 
 def _check_above(place: int, path: Path) -> None:
-    """Checks a directory above the cache. Raises PermissionError: another user could rename or replace its entries."""
+    """Raises PermissionError if another user could rename or replace entries of ``path``, a directory above the cache.
+
+    ``place``: the directory's descriptor.
+    """
     found = os.fstat(place)
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid not in (0, os.geteuid()) or (mode & _WRITABLE and not mode & stat.S_ISVTX):
@@ -261,7 +264,7 @@ def _read_secret(place: int) -> bytes:
 
 
 def _bytes(place: int, name: str, others: int = _WRITABLE) -> bytes:
-    """Returns all bytes of a file. ``others``: permission bits that the file must not have.
+    """Returns all bytes of a file in the directory ``place``. ``others``: permission bits that the file must not have.
 
     Raises OSError: the file cannot be read; ValueError: it is no regular file, belongs to another user, or has such a permission.
     """
@@ -288,7 +291,10 @@ def _bytes(place: int, name: str, others: int = _WRITABLE) -> bytes:
 
 @contextlib.contextmanager
 def _written(place: int, *parts: bytes) -> Iterator[str]:
-    """Writes a new file with a random name and yields that name; removes the file after the block unless it was renamed."""
+    """Writes a new file with a random name into the directory ``place``, and yields the name.
+
+    Removes the file after the block unless it was renamed.
+    """
     name = _NEW + secrets.token_hex(16)
     try:
         with open(
@@ -320,7 +326,7 @@ def _remove_all(place: int) -> None:
 
 
 def _remove_old(place: int) -> None:
-    """Removes temporary files and lock files that are older than an hour: processes that were killed have left them behind."""
+    """Removes temporary files and locks of killed processes that are over an hour old. ``place``: the directory's descriptor."""
     for name in os.listdir(place):
         if name.startswith(_NEW) or name.endswith(_LOCK):
             with contextlib.suppress(OSError):

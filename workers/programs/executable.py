@@ -191,9 +191,10 @@ class Executable(ABC):
             return self._inputs.send()
 
     def parameters(self, chosen: Chosen = None) -> Any:
-        """Returns the parameters for a run, as ``call`` takes them; brings them to the device if needed.
+        """Returns the parameters for a run, as ``call`` takes them, after bringing them to the device if they are not there.
 
-        Raises Unavailable: there is no room for them on the device; or whatever the device raises.
+        ``chosen``: the set, or the set of each request; None: ``main``. Raises Unavailable: there is no room for them on the
+        device; or whatever the device raises.
         """
         sets = self._sets
         if sets.stack is not None:
@@ -204,9 +205,10 @@ class Executable(ABC):
         return chosen.on(self._at)
 
     def run(self, chosen: Chosen = None) -> list[Content]:
-        """Runs the program on ``memory``, which may be written again afterwards. Returns the outputs in host memory.
+        """Runs the program on the inputs in ``memory``, which is then free. Returns the outputs in host memory.
 
-        Raises Unavailable: the device has no room for the parameters; or whatever the program raises.
+        ``chosen``: the parameter set, or the set of each request; None: ``main``. Raises Unavailable: the device has no room for
+        the parameters; or whatever the program raises.
         """
         parameters = self.parameters(chosen)
         with self._precision():

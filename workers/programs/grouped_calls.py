@@ -420,9 +420,10 @@ class GroupedCalls:
                 self.add(single, self.compile(single, make))
 
     def find(self, key: Hashable, waiting: int) -> GroupedProgram | None:
-        """Returns the program for one call that runs as many of ``waiting`` requests of a shape as it can, the oldest first.
+        """Returns the program for one call that runs as many of ``waiting`` requests as it can, the oldest first.
 
-        It may have room for more requests than wait. None: each request runs in a call of its own.
+        ``key``: the shape of the requests. The program may have room for more requests than wait. None: each request runs in a
+        call of its own.
         """
         shape = self._shapes.get(key)
         return None if shape is None else shape.fitting[min(waiting, MOST)]

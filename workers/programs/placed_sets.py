@@ -123,7 +123,7 @@ class DevicePlacer(Placer):
             return jax.tree.unflatten(self._structure, jax.block_until_ready(placed))
 
     def byte_size_in_place(self, host: Sequence[Array | None]) -> int:
-        """Returns the number of bytes of arrays that XLA uses without a copy: on a processor, if aligned and of this dtype."""
+        """Returns the number of bytes of arrays that XLA uses without a copy: on a processor, if aligned and of its dtype."""
         if not self.lays:
             return 0
         pairs = zip(host, self.leaves, strict=True)

@@ -459,7 +459,7 @@ class InferenceRequest:
 
 
 def _failed(model: str, why: str, code: ErrorCode = ErrorCode.INTERNAL) -> InferenceResponse:
-    """Returns a response with an error, in Triton's wording, for a request that could not be made."""
+    """Returns a response with an error, in Triton's wording, for a request that could not be made. ``why``: the message."""
     return InferenceResponse(error=TritonError(f"Model {model} - Error when running inference: {why}", code))
 
 

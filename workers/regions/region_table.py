@@ -318,7 +318,7 @@ class RegionPolicy:
             )
 
     def access(self, request: RegisterSystemRegion, found: os.stat_result) -> str:
-        """Returns "guarded" (mapped; SIGBUS shows lost pages) or "snapshot" (not mapped, only copied) for shared memory."""
+        """Returns "guarded" (mapped; SIGBUS shows lost pages) or "snapshot" (not mapped, only copied) for a client's memory."""
         if not guard.available:
             return "snapshot"
         key = request.key.lstrip("/")

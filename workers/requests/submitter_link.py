@@ -193,7 +193,7 @@ class SubmitterLink(Generic[R]):
 
     @property
     def returns(self) -> int:
-        """How many leases the front has given back so far. For a client's lane: how many all lanes of its user gave back."""
+        """How many leases were given back so far: by the front, or for a client's lane, on all lanes of the client's user."""
         return self.lane.arena.returned if self.owner is None else self.owner.returned
 
     @property

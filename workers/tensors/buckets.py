@@ -39,7 +39,7 @@ def powers_of_two(limit: int) -> tuple[int, ...]:
 
 
 def check_sizes(what: str, sizes: object, limit: int = 1 << 31) -> tuple[int, ...]:
-    """Returns ``sizes`` as a tuple. Raises InvalidArgument unless they are ascending integers from 1 to ``limit``."""
+    """Returns ``sizes``, called ``what`` in errors, as a tuple. Raises InvalidArgument unless they ascend from 1 to ``limit``."""
     if isinstance(sizes, Sequence) and all(type(size) is int for size in sizes) and sizes:
         ascending = all(a < b for a, b in itertools.pairwise(sizes))
         if ascending and sizes[0] >= 1 and sizes[-1] <= limit:
@@ -204,7 +204,10 @@ class RequestShapes:
         self._named = any(axis is not None for spec in signature.inputs.values() for axis in spec.axes)
 
     def key(self, arrays: Mapping[str, Array]) -> Shapes:
-        """Returns the bucketed shapes; requests with equal ones can share a batch. Raises InvalidArgument: axes contradict."""
+        """Returns the bucketed input shapes. Requests with equal shapes can share a batch.
+
+        Raises InvalidArgument: an axis has different sizes in two inputs.
+        """
         if self._fixed is not None:
             return self._fixed
         if not self._named and not self._signature.ragged:

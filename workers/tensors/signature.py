@@ -251,7 +251,8 @@ def declare(
 def agree(what: str, field: Any, declared: Declared, where: str = "model.py") -> None:
     """Fills in datatype and dims of a configuration's tensor ``field``, if they are missing there, from its declaration.
 
-    ``what``: the tensor's name in errors. Raises InvalidArgument: declaration and configuration contradict each other.
+    ``what``: the tensor's name in errors. ``where``: the file with the declaration. Raises InvalidArgument: declaration and
+    configuration contradict each other.
     """
     if not field.data_type:
         field.data_type = model_config_pb2.DataType.Value(datatypes.to_model_config(declared.datatype))

@@ -103,7 +103,7 @@ def _is_flat(declared: object) -> bool:
 
 
 def _leaves(what: str, declared: object, kind: str) -> tuple[list[str], list[object], Any]:
-    """Returns names, declarations and structure of a tree of declarations. Raises InvalidArgument if two names are the same."""
+    """Returns names, declarations and structure of a tree. Raises InvalidArgument if a name repeats. ``what``: the model."""
     found, structure = jax.tree_util.tree_flatten_with_path(declared, is_leaf=_IS_NONE)
     names = [name_of(keys, kind) for keys, _ in found]
     for name, (_, leaf) in zip(names, found, strict=True):
@@ -118,7 +118,7 @@ def _leaves(what: str, declared: object, kind: str) -> tuple[list[str], list[obj
 
 
 def _named(what: str, made: object) -> dict[str, Any]:
-    """Returns the arrays in a tree of outputs by name. Raises Internal if two names are the same."""
+    """Returns the arrays in a tree of outputs by name. Raises Internal if two names are the same. ``what``: names the model."""
     found = jax.tree_util.tree_leaves_with_path(made)
     arrays = {name_of(keys, "output"): array for keys, array in found}
     if len(arrays) < len(found):
