@@ -156,7 +156,7 @@ class Infer:
         trace: Trace | None,
         state: ModelState | None = None,
     ) -> CallRequest:
-        """Sends a worker a request whose tensors are in their places, and returns it.
+        """Sends a worker a request whose tensors are in their places, and returns it. ``known``: the request's cached part.
 
         From the call on, the submitter owns ``leases``, even if this raises. ``client_id``: the request's id, empty if there is
         none; ``text``: the decoded id. ``contents``: the bytes of each input, or their place in the arena.
@@ -371,7 +371,7 @@ class CallRequest(InFlight):
         self.call.several(self)
 
     def _written(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> list[Buffer]:
-        """Encodes a good answer as pieces, without copying tensors. There are no pieces if no response is to be sent."""
+        """Encodes a good answer, ``prepared`` with ``own``, as pieces, without copying tensors; [] if no response follows."""
         streamed = self.call.streams
         if self.decoupled and is_mark(prepared, own):
             return []

@@ -235,7 +235,7 @@ class Generation(InFlight):
         self._take(prepared, own, lane)
 
     def _take(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Writes one response to the client and acknowledges it to its worker.
+        """Writes one response (``prepared`` and ``own``) to the client and acknowledges it to its worker.
 
         While the client does not read, the response is queued instead. ``lane``: the lane over which the response came; None if
         this front has made the response, which is then an error.
@@ -275,7 +275,7 @@ class Generation(InFlight):
             self._serving.submitter.release(lane, own.lease)
 
     def _answer(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> None:
-        """Writes or stores one good response. Raises InvalidArgument: this endpoint cannot express the response."""
+        """Writes or stores a good response (``prepared``, ``own``). Raises InvalidArgument: this endpoint cannot express it."""
         raise NotImplementedError
 
     def _fail(self, error: ServingError, final: bool) -> None:

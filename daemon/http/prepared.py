@@ -293,7 +293,7 @@ class AnswerText:
         self._id = client_id
 
     def whole(self, client_id: str, own: AnswerRecord) -> bytes | None:
-        """Returns an answer as one piece of bytes: HTTP head, JSON and tensors. No tensor may lie in shared memory.
+        """Returns the answer ``own`` as one piece of bytes: HTTP head, JSON and tensors. No tensor may lie in shared memory.
 
         Returns None if there is no cached head, or if the tensors' sizes differ from those of the first answer.
         """
@@ -305,7 +305,7 @@ class AnswerText:
         return b"".join((self._head, *contents))
 
     def pieces(self, client_id: str, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> list[Buffer] | None:
-        """Returns an answer with tensors in shared memory as pieces: HTTP head and JSON, then each tensor.
+        """Returns the answer ``own``, with tensors in shared memory, as pieces: HTTP head and JSON, then each tensor.
 
         Tensors in shared memory are not copied: their pieces are views of it.
         Returns None if there is no cached head, or if the tensors' sizes differ from those of the first answer.

@@ -138,8 +138,9 @@ def decode_head(
 def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | None) -> Source:
     """Returns where one input's data is: its place among the binary tensors, its shared memory region, or its JSON values.
 
-    ``offset``: where the data lies if it is binary, in bytes from the first binary tensor. Raises: InvalidArgument: datatype or
-    shape is wrong, or there is not exactly one source; UnusualText: only the exact parser can convert the data.
+    ``offset``: where the data lies if it is binary, in bytes from the first binary tensor. ``apart``: the large data cut out of
+    the JSON, or None. Raises: InvalidArgument: datatype or shape is wrong, or there is not exactly one source; UnusualText: only
+    the exact parser can convert the data.
     """
     name, shape = entry.name, entry.shape
     parameters = entry.parameters if type(entry.parameters) is dict else msgspec.to_builtins(entry.parameters)

@@ -156,7 +156,7 @@ def fill(
 
 
 def _granted(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: Lease | ServingError) -> None:
-    """Sends a request that waited for shared memory, or answers it with the error that ended the wait."""
+    """Sends a request that waited for shared memory or, if the wait ended with an error, answers ``asked`` with the error."""
     try:
         if not isinstance(lease, ServingError) and not asked.cancelled:
             _send(submitter, asked, request, lease)
@@ -176,7 +176,7 @@ def _granted(submitter: Submitter, asked: InFlight, request: UnsentRequest, leas
 
 
 def _send(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: Lease | None) -> None:
-    """Puts a request's tensors into its record or ``lease``, and sends it. If this raises, the leases are given back."""
+    """Puts a request's tensors into its record or ``lease``, and sends it for ``asked``. Gives leases back if it raises."""
     trace = request.trace
     leases = () if lease is None else (lease,)
     if request.lease is not None:

@@ -383,7 +383,7 @@ class Submitter:
         return True
 
     def _take(self, worker: WorkerLink, prepared: PreparedAnswer, own: AnswerRecord) -> None:
-        """Passes an error, or a response that is not the last, to its request.
+        """Passes an answer (``prepared`` with ``own``) that is an error, or a response that is not the last, to its request.
 
         There are two errors that the request does not get. If the worker confirms that a withdrawn request had not begun, the
         request waits again. If the worker does not have the model any more, the request is sent to another worker.
@@ -435,7 +435,7 @@ class Submitter:
             self._fail(request, from_code(answer.code, answer.message))
 
     def _note_lease(self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, own: AnswerRecord) -> None:
-        """Counts an answer's lease for its connection and client, until ``release`` is called.
+        """Counts the lease ``key`` of the answer ``own`` for its connection and client, until ``release`` is called.
 
         If the connection or the client now holds its share of response memory, its other requests are throttled. ``request``:
         the request that was answered; None: it is not in flight any more, and the lease counts for nobody.
