@@ -218,11 +218,11 @@ def _require_repository(options: Options) -> None:
 
 
 def _checked_from(name: str | None) -> Path | None:
-    """Returns the caller's working directory if this process runs the check inside the service's sandbox already; else None.
+    """Returns the caller's working directory if this process runs the check in the service's sandbox; else None.
 
-    If root calls and tensord.service is installed, the check is run as that service, and this process exits with the check's
-    status. If root names another user, this process switches to that user and returns. ``name``: the user's name; if the caller
-    is not root, it must be the caller's own name. None: the user of the installed service, if there is one.
+    If root calls it and tensord.service is installed, it runs the check as that service, and exits the process with the check's
+    status. If root names another user, it switches the process to that user. ``name``: the user's name; None: the service's user,
+    if the service is installed.
     """
     from tensord.daemon import service_user
 

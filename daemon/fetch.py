@@ -379,10 +379,9 @@ class Source:
         self._ask(bring)
 
     def _ask(self, ask: Callable[..., Any], *arguments: object, **named: object) -> Any:
-        """Calls a function of the file system's library.
+        """Calls ``ask`` of the file system's library, and calls it again after a pause if it fails and that may help.
 
-        If it fails and another attempt may succeed, calls it again after a pause. Raises ServingError: no attempt succeeded;
-        OSError: this host's disk fails.
+        Raises ServingError: no attempt succeeded; OSError: this host's disk fails.
         """
         pauses = list(PAUSES)
         while True:

@@ -107,11 +107,10 @@ class SocketTransport(asyncio.Transport):
             self._look_for((_OUT if self._unsent else 0) | (_BROKEN if self._ended else _LEFT))
 
     def _left_unread(self, events: int) -> None:
-        """Handles that the client has closed the connection, or its sending side, while reading is paused.
+        """Handles the end of the connection, or of the client's sending side, that comes while reading is paused.
 
-        If the whole connection is closed, it is ended here too. If only the client's sending side is closed, it depends on
-        ``heeds_end`` of the ``SocketWatch``. True: the protocol is told of the end now. False: the end is read later, after the
-        bytes that are still unread. ``events``: the mask that epoll reported.
+        An end of the whole connection ends the transport, too. An end of the sending side is passed to the protocol now if
+        ``heeds_end`` of the ``SocketWatch`` is True, otherwise after the unread bytes. ``events``: the mask that epoll reported.
         """
         if events & _BROKEN:
             self._fail(ConnectionResetError("the client has gone"))

@@ -132,10 +132,9 @@ class Exchange(InFlight):
         self._check()
 
     def _check(self) -> None:
-        """Checks that the head is good and the model accepts requests over HTTP.
+        """Checks that the head has no ``error``, which is raised otherwise, and that the model accepts requests over HTTP.
 
-        Raises NotFound: the model version neither serves nor is being loaded; Unsupported: the model gives several responses to a
-        request; or the ``error`` that was found in the request's head.
+        Raises NotFound: the model version neither serves nor is being loaded; Unsupported: the model gives several responses.
         """
         head, table = self._head, self._serving.table
         if head.error is not None:

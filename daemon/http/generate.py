@@ -148,7 +148,7 @@ class Generation(InFlight):
     # ------------------------------------------------------------------------------------------------ submit
 
     def _go_on(self) -> None:
-        """Takes the next steps of the request that are possible; called whenever something that it waits for has happened.
+        """Continues the request as far as possible. Called whenever something that the request waits for has happened.
 
         Once earlier requests are answered and the model is loaded, it checks that the model serves. Once the body is complete, it
         submits the request. An error is answered at once.

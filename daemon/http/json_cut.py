@@ -151,8 +151,8 @@ def _placeholder(number: int) -> bytes:
 def _end_of(view: memoryview, start: int, opening: re.Match[bytes]) -> Generator[None, None, int]:
     """Finds the end of the JSON value of a ``data`` key, which begins at the offset ``start``. Yields between short steps.
 
-    Returns the offset behind the value. Returns an offset of at most ``start`` if the value is not to be cut out, and _UNCLOSED
-    if the value does not end. ``opening`` is the match of the key, which has the first characters of the value as groups.
+    Returns the offset behind the value; ``start`` or less if the value is not to be cut out; _UNCLOSED if the value does not end.
+    ``opening``: the match of the key, whose groups are the first characters of the value.
     """
     if opening[1] is not None:
         end = find(view, b'"', start + 1, len(view))

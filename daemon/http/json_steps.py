@@ -246,10 +246,9 @@ class JsonStrings:
         raise json_data.of_wrong_kind("BYTES")
 
     def _end_of_piece(self, search: int) -> tuple[int, int]:
-        """Finds the first offset from ``search`` on where a piece may end: behind a string that a comma and a string follow.
+        """Finds where a piece may end: the first offset from ``search`` on behind a string that a comma and a string follow.
 
-        Returns that offset, and the offset behind the comma. If there is none, returns the offset of the closing bracket and the
-        end of the text.
+        Returns that offset and the offset behind the comma or, if there is none, those of the closing bracket and the text's end.
         """
         while (found := _SEPARATOR.search(self.text, search)) is not None:
             mark = found.start()

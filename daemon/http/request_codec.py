@@ -211,7 +211,7 @@ def _count(entry: InputHead | ExactInput, text: memoryview | None) -> int:
 def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, count: int) -> Values:
     """Converts large data that was cut out of the JSON to a tensor's bytes.
 
-    If that takes long, it returns an object instead that converts the data later, in steps. ``number``: the index of the data in
+    If that takes long, returns an object instead, which converts the data later, in steps. ``number``: the data's index in
     ``apart.spans``. ``count``: how many values the input has. Raises: InvalidArgument: the data is wrong or does not fit the
     shape.
     """

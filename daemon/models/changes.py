@@ -326,10 +326,9 @@ class Models:
     async def _with_members(self, found: FoundModel, within: tuple[str, ...], again: bool) -> FoundModel:
         """Loads the members of an ensemble that do not serve yet, or waits for loads of them that are already running.
 
-        The members are the models that the ensemble uses. ``within``: the ensembles for which this ensemble is loaded as a
-        member, the outermost ensemble first. ``again``: True if the ensemble is loaded again because a member changed; members
-        are then only checked, not loaded. Returns the ensemble with the configuration, devices and fingerprint that follow from
-        its members. Raises InvalidArgument: the ensemble cannot be loaded.
+        ``within``: the ensembles for which this ensemble is loaded as a member, the outermost ensemble first. ``again``: True if
+        the ensemble is loaded again because a member changed; members are then only checked, not loaded. Returns the ensemble
+        with the configuration, devices and fingerprint that follow from its members. Raises InvalidArgument: it cannot be loaded.
         """
         if again:
             return self.ensembles.check(found, self._supervisor.workers.devices)

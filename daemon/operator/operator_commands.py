@@ -128,8 +128,7 @@ class OperatorCommands:
     async def _load_or_unload(self, question: OperatorQuestion) -> bytes:
         """Loads or unloads a model by name, and returns the result as JSON.
 
-        Raises InvalidArgument: ``repository.control_mode`` is not "explicit"; the message says how models are loaded then. Raises
-        any other ServingError: the operation failed.
+        Raises InvalidArgument: ``repository.control_mode`` is not "explicit"; any other ServingError: the operation failed.
         """
         try:
             return await self._operations.answer(_operation(question), _OPERATOR) or b"null"

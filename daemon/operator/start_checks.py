@@ -112,9 +112,8 @@ def _unwritable(path: Path, made_at_start: tuple[str, ...]) -> str:
 
 
 def _unwritable_folder(folder: Path, made_at_start: tuple[str, ...]) -> str:
-    """Returns why this user cannot create a file in a folder; "" if it can.
+    """Returns why this user cannot create a file in a folder; "" if the user can, or if the folder may still be created.
 
-    Returns "" also for a missing folder that the service manager may still create.
     ``made_at_start``: the folders below which the service manager may create missing ones.
     """
     if not folder.exists() and f"{folder}/".startswith(made_at_start):

@@ -308,9 +308,9 @@ class Parameters:
     async def _brought_back(self, key: VersionKey, wanted: PushParameters, content: Content, memory: int) -> Content:
         """Carries out a push into a version that does not serve because earlier values of its sets were lost.
 
-        The version is then loaded again, and the method returns once it serves. ``content``: the push's record; its memory is
-        set here. ``memory``: a descriptor of the memory that the client sent. Raises Unavailable: the push does not bring all
-        values as sealed memory, or has a checksum; InvalidArgument: the load failed.
+        Has the version loaded again, and returns once it serves. ``content``: the push's record, whose memory is set here.
+        ``memory``: a descriptor of the memory that the client sent. Raises Unavailable: the push does not bring all values as
+        sealed memory, or has a checksum; InvalidArgument: the load failed.
         """
         of = f"model '{key[0]}' version {key[1]}"
         if memory < 0 or wanted.partial or wanted.checksum or not push_checks.is_sealed(memory):
@@ -399,15 +399,14 @@ class Parameters:
         put: Callable[[], None],
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Stages new values on every worker that serves a version, and then has every worker commit them.
+        """Stages new values on every worker that serves a version, calls ``put``, and then has every worker commit the values.
 
-        Between the two steps ``put`` is called, which brings the values into force in this process: a worker that dies after
-        that is replaced by one that gets the new values. ``stage``: the operation that gives the values to a worker without
-        using them. ``memory``: a descriptor of memory with the values; -1: the workers use the set's former values, which they
-        still have. ``move_sequences``: if True, sequences that have begun go on with the new values; otherwise with the old
-        ones. ``put``: stores the new values as those in force. ``check``: raises an exception if the values are not wanted any
-        more. Raises _NoWorker: all workers died before the commit; ServingError: a worker refused the values. After an error
-        nothing has changed.
+        ``put``: brings the values into force in this process, so that a worker that dies after that is replaced by one with the
+        new values. ``stage``: the operation that gives the values to a worker without using them. ``memory``: a descriptor of
+        memory with the values; -1: the workers still have them, as the set's former values. ``move_sequences``: whether sequences
+        that have begun go on with the new values. ``check``: raises an exception if the values are not wanted any more. Raises
+        _NoWorker: all workers died before the commit; ServingError: a worker refused the values. After an error nothing has
+        changed.
         """
         staged: set[int] = set()
         try:

@@ -438,8 +438,7 @@ async def _tell(worker: WorkerProcess, request: UnregisterRegion | AwaitRegion) 
 async def _ask_use(worker: WorkerProcess, name: str) -> dict[str, tuple[int, int]]:
     """Asks a worker how many tensors of requests are in regions of this name; ``name`` "": in every region.
 
-    Returns two numbers by name: of tensors in the region, and of tensors in unregistered regions of the same name. Nothing is
-    returned if the call failed.
+    Returns two numbers by name: of tensors in the region, and in unregistered regions of the same name; {} if the call failed.
     """
     try:
         answer, fds = await worker.call(RegionRecords(name))
