@@ -114,7 +114,7 @@ def check(
 
 
 def _circle(name: str, waiting: Mapping[str, FoundModel]) -> str:
-    """Returns the error for the ensemble ``name`` in a circle of members. Each ensemble in ``waiting`` has a member there."""
+    """Returns the error for the ensemble ``name`` in a circle of members. Each of ``waiting`` has a member in ``waiting``."""
     way = [name]
     while (member := next(each for each in dict(waiting[way[-1]].members) if each in waiting)) not in way:
         way.append(member)

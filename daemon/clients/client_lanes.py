@@ -42,7 +42,7 @@ _MAX_NEW_LANES = 253
 
 @dataclass(slots=True, eq=False)
 class ClientConnection:
-    """A client's connection to the clients' socket, and the lanes that were opened for it. They end with the connection."""
+    """A client's connection to the clients' socket, and the lanes that were opened for it. The lanes end with the connection."""
 
     peer: Peer
     #: Incarnation of a worker -> the number of the lane to it.
@@ -92,7 +92,7 @@ class ClientLanes:
     # -------------------------------------------------------------------------------------------------------- clients
 
     def admit(self, peer: Peer) -> ClientConnection:
-        """Adds a client's new connection. Raises Unavailable: there are too many, of all users together or of this user."""
+        """Adds a client's new connection. Raises Unavailable: there are too many connections, in total or of this user."""
         options = self._options
         if len(self._connections) >= options.max_count:
             raise Unavailable(
@@ -263,7 +263,7 @@ class ClientLanes:
         return sum(device in wanted for device in workers.slots.values())
 
     def _end(self, number: int) -> None:
-        """Takes a lane from its client, and asks its worker to close it. ``number``: the lane's number."""
+        """Takes the lane ``number`` from its client, and asks the worker of the lane to close the lane."""
         lane = self._lanes[number]
         self._take(lane)
         lane.worker.send(LaneClosed(number))

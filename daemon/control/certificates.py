@@ -54,7 +54,7 @@ class Certificates:
         self.context = tls_context(options)
 
     def look(self) -> None:
-        """Makes a new TLS context for later connections if the PEM files have changed; if it cannot, the former one stays."""
+        """Makes a new TLS context for later connections if the PEM files have changed. If that fails, the former one stays."""
         if self.context is None or (stamps := self._stamps()) == self._seen:
             return
         self._seen = stamps
@@ -74,7 +74,7 @@ class Certificates:
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
-    """Returns numbers that change when a file, or the target of a link, is replaced or written; None: it does not exist."""
+    """Returns numbers that change when a file, or the target of a link, is replaced or written; None: there is no such file."""
     try:
         found = os.stat(path)
     except OSError:

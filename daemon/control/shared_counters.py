@@ -80,7 +80,7 @@ class SharedCounters:
         return self._words[row * _WORDS + 1]
 
     def prepared_requests(self, row: int) -> tuple[int, int, int]:
-        """Returns how many prepared requests of a front have a number now, ever got one, and ever lost it to another one."""
+        """Returns how many prepared requests of a front have a number now, ever got one, and lost it to another request."""
         at = row * _WORDS + _PREPARED
         return self._words[at], self._words[at + 1], self._words[at + 2]
 

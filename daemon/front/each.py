@@ -9,7 +9,7 @@ _log = logging.getLogger(__name__)
 
 
 def call_each(calls: Iterable[Callable[[], object]], what: str) -> None:
-    """Calls all functions in order. If one raises, that is logged (``what`` names them) and the others are still called."""
+    """Calls all functions in order. If a function raises an exception, logs it (with ``what``) and still calls the others."""
     for call in calls:
         try:
             call()

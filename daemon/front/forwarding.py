@@ -20,7 +20,7 @@ _REMEMBERED = 1024
 
 
 class Forwarding:
-    """Selects the headers that models get as request parameters: the pattern matches a part of their names."""
+    """Selects the headers that models get as request parameters, by a pattern that matches a part of the header's name."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = header_pattern.compiled(pattern)

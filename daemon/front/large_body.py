@@ -72,7 +72,7 @@ class Receiver:
             self._submitter.give_back(lease)
 
     def _place(self, lease: Lease) -> None:
-        """Stores the lease, which this object owns from now on, and copies the bytes received so far into its memory."""
+        """Stores the lease, which this object owns from now on, and copies the bytes received so far into the leased memory."""
         raise NotImplementedError
 
     def refuse(self, error: ServingError) -> None:

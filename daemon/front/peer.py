@@ -94,7 +94,7 @@ class ConnectionEnd:
             os.close(reader)
 
     def close(self) -> None:
-        """Signals that the connection has ended, by which all its descriptors become readable. Idempotent."""
+        """Signals that the connection has ended: all descriptors that show the end become readable. Idempotent."""
         self._closed = True
         self._release()
 

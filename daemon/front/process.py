@@ -81,7 +81,7 @@ _LAST_CALL_NS = 250_000_000
 
 @dataclass(frozen=True, slots=True)
 class FrontPlace:
-    """Holds a front's listening sockets, the counters that it shares with other fronts, and its index (``row``) among them."""
+    """Holds a front's listening sockets, the counters that it shares with other fronts, and the front's row in these counters."""
 
     listeners: tuple[socket.socket, ...]
     counters: SharedCounters
@@ -116,7 +116,7 @@ class Front(ABC):
         self.table = ModelStates()
 
     async def run(self) -> None:
-        """Serves clients until the supervisor asks the front to stop. Then it returns once answers are sent or take too long."""
+        """Serves clients until the supervisor asks the front to stop, and then until answers are sent or take too long."""
         self._connection.start()
         start = await self._started
         # Before it has the published state, it would refuse what another front has just answered for.

@@ -130,7 +130,7 @@ class SocketTransport(asyncio.Transport):
     # ------------------------------------------------------------------------------------------------------- reading
 
     def read(self) -> None:
-        """Reads the bytes or the end of file that has arrived, and passes it to the protocol."""
+        """Reads the bytes or the end of file that has come, and passes the bytes or the end to the protocol."""
         if self.gives_buffers:
             self._read_into_buffers()
             return
@@ -359,7 +359,7 @@ class SocketWatch:
             self._epoll.register(transport.fd, wanted)
 
     def forget(self, transport: SocketTransport) -> None:
-        """Removes a transport, because it is being closed. The kernel removes it from the epoll instance with its socket."""
+        """Removes a transport that is being closed. The kernel removes the socket from the epoll instance when it is closed."""
         del self._transports[transport.fd]
 
     def _ready(self) -> None:

@@ -157,7 +157,7 @@ class ArrivingMessage(Receiver):
         self.rest = lease.view[: self.cutter.raw_size]
 
     def _fill(self, piece: memoryview, at: int) -> None:
-        """Copies the bytes of tensors in ``piece[at:]`` to the arena. If the message was refused, they are discarded."""
+        """Copies the bytes of tensors in ``piece[at:]`` to the arena, or discards them if the message was refused."""
         lease, end = self._lease, len(piece)
         while at < end and lease is not None:
             if size := min(len(self.rest), end - at):
@@ -202,7 +202,7 @@ class ArrivingMessage(Receiver):
 
     @property
     def client_id(self) -> str:
-        """Returns the request id as far as it has arrived. It is named in the error that refuses the message."""
+        """Returns the request id as far as it has arrived. The error that refuses the message names this id."""
         return self.cutter.client_id.decode("utf-8", "replace")
 
     # ----------------------------------------------------------------------------------------------------------- leave

@@ -110,7 +110,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._written()
 
     def eof_received(self) -> bool:
-        """Closes the connection at once when the client ends its sending side, because it could never enlarge a window again."""
+        """Closes the connection at once when the client ends its sending side: the client could never enlarge a window again."""
         self.abort()
         return False
 
@@ -336,7 +336,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         return self._check_age(now)
 
     def _is_alive(self, now: float) -> bool:
-        """Returns whether the client still answers. If nothing has come from the client for long, it is sent a PING."""
+        """Returns whether the client still answers. Sends the client a PING if nothing has come from the client for long."""
         options, heard_at = self.serving.options, self.http2.heard_at
         if self._asked_at:
             if heard_at >= self._asked_at:

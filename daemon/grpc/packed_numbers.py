@@ -50,7 +50,7 @@ def varints(packed: npt.NDArray[np.uint8]) -> Numbers:
 
 
 def _joined(packed: npt.NDArray[np.uint8], starts: Numbers, ends: Numbers) -> Numbers:
-    """Decodes varints to unsigned 64-bit numbers; ``starts`` and ``ends``: the offsets of each one's first and last byte."""
+    """Decodes varints to unsigned 64-bit numbers. ``starts``, ``ends``: the offsets of each varint's first and last byte."""
     values = (packed[starts] & 127).astype(np.uint64)
     longer = np.flatnonzero(ends > starts)
     for place in range(1, _MAX_VARINT):

@@ -79,7 +79,7 @@ def _output(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
 
 
 def _parameters(given: Mapping[str, Parameter]) -> dict[str, InferParameter]:
-    """Converts parameters to protobuf messages. An integer that does not fit a signed 64-bit one keeps only its lower 64 bits."""
+    """Converts parameters to protobuf messages. An integer beyond signed 64 bits keeps only its lower 64 bits."""
     found: dict[str, InferParameter] = {}
     for key, value in given.items():
         if isinstance(value, bool):

@@ -18,7 +18,7 @@ _MAX_REMEMBERED = 256
 
 
 class Past(enum.Enum):
-    """The reasons why a stream is not open: never used, a higher one used first, ended, reset by the client or the server."""
+    """The reasons why a stream is not open: never used, skipped for a higher number, ended, reset by the client or the server."""
 
     #: Nobody has used it yet.
     IDLE = "idle"
@@ -58,7 +58,7 @@ class StreamNumbers:
         self.next = number + 2
 
     def past(self, number: int) -> Past:
-        """Returns why the stream ``number`` is not open; CUT, the most lenient reason, if it ended too long ago."""
+        """Returns why the stream ``number`` is not open; CUT, the most lenient reason, if the stream ended too long ago."""
         if not number & 1 or number >= self.next:
             return Past.IDLE
         ended = self._ended.get(number)

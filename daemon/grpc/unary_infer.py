@@ -93,7 +93,7 @@ class UnaryInfer(InferCall):
 
     @property
     def sequence(self) -> Sequence | None:
-        """Returns the request's (model, sequence id); None if it belongs to no sequence or that is not known yet."""
+        """Returns the request's (model, sequence id); None if the request has no sequence, or none that is known yet."""
         message = self._message
         said = message.cutter.head if isinstance(message, ArrivingMessage) else message
         size, found = self._sequence

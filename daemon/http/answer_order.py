@@ -272,7 +272,7 @@ class AnswerOrder:
 
     @property
     def received(self) -> int:
-        """Returns the arriving body's received bytes; -1: none arrives, it waits for memory, or ``100 Continue`` is awaited."""
+        """Returns how many bytes of the arriving body have come; -1: no body is arriving, or the server delays the body."""
         if self.receiving is None or self._body_waits_since or self._expects_continue:
             return -1
         direct = self.reader.byte_size if self.reader is not None and self.reader.reads_body else 0

@@ -554,7 +554,7 @@ class Exchange(InFlight):
         return self._head.origin_lines + self._timing_line + lines
 
     def written(self) -> None:
-        """Called when the transport no longer needs the answer's shared memory: releases it, and ends the trace."""
+        """Called when the transport no longer needs the answer's shared memory. Releases this memory, and ends the trace."""
         unwritten, self._unwritten = self._unwritten, None
         if unwritten is not None:
             self._serving.submitter.release(*unwritten)
@@ -568,7 +568,7 @@ class Exchange(InFlight):
         self._refused(error)
 
     def _answer_if_refused(self, step: Callable[..., None], *arguments: object) -> None:
-        """Calls ``step`` with ``arguments``, the next step of the request. If it raises, the client is sent the error."""
+        """Calls ``step`` with ``arguments``, the next step of the request. Sends the client the error that ``step`` raises."""
         try:
             step(*arguments)
         except Exception as error:

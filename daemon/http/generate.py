@@ -283,7 +283,7 @@ class Generation(InFlight):
         raise NotImplementedError
 
     def _end(self) -> None:
-        """Ends the answer after the last response. Raises InvalidArgument: there was none, but this endpoint needs one."""
+        """Ends the answer after the last response. Raises InvalidArgument: there was no response, but the endpoint needs one."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------------- bytes

@@ -102,7 +102,7 @@ def flat(leaves: list[Any], datatype: str, name: str) -> bytes:
 
 
 def refuse_half_floats(datatype: str, count: int, name: str) -> None:
-    """Checks that a tensor can be sent as JSON. Raises InvalidArgument: it is FP16 or BF16, and not empty."""
+    """Checks that a tensor can be sent as JSON. Raises InvalidArgument: the tensor is FP16 or BF16, and not empty."""
     if count and not DATATYPES[datatype].json:
         raise InvalidArgument(
             f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input {name}"

@@ -278,7 +278,7 @@ class JsonBase64:
 
     @property
     def byte_size(self) -> int:
-        """Returns the most bytes that the tensor can have. If the base64 text ends with padding, it has up to two bytes fewer."""
+        """Returns the most bytes that the tensor can have. If the base64 text ends with padding, it is up to two bytes less."""
         return (len(self.text) - 2) // 4 * 3
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:

@@ -36,7 +36,7 @@ _RAPIDJSON_ERROR = re.compile(r"Parse error at offset (\d+): (.*)", re.DOTALL)
 
 
 class UnusualText(Exception):
-    """Raised if a request's JSON is not as clients usually write it. Then the exact parser, which is slower, must read it."""
+    """Raised if a request's JSON is not as clients usually write it. Then the exact parser, which is slower, must be used."""
 
 
 class TensorParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -61,7 +61,7 @@ class _Request:
         self.method = self.path = b""
 
     async def read(self, reader: asyncio.StreamReader) -> bool:
-        """Reads the head; what follows it in the same read is dropped. Returns False if the client sent nothing."""
+        """Reads the head; what follows the head in the same read is dropped. Returns False if the client sent nothing."""
         left = _MAX_HEAD
         while self.refusal is None and left and (data := await reader.read(left)):
             left -= len(data)

@@ -122,7 +122,7 @@ class Models:
         self._overrides.keep(found, given)
 
     async def _load_given(self, name: str, files: Mapping[str, bytes], config: str) -> None:
-        """Loads a model from files that a client sent. ``files``: contents by path in its folder. ``config``: JSON, not empty."""
+        """Loads a model from a client's files. ``files``: contents by path in the model's folder. ``config``: JSON, not empty."""
         if not config:
             raise InvalidArgument(repository.given_error(name, "files are given without a 'config'"))
         if not repository.NAME.fullmatch(name):

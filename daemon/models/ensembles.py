@@ -93,7 +93,7 @@ class Ensembles:
         return model_config.parse_json(version.described.config.decode(), name)
 
     def _devices(self, found: FoundModel) -> tuple[str, ...]:
-        """Returns the devices of the workers that have all members; (): every worker. Raises InvalidArgument: there is none."""
+        """Returns the devices of the workers that have all members; (): every worker. Raises InvalidArgument: no worker has."""
         places = {name: self._ready(name, number) for name, number in found.members}
         named = {name: version.devices for name, version in places.items() if version is not None and version.devices}
         if not named:
@@ -207,7 +207,7 @@ class Ensembles:
         return model is not None and (model.running is not None or bool(model.waiting))
 
     def _fingerprints(self, found: FoundModel) -> dict[str, str]:
-        """Returns for each member the fingerprint of its last load; "": it is not loaded, or one of its versions failed."""
+        """Returns the fingerprint of each member's last load; "": the member is not loaded, or one of its versions failed."""
         models = {name: self._models.get(name) for name, _ in found.members}
         return {
             name: f"{model.fingerprint} {model.repeated}" if model is not None and model.fingerprint else ""
@@ -267,7 +267,7 @@ class LoadWaits:
         return {model for model, _ in self._waits if model != name and self._way(model, name)}
 
     def _way(self, start: str, end: str) -> list[str]:
-        """Returns a chain of models from ``start`` to ``end`` in which each load waits for the next one's; []: there is none."""
+        """Returns a chain of models from ``start`` to ``end``, each with a load that waits for that of the next; []: no chain."""
         ways = [[start]]
         seen = {start}
         while ways:

@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Returns whether an entry is a folder or a link to one; a dangling link is not. Raises OSError: it cannot be read."""
+    """Returns whether an entry is a folder or a link to one; a dangling link is not. Raises OSError: the entry is unreadable."""
     try:
         return entry.is_dir()
     except OSError as error:

@@ -65,7 +65,7 @@ class VersionEntry:
 
     @property
     def stranded(self) -> bool:
-        """Returns whether the version's loads are given up because no device is usable, not because workers died in them."""
+        """Returns whether the version's loads are given up for lack of a usable device, not because workers died loading it."""
         return bool(self.given_up) and not self.deaths
 
     @property
@@ -144,7 +144,7 @@ def has_members(models: Mapping[str, ModelEntry], version: VersionEntry, worker:
 
 
 def awaits(models: Mapping[str, ModelEntry], version: VersionEntry) -> bool:
-    """Returns whether a load of the version is unfinished: a worker has yet to answer the load, or to be sent it."""
+    """Returns whether a load of the version is unfinished: a worker has not answered the load, or has not been sent it yet."""
     return bool(version.loading) or any(
         all(
             any(worker in (*one.ready, *one.loading, *one.postponed) for one in _named(models, *member))

@@ -526,7 +526,7 @@ class Parameters:
         self.tell()
 
     def worker_left(self, worker: int) -> None:
-        """Forgets the versions that a dead worker did not serve yet, because it still waited for values that clients pushed."""
+        """Forgets the versions that a dead worker did not serve yet, because the worker waited for values that clients pushed."""
         self._held = {(held, key) for held, key in self._held if held != worker}
 
     def loaded(self, worker: WorkerProcess, answer: Loaded) -> None:
@@ -645,7 +645,7 @@ class Parameters:
 
 
 def _check_death(worker: WorkerProcess, what: str) -> None:
-    """Raises Internal, naming ``what``, if the worker died of its work, so that no other worker is given these parameters."""
+    """Raises Internal, naming ``what``, if the worker's own work ended it. No other worker is then given the parameters."""
     if worker.ended_by_work:
         raise Internal(f"{what}: the worker process that was given them {worker.describe_exit()}")
 

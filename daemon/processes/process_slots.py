@@ -83,7 +83,7 @@ class ProcessSlots:
         return self._restarts[name]
 
     def was_filled(self, name: str) -> bool:
-        """Returns whether a process of this name has died that had been ready."""
+        """Returns whether a process of this name that had been ready has died."""
         return name in self._filled
 
     def deaths_by_cause(self, names: Iterable[str]) -> dict[tuple[str, str], int]:

@@ -315,7 +315,7 @@ class Submitter:
             busy_poll.flushed()
 
     def _look(self, worker: WorkerLink) -> bool:
-        """Receives answers while only one request is in flight. Returns False if its answer has come or cannot come."""
+        """Receives answers while only one request is in flight. Returns False if the answer has come or cannot come."""
         if not worker.closed:
             self._receive(worker)
         return bool(worker.in_flight) and not worker.closed
