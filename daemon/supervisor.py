@@ -514,7 +514,7 @@ class Supervisor:
             await self.reload()
 
     async def reload(self) -> list[asyncio.Future[str]]:
-        """Reads the configuration and the repositories again, and applies the changes that need no restart.
+        """Reads the configuration and the repositories again, and applies the changes that need no restart, in every process.
 
         Returns a future for each load of a model that has begun. Its result is the reason why the load failed, or "" if it
         succeeded. Raises InvalidArgument: the new configuration cannot be used. Nothing has changed then.
@@ -534,6 +534,7 @@ class Supervisor:
         changed = self.configuration.take(new)
         self._log_settings.replace(new.options.log)
         outcomes = self.models.begin(found, self.options.repository)
+        await asyncio.gather(self.fronts.settled(), self.workers.settled())
         _log.info("reload: done, %d keys changed, %d models to look at", changed, len(outcomes))
         self._notifier.ready(self._summary())
         self._tasks.spawn(self._reloaded(outcomes))

@@ -6,6 +6,8 @@ asks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from tensord.shm.record import Record
@@ -329,7 +331,10 @@ class RegionStatus(Record, frozen=True, tag="c.regstat"):
 
 
 class Settle(Record, frozen=True, tag="c.settle"):
-    """Asks the supervisor to reply once every front acts upon all changes known to the asking front. Reply: empty."""
+    """Asks the supervisor to reply once every front acts upon all changes known to the asking front. Reply: empty.
+
+    A worker replies at once: by then it acts upon every record that the supervisor had sent before.
+    """
 
 
 class AwaitIdle(Record, frozen=True, tag="c.idle"):
@@ -363,7 +368,14 @@ class TraceExemplars(Record, frozen=True, tag="c.exemplars"):
     """Asks a front for the exemplars of its histograms. Reply: JSON, in the form of ``tensord.shm.tracer.Exemplars.told``."""
 
 
-class ChangeLog(Record, frozen=True, tag="c.log"):
+class _ChangeSettings(Record, frozen=True):
+    def changes(self) -> dict[str, Any]:
+        """Returns the values that are given, by field; {}: nothing changes, the settings are only read."""
+        given = msgspec.structs.asdict(self).items()
+        return {field: value for field, value in given if value is not None and value != () and field != "model"}
+
+
+class ChangeLog(_ChangeSettings, frozen=True, tag="c.log"):
     """Asks the supervisor to change the log settings that are not None, for all processes. Reply: JSON, all settings."""
 
     info: bool | None = None
@@ -373,7 +385,7 @@ class ChangeLog(Record, frozen=True, tag="c.log"):
     format: str | None = None
 
 
-class ChangeTrace(Record, frozen=True, tag="c.trace"):
+class ChangeTrace(_ChangeSettings, frozen=True, tag="c.trace"):
     """Asks the supervisor to change trace settings of a model, or of all models (``model`` "").
 
     Settings that are None stay unchanged. For each setting in ``cleared``, the model's own value is dropped, so that the value

@@ -60,6 +60,7 @@ from tensord.shm.operations import (
     RegisterSystemRegion,
     SequenceRecords,
     ServeLoaded,
+    Settle,
     TakeProfile,
     UnregisterRegion,
     WorkerFigures,
@@ -263,6 +264,8 @@ class Control:
                 self._regions.when_closed(operation.name, reply)
             elif isinstance(operation, RegionRecords):
                 reply(json.dumps(self._regions.uses(operation.name)).encode())
+            elif isinstance(operation, Settle):
+                reply()
             elif isinstance(operation, ServeLoaded):
                 self._models.serve_held(operation.model, operation.version)
                 reply(b"{}")

@@ -30,8 +30,7 @@ class LogSettings:
 
     def change(self, wanted: ChangeLog) -> bytes:
         """Applies a client's changes, which the front has checked. Returns all settings that hold after that, as JSON."""
-        given = {name: value for name, value in msgspec.structs.asdict(wanted).items() if value is not None}
-        self.replace(msgspec.structs.replace(self._current, **given))
+        self.replace(msgspec.structs.replace(self._current, **wanted.changes()))
         return msgspec.json.encode(described(self._current))
 
     def replace(self, options: Log) -> None:

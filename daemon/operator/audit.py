@@ -86,13 +86,8 @@ def _described(operation: Operation) -> str:
         case UnregisterRegion(kind, name):
             return f"unregistration of region '{name[:_MAX_TEXT]}'" if name else f"unregistration of all {kind} regions"
         case ChangeLog() | ChangeTrace():
-            changed = {
-                field: value
-                for field, value in msgspec.structs.asdict(operation).items()
-                if value is not None and value != () and field != "model"
-            }
-            if not changed:
-                return ""  # it only reads
+            if not (changed := operation.changes()):
+                return ""
             kind = "log settings" if isinstance(operation, ChangeLog) else _traced(operation.model)
             listed = ", ".join(f"{field}={value!r}" for field, value in changed.items())
             return f"change of {kind} ({listed[:_MAX_TEXT]})"

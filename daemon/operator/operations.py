@@ -95,7 +95,8 @@ class Operations:
     async def answer(self, operation: Operation, peer: Peer, end: int = -1, by_model: bool = False) -> bytes:
         """Carries out an operation and returns its result, JSON or empty, once every front uses the new state.
 
-        All fronts are waited for, because the client's next request may come to any of them.
+        All fronts are waited for, because the client's next request may come to any of them. If settings of the log or of traces
+        change, all workers are waited for, too.
 
         Args:
           end: a file descriptor that came with the operation and that the caller closes; -1: none. With a registration it becomes
@@ -111,6 +112,8 @@ class Operations:
             await self._fronts.settled()
             raise
         self._audit.note(operation, None if by_model else peer, result=result)
+        if isinstance(operation, ChangeLog | ChangeTrace) and operation.changes():
+            await self._workers.settled()
         await self._fronts.settled()
         return result
 
@@ -186,16 +189,10 @@ class Operations:
             raise InvalidArgument(f"requested model version is not available for model '{name}'")
         try:
             async with asyncio.timeout(_STATISTICS_TIMEOUT):
-                answers = await asyncio.gather(
-                    *(worker.result_of(operation) for worker in self._workers.ready()), return_exceptions=True
-                )
+                # The counters of a worker that has died are lost.
+                return merge_statistics(await self._workers.results_of(operation))
         except TimeoutError:
             raise Unavailable("a worker is too busy to give its statistics") from None
-        for answer in answers:
-            # A worker that died loses its counters; an error in an answer is a defect.
-            if isinstance(answer, BaseException) and not isinstance(answer, Unavailable):
-                raise answer
-        return merge_statistics(answer for answer in answers if isinstance(answer, bytes))
 
     # Every worker that serves a Triton Python model is asked for its ``is_ready()``, and all must say that it is.
 

@@ -97,6 +97,7 @@ class OperatorCommands:
                 return await self._reload(question.wait)
             case "drain":
                 self._supervisor.drain.begin(question.seconds)
+                await self._supervisor.fronts.settled()
                 if question.wait:
                     await self._supervisor.drain.finished()
                 return msgspec.json.encode({"seconds": self._supervisor.drain.seconds})
@@ -106,6 +107,7 @@ class OperatorCommands:
                 return b"null"
             case "restart":
                 await self._supervisor.workers.restart(question.name)
+                await self._supervisor.fronts.settled()
                 return b"null"
             case "profile":
                 return await self._profile(question.name, question.seconds or 0.0, question.folder)
@@ -178,6 +180,7 @@ class OperatorCommands:
         outcomes = await self._supervisor.reload()
         if wait:
             failures = [error for error in await asyncio.gather(*outcomes) if error]
+            await self._supervisor.fronts.settled()
             if failures:
                 # Triton's sentences end with a semicolon and a new line each.
                 lines = [" ".join(failure.split()).rstrip(";") for failure in failures]

@@ -24,6 +24,7 @@ from tensord.daemon.processes.spawned import Spawned, spawn_worker
 from tensord.shm import child_process, descriptors, device_names, marked_processes
 from tensord.shm.control_records import ChildReady, Loaded, Loading, Reply
 from tensord.shm.errors import InvalidArgument, Unavailable
+from tensord.shm.operations import Operation, Settle
 from tensord.shm.record import Record
 from tensord.shm.sequence_page import SequencePage
 from tensord.shm.status_page import StatusPage
@@ -218,6 +219,25 @@ class WorkerPool:
     def ready(self) -> list[WorkerProcess]:
         """Returns the workers that can answer calls now."""
         return [worker for worker in self if worker.ready and worker.alive]
+
+    async def settled(self) -> None:
+        """Waits until every worker acts upon all records that it was sent before this call, or is dead.
+
+        A worker that is not ready is not waited for: it acts upon them before it gets its first request.
+        """
+        await self.results_of(Settle())
+
+    async def results_of(self, operation: Operation) -> list[bytes]:
+        """Calls an operation of every worker that is ready. Returns the results of those that did not die meanwhile.
+
+        Raises ServingError: a worker answered with an error other than Unavailable.
+        """
+        calls = (worker.result_of(operation) for worker in self.ready())
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, Unavailable):
+                raise answer
+        return [answer for answer in answers if isinstance(answer, bytes)]
 
     def _received(self, worker: WorkerProcess, record: Any, fds: list[int]) -> None:
         match record:

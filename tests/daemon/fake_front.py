@@ -34,6 +34,8 @@ from tensord.shm.control_records import (
     WorkerFenced,
 )
 from tensord.shm.operations import (
+    ChangeLog,
+    ChangeTrace,
     LoadModel,
     ModelStatistics,
     RegionStatus,
@@ -47,6 +49,8 @@ from tensord.shm.record import decoder
 OPERATIONS = {
     kind.__name__: kind
     for kind in (
+        ChangeLog,
+        ChangeTrace,
         LoadModel,
         ModelStatistics,
         RegionStatus,

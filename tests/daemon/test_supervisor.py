@@ -133,6 +133,59 @@ def test_a_hung_front_is_waited_for(two_fronts: tuple[FakeDaemon, list[Any]]) ->
         client.close()
 
 
+@pytest.mark.parametrize(
+    ("operation", "field", "named"),
+    [("ChangeLog", "verbose", "log_verbose_level"), ("ChangeTrace", "rate", "trace_rate")],
+)
+def test_a_setting_is_answered_for_when_every_worker_has_it(
+    two_fronts: tuple[FakeDaemon, list[Any]], operation: str, field: str, named: str
+) -> None:
+    """
+    1. The worker is stopped (SIGSTOP); a setting is changed through one front, and read through the other. 2. The worker goes
+    on. 3. Again, and now it is killed.
+    Result: who reads is answered at once; who changes, when the worker acts by the setting, or is dead.
+    """
+    daemon, (first, second) = two_fronts
+    for value, end in ((7, signal.SIGCONT), (8, signal.SIGKILL)):
+        worker = daemon.workers[0].pid
+        os.kill(worker, signal.SIGSTOP)
+        first.send(operation, **{field: value})
+
+        def is_read(value: int = value) -> bool:
+            second.send(operation)
+            return bool(int(json.loads(second.answer()["result"])[named]) == value)
+
+        daemon.wait(is_read, "change")
+        assert is_read()
+        assert not first.has_answer()
+        os.kill(worker, end)
+        assert int(json.loads(first.answer()["result"])[named]) == value
+
+
+@pytest.mark.parametrize("kind", ["worker", "front"])
+def test_a_reload_is_done_when_every_process_has_its_settings(
+    two_fronts: tuple[FakeDaemon, list[Any]], kind: str
+) -> None:
+    """
+    1. A process is stopped (SIGSTOP); a reload changes a setting of the log. 2. The process goes on.
+    Result: only then the reload is done.
+    """
+    daemon, _ = two_fronts
+    stopped = (daemon.workers if kind == "worker" else daemon.fronts)[0].pid
+    daemon.sections["log"] = {"verbose": 1}
+    daemon.write_config()
+    os.kill(stopped, signal.SIGSTOP)
+    os.kill(daemon.process.pid, signal.SIGHUP)
+
+    def describe() -> dict[str, Any]:
+        return {row["key"]: row["value"] for row in daemon.tensorctl("config")["result"]["keys"]}
+
+    daemon.wait(lambda: describe()["log.verbose"] == 1, "change")
+    assert "reload: done" not in daemon.log
+    os.kill(stopped, signal.SIGCONT)
+    daemon.wait_log("reload: done, 1 keys changed")
+
+
 def test_a_front_that_hangs_is_replaced(start: Start) -> None:
     """
     1. A front that nobody asks anything is stopped (SIGSTOP).
