@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from tensord.shm import descriptors
+from tensord.shm.common.descriptors import descriptors_in
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.record import Record, encoder
 
@@ -256,7 +257,7 @@ class Channel:
                 return self._incoming.decode(received[1:size]), []
             except _MALFORMED:
                 pass  # ``read`` says what is wrong
-        return self.read(bytes(received[:size]), descriptors.received(ancillary) if ancillary else [], flags)
+        return self.read(bytes(received[:size]), descriptors_in(ancillary) if ancillary else [], flags)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> tuple[list[Any], list[int]]:
         """Decodes a datagram that the caller has received. Returns its records and its file descriptors.

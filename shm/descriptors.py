@@ -6,12 +6,10 @@ regions cannot use up the descriptors that requests need, a region is accepted o
 
 from __future__ import annotations
 
-import array
 import contextlib
 import errno
 import os
 import resource
-import socket
 from collections.abc import Iterable, Iterator
 
 from tensord.shm.errors import Unavailable
@@ -29,15 +27,6 @@ def close(fds: Iterable[int]) -> None:
     """Closes the given file descriptors."""
     for fd in fds:
         os.close(fd)
-
-
-def received(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
-    """Returns the file descriptors that came with a message. ``ancillary``: the ancillary data that ``recvmsg`` returned."""
-    fds = array.array("i")
-    for level, kind, content in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
-    return list(fds)
 
 
 def raise_limit() -> int:

@@ -14,8 +14,8 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
+from tensord_client.common.descriptors import descriptors_in
 from tensord_client.errors import Unavailable, Unknown, from_code
-from tensord_client.lane_socket import descriptors
 
 _MAX_ANSWER = 128 << 10
 _MAX_FDS = 253
@@ -62,7 +62,7 @@ class ClientsSocket:
         except OSError as error:
             self.close()
             raise Unavailable(f"the daemon at {self._path} does not answer: {error.strerror or error}") from error
-        came = descriptors(ancillary)
+        came = descriptors_in(ancillary)
         if not content or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             _close(came)
             self.close()

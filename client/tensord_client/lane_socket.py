@@ -235,9 +235,3 @@ class LaneSocket:
         self.lock = threading.Lock()
         self.loops.clear()
         self.sock.close()
-
-
-def descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    """Returns the file descriptors that came with a datagram. ``ancillary``: the ancillary data that ``recvmsg`` returned."""
-    rights = [part for level, kind, part in ancillary if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)]
-    return [fd for part in rights for fd in struct.unpack(f"{len(part) // 4}i", part[: len(part) // 4 * 4])]

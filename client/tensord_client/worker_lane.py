@@ -22,11 +22,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tensord_client.answer_memory import AnswerMemory, HeldResults, PreparedAnswer
+from tensord_client.common.descriptors import descriptors_in
 from tensord_client.common.pending import WaitEnded
 from tensord_client.common.results import Answer, Description
 from tensord_client.common.submission import least_busy
 from tensord_client.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable, too_many_waiting
-from tensord_client.lane_socket import AT_ONCE, Datagram, LaneEnded, LaneSocket, descriptors
+from tensord_client.lane_socket import AT_ONCE, Datagram, LaneEnded, LaneSocket
 from tensord_client.memory import Memory
 from tensord_client.native import wire
 
@@ -330,7 +331,7 @@ class ClientLane:
         The caller holds the lock ``reading``. A size of 0 means that the worker has ended, and ends the lane. A malformed
         datagram ends the lane as well. ``ancillary``, ``flags``: the ancillary data and flags that ``recvmsg`` returned.
         """
-        fds = descriptors(ancillary) if ancillary else []
+        fds = descriptors_in(ancillary) if ancillary else []
         try:
             if not size:
                 self.end(Unavailable("the worker process ended"))

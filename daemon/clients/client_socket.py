@@ -35,6 +35,7 @@ from tensord.daemon.clients.client_messages import (
 from tensord.daemon.control import runtime_directory, unix_socket
 from tensord.daemon.front.peer import ConnectionEnd, end_of, peer_of
 from tensord.shm import descriptors
+from tensord.shm.common.descriptors import descriptors_in
 from tensord.shm.control_records import ModelState
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
 from tensord.shm.messages import WIRE_VERSION
@@ -358,7 +359,7 @@ async def _receive(client: socket.socket) -> tuple[bytes, list[int]] | None:
     await _ready(loop.add_reader, loop.remove_reader, client.fileno())
     room = socket.CMSG_SPACE(4 * _MAX_FDS)
     content, ancillary, flags, _ = client.recvmsg(MAX_QUESTION, room, socket.MSG_CMSG_CLOEXEC)
-    fds = descriptors.received(ancillary)
+    fds = descriptors_in(ancillary)
     if not content:
         descriptors.close(fds)
         return None
