@@ -344,7 +344,7 @@ class Worker:
         self._close_lane(submitter)
 
     def _look_at_half(self, submitter: SubmitterLink[Request], now_ns: int) -> None:
-        """Records how much of an incomplete record has come, and since when. Raises InvalidArgument: the record is too large."""
+        """Records how much of an incomplete record has come, and since when. Raises InvalidArgument: its user holds too much."""
         number, byte_size = submitter.lane.channel.whole, submitter.lane.channel.half_byte_size
         known = self._halves.get(submitter)
         if byte_size == 0 and known is None:

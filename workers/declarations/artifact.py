@@ -76,7 +76,10 @@ class ProgramFile:
     """A program that was read from a file of jax.export or StableHLO, to be called with named arrays while JAX traces."""
 
     def __init__(self, path: Path, has_parameters: bool) -> None:
-        """Reads a checked program. ``has_parameters``: if it is a jax.export program, its first argument is the parameters."""
+        """Reads and checks a program. ``has_parameters``: whether a jax.export program takes parameters first.
+
+        Raises InvalidArgument if the file cannot be read or the program cannot be served.
+        """
         self.path = path
         try:
             with open(path, "rb", opener=regular) as file:

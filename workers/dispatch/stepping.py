@@ -305,7 +305,7 @@ class Stepping:
         self._insert(requests, now_ns)
 
     def _insert(self, requests: list[Request], now_ns: int) -> None:
-        """Gives requests slots by one call of ``insert``. If the call fails, makes one for each request, so only one may fail."""
+        """Gives requests slots by one call of ``insert``. If that fails, calls ``insert`` for each alone, so not all fail."""
         try:
             sets = self._model.executables.sets
             chosen = chosen_by(sets, requests)

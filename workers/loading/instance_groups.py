@@ -107,7 +107,7 @@ class InstanceGroups:
         return self.active > 1 or any(planned.needs for planned in self.instances)
 
     def take_turns(self, model: str, kind: str) -> None:
-        """Logs that the instances run one at a time. ``kind``: the model in errors. Raises Unsupported: one needs resources."""
+        """Logs that the instances run one at a time. Raises Unsupported: one needs resources. ``kind``: names such models."""
         if any(planned.needs for planned in self.instances):
             raise Unsupported(f"model '{model}': {kind} cannot wait for resources of the rate limiter")
         _log.info("model '%s': its %d instances take turns", model, self.active)

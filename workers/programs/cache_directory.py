@@ -195,7 +195,7 @@ class CacheDirectory:
             yield place, stat.S_IMODE(found.st_mode)
 
     def _secret(self, place: int) -> bytes:
-        """Returns the key of the HMACs of all files in the directory ``place``. Makes it if missing; the first made is valid."""
+        """Returns the HMAC key of the directory ``place``, made if missing. If two processes make one, both use the first."""
         try:
             return _read_secret(place)
         except FileNotFoundError:

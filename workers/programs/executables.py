@@ -180,7 +180,7 @@ class Executables:
                 self._usual = found[1]
 
     def _open(self, stack: SetStack) -> None:
-        """Allocates a stack's arrays on the programs' device and compiles their filler. Raises Internal: no memory is left."""
+        """Allocates a stack's arrays on the programs' device, and compiles ``put`` for them. Raises Internal: no memory."""
         name, usual = self._signature.model, self._usual
         device_memory.check(name, "its parameter sets need", stack.byte_size, jax.local_devices()[:1])
         with precision(self._signature.wide):

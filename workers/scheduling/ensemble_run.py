@@ -158,7 +158,7 @@ class EnsembleRun(Generic[T]):
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def _due(self, number: int, tensor: str, iteration: int) -> list[int]:
-        """Returns the iterations (numbers of a stream's responses) in which a step may run, as ``tensor`` now exists in one."""
+        """Returns the iterations (numbers of a stream's responses) in which a step may run, as ``tensor`` is in ``iteration``."""
         if self._needed.origins[number] is None:
             return [0]
         if self._dynamic(tensor):

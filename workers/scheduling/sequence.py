@@ -31,7 +31,7 @@ Asked = tuple[int | str, bool, bool]
 
 
 class Slot(NamedTuple):
-    """A place in an instance's batch, reserved for one sequence. Places with lower numbers are reserved first."""
+    """A place for one sequence on an instance. Of the free places of all instances, the lowest number is given out first."""
 
     number: int
     instance: int
