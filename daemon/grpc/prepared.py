@@ -125,8 +125,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
     ) -> Understood:
         """Decodes the complete message ``content[start:end]`` in full. Raises RefusedRequest: it is invalid or not served.
 
-        ``walked``: the parts into which ``walk`` has cut the message, or None. ``known``: the cached rest of the message, or
-        None.
+        ``walked``: the parts into which ``walk`` has cut the message, or None. ``known``: the message's cached rest, or None.
         """
         if walked is None or walked[2]:
             message = content[start:end]
@@ -183,7 +182,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         return Understood(decoded, text, scheduling, raws, state, learned)
 
     def _decode_rest(self, rest: bytes, has_raw: bool) -> DecodedHead | None:
-        """Decodes a message from which scheduling parameters, id and ``raw_input_contents`` were cut; None if it is invalid so.
+        """Decodes a message without scheduling parameters, id and ``raw_input_contents``; None if the rest alone is invalid.
 
         ``has_raw``: whether the message had ``raw_input_contents``.
         """

@@ -236,8 +236,8 @@ class Stream:
     def frame_arrived(self, flags: int) -> None:
         """Called when a DATA or HEADERS frame with these flags has arrived completely.
 
-        If it ends the client's side, the call is told; if a message is incomplete then, the call is refused instead. After any
-        other frame, the client is granted more window if much of the stream's window is used up.
+        If the frame ends the client's side, the call is informed or, if a message is incomplete, refused. After any other frame,
+        the client is granted more window if much of the stream's window is used up.
         """
         if not flags & frames.END_STREAM:
             if self.ungranted > MUCH_OF_STREAM:

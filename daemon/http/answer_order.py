@@ -245,9 +245,9 @@ class AnswerOrder:
             self.flow.resume_reading()
 
     def ask_for_body(self, request: HttpRequest) -> None:
-        """Sends ``100 Continue`` if the client waits for it before it sends the body of ``request``.
+        """Sends ``100 Continue`` if the client waits for it before sending the body of ``request``; otherwise does nothing.
 
-        If so, the client's deadline for the body starts anew. In all other cases it does nothing.
+        After ``100 Continue`` was sent, the client's deadline for the body starts anew.
         """
         if self._expects_continue and self.receiving is request:
             self._expects_continue = False
@@ -266,7 +266,7 @@ class AnswerOrder:
     def holds_up(self) -> bool:
         """Returns whether the server, not the client, delays the arriving request.
 
-        It does so while it does not read from the socket, and until it has sent a ``100 Continue`` that the client waits for.
+        The server does so while it does not read from the socket, and until it has sent an awaited ``100 Continue``.
         """
         return self.flow.read_paused or (self.receiving is not None and self.received < 0)
 

@@ -78,9 +78,8 @@ class PreparedRequests:
     def meet(self, head: InferHead, key: tuple[TextKey, bytes]) -> ParsedRequest:
         """Parses the JSON of a request that is not in the cache ``texts``, where it would have the key ``key``.
 
-        The parsed request is cached if it holds no tensor values, and if the request before it of the same kind had the same id
-        and scheduling (parameter sets are not compared). A kind are all requests that differ in nothing but id, scheduling and
-        values.
+        The parsed request is cached if it holds no tensor values, and if the request before it of the same kind (the same but for
+        id, scheduling and values) had the same id and scheduling. Parameter sets are not compared.
         Raises: InvalidArgument: the JSON is malformed or contradicts itself; Unsupported: a string sequence id is too long.
         """
         (_, _, tail_size), text = key
@@ -164,7 +163,7 @@ def _values(prepared: PreparedKind, said: RequestHead, apart: Cut | None) -> lis
 class PreparedKind:
     """Holds what a front's inference requests of one kind have in common, and the JSON heads of answers to them.
 
-    ``head``, ``asked``: head and JSON of the first such request. ``inline_byte_size``: a request's record holds tensors up to it.
+    ``head``, ``asked``: head and JSON of the first such request. ``inline_byte_size``: the most bytes of a tensor in a record.
     """
 
     __slots__ = (
@@ -265,7 +264,7 @@ class AnswerText:
         own: AnswerRecord,
         view: Callable[[Slice], memoryview],
     ) -> None:
-        """Encodes the JSON head that all these answers share, from ``own``, the record of the first of them.
+        """Encodes the JSON head that all answers of this object share, from ``own``, the record of the first answer.
 
         If the JSON must contain an output's values, or is long, no head is cached: then ``whole`` and ``pieces`` return None.
         ``asked``: a request of the kind that is answered; it says which outputs are binary.
@@ -307,7 +306,7 @@ class AnswerText:
     def pieces(self, client_id: str, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> list[Buffer] | None:
         """Returns the answer ``own``, with tensors in shared memory, as pieces: HTTP head and JSON, then each tensor.
 
-        Tensors in shared memory are not copied: their pieces are views of it.
+        Tensors in shared memory are not copied: their pieces are views of that memory.
         Returns None if there is no cached head, or if the tensors' sizes differ from those of the first answer.
         Raises InvalidArgument: a tensor is outside the arena.
         """

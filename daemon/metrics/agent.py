@@ -36,8 +36,8 @@ WINDOW_NS = 5 * 10**9
 class BusyPart:
     """Measures the part of the last seconds in which workers were running models.
 
-    It is computed from the total time of all runs so far, in which a run is counted when it ends. For runs that last longer than
-    the window, the caller gives the number of workers that have one. Times are CLOCK_MONOTONIC ns.
+    The part follows from the total time of all runs so far, in which a run is counted when it ends. For runs that last longer
+    than the window, the caller gives the number of workers that have one. Times are CLOCK_MONOTONIC ns.
     """
 
     def __init__(self) -> None:

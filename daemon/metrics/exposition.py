@@ -219,7 +219,7 @@ def _durations(snapshot: MetricsSnapshot, exemplars: bool) -> bytes:
 def _histogram(name: str, model: str, version: int, protocol: str, bounds: tuple[str, ...]) -> str:
     """Returns a histogram's lines as a ``%`` pattern.
 
-    It is filled with the count of values up to each bucket's bound, the number of all values, and their sum.
+    The pattern takes the count of values up to each bucket's bound, the number of all values, and their sum.
     ``bounds``: the upper bounds of the buckets as text, the last one "+Inf".
     """
     labels = f'model="{escaped(model)}",protocol="{protocol}",version="{version}"'.replace("%", "%%")
@@ -451,8 +451,8 @@ class Family:
     def __init__(self, kind: str, name: str, text: str, value: float | None = None, labels: Sequence[str] = ()) -> None:
         """Creates a family. If ``value`` is given, the family has one sample, with this value and without labels.
 
-        ``kind``: the type in OpenMetrics. ``name``: the samples' name, which for a counter ends in ``_total``. ``text``: the help
-        text.
+        ``kind``: the type in OpenMetrics. ``name``: the samples' name, of a counter with ``_total`` at the end. ``text``: the
+        help.
         """
         self.kind, self.name = kind, name
         self.lines: list[str] = []

@@ -49,7 +49,7 @@ class Audit:
     ) -> None:
         """Logs an operation that was carried out, or refused with ``error``. It logs nothing if the operation only reads.
 
-        ``peer``: the client that asked; None: a model asked. ``result``: of the operation, JSON or empty.
+        ``peer``: the client that asked; None: a model asked. ``result``: the operation's result, JSON or empty.
         """
         what = _described(operation)
         if not what:

@@ -469,8 +469,8 @@ class Parameters:
     async def _in_turn(self, key: VersionKey, change: Callable[[], Awaitable[Content]]) -> Content:
         """Runs ``change`` once a worker serves the version and no other change of the model's parameters runs.
 
-        If all workers die during ``change``, it is run again later. Returns what ``change`` returns. Raises Unavailable: too
-        many changes wait, or no worker serves the version within the option ``requests.worker_wait``.
+        If all workers die during ``change``, runs ``change`` again later. Returns what ``change`` returns. Raises Unavailable:
+        too many changes wait, or no worker serves the version within the option ``requests.worker_wait``.
         """
         if self._waiting.total() >= _MAX_WAITING:
             raise Unavailable(

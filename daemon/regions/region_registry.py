@@ -340,7 +340,7 @@ class RegionRegistry:
     def status(self, request: RegionStatus) -> bytes:
         """Returns a JSON array of the regions of the kind that ``request`` names.
 
-        If ``request`` also names a region, the array has only that one. Raises NotFound: no region of this kind has this name.
+        If ``request`` also names a region, the array has only that region. Raises NotFound: this kind has no region of this name.
         """
         # Of an old and a new region of one name the new one is listed.
         every = reversed(self._all)

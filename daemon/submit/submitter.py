@@ -75,7 +75,7 @@ class Submitter:
           table: the states of all models.
           row: the number of this front among the fronts of its protocol.
           counted: called for every request that is refused.
-          on_number: called for every prepared request that gets a number; None: nobody is told.
+          on_number: called for every prepared request that gets a number; None: nothing is called.
         """
         self._incarnation = incarnation
         self._max_in_flight = self._most_in_flight = options.requests.max_in_flight
@@ -383,7 +383,7 @@ class Submitter:
         return True
 
     def _take(self, worker: WorkerLink, prepared: PreparedAnswer, own: AnswerRecord) -> None:
-        """Passes an answer (``prepared`` with ``own``) that is an error, or a response that is not the last, to its request.
+        """Passes the answer ``prepared`` with ``own``, an error or a response that is not the last, to its request.
 
         There are two errors that the request does not get. If the worker confirms that a withdrawn request had not begun, the
         request waits again. If the worker does not have the model any more, the request is sent to another worker.
