@@ -123,7 +123,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
     def read(
         self, content: Buffer, start: int, end: int, walked: Walked | None, known: PreparedMessage | None
     ) -> Understood:
-        """Decodes the complete message ``content[start:end]`` in full. Raises RefusedRequest: it is invalid or not served.
+        """Decodes the complete message ``content[start:end]`` in full. Raises RefusedRequest: no request for a served model.
 
         ``walked``: the parts into which ``walk`` has cut the message, or None. ``known``: the message's cached rest, or None.
         """

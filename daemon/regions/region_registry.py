@@ -134,8 +134,8 @@ class RegionRegistry:
         """Replaces a region on every worker by the memory that its key or handle names now.
 
         ``renewal``: the record of the new region, which no worker has yet. ``end``: a descriptor that becomes readable when the
-        region should be unregistered; -1: there is none. Raises ServingError: no worker can use the memory; the former region
-        stays then.
+        region should be unregistered; -1: there is none. Raises ServingError: a worker refused the memory, or no worker that can
+        use it runs. The former region then stays.
         """
         name = region.request.name
         region.state = RegionState.RENEWING

@@ -196,8 +196,8 @@ class SpanExporter:
     ) -> None:
         """Adds a span to the message that is being made. If too many spans wait for the collector, drops it instead.
 
-        ``began_ns``, ``ended_ns``: ns since 1970. ``kind``, ``flags``: OpenTelemetry's; 0: an internal span of a parent made
-        here.
+        ``began_ns``, ``ended_ns``: ns since 1970. ``kind``, ``flags``: OpenTelemetry's; 0: internal, with a parent in this
+        process.
         """
         counts = self._counts
         if counts.waiting >= self._most:
