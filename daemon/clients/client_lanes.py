@@ -176,7 +176,7 @@ class ClientLanes:
         ``state``: the state of the version. Returns the answer for the client, and the client's ends of the new lanes, which the
         caller must close.
 
-        Raises Unavailable: too many lanes, or no descriptor is free; Unsupported: the description is too large. No lane is new
+        Raises Unavailable: too many lanes or no free descriptor; Unsupported: the description is too large. No lane is opened
         then.
         """
         if len(state.metadata) > MAX_ANSWER - _BESIDE_METADATA:
