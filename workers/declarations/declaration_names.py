@@ -20,7 +20,7 @@ from tensord.shm.errors import InvalidArgument
 
 #: How much of a name must be that of a declaration, as difflib counts it; of ``batch_size`` and ``max_batch_size`` it is 0.83.
 _NEAR = 0.85
-#: Declaration -> an example of its value.
+#: Every declaration that the worker reads of a model.py, which a test compares -> an example of its value.
 _EXAMPLES: Mapping[str, Any] = {
     "inputs": {"x": "FP32[4]"}, "outputs": {"y": "FP32[4]"}, "state": {"h": "FP32[8]"}, "request": {"seed": "INT64"},
     "max_batch_size": 32, "batch_buckets": (1, 8, 32), "buckets": {"length": (32, 128)}, "ragged": ("x",),

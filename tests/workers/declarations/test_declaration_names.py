@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 from pathlib import Path
 from types import ModuleType
 
@@ -9,7 +11,11 @@ import pytest
 
 from tensord.config.model_config import empty, parse_pbtxt
 from tensord.shm.errors import InvalidArgument
-from tensord.workers.declarations.declaration_names import check_names
+from tensord.workers.declarations.declaration_names import _EXAMPLES, check_names
+
+WORKERS = Path(__file__).parents[3] / "workers"
+#: Names that the worker reads of a module and that no model.py declares: functions and classes, and what an artifact has.
+NO_DECLARATIONS = {"create", "TritonPythonModel", "source", "__file__", "__all__"}
 
 
 def check(folder: Path, source: str, config: str = "") -> None:
@@ -96,6 +102,19 @@ def test_what_the_configuration_says_is_not_missed(tmp_path: Path, source: str, 
     with pytest.raises(InvalidArgument):
         check(tmp_path, source)
     check(tmp_path, source, config)
+
+
+def test_every_declaration_that_the_worker_reads_is_known() -> None:
+    read = {
+        name.value
+        for path in WORKERS.rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call)
+        for module, name in itertools.pairwise(call.args)
+        if isinstance(module, ast.Name) and module.id == "module"
+        if isinstance(name, ast.Constant) and isinstance(name.value, str)
+    }
+    assert read - NO_DECLARATIONS == _EXAMPLES.keys()
 
 
 def test_a_module_without_a_text(tmp_path: Path) -> None:
