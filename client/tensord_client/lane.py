@@ -341,7 +341,8 @@ class LaneConnection(Sender):
             return self.ask(call)
         sequence_id = call.scheduling.sequence_id
         lane = self.lane_for(call) if known.alone is None or sequence_id else known.alone
-        if lane is None or lane.exchange is None:
+        exchange = lane.exchange if lane is not None else None
+        if lane is None or exchange is None:
             return self.ask(call)
         if call.layouts is not None:
             # It is prepared.
@@ -355,7 +356,7 @@ class LaneConnection(Sender):
             placed = self.placement.place(call, known)
             is_bare = not call.request_id and call.scheduling == UNSCHEDULED
             own = self._bare if is_bare else own_fields(call)
-        came = lane.exchange.ask(self, call, placed, own, call.deadline)
+        came = exchange.ask(self, call, placed, own, call.deadline)
         if sequence_id and came is not None:
             self.sent(call, lane)
         if type(came) is Answer:

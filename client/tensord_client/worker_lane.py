@@ -115,7 +115,8 @@ class ClientLane:
         self.finished: deque[Any] = deque()
         self._thread: threading.Thread | None = None
         self._thread_waiter: queue.SimpleQueue[None] = queue.SimpleQueue()
-        #: Sends requests of threads that wait, and receives their answers; None: the worker has not told its edition.
+        #: Sends requests of threads that wait, and receives their answers. None until the worker has sent its version of the wire
+        #: format, and again once the lane has ended.
         self.exchange: wire.Exchange | None = None
         try:
             self.socket.send(wire.datagram((wire.record("V", wire.WIRE_VERSION),)))
@@ -576,6 +577,8 @@ class ClientLane:
             self.watched.clear()
         self.answers.end()
         self.socket.close()
+        # It refers to the lane: in a cycle the memory of the dead worker would stay mapped until the garbage collector runs.
+        self.exchange = None
         for request_id, request in lost.items():
             if request is not None:
                 request.lane_ended(request_id not in unsent, error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import queue
 import signal
@@ -12,6 +13,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -143,6 +145,31 @@ def test_one_of_two_workers_ends(start: Callable[..., DaemonProcess], connect: C
         assert time.monotonic() < limit
         check(connection.ask(addsub(2)).result(_PATIENCE), 2)
         time.sleep(0.1)
+
+
+def test_the_lane_of_a_dead_worker_is_freed_at_once(
+    start: Callable[..., DaemonProcess], connect: Callable[[], LaneConnection]
+) -> None:
+    """With the garbage collector off: the lane goes, in whichever way requests waited for answers on it."""
+    daemon, connection = start(), connect()
+    *_, call = prepared(connection, True)
+    gc.disable()
+    try:
+        call(_PATIENCE)
+        lane = weakref.ref(connection.model_of(addsub(1)).lanes[0])
+        done: queue.Queue[Any] = queue.Queue()
+        (worker,) = daemon.workers
+        worker.suspend()
+        connection.ask(addsub(1)).add_done_callback(done.put)
+        asked = connection.ask(addsub(2))
+        threading.Timer(0.1, kill, (worker,)).start()
+        call(_PATIENCE)
+        check(asked.result(_PATIENCE), 2)
+        check(done.get(timeout=_PATIENCE).result(), 1)
+        call(_PATIENCE)
+        wait_until(lambda: lane() is None, "the lane to the dead worker to be freed")
+    finally:
+        gc.enable()
 
 
 def test_a_prepared_call_waits_where_both_workers_end(
