@@ -23,8 +23,8 @@ ModelTensor: TypeAlias = model_config_pb2.ModelInput | model_config_pb2.ModelOut
 MAX_BYTE_SIZE = 1 << 20
 #: How long a sequence may be idle when its model does not say: Triton's default.
 _SEQUENCE_IDLE_US = 1_000_000
-#: What protobuf's reader, which Triton uses, takes besides JSON: strings in single quotes, keys without any, a comma behind the
-#: last entry. Whatever begins a match is matched to its end, so that no text is looked at more than once.
+#: Text that protobuf's reader, which Triton uses, takes besides JSON: strings in single quotes, keys without any, a comma behind
+#: the last entry. Whatever begins a match is matched to its end, so that no text is looked at more than once.
 _LOOSE = re.compile(
     r"""(?P<string>"(?:[^"\\]|\\.?)*+(?:"|\Z))|'(?P<single>(?:[^'\\]|\\.?)*+)(?:'|\Z)|"""
     r"""(?P<word>[A-Za-z_$][\w$]*+)(?P<colon>\s*+:)?|,(?=\s*+[}\]])""",

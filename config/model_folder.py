@@ -26,8 +26,8 @@ MAX_ENTRIES = 100_000
 _LEFT_BESIDE = frozenset(
     ("__pycache__", "lost+found", "@eaDir", "#recycle", "System Volume Information", "__MACOSX", ".DS_Store")
 )
-#: What a Mac stores beside each file on other file systems; locks, copies and unsaved changes of Emacs and vim; and what NFS
-#: calls a file that was removed while it was open.
+#: Names of files that are no part of a model: those that a Mac stores beside each file on other file systems; locks, copies and
+#: unsaved changes of Emacs and vim; and those that NFS gives to a file that was removed while it was open.
 _LEFT_OVER = re.compile(r"\._.*|\.#.*|#.*#|.*~|\..*\.sw[a-z]|\.nfs[0-9a-f]{8,}", re.DOTALL)
 
 

@@ -60,7 +60,7 @@ SUMS = "SHA256SUMS"
 _SUM = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
 _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
 ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
-#: In the folder of a model that was fetched: what it was fetched from. It is no part of the model.
+#: The name of the file in a fetched model's folder that says where the model came from. The file is no part of the model.
 RECORD = ".fetched.json"
 #: Seconds before each further try of what failed.
 PAUSES = (0.5, 2.0, 8.0)

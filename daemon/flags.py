@@ -36,7 +36,7 @@ class Flag:
     name: str
     key: str
     help: str
-    #: What its value is called. "MS": Triton takes milliseconds where the configuration has seconds.
+    #: The name of its value in --help. "MS": Triton takes milliseconds where the configuration has seconds.
     metavar: str
     #: Another name of the same flag; "": it has none.
     alias: str
@@ -52,7 +52,7 @@ class Flag:
         return "true" in layers.choices(self.key)
 
 
-#: In the order of --help: name and perhaps another one, key, what its value is called, help.
+#: All flags, in the order of --help: name and perhaps another one, key, name of the value, help.
 _TABLE = """
     model-repository|model-store repository.paths DIR A folder of models; may be given more than once.
     model-control-mode repository.control_mode MODE none: all models, at start. explicit: on request. poll: all, and

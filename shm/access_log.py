@@ -33,7 +33,7 @@ class AccessLog:
         self.every = 0
         #: The count of good answers at which the next one is logged.
         self.next = _NEVER
-        #: Since when errors are counted for their rate, how many were logged, and how many were not.
+        #: The time since which errors are counted for their rate, how many were logged, and how many were not.
         self._window_ns = self._logged = self._left_out = 0
 
     def log_every(self, every: int, count: int) -> None:

@@ -59,7 +59,7 @@ class Readiness(Record, frozen=True, tag="readiness"):
     names: tuple[str, ...] = ()
     #: The worker's current loading step.
     at: str = ""
-    #: Whether the daemon is being drained: it is not ready then, whatever is served.
+    #: True if the daemon is being drained: it is not ready then, whatever is served.
     draining: bool = False
     #: Why processes that die cannot be replaced, other files being installed by now: which process said so; "": they can.
     outdated: str = ""
@@ -120,9 +120,9 @@ class ChildReady(Record, frozen=True, tag="ready"):
     """
 
     incarnation: int
-    #: What the child goes without because a C extension is missing; a sentence each.
+    #: The parts that the child goes without because a C extension is missing; a sentence each.
     missing: tuple[str, ...] = ()
-    #: What the child goes without because its JAX lacks an interface that is not public; a sentence each.
+    #: The parts that the child goes without because its JAX lacks an interface that is not public; a sentence each.
     jax_lacks: tuple[str, ...] = ()
 
 
@@ -152,7 +152,7 @@ class LaneLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     segment_byte_size: int
     #: All segments of the lane's response arena together.
     response_byte_size: int
-    #: What answers to all lanes of its user may hold of one worker's memory, and what requests may.
+    #: The most bytes that answers to all lanes of its user may hold of one worker's memory, and that requests may.
     max_owner_response_byte_size: int = 4 << 30
     max_owner_request_byte_size: int = 1 << 30
 
@@ -175,9 +175,9 @@ class LaneOpened(Record, frozen=True, tag="lane"):
 
     peer: int
     device: str = ""
-    #: To a worker, for a front's lane: "http" or "grpc".
+    #: The front's protocol, "http" or "grpc", on the record to a worker for a front's lane.
     protocol: str = ""
-    #: To a worker, for a client's lane: nothing that comes on it is to be trusted. None: a front's.
+    #: The client, on the record to a worker for a client's lane: nothing that comes on it is to be trusted. None: a front's lane.
     client: LaneClient | None = None
 
 
@@ -211,7 +211,7 @@ class TraceChanged(Record, frozen=True, tag="trace"):
     """
 
     model: str
-    #: As RequestRecord.trace; 0: none.
+    #: The level of traces, as in ``RequestRecord.trace``; 0: nothing is traced.
     level: int
     #: One request in so many.
     rate: int
@@ -228,7 +228,8 @@ class TraceCleared(Record, frozen=True, tag="untrace"):
 class EndedTrace(Record, frozen=True, tag="ended"):
     """Describes a traced request that has ended, so that the supervisor can make OpenTelemetry spans of it."""
 
-    #: In hexadecimal digits as W3C Trace Context has them; ``parent_id``: the client's span, "": a trace begins with the request.
+    #: Ids in hexadecimal digits as W3C Trace Context has them; ``parent_id``: the client's span, "": a trace begins with the
+    #: request.
     trace_id: str
     span_id: str
     parent_id: str
@@ -236,7 +237,7 @@ class EndedTrace(Record, frozen=True, tag="ended"):
     began_ns: int
     moments: tuple[tuple[str, int], ...]
     model: str
-    #: Of the request's own span.
+    #: Attributes of the request's own span.
     attributes: dict[str, str | int | bool]
     #: The events that the worker noted for the request, without its tensors; None: the worker noted nothing.
     timeline: Timeline | None = None
@@ -269,21 +270,21 @@ class ModelState(Record, frozen=True, tag="model"):
     #: Metadata answer (without "versions") and full ModelConfig, both JSON; empty unless READY.
     metadata: bytes = b""
     config: bytes = b""
-    #: Whether a request may be run again after a worker died or a batch failed: not if the model keeps state between requests.
+    #: True if a request may be run again after a worker died or a batch failed: not if the model keeps state between requests.
     repeatable: bool = True
-    #: Whether requests of a sequence have to reach the worker that has it.
+    #: True if requests of a sequence have to reach the worker that has it.
     sticky: bool = False
-    #: Whether it answers a request with any number of responses (Triton: decoupled).
+    #: True if it answers a request with any number of responses (Triton: decoupled).
     streams: bool = False
-    #: Whether several responses can be joined along their first axes, for a client that wants one.
+    #: True if several responses can be joined along their first axes, for a client that wants one.
     joins: bool = False
-    #: Whether the model has a readiness check of its own, which is asked whenever a client wants to know.
+    #: True if the model has a readiness check of its own, which is asked whenever a client wants to know.
     judges: bool = False
     #: The devices whose workers load it, whether they are there now or not; empty: all.
     devices: tuple[str, ...] = ()
-    #: Whether a request that is run twice harms nobody: jitted code that gives one answer and keeps nothing.
+    #: True if a request that is run twice harms nobody: jitted code that gives one answer and keeps nothing.
     pure: bool = False
-    #: Whether it is UNAVAILABLE for now: it is to be served, and its next try or a worker that can use its device is awaited.
+    #: True if it is UNAVAILABLE for now: it is to be served, and its next try or a worker that can use its device is awaited.
     awaited: bool = False
 
 
@@ -322,7 +323,7 @@ class Load(Record, frozen=True, tag="load"):
     workers: int = 1
     #: Digest of its files except config.pbtxt; "": it is not known.
     content: str = ""
-    #: Whether no request may find the version before ServeLoaded: parameters that were pushed are restored first.
+    #: True if no request may find the version before ServeLoaded: parameters that were pushed are restored first.
     held: bool = False
 
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 
 #: How requests reach a worker; the order is that of the array, and of the numbers in ``workers/native/_native.h``.
 PROTOCOLS = ("http", "grpc", "lane")
-#: What is measured: from a request's arrival to its answer; its wait in queues; its run, from the inputs to the placed outputs;
-#: and, of models with several responses, from its arrival to the first of them.
+#: The times that are measured: from a request's arrival to its answer; its wait in queues; its run, from the inputs to the placed
+#: outputs; and, of models with several responses, from its arrival to the first of them.
 KINDS = ("request", "queue", "compute", "first_response")
 REQUEST, QUEUE, COMPUTE, FIRST_RESPONSE = range(len(KINDS))
 #: Protocol -> counts and sums of each kind, one behind the other as in the array. Protocols without requests are not in it.

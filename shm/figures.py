@@ -135,7 +135,7 @@ class VersionFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknow
     #: Requests that wait now: in the queue, or for their shape to be compiled.
     pending: int
     counts: Counts
-    #: Whether the response cache is used for this version, and whether it gives several responses.
+    #: True if the response cache is used for this version; and if it gives several responses.
     cached: bool = False
     streams: bool = False
     #: The sequences with a slot, and those that wait for one; None for a model without sequences.
@@ -152,7 +152,7 @@ class MetricFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
     labels: tuple[tuple[str, str], ...]
     #: The value; for a histogram the sum of what it has observed.
     value: float
-    #: For a histogram: upper bounds, and how many values were within each and no smaller one; the last beyond all.
+    #: The upper bounds of a histogram, and how many values were within each and no smaller one; the last counts those beyond all.
     buckets: tuple[float, ...] = ()
     counts: tuple[int, ...] = ()
 

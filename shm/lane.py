@@ -94,7 +94,7 @@ class LaneEnd:
           theirs: the map of the segments that the other end announces.
           writable: whether the other end may map this end's segments writable, as page-locking for a GPU needs.
         """
-        #: What is queued here is sent by the next ``flush``.
+        #: The channel of the lane. Records that are queued on it are sent by the next ``flush``.
         self.channel = channel
         channel.send(WireVersion(WIRE_VERSION))
         #: True once the other end has said that it speaks the same version of the wire.
@@ -360,7 +360,7 @@ class WorkerLane(LaneEnd):
         numbers: Numbers[PreparedAnswer] = Numbers()
         #: Returns a prepared answer with its number on this lane, a new one if it has none.
         self.number = numbers.number
-        #: What the submitter was told that numbers of answers stand for.
+        #: The prepared answers whose numbers the submitter was told.
         self.published: PublishedNumbers[PreparedAnswer] = PublishedNumbers(self.channel, PrepareAnswer)
 
     def receive(self) -> list[Instruction] | None:

@@ -145,14 +145,15 @@ class Timeline(Record, frozen=True, tag="tl"):
 
     moments: tuple[tuple[str, int], ...]
     tensors: tuple[TracedTensor, ...] = ()
-    #: Of a request that was made inside the worker for the traced one: what it was for, and which load of it.
+    #: The model and version whose request this was, if it was made inside the worker for the traced one; "": it is the traced
+    #: one.
     model: str = ""
     version: int = 0
     #: Those of requests that were made for this one.
     children: tuple[Timeline, ...] = ()
     #: Name and number of the pushed parameter set that it was computed with; None: of none.
     parameters: tuple[str, int] | None = None
-    #: What the model's code has named, each behind what it is a part of.
+    #: The spans that the model's code has named, each behind the one that it is a part of.
     spans: tuple[OwnSpan, ...] = ()
 
 
@@ -165,7 +166,7 @@ class PreparedRequest(Record, frozen=True, tag="P"):
     inputs: tuple[PreparedTensor, ...] = ()
     #: Empty: all outputs.
     outputs: tuple[RequestedOutput, ...] = ()
-    #: Without the reserved keys: those that schedule (``shm.common.scheduling``), and binary_data_output.
+    #: The parameters without the reserved keys: those that schedule (``shm.common.scheduling``), and binary_data_output.
     parameters: dict[str, Parameter] = msgspec.field(default_factory=dict)
 
 
@@ -184,7 +185,7 @@ class TraceContext(Record, frozen=True, tag="tc"):
     """
 
     request_id: int
-    #: In hexadecimal digits as W3C Trace Context has it, or the number of the trace in its file.
+    #: The trace's id, in hexadecimal digits as W3C Trace Context has it, or the number of the trace in its file.
     trace_id: Annotated[str, msgspec.Meta(max_length=32)]
     #: "": there is no span, because the trace goes to a file alone.
     span_id: Annotated[str, msgspec.Meta(max_length=16)] = ""
@@ -194,9 +195,9 @@ class RequestRecord(Record, frozen=True, tag="q"):
     """One inference request. The submitter chooses ``request_id``, and never uses it again for any worker."""
 
     request_id: _Natural
-    #: By its number, or as it is where it has none.
+    #: The prepared request's number, or the prepared request itself where it has none.
     prepared: int | PreparedRequest
-    #: Of the inputs that lie in no region, in their order.
+    #: The contents of the inputs that lie in no region, in their order.
     contents: tuple[Content, ...] = ()
     #: The client's ``id``, "" when none was given.
     client_id: str = ""
@@ -209,8 +210,8 @@ class RequestRecord(Record, frozen=True, tag="q"):
     sequence_id: SequenceId = 0
     sequence_start: bool = False
     sequence_end: bool = False
-    #: What its answer says besides, as a sum: 1 when it was where, 2 its tensors (``AnswerRecord.trace``; a client's lane ignores
-    #: both), 4 what it waited, computed and copied (``AnswerRecord.timing``).
+    #: A sum of what its answer says besides: 1 its moments, 2 its tensors (``AnswerRecord.trace``; a client's lane ignores both),
+    #: 4 how long it waited and ran and what was copied (``AnswerRecord.timing``).
     trace: _Natural = 0
     #: How often workers have died under this request; above 0 it is run alone, so that it cannot take others with it. A client's
     #: lane ignores it.
@@ -287,18 +288,18 @@ class AnswerRecord(Record, frozen=True, tag="c"):
     """One answer to a request: outputs, or an error (``code`` and ``message``)."""
 
     request_id: int
-    #: By its number, or as it is where it has none.
+    #: The prepared answer's number, or the prepared answer itself where it has none.
     prepared: int | PreparedAnswer
-    #: Of the outputs that lie in no region, in their order.
+    #: The contents of the outputs that lie in no region, in their order.
     contents: tuple[Content, ...] = ()
     #: The response-arena lease that holds every Slice among the contents: (segment, offset, generation).
     lease: tuple[int, int, int] | None = None
     #: "" or a ``ServingError.code``; with a code, ``message`` is the sentence for the client.
     code: str = ""
     message: str = ""
-    #: Of a request that asked for it.
+    #: The timeline of a request that asked for it.
     trace: Timeline | None = None
-    #: Of a request that asked for it and ran: nanoseconds in the queue and in its run, and bytes that were copied for it.
+    #: The timing of a request that asked for it and ran: ns in the queue and in its run, and bytes that were copied for it.
     timing: tuple[int, int, int] | None = None
 
 

@@ -108,7 +108,7 @@ class RegisterSystemRegion(Record, frozen=True, tag="c.reg"):
     access: str = ""
     #: The client that asks must have access to the object itself: the daemon lends nobody its own.
     peer: Peer = ANONYMOUS
-    #: In a call to a worker: a region of that name may exist, and this one replaces it in one step.
+    #: True, in a call to a worker: a region of that name may exist, and this one replaces it in one step.
     renews: bool = False
 
 
@@ -121,9 +121,9 @@ class RegisterCudaRegion(Record, frozen=True, tag="c.regcuda"):
     #: The GPU, counted as the daemon sees them.
     device_id: int
     byte_size: int
-    #: As in RegisterSystemRegion.
+    #: The same as in RegisterSystemRegion.
     renews: bool = False
-    #: Whether this worker opens it now. Otherwise another worker has that GPU, and this one opens it when a request needs it
+    #: True if this worker opens it now. Otherwise another worker has that GPU, and this one opens it when a request needs it
     #: here.
     near: bool = True
 
@@ -187,7 +187,7 @@ class LeafPlace(Record, frozen=True, tag="s.leaf"):
     region: str
     offset: int
     byte_size: int
-    #: As the protocol names it: "FP32".
+    #: The datatype as the protocol names it: "FP32".
     datatype: str
     shape: tuple[int, ...]
 
@@ -214,7 +214,7 @@ class MakeParameters(Record, frozen=True, tag="c.makeparams"):
     version: int
     source: ParameterSource
     set: str = MAIN_SET
-    #: Whether leaves that the source lacks are the set's newest, or main's where the worker has no set of that name.
+    #: True if leaves that the source lacks are the set's newest, or main's where the worker has no set of that name.
     partial: bool = False
     #: The CRC-32 or SHA-256 of the bytes that came, as ``crc32:`` or ``sha256:`` and hexadecimal digits; "": not checked.
     checksum: str = ""
@@ -235,7 +235,7 @@ class StageParameters(Record, frozen=True, tag="c.stageparams"):
     set: str
     #: Grows from one push of a set to the next.
     number: int
-    #: Whether a value that is not finite is an error.
+    #: True if a value that is not finite is an error.
     check_finite: bool = False
 
 
@@ -243,7 +243,7 @@ class CommitParameters(Record, frozen=True, tag="c.commitparams"):
     """Tells a worker to use, from now on, the parameters of a push that StageParameters has staged. Reply: JSON {}."""
 
     push: int
-    #: Whether sequences and stepped requests that have begun go on with it, too.
+    #: True if sequences and stepped requests that have begun go on with it, too.
     move_sequences: bool = False
 
 
@@ -271,7 +271,7 @@ class DropParameters(Record, frozen=True, tag="c.dropparams"):
     """
 
     model: str
-    #: To the supervisor 0: the newest that serves.
+    #: The version; 0, which only the supervisor takes: the newest that serves.
     version: int
     set: str
 
@@ -289,10 +289,10 @@ class PushParameters(Record, frozen=True, tag="c.push"):
     source: ParameterSource
     #: 0: one more than the last.
     number: int = 0
-    #: As in MakeParameters.
+    #: The same as in MakeParameters.
     partial: bool = False
     checksum: str = ""
-    #: As in StageParameters and CommitParameters.
+    #: The same as in StageParameters and CommitParameters.
     check_finite: bool = False
     move_sequences: bool = False
 

@@ -23,7 +23,7 @@ from tensord.shm.errors import InvalidArgument
 from tensord.shm.messages import PreparedAnswer, PreparedRequest, PreparedTensor, RequestedOutput
 from tensord.shm.record import Record, encoder
 
-#: As many kinds of one sender have a number at the same time.
+#: The most kinds of one sender that have a number at the same time.
 MAX_NUMBERS = 1024
 
 #: Bytes that an input or output takes besides its texts and axes, and an axis.

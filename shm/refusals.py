@@ -21,7 +21,7 @@ _MAX_ENTRIES = 10
 class Refusal(enum.Enum):
     """The reason why a request was refused. The value is a label in metrics, and is written to the log."""
 
-    #: As many requests wait for the model on this worker as may.
+    #: The queue of the model on this worker is full.
     QUEUE_FULL = "queue_full"
     #: The request waited in the queue for longer than the model's policy, or its client, lets it.
     QUEUE_TIMEOUT = "queue_timeout"
@@ -33,7 +33,7 @@ class Refusal(enum.Enum):
     REQUEST_ROOM = "request_room"
     #: Bodies that have to be collected in ordinary memory exceed their limit.
     BODIES = "bodies"
-    #: As many requests are in flight in a front as may be.
+    #: A front has as many requests in flight as it may have.
     IN_FLIGHT = "in_flight"
     #: No worker that serves the model was up in time.
     NO_WORKER = "no_worker"

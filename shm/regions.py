@@ -193,7 +193,7 @@ class Region(_ObjectRegion):
         except BaseException:
             os.close(fd)
             raise
-        #: Whether only one lane can name it: its name says nothing to anybody else.
+        #: True if only one lane can name it: its name says nothing to anybody else.
         self.private = False
         self._whole = memoryview(self._mapping)
 

@@ -116,7 +116,7 @@ class Spans:
         self._hand_over = hand_over
         self._later = later or _in_loop
         self._waiting: list[EndedTrace] = []
-        #: Whether a flush is due.
+        #: True if a flush is due.
         self._due = False
         #: Traces that were dropped so far.
         self.dropped = 0
@@ -184,9 +184,9 @@ class Tracer:
         #: Traced requests that stand for buckets.
         self.exemplars = Exemplars(buckets)
         self._spans = None if hand_over is None else Spans(hand_over, later)
-        #: Whether a request is traced whose ``traceparent`` says that its sender traces it.
+        #: True if a request is traced whose ``traceparent`` says that its sender traces it.
         self.joins = self._spans is not None
-        #: Whether any request may be sampled at all.
+        #: True if any request may be sampled at all.
         self.on = self.joins
         self._protocol = protocol
         #: Counts the requests that need not be ``sample``d: while any are left, one without a ``traceparent`` takes one off.

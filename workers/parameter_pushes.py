@@ -65,7 +65,7 @@ class ParameterPushes:
         self._agenda = agenda
         #: Used in the thread alone, and in ``close``, when the thread has no job left.
         self._pool = MemoryPool()
-        #: Whether a call of ``_expire``, which frees memory of former pushes, is due or under way.
+        #: True if a call of ``_expire``, which frees memory of former pushes, is due or under way.
         self._expires = False
         self._limit = options.max_parameter_byte_size
         self._most = options.max_parameter_sets

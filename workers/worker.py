@@ -132,7 +132,7 @@ class Worker:
             self, channel, self._models, self._regions, loader, thread, operations, self._pushes, self._inbox
         )
         self._cache = ResponseCache(options.response_cache.byte_size)
-        #: By the descriptor of their lane; clients' lanes also by their number.
+        #: The submitters, by the descriptor of their lane; clients' lanes also by their number.
         self._submitters: dict[int, SubmitterLink[Request]] = {}
         self._clients: dict[int, SubmitterLink[Request]] = {}
         #: The users of these, by their names.
@@ -178,7 +178,7 @@ class Worker:
         self._supervised = True
         #: Lines about ended lanes of clients in the log: since when they are counted, how many, and how many were left out.
         self._window_ns = self._lines = self._left_out = 0
-        #: Whether the loop's current iteration has removed an unloaded model version.
+        #: True if the loop's current iteration has removed an unloaded model version.
         self._gone = False
         #: When the memory of unloaded versions is collected once more, CLOCK_MONOTONIC ns; 0: it is not.
         self._free_again_ns = 0

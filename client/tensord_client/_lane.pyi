@@ -97,7 +97,8 @@ class AnswerRecord(NamedTuple):
     request_id: int
     #: A ``PreparedAnswer``.
     prepared: Any
-    #: Of the outputs that lie in no place of the request's: bytes, or (segment, offset, byte size) of the worker's memory.
+    #: The contents of the outputs that lie in no place of the request's: bytes, or (segment, offset, byte size) of the worker's
+    #: memory.
     contents: tuple[Any, ...]
     lease: tuple[int, int, int] | None
     code: str

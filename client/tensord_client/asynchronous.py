@@ -311,7 +311,7 @@ class AsyncModelSequence:
         self.sequence_id = sequence_id
         self._begun = False
         self._ended = False
-        #: Whether the last step was answered.
+        #: True if the last step was answered.
         self._over = False
 
     async def __call__(self, inputs: Mapping[str, Any], *, end: bool = False, **own: Unpack[Own]) -> Answer:

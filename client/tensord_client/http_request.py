@@ -176,7 +176,7 @@ class HttpRequest(Pending[Any]):
     """
 
     _channel: HttpChannel | None = None
-    #: Whether it has a channel, or may open one.
+    #: True if it has a channel, or may open one.
     _granted = False
     _asked = False
     #: When the request is tried again, in monotonic seconds; 0: no retry is due.
@@ -188,7 +188,7 @@ class HttpRequest(Pending[Any]):
     _driver: Waiter | None = None
     #: The event loop that watches the channel, with a descriptor and poll events; None: none does.
     _watching: tuple[Any, int, int] | None = None
-    #: Of that loop, to try again.
+    #: The loop's timer for the next try.
     _timer: Any = None
 
     def __init__(self, pool: Pool, exchange: HttpExchange, waiter: Callable[[], Waiter], patience: float) -> None:
@@ -462,7 +462,7 @@ class Waiter:
     """
 
     def __init__(self) -> None:
-        #: Without a lock, which the garbage collector may find this very thread to have when it ends a stream.
+        #: New requests. No lock guards them: the garbage collector may find this very thread to have it when it ends a stream.
         self._new: collections.deque[HttpRequest] = collections.deque()
         self._dropped: collections.deque[HttpRequest] = collections.deque()
         self._wakes, self._wake_end = os.pipe()

@@ -175,7 +175,8 @@ class Layout:
         #: True: an input is BYTES, which are encoded when the layout is made.
         self.has_strings = False
         self.hold = [*call.inputs.values(), *call.places.values()]
-        #: What is sent each time, if all inputs are used in place; None: some are copied, or travel inside the request.
+        #: The placement that is sent each time, if all inputs are used in place; None: some are copied, or travel inside the
+        #: request.
         self.placed: Placed | None = None
         #: The other fields of the request, encoded, for a call that is sent many times.
         self.own = b""

@@ -102,7 +102,7 @@ class ClientLane:
         self._outgoing_size = 0
         #: Requests, by their ids, that are more than the worker takes at a time; they count as in flight.
         self.queued: dict[int, bytes] = {}
-        #: What is said of the traces of requests that are not sent yet, by their ids.
+        #: The trace contexts of requests that are not sent yet, by the requests' ids.
         self._contexts: dict[int, bytes] = {}
 
         self._parts = bytearray()

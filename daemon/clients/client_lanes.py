@@ -86,7 +86,7 @@ class ClientLanes:
         self._changed = asyncio.Event()
         #: Lanes that were refused, ever.
         self.refused = 0
-        #: Whether no lane is opened, because the daemon is being drained.
+        #: True if no lane is opened, because the daemon is being drained.
         self.draining = False
 
     # -------------------------------------------------------------------------------------------------------- clients

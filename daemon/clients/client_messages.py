@@ -104,7 +104,7 @@ class HelloAnswer(msgspec.Struct):
     version: str
     #: The edition of a lane's records (``tensord.shm.messages.WIRE_VERSION``).
     wire: int
-    #: Whether clients get lanes here.
+    #: True if clients get lanes here.
     lanes: bool
     #: Where HTTP is served: "HOST:PORT" and "unix:PATH".
     http: list[str]
@@ -116,7 +116,7 @@ class LaneEntry(msgspec.Struct):
     lane: int
     #: The worker's device, "cpu:0", "cuda:1".
     device: str
-    #: Whether its descriptor comes with this answer.
+    #: True if its descriptor comes with this answer.
     new: bool
 
 
@@ -125,13 +125,13 @@ class OpenAnswer(msgspec.Struct):
 
     model: str
     version: int
-    #: As HTTP answers it: name, versions, platform, inputs, outputs.
+    #: The description that HTTP answers: name, versions, platform, inputs, outputs.
     metadata: msgspec.Raw
     max_batch_size: int
-    #: Whether a request gets any number of responses, and whether requests belong to sequences.
+    #: True if a request gets any number of responses; and if requests belong to sequences.
     streams: bool
     sequences: bool
-    #: Whether running a request twice harms nobody.
+    #: True if running a request twice harms nobody.
     pure: bool
     lanes: list[LaneEntry]
     limits: LaneLimits

@@ -27,7 +27,7 @@ _WORDS = 32
 #: The offsets in a row of the counts of prepared requests, of refused requests, and of answers.
 _PREPARED, _REFUSED = 2, 5
 _CODES = _REFUSED + len(OF_FRONTS)
-#: Behind all of them: traces that were dropped.
+#: The index of the number of dropped traces, which is the last.
 _TRACES = _WORDS - 1
 #: The codes of each protocol that are counted, good answers first; the last one stands for all others.
 CODES = {

@@ -159,7 +159,7 @@ class AcceptLimit:
     def __init__(self) -> None:
         #: How many connections may be accepted in this iteration.
         self.room = 1
-        #: After how many single connections a second one is tried for, and how many of these are still to come.
+        #: The number of single connections after which a second one is tried for, and how many of these are still to come.
         self._alone = self._skips = 0
 
     def took(self, taken: int, room: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 #: Seconds for which a client may send as slowly as it likes.
 GRACE_SECONDS = 2.0
-#: While the server stops, a client that sends nothing is waited for so many seconds.
+#: The seconds that a client which sends nothing is waited for while the server stops.
 SILENCE_SECONDS = 2.0
 
 
@@ -14,7 +14,7 @@ class DrainRate:
     __slots__ = ("_left", "_since")
 
     def __init__(self) -> None:
-        #: Since when the rate is measured, and the bytes that were waiting then.
+        #: The time since which the rate is measured, and the bytes that were waiting then.
         self._since = 0.0
         self._left = 0
 

@@ -67,7 +67,7 @@ from tensord.shm.tracer import Tracer
 _log = logging.getLogger(__name__)
 #: Enough for a few requests of some MiB as JSON: the text, its values, the text of the answer.
 _KEPT_BYTE_SIZE = 64 << 20
-#: Between two looks whether anything is in flight, when the supervisor asks.
+#: Seconds between two looks whether anything is in flight, when the supervisor asks.
 _IDLE_POLL_SECONDS = 0.02
 #: Records that may wait for the supervisor before traces are dropped.
 _MAX_WAITING = 64

@@ -63,9 +63,9 @@ class SocketTransport(asyncio.Transport):
         self.fd = connection.fileno()
         self._receive, self._send = connection.recv, connection.send
         self._protocol: Any = protocol
-        #: Whether the protocol gives the buffers that are read into.
+        #: True if the protocol gives the buffers that are read into.
         self.gives_buffers = False
-        #: Whether the protocol wants what comes.
+        #: True if the protocol wants what comes.
         self.reading = True
         #: True once the client has ended its side.
         self._ended = False

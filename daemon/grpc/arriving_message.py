@@ -39,11 +39,11 @@ from tensord.shm.arena import ALIGNMENT, Lease
 from tensord.shm.errors import ServingError
 from tensord.shm.messages import Buffer, Slice
 
-#: Before each message, either way: whether it is compressed, and its length.
+#: The five bytes before each message, either way: whether it is compressed, and its length.
 PREFIX = struct.Struct(">BI")
 read_prefix = PREFIX.unpack_from
 PREFIX_SIZE = PREFIX.size
-#: For every so many bytes of a message with several tensors the lease has room for one pad; smaller tensors may go without.
+#: The lease has room for one pad for every so many bytes of a message with several tensors; smaller tensors may go without.
 _PADDED_BYTE_SIZE = 64 << 10
 #: Longer heads hold data.
 _MAX_HEAD = 64 << 10
@@ -67,7 +67,7 @@ class ArrivingMessage(Receiver):
 
     #: The client was told that all of it may come.
     is_granted = False
-    #: Whether bytes that arrive from now on need no ordinary memory, because they go into the lease or are dropped.
+    #: True if bytes that arrive from now on need no ordinary memory, because they go into the lease or are dropped.
     is_placed = False
     #: Bytes of it that are buffered in ordinary memory, outside the arena.
     kept_byte_size = 0

@@ -75,7 +75,7 @@ class InferCall(Call):
 
     __slots__ = ()
 
-    #: Whether the call may get several responses.
+    #: True if the call may get several responses.
     streams: ClassVar[bool]
     infer: Infer
     stream: Stream

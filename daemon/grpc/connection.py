@@ -37,7 +37,7 @@ _TLS_BUFFER = 1 << 20
 _JOINED = 64 << 10
 #: A payload with more bytes to come than this is read straight to its place.
 _DIRECT_BYTE_SIZE = 64 << 10
-#: After so many reads without anything large the connection uses the whole read buffer again.
+#: The number of reads without anything large after which the connection uses the whole read buffer again.
 _READS_AFTER_LARGE = 16
 _PING = b"tensord\0"
 
@@ -57,13 +57,13 @@ class Http2Connection(asyncio.BufferedProtocol):
         self.account: Account | None = None
         #: Large requests that are not sent yet, and who waits for them.
         self.steps = StepOrder(self.loop)
-        #: For who waits for the end of this connection.
+        #: Tells those who wait that this connection has ended.
         self.connection_end = ConnectionEnd()
         self._transport: asyncio.Transport | None = None
         #: True where bytes to write may be views of leased memory, which is given back once they have left.
         self.is_plain = True
         self._lost = False
-        #: Since when the client takes nothing, and whether it takes enough of what waits for it. Times are the loop's.
+        #: The loop time since when the client takes nothing; and the rate at which it takes what waits for it.
         self._paused_since = 0.0
         self._pace = DrainRate()
         #: True while received bytes wait for the next iteration of the loop.

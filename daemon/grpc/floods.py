@@ -18,7 +18,7 @@ from tensord.daemon.grpc.frames import ENHANCE_YOUR_CALM, Violation
 
 #: Frames of a connection that are looked at in one turn of the loop: many calls' worth, and well below a millisecond's if empty.
 FRAMES_A_TURN = 256
-#: What beginning a call costs, in such frames: two dozen calls of a connection that sends many at once are begun in a turn.
+#: The cost of beginning a call, in such frames: two dozen calls of a connection that sends many at once are begun in a turn.
 CALL_COST = 8
 #: Bytes of a header block that cost as much as a frame.
 HEADER_BYTES_A_FRAME = 16

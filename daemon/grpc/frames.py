@@ -44,7 +44,7 @@ UPDATE, UPDATE_SIZE = bytes((0, 0, 4, WINDOW_UPDATE)), 13
 
 STREAM_ID = (1 << 31) - 1
 MAX_WINDOW = (1 << 31) - 1
-#: What holds before a SETTINGS frame says otherwise.
+#: The window's size until a SETTINGS frame says otherwise.
 DEFAULT_WINDOW = 65535
 DEFAULT_FRAME_SIZE = 16384
 

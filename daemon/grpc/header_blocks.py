@@ -246,10 +246,10 @@ _STATUS_200 = b"\x88"  # entry 8 of the static table
 _CONTENT_TYPE = _literal(b"content-type", b"application/grpc")
 _ACCEPT = _literal(b"grpc-accept-encoding", b"identity,deflate,gzip")
 _MAX_MESSAGE = 4096
-#: Before the first message of an answer.
+#: The headers before the first message of an answer.
 RESPONSE = _STATUS_200 + _CONTENT_TYPE
 RESPONSE_GZIP = RESPONSE + _literal(b"grpc-encoding", b"gzip")
-#: After the last message of a good answer.
+#: The trailers after the last message of a good answer.
 TRAILERS_OK = _literal(b"grpc-status", b"0")
 
 

@@ -25,7 +25,7 @@ COMMON = frozenset(
         *(b"user-agent", b"host", b"grpc-encoding", b"grpc-accept-encoding"),
     )
 )
-#: Before each of them: the sizes of its name and its value.
+#: The sizes of a field's name and of its value, which stand before the field.
 _SIZES = struct.Struct("=II")
 
 

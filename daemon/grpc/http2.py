@@ -55,7 +55,7 @@ _COUNTS = range(FRAMES_A_TURN)
 #: Costs of other frames: a call that is reset, and a control frame that is answered.
 _RESET_COST = 8
 _CONTROL_COST = 4
-#: What a read of the transport may bring at most, or nearly: there is probably more, which it reads in the same iteration.
+#: A read of the transport that brings so many bytes was full, or nearly: there is probably more, which the same iteration reads.
 _FULL_READ = 128 << 10
 #: Frames that one header block may come in.
 _MAX_PIECES = 64
@@ -110,7 +110,7 @@ class Http2:
         self._data_since = 0.0
         self._data_flags = 0
         self.data_stream: Stream | None = None
-        #: Of these bytes left, those that were read to where they belong, while the stream has not been told of them.
+        #: The number of the payload's bytes that were read to their place, while the stream has not been told of them.
         self.data_read = 0
         #: DATA taken from the client and not granted again yet, and all that was granted again so far; bytes.
         self._ungranted = self._granted = 0
@@ -123,10 +123,11 @@ class Http2:
         self.on_written: list[Callable[[], None]] = []
         #: How much a stream may put into it now.
         self.room = WRITE_BUFFER
-        #: What is written now leaves without being asked for: at the end of this iteration, or once all that came was looked at.
+        #: True while anything written leaves without being asked for: at the end of this iteration, or once all that came was
+        #: looked at.
         self.is_flushing = False
         self.max_frame_size = frames.DEFAULT_FRAME_SIZE
-        #: What the client lets us send: of all streams together, and of a new one.
+        #: The bytes that the client lets us send: on all streams together, and on a new one.
         self.send_window = self._peer_window = frames.DEFAULT_WINDOW
         #: Messages and ends of calls that were sent so far, and of larger ones the bytes: what a client may send goes by that.
         self.answered = self.sent = 0

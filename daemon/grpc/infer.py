@@ -298,13 +298,13 @@ class CallRequest(InFlight):
     head: DecodedHead
     #: The request's id as the client gave it, or one that was made here.
     client_id: str
-    #: Whether the model may give several responses, so that an empty last one only marks their end.
+    #: True if the model may give several responses, so that an empty last one only marks their end.
     decoupled: bool
     #: The cached part of the message, which others of its kind have in common; None: the message was decoded as a whole.
     message: PreparedMessage | None = None
     #: The id's bytes as they came, if ``message`` is not None.
     id: bytes = b""
-    #: Whether the model was being loaded when the request was sent; then only its answers show whether it is ``decoupled``.
+    #: True if the model was being loaded when the request was sent; then only its answers show whether it is ``decoupled``.
     loading: bool = False
     scheduling: Scheduling = UNSCHEDULED
     trace: Trace | None = None

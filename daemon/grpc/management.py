@@ -43,7 +43,7 @@ _LOG_KINDS = {
     "log_format": ("format", "string_param", "string"),
 }
 _LOG_SETTINGS = {"log_file", *_LOG_KINDS}
-#: What depends on who asks: these get the client's connection as well.
+#: The methods whose answer depends on who asks: these get the client's connection as well.
 _FOR_PEER = frozenset(
     [
         *(f"{kind}SharedMemory{verb}" for kind in ("System", "Cuda") for verb in ("Register", "Unregister")),

@@ -52,7 +52,7 @@ class PreparedMessage:
     MAX_ANSWERS: ClassVar[int] = 8
 
     decoded: DecodedHead
-    #: Whether the model is decoupled: it may send several responses to one request.
+    #: True if the model is decoupled: it may send several responses to one request.
     decoupled: bool = False
     #: The edition of the table of models in which ``decoupled`` was looked up.
     edition: int = -1
@@ -88,7 +88,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         super().__init__(count)
         self._table = table
         self._submitter = submitter
-        #: What parameters say that schedule, by their bytes.
+        #: Scheduling parameters that were read before, by their bytes.
         self._schedulings: BoundedCache[bytes, Scheduling] = BoundedCache(count)
 
     def is_usable(self, known: PreparedMessage, raws: int) -> bool:

@@ -43,7 +43,7 @@ class AnswerLayout:
             outputs = _IS_FINAL[final] + outputs
         #: Parameters and descriptions of the outputs.
         self._rest = outputs
-        #: Without an id.
+        #: The whole head of an answer without an id.
         self._whole = self._begin + self._rest
         #: Which outputs are in the answer; those that are not went to regions. None: all of them.
         owns = [tensor.region is None for tensor in prepared.outputs]

@@ -31,15 +31,15 @@ class GrpcServing:
     """Holds what all connections of a gRPC front share: options, methods, limits and counters."""
 
     options: Grpc
-    #: What answers a path.
+    #: The method that answers each path.
     methods: dict[str, Callable[[Stream], Call]]
     #: Where this front's connections are counted, and the others' stand.
     counters: FrontCounters
-    #: What its clients hold.
+    #: The accounts of the memory that its clients hold.
     accounts: Accounts
     #: Counts what is answered.
     answered: Answered
-    #: What a path needs to be let in; those that are not here need nothing.
+    #: The rule by which a client may call a path; paths that are not here are open to all.
     rules: dict[str, Rule] = field(default_factory=dict)
     #: Tells the load; None: there is nothing to be told.
     submitter: Submitter | None = None

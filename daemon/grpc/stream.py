@@ -88,7 +88,7 @@ class Stream:
     #: No window is granted while this is set: the call has enough to do.
     held = False
     half_closed = False
-    #: Since when a message is incomplete, loop time; 0: none is.
+    #: The loop time since when a message is incomplete; 0: none is.
     partial_since = 0.0
     #: The first bytes of a message whose prefix is not whole, or the message of which a part is here.
     _begun = b""
@@ -106,10 +106,11 @@ class Stream:
     _finished = False
     #: Something waits for its window, for the connection's, or for the socket.
     blocked = False
-    #: What waits for a window, or for the socket.
+    #: The data that waits for a window, or for the socket.
     _unsent: deque[Buffer] | None = None
     unsent_size = 0
-    #: Since when some of it has not left, loop time, while it is blocked; how much has left that was; and whether that is enough.
+    #: The loop time since when some of it has not left, while it is blocked; how much had left then; and the rate at which it
+    #: leaves.
     _blocked_since = 0.0
     _taken = 0
     _pace: DrainRate | None = None
@@ -122,7 +123,7 @@ class Stream:
         self.connection = http2.connection
         self.id = number
         self.head = head
-        #: What may still be sent to the client.
+        #: The number of bytes that may still be sent to the client.
         self.send_window = send_window
         if head.content_length is not None:
             self._promised = head.content_length

@@ -59,7 +59,7 @@ class StreamInfer(InferCall):
         self._stopping = False
         #: True until a request of the client's is looked at, or the server stops.
         self._is_new = True
-        #: For its next message, CLOCK_MONOTONIC ns; 0: none was traced so far.
+        #: The time since which it waits for its next message, CLOCK_MONOTONIC ns; 0: none was traced so far.
         self._waits_since = time.monotonic_ns() if infer.tracer.on else 0
         self._grpc_errors = ("triton_grpc_error", "true") in stream.head.metadata
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 
-#: Of streams that ended otherwise, and of gaps: so many are remembered.
+#: The most streams that are remembered which ended otherwise, and the most gaps.
 _MAX_REMEMBERED = 256
 
 

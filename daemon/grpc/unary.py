@@ -18,7 +18,7 @@ from tensord.shm.messages import Buffer
 
 _log = logging.getLogger(__name__)
 
-#: From a request message to an answer message. Raises ServingError.
+#: A function that turns a request message into an answer message. It raises ServingError.
 Answer = Callable[[Any], Awaitable[Message]]
 
 

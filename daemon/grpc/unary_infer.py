@@ -51,7 +51,7 @@ class UnaryInfer(InferCall):
         self.stream = stream
         #: Once it is here or, where it is large, has begun to arrive.
         self._message: Message | None = None
-        #: Of how much of it the sequence was looked for, and what was found.
+        #: The number of bytes in which the sequence was looked for, and the sequence that was found.
         self._sequence: tuple[int, Sequence | None] = 0, None
         self._asked: CallRequest | None = None
         #: CLOCK_MONOTONIC ns, if it may be traced.

@@ -55,7 +55,7 @@ class AnswerOrder:
         self.origin_lines = b""
         #: The request whose answer ends the connection, because the server stops.
         self._ends_with: HttpRequest | None = None
-        #: Since when the arriving body waits for room in the arena, in monotonic seconds; 0: it does not wait.
+        #: The monotonic time in seconds since when the arriving body waits for room in the arena; 0: it does not wait.
         self._body_waits_since = 0.0
         #: True while ``_give_turn`` gives requests their turn; ``_next`` is the request whose turn comes next.
         self._turning = False

@@ -18,7 +18,7 @@ from tensord.shm.errors import InvalidArgument
 
 Buffer = bytes | memoryview
 
-#: What zlib is told to read or write. Either format stands for itself: what says gzip and is deflate is broken.
+#: The formats that zlib is told to read or write. Each stands for itself alone: a body that says gzip and is deflate is broken.
 _WINDOW_BITS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 #: Bytes read or written in a step: about a millisecond of work, some more at the highest level.
 _INFLATE_IN, _INFLATE_OUT, _DEFLATE_IN = 16 << 10, 256 << 10, 32 << 10

@@ -102,7 +102,7 @@ class Exchange(InFlight):
     _timing_line: bytes = b""
     #: Every earlier request of this connection is answered.
     my_turn: bool = False
-    #: Until the request is sent: leases of tensors that do not lie in the body's lease.
+    #: Leases of tensors that do not lie in the body's lease, until the request is sent.
     _leases: tuple[Lease, ...] = ()
 
     @property

@@ -84,7 +84,7 @@ class Generation(InFlight):
     #: Waits until the model is loaded.
     _loading: asyncio.Task[None] | None = None
     _client_id: str = ""
-    #: What the request says, once it was read.
+    #: The decoded request, once it was read.
     _decoded: DecodedRequest | None = None
     #: The trace of the request; None: it is not sampled.
     _trace: Trace | None = None

@@ -27,7 +27,7 @@ from tensord.shm.messages import Content, Parameter, PreparedAnswer, PreparedTen
 
 #: Shorter texts are read whatever they hold.
 _MAX_UNCOUNTED = 256 << 10
-#: In longer ones: reading what is between them takes some tens of milliseconds, on the loop.
+#: The most marks in longer texts: reading what is between them takes some tens of milliseconds, on the loop.
 _MAX_MARKS = 1 << 18
 
 

@@ -22,14 +22,14 @@ from tensord.shm.errors import InvalidArgument
 
 #: Data of fewer bytes stays in the text.
 _MIN_BYTE_SIZE = 2048
-#: What may be left of the text.
+#: The most bytes that may be left of the text.
 MAX_TEXT = 1 << 20
 #: Text that is copied and looked at at a time, and how much the first look at a place takes.
 _PIECE_BYTE_SIZE = 64 << 10
 _GLANCE_BYTE_SIZE = 512
 #: Keys that are looked at in one step.
 _MARKS_A_STEP = 512
-#: What stands in the text for what was cut out. A client cannot know it.
+#: The text that stands in place of what was cut out. A client cannot know it.
 _TOKEN = secrets.token_hex(16)
 _PLACEHOLDER = f'["{_TOKEN}:'.encode()
 _KEY = b'"data"'

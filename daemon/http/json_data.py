@@ -29,7 +29,7 @@ from tensord.shm.errors import InvalidArgument
 
 _text = msgspec.json.Decoder(str)
 _integers = msgspec.json.Decoder(list[int])
-#: By what an element is in JSON.
+#: The decoder of a list of elements, by the kind that an element is in JSON.
 _QUICK: dict[str, msgspec.json.Decoder[Any]] = {
     "boolean": msgspec.json.Decoder(list[bool]),
     "string": msgspec.json.Decoder(list[str]),

@@ -39,10 +39,11 @@ except ModuleNotFoundError:  # it has no wheel for this Python (setup.cfg)
 PIECE_BYTE_SIZE = 64 << 10
 STRINGS_BYTE_SIZE = 16 << 10
 _BASE64_BYTE_SIZE = 1 << 20
-#: What is left of nested numbers without these is their nesting.
+#: All bytes but those of nesting: nested numbers without these bytes are their nesting alone.
 _LEAVES = bytes(range(256)).translate(None, b"[],")
 _BRACKETS_TO_BLANKS = bytes.maketrans(b"[]", b"  ")
-#: By the kind of the datatype's dtype: simdjson's name for the type of a buffer, what that holds, and msgspec's way to the same.
+#: The kind of the datatype's dtype: simdjson's name for the type of a buffer, its element in numpy, and msgspec's way to the
+#: same.
 _BUFFERS: dict[str, tuple[Literal["d", "i", "u"], type[np.generic], msgspec.json.Decoder[Any]]] = {
     "f": ("d", np.float64, msgspec.json.Decoder(list[float])),
     "i": ("i", np.int64, msgspec.json.Decoder(list[int])),

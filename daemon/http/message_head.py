@@ -98,7 +98,7 @@ class InferHead:
     #: The bytes of the JSON, and of the tensors behind it, if the body is small, not compressed and not raw; else -1.
     text_size: int = field(init=False)
     tail_size: int = field(init=False)
-    #: With the bytes of such a JSON, the key by which its parsed request is cached; None: the JSON is parsed each time.
+    #: The key by which the parsed request is cached, which holds the bytes of such a JSON; None: the JSON is parsed each time.
     key: TextKey | None = field(init=False)
 
     def __post_init__(self) -> None:

@@ -297,7 +297,7 @@ class ParserFeed:
         self._rest = b""
         #: The last bytes of a head that is not complete.
         self._head_tail = b""
-        #: Whether the last byte that was read is a carriage return, whose line feed may come next.
+        #: True if the last byte that was read is a carriage return, whose line feed may come next.
         self._half_line = False
 
     def receive(self, data: bytes, between: bool) -> None:

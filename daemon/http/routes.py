@@ -51,7 +51,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 Endpoint = tuple[str, str, Handler, str]
 #: The calls whose paths answer HEAD as well.
 _HEADS = ("ServerLive", "ServerReady", "ModelReady", "OpenApi")
-#: What a control request may bring.
+#: The most bytes of a control request's body.
 MAX_BODY = 1 << 20
 #: Settings a trace request may name; others are ignored.
 TRACE_SETTINGS = ("trace_file", "trace_level", "trace_rate", "trace_count", "log_frequency")

@@ -87,7 +87,7 @@ class HttpServing:
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     #: True if the server gives an id to each request that has none.
     makes_ids: bool = field(init=False)
-    #: Whether there is an ``infer_rule``, ``forwarding`` or ``cross_origin``.
+    #: True if there is an ``infer_rule``, ``forwarding`` or ``cross_origin``.
     has_rules: bool = field(init=False)
     #: The key that an inference request needs; None: none.
     infer_rule: Rule | None = None
@@ -105,7 +105,7 @@ class HttpServing:
     lingering: LingeringClose = field(init=False)
     #: Every answer is the last of its connection.
     stopping: bool = False
-    #: Whether connections over TCP speak TLS.
+    #: True if connections over TCP speak TLS.
     tls: bool = False
     #: The server stops, and refuses requests that begin now.
     closed: bool = False

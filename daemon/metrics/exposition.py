@@ -91,7 +91,7 @@ tensord_copied_bytes_total counts.copied_byte_size Bytes of tensors that workers
 tensord_padded_rows_total counts.padded_rows Rows of batches that padded a bucket and belonged to no request
 tensord_padded_elements_total counts.padded_elements Elements of inputs that padded buckets, in rows and in axes
 """)
-#: Of models with a response cache.
+#: The metrics of models with a response cache.
 _CACHED = _table("""
 nv_cache_num_hits_per_model counts.cache_hit Requests that the response cache answered
 nv_cache_num_misses_per_model counts.cache_miss Requests whose answers the response cache took
@@ -99,7 +99,7 @@ nv_cache_hit_duration_per_model counts.cache_hit_ns Time of those it answered, i
 nv_cache_miss_duration_per_model counts.cache_miss_ns Time of looking for those it did not know, and of keeping their answers, \
 in microseconds
 """)
-#: Of models with several parameter sets.
+#: The metrics of models with several parameter sets.
 _MOVED = _table("""
 tensord_parameter_device_bytes set_byte_size Parameter sets that lie on devices now, of all workers
 tensord_parameter_evictions_total evictions Parameter sets that left a device to make room for others

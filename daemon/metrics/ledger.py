@@ -17,7 +17,7 @@ from tensord.shm.figures import Counts, Figures, MetricFigures, OwnMetrics, Vers
 
 #: Name and number of a model version.
 Key = tuple[str, int]
-#: What is kept of workers that have ended: counters, histograms, and the counters of parameter sets.
+#: The values that are kept of workers that have ended: counters, histograms, and the counters of parameter sets.
 _Ended = tuple[Counts, Counted, tuple[int, int]]
 _NOTHING: _Ended = Counts(), {}, (0, 0)
 Labels = tuple[tuple[str, str], ...]
@@ -32,14 +32,14 @@ class Total:
     counts: Counts
     #: Requests that wait now.
     pending: int
-    #: Whether the response cache is used for it, and whether it answers with several responses.
+    #: True if the response cache is used for it; and if it answers with several responses.
     cached: bool = False
     streams: bool = False
-    #: For a model with sequences: those with a slot now, and those that wait for one.
+    #: The number of a model's sequences that have a slot now, and of those that wait for one; None: it has no sequences.
     sequences: tuple[int, int] | None = None
     #: Histograms, as of ``VersionFigures``.
     durations: Counted = field(default_factory=dict)
-    #: Of parameter sets: those that left a device for others, and runs whose set had to be brought there first.
+    #: The number of parameter sets that left a device for others, and of runs whose set had to be brought there first.
     evictions: int = 0
     misses: int = 0
     #: Bytes of its sets on all devices now.

@@ -19,7 +19,7 @@ _PROCESSES = (
     *("name", "pid", "ready", "device", "state", "connections", "lanes", "memory_mib", "threads", "uptime_s", "deaths"),
     *("oldest_execution", "oldest_load"),
 )
-#: What a narrow window shows stands first.
+#: The columns of the table of errors; a narrow window shows the first ones.
 _ERRORS = ("time", "code", "error", "model", "front", "id", "client", "trace_id")
 #: The classes of columns: a time stays in one line, and a sentence gets room where the table is wider than the window.
 _CLASSES = {"time (UTC)": ' class="when"', "error": ' class="said"'}

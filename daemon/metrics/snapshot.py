@@ -106,7 +106,7 @@ class MetricsSnapshot:
     states: Sequence[tuple[str, int, str]] = ()
     #: Name of a process's slot and why processes died there -> how many.
     deaths: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    #: Whether the last reload of the configuration was successful, and when the last successful one was (seconds since 1970).
+    #: True if the last reload of the configuration was successful, and when the last successful one was (seconds since 1970).
     reloaded: bool = True
     reloaded_at: float = 0.0
     #: Upper bounds of the histograms of durations, in seconds.

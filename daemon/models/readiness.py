@@ -113,7 +113,7 @@ class ReadinessCheck:
         #: The readiness that was published last; nothing is published before it is known what is wanted.
         self.readiness = Readiness()
         self._begun = False
-        #: Whether the daemon is being drained, and why processes that die cannot be replaced ("": they can).
+        #: True if the daemon is being drained, and why processes that die cannot be replaced ("": they can).
         self.draining = False
         self.outdated = ""
         #: Names that were wanted when the daemon started, and still are.
@@ -168,7 +168,7 @@ class ServedBefore:
     def __init__(self, folder: Path | None) -> None:
         """Reads the file in ``folder``; None: the service manager keeps no folder, and nothing is read or written."""
         self._path = None if folder is None else folder / "served.json"
-        #: What the daemon before had served; empty: it did not crash, or had never been ready.
+        #: The names of the models that the daemon before had served; empty: it did not crash, or had never been ready.
         self.names: frozenset[str] = frozenset()
         self._wanted: Set[str] = self.names
         #: Held while the file changes; nothing is written after ``forget``.

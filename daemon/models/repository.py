@@ -96,13 +96,13 @@ class FoundModel:
     content: str = ""
     #: The reason why it cannot be polled, for the operator; "" when it can.
     error: str = ""
-    #: Whether the error is a feature that is not offered here, and not a mistake.
+    #: True if the error is a feature that is not offered here, and not a mistake.
     unsupported: bool = False
-    #: What its configuration asks for without effect, and links to nowhere in its folder: a sentence each.
+    #: The settings of its configuration that have no effect, and links to nowhere in its folder: a sentence each.
     without_effect: tuple[str, ...] = ()
     #: Folders in it that are no versions.
     others: tuple[str, ...] = ()
-    #: For an ensemble: the models of its steps with the versions that they ask for, -1 the newest.
+    #: The models of an ensemble's steps with the versions that they ask for, -1 the newest; empty: it is no ensemble.
     members: tuple[tuple[str, int], ...] = ()
     #: The devices of the workers that load it (``tensord.daemon.models.placement``); empty: every worker does.
     devices: tuple[str, ...] = ()

@@ -43,11 +43,11 @@ class VersionEntry:
     #: Workers that get a Load once they load nothing else.
     postponed: set[int] = field(default_factory=set)
     unloading: set[int] = field(default_factory=set)
-    #: Whether a joining worker gets it.
+    #: True if a joining worker gets it.
     wanted: bool = False
     #: The devices whose workers load it; empty: all.
     devices: tuple[str, ...] = ()
-    #: For an ensemble: what has to be ready in a worker before it is loaded there, as in ``FoundModel``.
+    #: The models that have to be ready in a worker before an ensemble is loaded there, as in ``FoundModel``.
     members: tuple[tuple[str, int], ...] = ()
     #: The rate limiter's resources that its instances need, as in ``FoundModel``.
     resources: Mapping[str, bool] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class Operation:
     #: The tokens of all who wait for it, also of those whose own load it has overtaken.
     tokens: tuple[int, ...]
     found: FoundModel | None
-    #: Whether to load also what serves already from the same files.
+    #: True: what serves already from the same files is loaded as well.
     again: bool = False
 
     def overtaken_by(self, later: Operation) -> bool:

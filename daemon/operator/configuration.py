@@ -32,7 +32,7 @@ class Configuration:
         #: Where the values in force came from.
         self._sources = dict(configured.sources)
         self._reread = reread
-        #: Whether the last reload, or the start, was successful; and when the last successful one was, in seconds since 1970.
+        #: True if the last reload, or the start, was successful; and when the last successful one was, in seconds since 1970.
         self.reloaded = True
         self.reloaded_at = time.time()
 

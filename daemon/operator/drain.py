@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tensord.daemon.supervisor import Supervisor
 
 _log = logging.getLogger(__name__)
-#: Between two looks at lanes on which something is in flight.
+#: Seconds between two looks at lanes on which something is in flight.
 _LANES_POLL_SECONDS = 0.05
 
 

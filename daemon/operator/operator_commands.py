@@ -55,7 +55,7 @@ class OperatorQuestion(msgspec.Struct, forbid_unknown_fields=True):
     command: str
     name: str = ""
     config: str = ""
-    #: Whether to answer once all that was begun has ended.
+    #: True: the answer comes once all that was begun has ended.
     wait: bool = True
     #: Settings of the log or of traces that change; None: they are only read.
     settings: dict[str, Any] | None = None
@@ -63,7 +63,7 @@ class OperatorQuestion(msgspec.Struct, forbid_unknown_fields=True):
     seconds: Seconds | None = None
     #: Where a profile is written; "": in a folder of the daemon's own.
     folder: str = ""
-    #: Of a model, for its parameter sets; 0: the newest, or all.
+    #: The version of a model whose parameter sets are meant; 0: the newest, or all.
     version: int = 0
     set: str = ""
     push: PushFields | None = None

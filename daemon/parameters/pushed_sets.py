@@ -74,7 +74,7 @@ class PushedSet:
     """One parameter set of a model's version: the values in force, the values before them, and the highest number of a push."""
 
     newest: Content
-    #: What it held before; None: nothing that could be put into use again.
+    #: The content that it held before; None: nothing that could be put into use again.
     former: Content | None = None
     #: The highest number that it ever had.
     highest: int = 0

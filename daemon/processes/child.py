@@ -74,7 +74,7 @@ class Child:
         self.incarnation = incarnation
         #: True once it has reported ChildReady.
         self.ready = False
-        #: What it goes without, as it reported.
+        #: The parts that it goes without, as it reported: a sentence each.
         self.missing: tuple[str, ...] = ()
         #: True once it was asked to stop, so that its death is no accident.
         self.stopping = False

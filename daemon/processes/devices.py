@@ -39,7 +39,7 @@ class Device:
     environment: Mapping[str, str] = field(default_factory=dict)
     #: The cores near its GPUs, as Linux lists them; "": any.
     cores: str = ""
-    #: For an isolated model's worker: the part of its GPU's memory that XLA takes. 0: it has no GPU.
+    #: The part of its GPU's memory that XLA takes, for an isolated model's worker. 0: it has no GPU.
     memory_fraction: float = 0.0
 
     def alone(self, name: str, memory_fraction: float) -> Device:

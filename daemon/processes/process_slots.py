@@ -21,7 +21,7 @@ SERVED_MAXIMUM = 1.0
 
 
 _log = logging.getLogger(__name__)
-#: While the daemon starts, so many deaths in a slot that was never filled mean that it never will be.
+#: The number of deaths after which a slot that was never filled counts as one that never will be, while the daemon starts.
 _MAX_START_DEATHS = 5
 
 

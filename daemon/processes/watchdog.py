@@ -37,10 +37,10 @@ class ChildSnapshot:
     state: WorkerState | None = None
     state_since_ns: int = 0
     last_beat_ns: int = 0
-    #: Whether it owes an answer to a Load, and since when it has given none.
+    #: True if it owes an answer to a Load, and since when it has given none.
     loading: bool = False
     load_progress_ns: int = 0
-    #: Since when a front owes an acknowledgement; 0: it owes none.
+    #: The time since which a front owes an acknowledgement; 0: it owes none.
     owes_since_ns: int = 0
 
 
@@ -61,7 +61,7 @@ class Pauses:
     """Periods in which the supervisor did not run, found by checks that were made late. Times are CLOCK_MONOTONIC in ns."""
 
     def __init__(self) -> None:
-        #: From when a check was due until it was made.
+        #: Pauses, each from when a check was due until it was made.
         self._late: deque[tuple[int, int]] = deque(maxlen=_MAX_PAUSES)
 
     def looked(self, due_ns: int, now_ns: int) -> None:

@@ -36,7 +36,7 @@ _DEATHS_WITHOUT_USE = 3
 _AGAIN_SECONDS = 1.0
 #: A dismissed worker is killed when it has not ended so many seconds after its time.
 _LATE_SECONDS = 2.0
-#: Between two looks whether a worker that is restarted has ended, or come up.
+#: Seconds between two looks whether a worker that is restarted has ended, or come up.
 _LOOK_SECONDS = 0.05
 #: Seconds until a look again behind a child that its owner has yet to wait for.
 _REAP_SECONDS = 0.05

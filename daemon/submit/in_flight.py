@@ -57,16 +57,16 @@ class WorkerLink:
 class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
     """A request of any protocol, from its sending until its final answer. (A Struct is quick to make; each request needs one.)"""
 
-    #: With its id; 0: it is not sent, so far.
+    #: The request as it is sent, with its id; id 0: it is not sent so far.
     record: RequestRecord = _UNSENT
-    #: What the number in the record stands for; None: it says everything itself.
+    #: The prepared request that the number in the record stands for; None: the record says everything itself.
     numbered: Numbered[PreparedRequest] | None = None
     #: Where its inputs lie; given back with its final answer.
     leases: Sequence[Lease] = ()
     worker: WorkerLink | None = None
     #: The account that the request's memory counts for; None: it counts for nobody.
     account: Account | None = None
-    #: In the loop's time; 0 where requests have no timeout.
+    #: The loop's time when it was sent; 0 where requests have no timeout.
     sent_at: float = 0.0
     #: Nobody waits for it any more.
     cancelled: bool = False

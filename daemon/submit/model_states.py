@@ -37,7 +37,7 @@ class ModelStates:
         self._models: dict[str, dict[int, ModelState]] = {}
         #: The newest version that serves, of models that have one: what most requests ask for.
         self._newest: dict[str, ModelState] = {}
-        #: Of the whole daemon.
+        #: The readiness of the whole daemon.
         self.readiness = Readiness()
         #: Grows with every change, so that caches notice by one comparison.
         self.edition = 0

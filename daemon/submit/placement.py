@@ -35,7 +35,7 @@ from tensord.shm.tracer import Trace
 
 _log = logging.getLogger(__name__)
 
-#: What an input's bytes are: themselves (BYTES length-prefixed), or where they lie: in a client's region, in the request's lease.
+#: An input's bytes (BYTES length-prefixed), or the place where they lie: in a client's region, or in the request's lease.
 InputContent = bytes | memoryview | RegionSlice | Slice
 _PLACES, _BYTES = (RegionSlice, Slice), (bytes, memoryview)
 
@@ -56,7 +56,7 @@ class UnsentRequest(msgspec.Struct):
 
     #: The constant part of the request, which many requests have in common: all but id, scheduling and contents.
     prepared: PreparedRequest
-    #: Of each input, in its order.
+    #: The content of each input, in the order of the inputs.
     contents: Sequence[InputContent]
     id: str = ""
     scheduling: Scheduling = UNSCHEDULED

@@ -20,7 +20,7 @@ from tensord.shm.errors import ServingError
 from tensord.shm.messages import PreparedRequest, RegionSlice
 from tensord.shm.prepared import MAX_NUMBERS, Numbered
 
-#: Of so many workers that were full of sequences it is remembered which ones they had.
+#: The number of workers that were full of sequences and died whose sequences are remembered.
 _LOST = 4
 
 
@@ -39,13 +39,13 @@ class Routing:
         self._table = table
         self._row = row
         self._places = RegionPlaces()
-        #: By incarnation, without those whose process is certainly gone (fenced). One that is ``closed`` is still here, but is
-        #: never chosen.
+        #: The workers by incarnation, without those whose process is certainly gone (fenced). One that is ``closed`` is still
+        #: here, but is never chosen.
         self.workers: dict[int, WorkerLink] = {}
         self._sequences = SequenceRouting(in_flight, self.workers, _LOST * max_sequences)
         #: Whoever looks here finds some, or nothing.
         self.remembered: dict[Numbered[PreparedRequest] | None, tuple[WorkerLink, ...]] = {}
-        #: Of those of a model that keeps sequences: which one it is.
+        #: The model of each kind of request that is for a model with sequences.
         self._sequenced: dict[Numbered[PreparedRequest] | None, SequencedModel] = {}
 
     def _forget(self) -> None:

@@ -228,7 +228,7 @@ class SequencedModel:
     def __init__(self, state: ModelState) -> None:
         self.state = state
         self.keys = SequenceKeys(state.name, state.version)
-        #: After so long a silence a sequence is forgotten anyway.
+        #: The seconds of silence after which a sequence is forgotten anyway.
         self.idle_seconds = configured(state).sequence_batching.max_sequence_idle_microseconds / 1e6
 
 

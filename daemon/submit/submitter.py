@@ -48,11 +48,11 @@ from tensord.shm.spin import Spin
 from tensord.shm.status_page import StatusPage, WorkerState
 
 _log = logging.getLogger(__name__)
-#: By then a front has read what the supervisor said before it took a model from a worker.
+#: Seconds within which a front has read what the supervisor said before it took a model from a worker.
 _TOLD_SECONDS = 0.01
-#: After which a lane that could not be written to is tried again.
+#: Seconds after which a lane that could not be written to is tried again.
 _AGAIN_SECONDS = 0.1
-#: Between two looks at what waits, while anything does.
+#: Seconds between two looks at what waits, while anything does.
 _TIMER_SECONDS = 0.1
 
 
@@ -79,7 +79,7 @@ class Submitter:
         """
         self._incarnation = incarnation
         self._max_in_flight = self._most_in_flight = options.requests.max_in_flight
-        #: Whether no new request is taken at all.
+        #: True if no new request is taken at all.
         self._refuses = False
         self._timeout = options.requests.timeout
         arenas = options.arenas

@@ -22,7 +22,7 @@ from tensord.shm.errors import Unavailable
 class _Line:
     """A connection's throttled requests, and the ids of those that were sent after a wait and are not answered yet."""
 
-    #: With the time they give up.
+    #: The requests that wait, each with the time at which it gives up.
     waiting: deque[tuple[float, InFlight]] = field(default_factory=deque)
     sent: set[int] = field(default_factory=set)
 
@@ -35,7 +35,7 @@ class Throttle:
         self._seconds = seconds
         #: Connections, and clients, that hold their share of answers.
         self.full: set[Holdings] = set()
-        #: By connection; empty: nobody waits.
+        #: The lines of requests that wait, by connection; empty: nobody waits.
         self.lines: dict[Account, _Line] = {}
         #: Those that wait for what others of their client hold, in order.
         self._barred: dict[ClientAccount, dict[Account, None]] = {}

@@ -18,7 +18,7 @@ from .datatypes import DATATYPES
 from .errors import InvalidArgument
 
 Array = np.ndarray[Any, Any]
-#: Of these the installed numpy is sure to have the dtypes.
+#: The dtypes of those datatypes for which the installed numpy is sure to have one.
 DTYPES: dict[str, np.dtype] = {
     name: np.dtype(each.dtype) for name, each in DATATYPES.items() if name not in ("BYTES", "BF16")
 }

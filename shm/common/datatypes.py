@@ -12,7 +12,8 @@ class Datatype(NamedTuple):
     dtype: str
     #: Bytes of an element; None: an element's length varies.
     byte_size: int | None
-    #: What an element is in JSON: "boolean", "signed-integer", "unsigned-integer", "double" or "string"; "": JSON cannot hold it.
+    #: The kind of an element in JSON: "boolean", "signed-integer", "unsigned-integer", "double", "string"; "": JSON cannot hold
+    #: it.
     json: str
     #: The field of gRPC's InferTensorContents that it may come in; "": none. The last one with a field gives the field's numbers.
     contents: str

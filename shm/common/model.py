@@ -40,7 +40,8 @@ class Calls:
         parameter_set: str = "",
     ) -> None:
         self._connection = connection
-        #: Of requests that say nothing of it. Its parameter set is that of each request whose parameters name none.
+        #: The scheduling of requests that say nothing of it. Its parameter set is that of each request whose parameters name
+        #: none.
         self._scheduling = Scheduling(parameter_set=parameter_set)
         self._description = description
         #: The version that requests name; 0: the newest at the time of the request.
@@ -261,7 +262,7 @@ class ModelSequence:
         self.sequence_id = sequence_id
         self._begun = False
         self._ended = False
-        #: Whether the last step was answered.
+        #: True if the last step was answered.
         self._over = False
 
     def __call__(self, inputs: Mapping[str, Any], *, end: bool = False, **own: Unpack[Own]) -> Answer:

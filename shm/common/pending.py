@@ -28,7 +28,7 @@ from .errors import FORKED, Cancelled, DeadlineExceeded, Internal, ServingError,
 if TYPE_CHECKING:
     import asyncio
 
-#: What a request is answered with.
+#: The type of a request's answer.
 T = TypeVar("T")
 
 
@@ -48,9 +48,9 @@ class Pending(Generic[T]):
     waiting = True
     #: Wakes the thread that waits for it.
     waiter: queue.SimpleQueue[None] | None = None
-    #: Whether the transport is through with it: nothing more comes, and nobody uses its arrays.
+    #: True if the transport is through with it: nothing more comes, and nobody uses its arrays.
     _ended = False
-    #: Whether its caller does not wait any more: what still comes is dropped.
+    #: True if its caller does not wait any more: what still comes is dropped.
     _given_up = False
     _result: T | ServingError | None = None
     _callbacks: Sequence[Callable[[Any], object]] = ()
@@ -68,7 +68,7 @@ class Pending(Generic[T]):
         self.model = model
         self.deadline = deadline
         self._deadlines = deadlines
-        #: What has come and was not taken yet: responses, and the error that ends the request.
+        #: Responses that have come and were not taken yet, and the error that ends the request.
         self._arrived: deque[Any] = deque()
         # The garbage collector may end a stream of this request in a thread that has the lock.
         self._lock = threading.RLock()

@@ -76,11 +76,11 @@ class Description:
         self.metadata: dict[str, Any] = answer["metadata"]
         #: 0: the model has no batch dimension.
         self.max_batch_size: int = answer["max_batch_size"]
-        #: Whether a request has several responses.
+        #: True if a request has several responses.
         self.streams: bool = answer["streams"]
-        #: Whether requests belong to sequences.
+        #: True if requests belong to sequences.
         self.sequences: bool = answer["sequences"]
-        #: Whether running a request twice harms nobody.
+        #: True if running a request twice harms nobody.
         self.pure: bool = answer["pure"]
         #: in_flight, segments, segment_byte_size, response_byte_size; empty where there are none of a lane.
         self.limits: dict[str, int] = answer.get("limits", {})

@@ -38,7 +38,7 @@ class Scheduling(NamedTuple):
     sequence_id: SequenceId = 0
     sequence_start: bool = False
     sequence_end: bool = False
-    #: While it waits the next request of that key takes its place; "": it has no key.
+    #: A key: while the request waits, the next request of that key takes its place; "": it has none.
     replace_key: str = ""
     #: The parameter set that it is computed with; "": the model's main set.
     parameter_set: str = ""

@@ -18,7 +18,7 @@ from tensord.workers.calls.call import ModelCall
 from tensord.workers.calls.caller import CallerPhase, asker
 from tensord.workers.requests.result import Result
 
-#: What the files of a model may have that another one loads.
+#: The most files, and bytes of them, of a model that another model loads.
 _MAX_FILES, _MAX_BYTE_SIZE = 256, 128 << 20
 
 

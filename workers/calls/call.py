@@ -39,7 +39,7 @@ class ModelCall:
     arrays: Mapping[str, Array]
     #: Names of the wanted outputs; empty: all.
     outputs: tuple[str, ...] = ()
-    #: Whether the caller takes any number of responses; False: exactly one.
+    #: True if the caller takes any number of responses; False: exactly one.
     streams: bool = False
     #: The error message if the called model streams although ``streams`` is False.
     hint: str = ""
@@ -53,7 +53,7 @@ class ModelCall:
         self.within = None if self.timeline is None else self.timeline.within(innermost())
         #: Requests that the call is made for: it ends with them.
         self.requests = self.caller.requests
-        #: Whether the call could not be made: its error says why.
+        #: True if the call could not be made: its error says why.
         self.refused = False
         #: The thread that waited for the call last; 0: a coroutine did.
         self._thread = 0
@@ -61,7 +61,7 @@ class ModelCall:
         self._asked = self._taken = self._answered = 0
         #: When the loop has begun the call.
         self.began_ns = 0
-        #: Whether its responses are discarded.
+        #: True if its responses are discarded.
         self.abandoned = False
         self._came: queue.SimpleQueue[tuple[Result | None, bool]] = queue.SimpleQueue()
         self._over = False

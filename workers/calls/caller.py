@@ -97,7 +97,7 @@ class ModelPort:
         self.code = code
         #: Called in the model's thread each time that its code has run.
         self.ran: Callable[[], None] | None = None
-        #: Whether the version is being loaded.
+        #: True if the version is being loaded.
         self.loading = True
         #: The worker's process.
         self.process = os.getpid()

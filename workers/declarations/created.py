@@ -18,7 +18,7 @@ _GIVEN_WITH = {
     "state": 'state = {"h": "FP32[8]"} in model.py, and sequence_batching { } in config.pbtxt',
     "request": 'request = {"seed": "INT64"} in model.py',
 }
-#: What ``create`` of a model.py returned: a function, its parameters, and the initial state or None.
+#: The values that ``create`` of a model.py returned: a function, its parameters, and the initial state or None.
 Created = tuple[Callable[..., Any], Any, object]
 
 

@@ -63,7 +63,7 @@ class CudaDevice:
         self._pieces = pieces
         #: The device's DLDeviceType and number in XLA.
         self._dlpack_device = _dlpack_device_of(device)
-        #: Whether XLA can make the device wait, as its back end for GPUs does; True until a failure.
+        #: True if XLA can make the device wait, as its back end for GPUs does; True until a failure.
         self._waits = True
         self._staging = 0
         self._staging_byte_size = 0

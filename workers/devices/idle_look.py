@@ -77,7 +77,7 @@ class IdleLook:
         self._interval = interval
         #: When the current mark was set; 0: there is none.
         self._since_ns = 0
-        #: Whether a look was posted to the loop and is not done.
+        #: True if a look was posted to the loop and is not done.
         self._asked = False
         self._ends = threading.Event()
         threading.Thread(target=self._keep_time, name="idle look", daemon=True).start()

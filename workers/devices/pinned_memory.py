@@ -68,7 +68,7 @@ class _PinnedMapping:
         self.hold = hold
         #: Keeps the mapping; used on the loop only.
         self.view = view
-        #: Whether the driver has it locked; used in the thread only.
+        #: True if the driver has it locked; used in the thread only.
         self.locked = False
         #: Set by the loop and read by the thread, which need not begin then.
         self.unwanted = False

@@ -67,7 +67,7 @@ class CallCircles:
         self._calls = calls
         self._ensembles = ensembles
         self._limiter = limiter
-        #: Whether the last search passed a call from a thread that a model started itself.
+        #: True if the last search passed a call from a thread that a model started itself.
         self._by_thread = False
 
     def find(self, now_ns: int) -> tuple[ModelCall | None, int]:

@@ -136,7 +136,7 @@ class Dispatcher:
         self._active: dict[ModelVersion, None] = {}
         #: Count of the requests on clients' own lanes that were handled in Python.
         self.lane_requests = 0
-        #: Whether no request waits to run, no answer for room, and nothing is to be done at once; as of the last iteration.
+        #: True if no request waits to run, no answer for room, and nothing is to be done at once; as of the last iteration.
         self.idle = True
         #: The change count of the table of models when all versions were last marked.
         self._asked_of = 0

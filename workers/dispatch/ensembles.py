@@ -100,7 +100,7 @@ class EnsembleRuns:
         self._withdraw = withdraw
         #: Request -> its run.
         self._runs: dict[Request, _Run] = {}
-        #: What is to be done: a step may answer while it is started, and its run is not entered twice.
+        #: Runs and starts of steps that are due: a step may answer while it is started, and its run is not entered twice.
         self._due: deque[tuple[_Run, StepStart[Array] | None]] = deque()
         self._working = False
 

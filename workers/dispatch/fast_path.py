@@ -56,7 +56,7 @@ if available:
 #: Bytes of inputs in regions from which on a request is run by itself, where they lie.
 _LARGE = 1 << 16
 AnyProgram = Executable | GroupedProgram | PipelineProgram
-#: By name.
+#: Regions by name.
 Regions = dict[str, Region]
 
 
@@ -185,11 +185,11 @@ class FastPath(Poller):
         self._models = models
         self._pipelines = pipelines
         self._regions = regions
-        #: What the tables had changed when anything was learned.
+        #: The number of changes of the tables at the time when anything was last learned.
         self._seen = self._changes
         self._batches: dict[tuple[JaxModel | EnsemblePipeline, Hashable], _Batch] = {}
         self._alone: dict[tuple[ModelVersion, Hashable], _Alone] = {}
-        #: What was learned: numbers, by the descriptor of their lane.
+        #: The numbers that were learned, by the descriptor of their lane.
         self._numbers: dict[int, set[int]] = {}
 
     def open(self, submitter: SubmitterLink[Request]) -> None:

@@ -49,7 +49,7 @@ class LaneAnswers:
         self._recent: deque[_Error] = deque(maxlen=_MAX_RECENT)
         self._log = AccessLog("lane")
         self.tracer = Tracer(0, TraceFiles(), protocol="lane")
-        #: Whether the C part has to be told how many requests may pass, and to say how many did.
+        #: True if the C part has to be told how many requests may pass, and to say how many did.
         self.watched = False
         self._poller: Poller
         self._channel: Channel | None = None

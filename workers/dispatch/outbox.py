@@ -351,7 +351,7 @@ class Outbox:
 
     def _retry(self, submitter: SubmitterLink[Request], now_ns: int) -> None:
         small_byte_size = submitter.lane.arena.small_byte_size
-        #: Whether there is no room for small answers, and for large ones: none is placed before those that wait longer.
+        #: True if there is no room for small answers, and for large ones: none is placed before those that wait longer.
         full = [False, False]
         #: Versions whose answers leave in order and of which one is blocked still: no later answer of them may leave.
         waits: set[object] = set()

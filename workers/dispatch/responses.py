@@ -36,8 +36,8 @@ from tensord.workers.requests.result import STREAMED, Response, Result
 from tensord.workers.scheduling.agenda import NEVER, Agenda
 
 _log = logging.getLogger(__name__)
-#: After responses came the loop is not woken for others, but looks for them after so long: a thread that makes one after the
-#: other is held up by every wake-up. A last response wakes it, unless the model returns with it and has another request at hand.
+#: The time in which the loop, after responses came, looks for others without being woken: a thread that makes one after the other
+#: is held up by every wake-up. A last response wakes it, unless the model returns with it and has another request at hand.
 _GATHER_NS = 1_000_000
 #: A response, whether it is the last, and the bytes that it counts as until it is placed.
 _Sent = tuple[Sent, bool, int]
@@ -70,7 +70,7 @@ class Responses(ResponseReceiver):
         self._clock = clock
         self.max_ahead = max_ahead
         self._arrived: deque[tuple[ResponseSender, _Sent]] = deque()
-        #: Whether the loop was posted a call for them, or looks for them by itself.
+        #: True if the loop was posted a call for them, or looks for them by itself.
         self._posted = False
         #: When it looks for responses that do not wake it; 0: it does not.
         self.look_ns = 0

@@ -31,7 +31,7 @@ from tensord.workers.scheduling.queue import ParkedRequests, Replacement, in_tur
 from tensord.workers.threads.work_thread import WorkThread
 
 _log = logging.getLogger(__name__)
-#: On the status page: the compiler's place.
+#: The compiler's place on the status page.
 COMPILER_SLOT = 1
 
 

@@ -85,7 +85,7 @@ class StepRows:
         self._sizes = tuple([part.stop - part.start for part in layout.slices])
         #: The bytes that each response counts until the client has taken it.
         self._byte_size = response_byte_size(tuple([bytes(size) for size in self._sizes]))
-        #: By slot.
+        #: The requests that run, by slot.
         self.members: dict[int, _Joined] = {}
         #: When the responses of each step left; once ``_look_at`` steps are noted, ``_look`` checks which clients are behind.
         self._left_ns: list[int] = []
@@ -249,7 +249,7 @@ class Stepping:
         self._page = page
         self._clock = clock
         self._check = check
-        #: Whether a row of outputs is small enough to go into the record of a response.
+        #: True if a row of outputs is small enough to go into the record of a response.
         self._small = self._model.rows.byte_size <= responses.inline_byte_size
         self._rows = StepRows(self._model.rules.slots, self._model.rows, responses, version.statistics)
         #: Insertions and steps that were launched and not read yet, in order.

@@ -83,7 +83,7 @@ class DeclaredVersion:
     steps: StepDeclaration | None
     #: Which parameters differ between parameter sets; None: a batch has one set.
     mixed: SetDeclaration | None
-    #: Whether the model's parameters may leave the device to make room for those of others.
+    #: True if the model's parameters may leave the device to make room for those of others.
     on_demand: bool
     #: The numbers of the GPUs that the model runs on; none on the processor.
     gpus: Sequence[int]

@@ -46,7 +46,7 @@ class Planned:
     name: str
     #: The number of its group, and its number there.
     place: tuple[int, int]
-    #: Whether it is loaded and never gets a request.
+    #: True if it is loaded and never gets a request.
     passive: bool
     #: Resource of the rate limiter -> how much of it a run needs.
     needs: Mapping[str, int]

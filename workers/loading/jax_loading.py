@@ -75,11 +75,11 @@ class InstancePlan:
     given: jax.Device | tuple[jax.Device, ...]
     #: The devices of a model that runs on several; None: the worker's first device.
     several: SeveralDevices | None
-    #: Whether each instance has a thread; False: the worker's loop runs the model.
+    #: True if each instance has a thread; False: the worker's loop runs the model.
     threads: bool
     #: How many threads execute the model.
     count: int
-    #: Whether all instances use one program in turn; none of them has a thread then.
+    #: True if all instances use one program in turn; none of them has a thread then.
     turns: bool
     #: Requests that cannot share a batch share no call of a program either, however many instances there are.
     alone: bool

@@ -28,7 +28,7 @@ class LoadTarget:
     cache: ExecutableCache
     #: The device for the thread that will run what is loaded.
     execution: ExecutionDevice
-    #: Whether process-wide state is left alone, because the process also serves others, or is one model's own.
+    #: True if process-wide state is left alone, because the process also serves others, or is one model's own.
     shared: bool = True
     #: The room on the device for parameters that are pushed.
     room: DeviceRoom = field(default_factory=lambda: DeviceRoom(0))

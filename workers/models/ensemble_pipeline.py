@@ -50,9 +50,9 @@ class EnsemblePipeline:
         self._outputs = needed.outputs
         steps = [graph.steps[number] for number in graph.in_order() if number in needed.numbers]
         self._steps = [_Step(models.find(step.model, step.version), step.inputs, step.outputs) for step in steps]
-        #: By the rows that wait.
+        #: The programs by the number of rows that wait.
         self._by_rows: dict[int, PipelineProgram | None] = {}
-        #: By bucket.
+        #: The programs by bucket.
         self._made: dict[int, PipelineProgram] = {}
 
     @property
@@ -166,7 +166,7 @@ class EnsemblePipelines:
     def __init__(self, models: ModelTable) -> None:
         self._models = models
         self._changes = models.changes
-        #: By version, and outputs that are wanted.
+        #: The pipelines by version, and by the outputs that are wanted.
         self._known: dict[tuple[ModelVersion, tuple[str, ...]], EnsemblePipeline] = {}
 
     def find(

@@ -45,9 +45,9 @@ class Execution:
     executable: Executable | GroupedProgram | None = None
     #: The batch that this run is a part of, if that is run again request by request; None: it is part of no other.
     whole: Execution | None = None
-    #: Whether the run has failed, and with it the state of all sequences of its instance is lost.
+    #: True if the run has failed, and with it the state of all sequences of its instance is lost.
     lost: bool = False
-    #: Whether no sequence has gone on by the run, if it fails without ``lost``.
+    #: True if no sequence has gone on by the run, if it fails without ``lost``.
     intact: bool = False
     #: Rows of the batch, as the model saw it, that belong to none of ``requests``.
     rows_of_nobody: int = 0
@@ -55,7 +55,7 @@ class Execution:
     again: list[Request] = field(default_factory=list)
     #: Returns who takes what the model sends to a request; None: the batch is a warmup sample, and nobody does.
     responder: Callable[[Request], ResponseSender] | None = None
-    #: Whether requests may be answered by senders, and by which.
+    #: True if requests may be answered by senders, and by which.
     by_senders: bool = False
     senders: list[ResponseSender] = field(default_factory=list)
     #: Those of ``requests`` that senders answer, once the model has returned.

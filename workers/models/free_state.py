@@ -79,7 +79,7 @@ class FreeState:
         self._shapes = RequestShapes(buckets.signature, buckets)
         self._initial = initial
         self._limit = limit
-        #: With what sequences had that have ended, until it is counted again.
+        #: The bytes of all sequences, with those of ended ones until they are counted again.
         self._byte_size = 0
 
     def attach(self, request: RequestTensors) -> None:

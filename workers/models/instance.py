@@ -76,19 +76,19 @@ class Instance:
         self._create = create
         self._started = threading.Event()
         self._failure: BaseException | None = None
-        #: Between ``run`` and their ``done``, and how many may be: where others wait behind the one that runs the thread need not
-        #: wait for the loop.
+        #: The executions between ``run`` and their ``done``, and how many may be: where others wait behind the one that runs the
+        #: thread need not wait for the loop.
         self.given: deque[Execution] = deque()
         self.depth = 1
         #: Given executions that the thread has not begun.
         self._ahead: deque[Execution] = deque()
-        #: Whether it only holds the model, and gets no requests.
+        #: True if it only holds the model, and gets no requests.
         self.passive = False
         #: The number of its group, and its number there.
         self.place = (0, 0)
-        #: Whether it was told to end.
+        #: True if it was told to end.
         self.closing = False
-        #: What it needs of the rate limiter, and how much its turns count.
+        #: The resources of the rate limiter that a run needs, and how much its turns count.
         self.needs: Mapping[str, int] = {}
         self.priority = 0
         #: Its slot on the status page, where it notes what it runs, and as which model's.

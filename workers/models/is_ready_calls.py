@@ -19,7 +19,7 @@ from collections.abc import Callable
 from tensord.workers.threads.inbox import Inbox
 
 _log = logging.getLogger(__name__)
-#: As in Triton.
+#: Seconds until a call counts as failed, as in Triton.
 _SECONDS = 5.0
 
 
@@ -35,7 +35,7 @@ class IsReadyCalls:
         self._thread: threading.Thread | None = None
         #: Ends when the first caller has waited long enough; None: nobody waits.
         self._timer: threading.Timer | None = None
-        #: Whether the log says that the running call is late.
+        #: True if the log says that the running call is late.
         self._logged = False
 
     def join(self, is_ready: Callable[[], object]) -> None:

@@ -121,12 +121,12 @@ class JaxModel:
         self._buckets = buckets
         #: Requests of different lengths share a batch, so its shapes are known when it is there.
         self.ragged = signature.ragged
-        #: Whether requests may be smaller than the rows they are computed as.
+        #: True if requests may be smaller than the rows they are computed as.
         self._pads = bool(buckets.axes) or signature.ragged
         self._shapes = RequestShapes(signature, buckets)
-        #: What requests must have in common to run together.
+        #: Returns the value that requests must have in common to run together.
         self.key = self._shapes.key
-        #: Whether an output has an axis that may come back padded.
+        #: True if an output has an axis that may come back padded.
         self._padded = any(
             axis in buckets.axes for spec in signature.outputs.values() for axis in spec.axes if axis is not None
         )

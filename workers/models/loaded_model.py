@@ -63,7 +63,7 @@ class LoadedModel:
     signature: Signature
     metadata: bytes
     config: bytes
-    #: As in ``tensord.shm.control_records.ModelState``.
+    #: ``repeatable``, ``sticky`` and ``streams`` are as in ``tensord.shm.control_records.ModelState``.
     repeatable: bool
     sticky: bool
     streams: bool
@@ -75,7 +75,7 @@ class LoadedModel:
     batch_rules: BatchRules
     #: Its code, to be forgotten when the version is gone.
     imports: ModelImports
-    #: Whether it asks for the response cache, and whether it sees which outputs a client wants.
+    #: True if it asks for the response cache; and if it sees which outputs a client wants.
     cached: bool = False
     sees_outputs: bool = False
     #: Answers leave in the order in which requests were taken.
@@ -85,7 +85,7 @@ class LoadedModel:
     is_passive: bool = False
     #: None: its model has no sequences.
     sequences: SequencePlan | None = None
-    #: What it takes besides what clients send.
+    #: The inputs that are made for it, besides those that clients send.
     made_inputs: MadeInputs = field(default_factory=MadeInputs)
     #: None: any parameters of requests may mean something to it.
     known_parameters: KnownParameters | None = None
@@ -93,16 +93,16 @@ class LoadedModel:
     sets: ParameterSets | None = None
     #: The model that is stepped, if it is one.
     stepped: SteppedModel | None = None
-    #: Of an ensemble, which has nothing else to run.
+    #: The graph of an ensemble, which has nothing else to run.
     ensemble: EnsembleGraph | None = None
-    #: Of a model that says itself whether it is ready.
+    #: Calls the function by which a model says itself whether it is ready; None: it has none.
     is_ready_calls: IsReadyCalls | None = None
-    #: What it takes.
+    #: The time and memory that its load took.
     footprint: Footprint = field(default_factory=Footprint)
-    #: What asked for it, and how further instances of it are made; None: another number of instances is another load.
+    #: The record that asked for it, and how further instances of it are made; None: another number of instances is another load.
     record: Load | None = None
     maker: InstanceMaker | None = None
-    #: As in ``ModelState``.
+    #: The same as in ``ModelState``.
     pure: bool = False
     #: It has the code and instances of the version that it replaces: only the number of these has changed.
     taken_over: bool = False

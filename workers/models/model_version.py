@@ -39,7 +39,7 @@ from tensord.workers.tensors.buckets import shapes_key
 
 #: So many requests an instance is given at a time, the one that runs among them, where it is given some ahead.
 _AHEAD = 3
-#: What the agenda of a worker's loop holds: versions with requests, and functions that are called with the time.
+#: A part of the agenda of a worker's loop: a version with requests, or a function that is called with the time.
 AgendaPart: TypeAlias = "ModelVersion | Callable[[int], object]"
 
 
@@ -71,7 +71,7 @@ class ModelVersion:
         self.loaded = loaded
         self.name = loaded.name
         self.version = loaded.version
-        #: As the status page names it.
+        #: The name of the version on the status page.
         self.page_key = model_key(loaded.name, loaded.version)
         self.signature = loaded.signature
         self.repeatable = loaded.repeatable
@@ -79,16 +79,16 @@ class ModelVersion:
         self.jitted = loaded.jitted
         #: Its parameter sets, if it has parameters that are arrays.
         self.sets = loaded.sets
-        #: Whether a request is given something besides what its client has sent, or may be refused for its sequence.
+        #: True if a request is given something besides what its client has sent, or may be refused for its sequence.
         self.joins = loaded.sequences is not None or bool(loaded.made_inputs)
         self.state = VersionState.SERVING
         self.queue: RequestQueue[Request] = RequestQueue(loaded.queue_rules)
         self.batcher = DynamicBatcher(loaded.batch_rules, self.queue)
-        #: Of a model with sequences; it has no use for the queue.
+        #: The sequences of a model that has any; it has no use for the queue.
         self.sequences: SequenceBatcher[Request] | None = None
         #: Who decides what runs.
         self.planner: Planner[Request] = self.batcher
-        #: Of a jitted model whose state varies in size.
+        #: The state of a jitted model whose state varies in size; None: it has no such state.
         self.free_state = None if self.jitted is None else self.jitted.free_state
         self._registered: RegisteredSequences | None = None
         if loaded.sequences is not None:
@@ -104,11 +104,11 @@ class ModelVersion:
                 None if free is None else free.attach,
             )
             self.planner = self.sequences
-        #: Of a stepped model.
+        #: Decides about the steps of a stepped model.
         self.steps: StepBatcher[Request] | None = None
         if loaded.stepped is not None:
             self.planner = self.steps = StepBatcher(loaded.stepped.rules, self.queue)
-        #: Of requests that are answered by senders, and are not at their end.
+        #: The senders of requests that are answered by them and are not at their end.
         self.senders: dict[Request, ResponseSender] = {}
         #: The next batch of an instance, and it is empty when none is due; of (now_ns, instance).
         self.take: Callable[[int, int], list[Request]] = self.planner.take
@@ -116,11 +116,11 @@ class ModelVersion:
             self.take = self._take_fitting
         if self.sequences is not None and self.sets is not None:
             self.take = functools.partial(self._take_of_one_set, self.take)
-        #: Whether any request of a stepped model that has a slot may go on with other parameters than main's newest.
+        #: True if any request of a stepped model that has a slot may go on with other parameters than main's newest.
         self.steps_hold = False
         self.statistics = VersionStatistics(loaded.name, loaded.version, buckets)
         self.statistics.slow = _why_slow(loaded)
-        #: Of requests to it, and what stands for this load.
+        #: The inputs of requests to it that were checked, and what stands for this load.
         self.checked = CheckedInputs()
         #: The worker's, where it is used for this model.
         self.cache: ResponseCache | None = None
@@ -135,13 +135,13 @@ class ModelVersion:
         #: The instances that it has ended: those that no other version uses.
         self.ended_instances: list[Instance] = []
         loaded.users[self] = None
-        #: Whether any instance needs something of the rate limiter.
+        #: True if any instance needs something of the rate limiter.
         self.limited = any(instance.needs for instance in loaded.instances)
-        #: Of a model that wants it and has several instances: whose answer may leave.
+        #: Says whose answer may leave, for a model that wants the order kept and has several instances.
         self.order: ResponseOrder[object, Callable[[], None]] | None = None
         if loaded.ordered and len(loaded.instances) > 1:
             self.order = ResponseOrder()
-        #: Whether a request may be given to the thread before another one has run: no other thread could run it meanwhile, and
+        #: True if a request may be given to the thread before another one has run: no other thread could run it meanwhile, and
         #: nothing that comes would join it, or overtake it.
         self.runs_ahead = (
             len(loaded.instances) == 1

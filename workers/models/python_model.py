@@ -86,7 +86,7 @@ class PythonVersion:
     sequences: SequencePlan | None = None
     #: Where the instances' ``is_ready`` is registered; None: the model has none.
     readiness: IsReadyCalls | None = None
-    #: What an instance is finalized in; of code that expects a process for each instance it is a lock.
+    #: Entered while an instance is finalized; a lock for code that expects a process for each instance.
     finalizing: contextlib.AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
     outputs: DeclaredOutputs = field(init=False)
 

@@ -37,7 +37,7 @@ class RateLimiter:
         self._waiting: dict[Instance, None] = {}
         self._running: dict[Instance, None] = {}
         self._used: dict[str, int] = {}
-        #: Whether an instance that waited may run now; cleared by the dispatcher.
+        #: True if an instance that waited may run now; cleared by the dispatcher.
         self.moved = False
 
     def add(self, instances: Iterable[Instance]) -> None:

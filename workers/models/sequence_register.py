@@ -19,9 +19,9 @@ class SequenceRegister:
     def __init__(self, page: SequencePage, most: int) -> None:
         self.page = page
         self._most = most
-        #: Of all models.
+        #: The number of live sequences of all models.
         self.live = 0
-        #: Whether any has ended whose answers may not have left.
+        #: True if any has ended whose answers may not have left.
         self.ended = False
         #: Those that new sequences join, by the key of their model version.
         self.serving: dict[Key, RegisteredSequences] = {}
@@ -71,7 +71,7 @@ class RegisteredSequences:
     def __init__(self, register: SequenceRegister, keys: SequenceKeys) -> None:
         self._register = register
         self._keys = keys
-        #: By generation: its key, and since when it is on the page.
+        #: The key of each generation, and the time since which it is on the page.
         self._entries: dict[int, tuple[Key, int]] = {}
         self._table: SequenceTable[Any] | None = None
 

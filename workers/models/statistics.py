@@ -22,7 +22,7 @@ from tensord.workers.models.execution import Execution
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_sender import ResponseSender, Sent
 
-#: What is called alike here and in ``Counts``.
+#: Names of the counters that are called alike here and in ``Counts``.
 _COUNTED = (
     *("request_ns", "queue_ns", "compute_input_ns", "compute_infer_ns", "compute_output_ns"),
     *("copied_byte_size", "padded_rows", "padded_elements", "lost_sequences"),
@@ -51,7 +51,7 @@ class Duration:
 class ResponseStatistics:
     """The responses at one position in their requests: an entry of ``response_stats`` of Triton's statistics extension."""
 
-    #: From the response before it, or from when the request began to run.
+    #: The time from the response before it, or from when the request began to run.
     compute_infer: Duration = field(default_factory=Duration)
     #: Putting it into place.
     compute_output: Duration = field(default_factory=Duration)
@@ -71,7 +71,7 @@ class ResponsesByNumber:
 
     def __init__(self) -> None:
         self._found: dict[int, ResponseStatistics] = {}
-        #: Of those that were counted together: how many, and the ns from the response before each.
+        #: The responses that were counted together: how many, and the ns from the response before each.
         self._counts = self._waited_ns = np.zeros(0, np.int64)
 
     def of(self, number: int) -> ResponseStatistics | None:
@@ -173,11 +173,11 @@ class VersionStatistics:
         self._version = version
         #: When what ``counts`` tells began.
         self.began_ns = time.monotonic_ns()
-        #: Of the load before this one, and what it came to once it was over.
+        #: The statistics of the load before this one, and what they came to once it was over.
         self._former: VersionStatistics | None = None
         self._inherited = Counts()
         self._inherited_durations: Counted = {}
-        #: Of requests of clients; those that models make count above alone.
+        #: The durations of clients' requests; those that models make count above alone.
         self.durations = Durations(buckets)
         #: Requests that were answered well, and what all of them took together.
         self.success_count = 0
@@ -186,7 +186,7 @@ class VersionStatistics:
         self.compute_input_ns = 0
         self.compute_infer_ns = 0
         self.compute_output_ns = 0
-        #: Of them, those that the response cache answered; and those that were computed and kept there, with the time that took.
+        #: The answers that came from the response cache; and those that were computed and kept there, with the time that took.
         self.cache_hit = Duration()
         self.cache_miss = Duration()
         self.fail = Duration()
@@ -201,11 +201,11 @@ class VersionStatistics:
         self.lost_sequences = 0
         self.inference_count = 0
         self.execution_count = 0
-        #: Since 1970; 0: never.
+        #: The time of the last inference in ms since 1970; 0: there was none.
         self.last_inference_ms = 0
         #: Bytes of tensors that the worker copied (docs/data-plane.md): not in Triton's answer, but in ours.
         self.copied_byte_size = 0
-        #: What programs took besides requests, because of their buckets: rows, and elements of inputs.
+        #: The rows, and the elements of inputs, that programs took besides requests, because of their buckets.
         self.padded_rows = 0
         self.padded_elements = 0
         self._batches: dict[int, BatchStatistics] = {}

@@ -34,7 +34,7 @@ from tensord.workers.tensors.signature import Signature, TensorSpec
 MAX_BYTE_SIZE = 1 << 29
 #: All runs of all samples together, for one instance.
 MAX_COUNT = 10_000
-#: What an element of BYTES is taken for: an object of Python and its place in the array.
+#: The bytes that an element of BYTES counts: an object of Python and its place in the array.
 _OBJECT_BYTE_SIZE = 64
 #: Random values are the same at every start, so that what fails fails again.
 _SEED = 0
@@ -48,9 +48,9 @@ class Sample:
         self.rows = rows
         self.count = count
         self._arrays = arrays
-        #: What its tensors take.
+        #: The bytes that its tensors take.
         self.byte_size = sum(map(_memory, arrays.values()))
-        #: What a jitted model finds its executable by.
+        #: The key by which a jitted model finds its executable.
         self._key: Hashable = None
 
     def begin(self, begun: Callable[[Mapping[str, Array], int], dict[str, Array]]) -> None:

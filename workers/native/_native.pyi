@@ -37,7 +37,8 @@ Program = tuple[Callable[..., Sequence[Array | bytes]], int, bool, tuple[tuple[i
 Asked = list[tuple[int | str, bool, bool]]
 #: Lane, id and moment of arrival of each request.
 Described = list[tuple[int, int, int]]
-#: Of requests of sequences: how many of the first ones run now; and who answers those whose run failed, with the reason.
+#: The functions for requests of sequences: one says how many of the first ones run now; one answers those whose run failed, with
+#: the reason.
 Sequences = tuple[Callable[[Asked], int], Callable[[Described, Exception | None], None]]
 #: Whose requests they are, how many of them may wait, what a program has to do for each of its rows (as a part of an iteration of
 #: the loop), how many ns they wait for others to share their run and how many rows do not wait for more (0: none waits), whether
@@ -80,7 +81,7 @@ class FastPath:
         take_back: Callable[[bytes], object],
         #: Requests in flight on a client's lane at most; 0: a front's.
         most: int,
-        #: By which its clients ask: a place in ``durations.PROTOCOLS``.
+        #: The protocol by which its clients ask: a place in ``durations.PROTOCOLS``.
         protocol: int,
         /,
     ) -> None: ...
@@ -97,7 +98,7 @@ class FastPath:
         outputs: tuple[tuple[int, int, int, int, int], ...],
         answer_number: int,
         intact: Callable[[], None] | None,
-        #: What follows the moments in timelines, encoded; None: traced requests are Python's.
+        #: The encoded bytes that follow the moments in timelines; None: traced requests are Python's.
         traced: bytes | None,
         #: The sets that requests may name, by name; None: requests that name one are Python's.
         sets: dict[str, ParameterSet] | None,
@@ -116,9 +117,9 @@ class FastPath:
         answer_number: int,
         #: Called with the inputs, and the parameter set if the request names one.
         alone: Callable[..., tuple[int, int, int, list[Array]] | None],
-        #: As ``learn``.
+        #: The same as for ``learn``.
         traced: bytes | None,
-        #: As ``learn``.
+        #: The same as for ``learn``.
         sets: dict[str, ParameterSet] | None,
         /,
     ) -> None: ...

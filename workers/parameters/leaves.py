@@ -29,7 +29,7 @@ class Leaf(NamedTuple):
     made: Any
     placed: Any
     shape: tuple[int, ...]
-    #: Whether all sets use this leaf of ``main`` (the model's ``batch_sets`` names the leaves that differ).
+    #: True if all sets use this leaf of ``main`` (the model's ``batch_sets`` names the leaves that differ).
     shared: bool = False
 
     @property

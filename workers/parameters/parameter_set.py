@@ -39,9 +39,9 @@ class Placer:
     Leaves are in the order of the model's tree, with None in place of those that clients cannot push.
     """
 
-    #: Whether all of the model's programs run on a processor; only then may ``lay`` be called.
+    #: True if all of the model's programs run on a processor; only then may ``lay`` be called.
     lays = False
-    #: Whether parameters come back to the device faster from the page-locked copies that ``pin`` makes.
+    #: True if parameters come back to the device faster from the page-locked copies that ``pin`` makes.
     pins = False
 
     def __init__(self, leaves: Leaves) -> None:
@@ -102,7 +102,7 @@ class ParameterSet:
         #: Its leaves in page-locked memory, once it has left a GPU.
         self._pinned: Sequence[Any] | None = None
         named = name != MAIN_SET
-        #: Whether it may leave the device for others while it is in use.
+        #: True if it may leave the device for others while it is in use.
         self._leaves = named or sets.on_demand
         #: Bytes of its leaves, and of the leaves that take memory on the device for this set alone: others lie in a stack, or are
         #: used in the host's memory without a copy.
@@ -306,7 +306,7 @@ class ParameterSets:
         self._before: dict[str, ParameterSet] = {}
         #: Sets that were checked and placed, and are not in use yet.
         self.staged: set[ParameterSet] = set()
-        #: Whether a request has asked for the set that its answer was computed with.
+        #: True if a request has asked for the set that its answer was computed with.
         self.told = False
         #: Counters: pushes that were committed; sets that came back to the device, and that left it for others.
         self.pushes = 0

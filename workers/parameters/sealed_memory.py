@@ -112,7 +112,7 @@ class _Memory:
     def __init__(self, parts: Sequence[Part], byte_size: int) -> None:
         """Allocates and fills memory. Raises Unavailable: no memory or file descriptor is left; or what copying a part raises."""
         self.byte_size = byte_size
-        #: Whether the memory was free already at the last call of ``MemoryPool.expire``.
+        #: True if the memory was free already at the last call of ``MemoryPool.expire``.
         self.is_spare = False
         mapping: mmap.mmap | None = None
         with descriptors.needed("pushed parameters"):

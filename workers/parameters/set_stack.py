@@ -64,7 +64,7 @@ def _is_in(name: str, own: str) -> bool:
     return name == own or name.startswith(f"{own}.")
 
 
-#: What a run is computed with: one parameter set, or that of each request or row of a batch that may mix sets; None: main.
+#: The parameters of a run: one parameter set, or that of each request or row of a batch that may mix sets; None: main.
 Chosen = Union["ParameterSet", "BatchSets", "tuple[ParameterSet | None, ...]", None]
 
 

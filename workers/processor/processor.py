@@ -49,7 +49,7 @@ class HostExecutable(Executable):
 
     def __init__(self, wanted: Wanted, signature: Signature, program: CompiledProgram, device: ExecutionDevice) -> None:
         super().__init__(wanted, signature, program, device, HostInputs(arguments_of(signature, wanted)))
-        #: Whether requests of several lengths are laid one behind the other.
+        #: True if requests of several lengths are laid one behind the other.
         self._laid = signature.ragged
         #: How XLA allocates its outputs, once a run has shown it.
         self.memory_of_outputs: OutputMemory | None = None

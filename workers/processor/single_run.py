@@ -79,7 +79,7 @@ class SingleRun:
         self._leased: dict[str, tuple[int, int]] = {}
         #: Bytes of the lease; 0: there is none.
         self._leased_byte_size = 0
-        #: For each output that is in no region: its number among those in the record or -1, its offset, and its bytes.
+        #: The place of each output that is in no region: its number among those in the record or -1, its offset, and its bytes.
         self.outputs: list[tuple[int, int, int]] = []
         for part in plan.parts:
             output, size = names[part.content], part.byte_size * rows

@@ -81,7 +81,7 @@ class Inputs(Protocol):
 class ExecutionDevice(ABC):
     """A device that programs run on: everything in which a processor and a GPU differ. Each object is used by one thread only."""
 
-    #: Whether arguments have to be sent to the device, and outputs to be fetched.
+    #: True if arguments have to be sent to the device, and outputs to be fetched.
     remote: bool
 
     @abstractmethod
@@ -116,9 +116,9 @@ class ExecutionDevice(ABC):
 class Executable(ABC):
     """A compiled program with the buffers in which its batches are gathered; used by one execution thread."""
 
-    #: Whether a thread beside the loop may copy its outputs to their places.
+    #: True if a thread beside the loop may copy its outputs to their places.
     delivers = False
-    #: Whether rows that no request fills have to be zero.
+    #: True if rows that no request fills have to be zero.
     clears = True
 
     def __init__(

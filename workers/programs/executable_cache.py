@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger(__name__)
-#: Whether devices can be chosen; before JAX 0.7 a program is loaded for those that it was compiled for.
+#: True if devices can be chosen; before JAX 0.7 a program is loaded for those that it was compiled for.
 _LOADS_FOR_DEVICES = "execution_devices" in inspect.signature(serialize_executable.deserialize_and_load).parameters
 
 

@@ -30,7 +30,7 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 class HostInputs:
     """The arguments of a program in ordinary host memory, which is allocated when it is first asked for."""
 
-    #: Whether the memory has room for the arguments.
+    #: True if the memory has room for the arguments.
     fit = True
 
     def __init__(self, arguments: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]]) -> None:

@@ -59,7 +59,7 @@ _JOINS_SMALL_LOOPS = jax.__version_info__[:2] > (0, 10)
 _OPTIONS = {"xla_disable_hlo_passes": "small-while-loop-hoisting"} if _JOINS_SMALL_LOOPS else {}
 #: Numbers of requests that share a call, descending. A call for one request saves only handling of arguments and results.
 LENGTHS = (MOST, 4, 2, 1)
-#: For each number of waiting requests: how many of them share a call.
+#: The number of requests that share a call, by the number that wait.
 _LONGEST = [max([length for length in LENGTHS if length <= waiting], default=0) for waiting in range(MOST + 1)]
 #: Requests with larger inputs gain little: what is saved is a call, and their inputs are better used where they lie.
 _SMALL_BYTE_SIZE = 48 << 10
@@ -77,7 +77,7 @@ class PackedTensor(NamedTuple):
     name: str
     #: The number of its row.
     row: int
-    #: In elements of the row.
+    #: The offset in the row, in elements.
     start: int
     stop: int
     shape: tuple[int, ...]
@@ -396,7 +396,7 @@ class _Shape:
 
     def __init__(self, weight: Weight) -> None:
         self.weight = weight
-        #: For each number of waiting requests: the program for them; None: not compiled yet.
+        #: The program for each number of waiting requests; None: not compiled yet.
         self.fitting: list[GroupedProgram | None] = [None] * (MOST + 1)
 
     def add(self, programs: Sequence[GroupedProgram]) -> None:

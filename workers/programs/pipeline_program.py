@@ -72,7 +72,7 @@ class PipelineProgram:
         self.layout: OutputLayout | None = None
         #: How long calls of each program have taken so far.
         self.call_ns = [0] * len(links)
-        #: Whether a run has so much to do that the programs should rather be run one at a time.
+        #: True if a run has so much to do that the programs should rather be run one at a time.
         self.long = sum([max(work_of(link.executable.program)) for link in links]) > _MOST_WORK
 
     @property

@@ -300,7 +300,7 @@ class InferenceRequest:
         self._timeline = timeline
         #: The response sender, once it was asked for.
         self.sender: InferenceResponseSender | None = None
-        #: Whether the request is done after ``execute``, or goes round again.
+        #: Says whether the request is done after ``execute``, or goes round again.
         self.release_flags = TRITONSERVER_REQUEST_RELEASE_ALL
 
     def _check(self, names: object) -> None:

@@ -37,7 +37,7 @@ class Tensor:
         self._name = name
         self._array = numpy_array
         self._borrowed = False
-        #: Whether nobody writes to the array, and it stays valid as long as anybody has it.
+        #: True if nobody writes to the array, and it stays valid as long as anybody has it.
         self._shared = False
 
     @classmethod

@@ -26,7 +26,7 @@ class Places:
     in_regions: dict[str, tuple[RegionSlice, AnyRegion]]
     #: Output -> where in the lease it begins.
     offsets: dict[str, int]
-    #: Until ``take_lease``.
+    #: The lease of the region or block, until ``take_lease`` hands it over.
     lease: Lease | None
     #: Where the request's inputs are that lie in regions, if outputs go to regions: the region, offset and bytes of each.
     read: Sequence[tuple[AnyRegion, int, int]] = ()

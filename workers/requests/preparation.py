@@ -43,16 +43,16 @@ class PlannedOutput(NamedTuple):
 class AnswerPlan(NamedTuple):
     """Describes how answers to requests that share one prepared request are built from the outputs of a run."""
 
-    #: As the record has it: its number, or all of it where it has none.
+    #: The prepared answer as the record has it: its number, or all of it where it has none.
     said: int | PreparedAnswer
     numbered: Numbered[PreparedAnswer] | None
-    #: In the order of the answer's outputs.
+    #: The parts of the answer, in the order of its outputs.
     parts: list[PlannedOutput]
-    #: Of all parts together, for one row.
+    #: The bytes of all parts together, for one row.
     row_byte_size: int
-    #: Whether all of them go into the record.
+    #: True if all of them go into the record.
     inside: bool
-    #: What it says of the parameter set.
+    #: The parameters by which the answer says which parameter set it was computed with.
     told: Mapping[str, Parameter]
 
     def number(self, numbered: Numbered[PreparedAnswer]) -> AnswerPlan:
@@ -87,7 +87,7 @@ def answers(number: int, request_ids: list[int], sizes: tuple[int, ...], content
 #: Kinds of inputs remembered for one load, and plans for one number.
 _MAX_CHECKED = 256
 _MAX_PLANS = 64
-#: In place of a number.
+#: Stands in place of a number for an output that is inside the record.
 INLINE = -1
 
 #: (name, datatype, shape) of each input, in the order of the request.
@@ -97,10 +97,10 @@ Inputs = tuple[tuple[str, str, tuple[int, ...]], ...]
 class Checked(NamedTuple):
     """The result of checking inputs with certain names, datatypes and shapes against one load of a model version."""
 
-    #: What requests must have in common to run together.
+    #: The value that requests must have in common to run together.
     key: Hashable
     rows: int
-    #: Whether the bytes of all of them are the arrays as the model takes them; then their dtypes and sizes are here.
+    #: True if the bytes of all of them are the arrays as the model takes them; then their dtypes and sizes are here.
     plain: bool
     dtypes: list[np.dtype[Any]]
     sizes: list[int]
@@ -127,15 +127,15 @@ class Preparation:
         """``number``: the lane's number for the prepared request; ``INLINE``: it came inside a request, and has no number."""
         self.number = number
         self.prepared = prepared
-        #: Whether all of its tensors are each request's own, and none lies in a region.
+        #: True if all of its tensors are each request's own, and none lies in a region.
         self.own = not [tensor for tensor in prepared.inputs if tensor.region is not None]
         #: Stands for the load whose requests they are, without keeping the model; None: none was validated so far.
         self.load: CheckedInputs | None = None
-        #: What they come to; None: each has another shape.
+        #: The result of checking their inputs; None: each has another shape.
         self.checked: Checked | None = None
-        #: What they ask for, by name; None: that names regions, which must be looked at each time.
+        #: The outputs that they ask for, by name; None: they name regions, which must be looked at each time.
         self.outputs: Mapping[str, RequestedOutput] | None = None
-        #: By how a run's outputs lie: what becomes of them.
+        #: The plans of answers, by how a run's outputs lie.
         self.plans: dict[OutputLayout, AnswerPlan] = {}
         #: The number of the last answer with large outputs.
         self.large: Numbered[PreparedAnswer] | None = None

@@ -64,11 +64,11 @@ class Request(RequestTensors):
 
     #: Takes its responses, if it is an ``InnerRequest``.
     sink: Sink | None = None
-    #: Of a version with a response cache: what was looked up there, and for how long, in ns; None: the answer is not kept. Others
-    #: do without.
+    #: The question that was looked up in the response cache of its version, and how many ns that took; None: the answer is not
+    #: kept. It is unset without a response cache.
     asked: tuple[Question, int] | None
-    #: Of a request that asked for its timing and has run: nanoseconds in the queue and in its run, and bytes gathered for it.
-    #: Others do without.
+    #: The timing of a request that asked for it and has run: ns in the queue and in its run, and bytes gathered for it. It is
+    #: unset in all others.
     ran: tuple[int, int, int]
 
     def __init__(
@@ -103,7 +103,7 @@ class Request(RequestTensors):
         """
         #: The parameter set that it is for: by name, or, of a sequence, the one that this goes on with; None: main.
         self.chosen: str | ParameterSet | None = None
-        #: Whether its answers say which parameter set they are of, and, once it has run, what they say.
+        #: True if its answers say which parameter set they are of, and, once it has run, what they say.
         self.tells = False
         self.told: Mapping[str, Parameter] = _UNTOLD
         self.own = own
@@ -133,7 +133,7 @@ class Request(RequestTensors):
         self.priority = own.priority
         self.since_ns = self.arrived_ns
         self.replace_key = own.replace_key
-        #: Of a sampled request.
+        #: The timeline of a sampled request; None: it is not sampled.
         self.timeline: RequestTimeline | None = None
         if own.trace & ~TIMING:
             self.timeline = begun(own, submitter.context, now_ns)
@@ -226,7 +226,7 @@ class InnerRequest(Request):
         self._answered = False
         #: Its maker would have its model stop, and takes what that still sends.
         self.may_stop = False
-        #: Of responses that were handed over and that its maker has not taken yet: what each counts.
+        #: The sizes that count of responses that were handed over and that its maker has not taken yet.
         self.ahead: deque[int] = deque()
         return self
 

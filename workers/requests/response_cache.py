@@ -20,7 +20,7 @@ import numpy as np
 from tensord.shm.arrays import Array, Strings, byte_content
 from tensord.workers.requests.result import Response
 
-#: What an entry takes besides its tensors: many small answers must not hold more memory than was asked for.
+#: The bytes that an entry counts besides its tensors: many small answers must not hold more memory than was asked for.
 ENTRY_BYTE_SIZE = 1024
 _DIGEST_BYTE_SIZE = 16
 
@@ -114,7 +114,7 @@ class ResponseCache:
         self.max_byte_size = max_byte_size
         #: The bytes that all entries together take.
         self.byte_size = 0
-        #: By digest, least recently used first.
+        #: The answers by digest, least recently used first.
         self._entries: OrderedDict[bytes, _CachedAnswer] = OrderedDict()
 
     def __len__(self) -> int:

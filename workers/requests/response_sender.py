@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 #: Where a thread must not wait, because it answers other requests as well: so many times ``max_ahead`` may be ahead.
 _UNWAITED = 16
-#: What a response counts besides its tensors until it is known what it comes to on the lane.
+#: The bytes that a response counts besides its tensors until its size on the lane is known.
 _BYTE_SIZE = 256
 NOT_COMPLETED = "the model ended without completing its response"
 
@@ -227,7 +227,7 @@ class ResponseSender:
         self.returned = False
         #: The thread with the event loop of the coroutine that answers, if one does.
         self.thread = 0
-        #: Whether its outputs go into the record or the arena, as they are, and with nothing beside them.
+        #: True if its outputs go into the record or the arena, as they are, and with nothing beside them.
         self.plain = not (
             request.tells or any(wanted.region or wanted.classification for wanted in request.outputs.values())
         )

@@ -19,5 +19,5 @@ class Response(dict[str, Array]):
 
 #: Output name -> array of the client's shape, in the order the model made them.
 Result = dict[str, Array] | ServingError
-#: What stands for a request that its model answers by its sender, now or later.
+#: Stands for the result of a request that its model answers by its sender, now or later.
 STREAMED = Response({}, {})

@@ -87,7 +87,7 @@ class SubmitterLink(Generic[R]):
         self.owner = owner
         if owner is not None:
             owner.submitters.add(self)
-        #: Whether a sequence may end with this client's lane.
+        #: True if a sequence may end with this client's lane.
         self.sequences = False
         self._due: list[SubmitterLink[R]] = [] if due is None else due
         #: Request id -> request, from its validation to its final answer.
@@ -121,7 +121,8 @@ class SubmitterLink(Generic[R]):
         self.renumbered = 0
         #: Which trace the next request belongs to, if it has that id and is traced.
         self.context: TraceContext | None = None
-        #: What a client says of the trace that its next request belongs to; and its requests that are traced, by their ids.
+        #: The trace that a client's next request belongs to, as the client said; and the client's requests that are traced, by
+        #: their ids.
         self.parent: TraceContext | None = None
         self.traces: dict[int, Trace] = {}
         self.closed = False

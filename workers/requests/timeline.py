@@ -71,7 +71,7 @@ class RequestTimeline:
     def __init__(self, level: int, queued_ns: int) -> None:
         #: The trace level for ``RequestRecord.trace`` of requests that are made for this one.
         self.level = level
-        #: Whether its submitter gets it with the answer; of a client's request the worker itself makes the trace.
+        #: True if its submitter gets it with the answer; of a client's request the worker itself makes the trace.
         self.attaches = True
         #: Name and number of the pushed parameter set that it was computed with, if it was.
         self.parameters: tuple[str, int] | None = None
@@ -81,11 +81,11 @@ class RequestTimeline:
         self._children: list[Timeline] = []
         #: The span of the model's code in which each of them was made; None: in none.
         self._within: list[Span | None] = []
-        #: What the model's code has named, in whatever threads.
+        #: The spans that the model's code has named, in whatever threads.
         self._spans: list[Span] = []
         #: Which trace it belongs to; None: its submitter has not said so.
         self.context: TraceContext | None = None
-        #: Of the children and theirs: how many, and how much their tensors say.
+        #: The number of the children and of theirs, and of the characters in what their tensors say.
         self._count = self._characters = 0
 
     def within(self, open_here: Span | None) -> Span | None:

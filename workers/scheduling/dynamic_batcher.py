@@ -57,9 +57,9 @@ class DynamicBatcher(QueuePlanner[W]):
         super().__init__(queue)
         self._rules = rules
         self._preferred = frozenset(rules.preferred)
-        #: Whether a request may wait for others to join it, although nothing runs.
+        #: True if a request may wait for others to join it, although nothing runs.
         self.delays = rules.joins and rules.delay_ns > 0
-        #: Whether batches that are not delayed end at preferred sizes.
+        #: True if batches that are not delayed end at preferred sizes.
         self._cuts = rules.joins and not rules.delay_ns and bool(rules.preferred)
         #: Key -> rows, where less than ``max_rows`` can run at once (executables of that shape are compiled up to there).
         self._limits: dict[Hashable, int] = {}

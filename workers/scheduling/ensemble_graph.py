@@ -25,7 +25,7 @@ class EnsembleStep(NamedTuple):
     inputs: Mapping[str, str]
     #: Output of the model -> ensemble tensor.
     outputs: Mapping[str, str]
-    #: Whether a request to it may have any number of answers.
+    #: True if a request to it may have any number of answers.
     streams: bool = False
 
 

@@ -39,7 +39,7 @@ class Waiting:
     #: Size of the batch dimension, at least 1; 1 for a model that has none.
     rows: int
     arrived_ns: int
-    #: Since when its place in the queue is taken, by itself or by those that it replaced.
+    #: The time since which its place in the queue is taken, by itself or by those that it replaced.
     since_ns: int = field(init=False)
     #: The client's id, "" when none was given.
     client_id: str = ""
@@ -101,7 +101,7 @@ class QueuePolicy:
     max_size: int = 0
     #: How long a request may wait; 0: for ever.
     timeout_ns: int = 0
-    #: Whether a request may ask for a shorter timeout.
+    #: True if a request may ask for a shorter timeout.
     allow_override: bool = False
     #: True: a late request runs after those that are on time. False: it is refused.
     delay: bool = False
@@ -117,7 +117,7 @@ class QueueRules:
     policies: dict[int, QueuePolicy] = field(default_factory=dict)
     levels: int = 1
     default_level: int = 1
-    #: Whether requests without a replace key replace one another, as if they had a common one.
+    #: True if requests without a replace key replace one another, as if they had a common one.
     replaces: bool = False
 
     @property
@@ -560,7 +560,7 @@ class ParkedRequests(Generic[W]):
 
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules
-        #: In the order of their arrival.
+        #: The waiting requests, in the order of their arrival.
         self.requests: list[W] = []
         self._shares = Shares()
         #: Replace key -> where the request of that key is.

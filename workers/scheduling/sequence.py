@@ -65,11 +65,11 @@ class LiveSequence(Generic[S]):
     slot: Slot | None = None
     #: Its requests that were not taken, oldest first. What is taken leaves this list.
     waiting: deque[S] = field(default_factory=deque)
-    #: Whether one of its requests was taken and is not done; there is at most one.
+    #: True if one of its requests was taken and is not done; there is at most one.
     running: bool = False
-    #: Whether any of its requests was ever taken: from then on the model may have state of it.
+    #: True if any of its requests was ever taken: from then on the model may have state of it.
     begun: bool = False
-    #: Whether its id is forgotten: nothing joins it any more, and the id may begin anew elsewhere.
+    #: True if its id is forgotten: nothing joins it any more, and the id may begin anew elsewhere.
     closed: bool = False
     #: The number of the client's lane that its last request came on; 0: a front's.
     client: int = 0
@@ -77,7 +77,7 @@ class LiveSequence(Generic[S]):
     kept: Any = None
     #: The parameters that it goes on with, although they are not the newest of main; None: they are.
     parameters: Any = None
-    #: Whether it lost requests that never ran: nothing more of it may run.
+    #: True if it lost requests that never ran: nothing more of it may run.
     cancelled: bool = False
 
     @property

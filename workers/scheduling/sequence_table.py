@@ -155,7 +155,7 @@ class SequenceTable(Generic[S]):
         self._lost: dict[int | str, int] = {}
         #: Sequences that go on with parameters that are not the newest of main.
         self.holding = 0
-        #: Whether new sequences are refused, because the worker is to stop.
+        #: True if new sequences are refused, because the worker is to stop.
         self.stopping = False
 
     def __len__(self) -> int:

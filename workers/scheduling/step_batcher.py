@@ -51,9 +51,9 @@ class SlotHolder(Generic[W]):
     number: int
     #: Steps that it has taken part in, those on their way included.
     steps: int = 0
-    #: Whether its request is over.
+    #: True if its request is over.
     left: bool = False
-    #: Whether it takes part in no steps for now.
+    #: True if it takes part in no steps for now.
     paused: bool = False
 
 
@@ -65,7 +65,7 @@ class Step(NamedTuple, Generic[W]):
     last: frozenset[int]
     #: Slots that must not be stepped although the device knows of a request there.
     masked: frozenset[int]
-    #: Whether another part of the same step comes behind it.
+    #: True if another part of the same step comes behind it.
     goes_on: bool = False
 
     def parts(self, groups: Sequence[Sequence[SlotHolder[W]]]) -> list[Step[W]]:
@@ -84,7 +84,7 @@ class SlotAnswer(NamedTuple, Generic[W]):
     request: W
     #: The request's row of the outputs.
     row: int
-    #: Whether the answer has outputs.
+    #: True if the answer has outputs.
     emits: bool
     final: bool
 

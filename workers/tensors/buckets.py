@@ -200,7 +200,7 @@ class RequestShapes:
         self._fixed: Shapes | None = None
         if buckets.fixed:
             self._fixed = tuple(spec.model_dims for spec in signature.inputs.values())
-        #: Whether any axis has a name: such axes must agree, or are padded.
+        #: True if any axis has a name: such axes must agree, or are padded.
         self._named = any(axis is not None for spec in signature.inputs.values() for axis in spec.axes)
 
     def key(self, arrays: Mapping[str, Array]) -> Shapes:

@@ -30,7 +30,7 @@ class OutputLayout:
         self.outputs = tuple(outputs)
         #: Bytes of one row of all outputs.
         self.row_byte_size = sum([size for _, _, _, _, _, size, _ in outputs])
-        #: Whether an answer's shape begins with its number of rows: the model has a batch dimension.
+        #: True if an answer's shape begins with its number of rows: the model has a batch dimension.
         self.batches = batches
 
     def __repr__(self) -> str:

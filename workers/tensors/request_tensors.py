@@ -23,7 +23,7 @@ class RequestTensors(Sequenced):
 
     __slots__ = ("_added", "_arrays", "contents", "copied_byte_size", "prepared")
 
-    #: What the request has in common with others, such as the names of its model and inputs.
+    #: The part that the request has in common with others, such as the names of its model and inputs.
     prepared: PreparedRequest
     _arrays: dict[str, Array] | None
     #: Inputs that are not of the client.

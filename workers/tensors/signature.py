@@ -64,15 +64,15 @@ class TensorSpec:
     labels: tuple[str, ...] = ()
     #: True of an input whose requests lie one behind the other in a batch, whatever their lengths (``ragged.py``).
     ragged: bool = False
-    #: What an input describes that no client sends.
+    #: The description of a batch that the worker makes this input of; None: clients send it.
     of_batch: BatchInput | None = None
     #: The ragged input that an output is cut like; "": it is cut by rows.
     cut_like: str = ""
-    #: Whether the model's dims differ from the client's.
+    #: True if the model's dims differ from the client's.
     reshaped: bool = field(init=False)
-    #: Whether the tensor's bytes on the wire are the array as the model takes it.
+    #: True if the tensor's bytes on the wire are the array as the model takes it.
     plain: bool = field(init=False)
-    #: Whether its shape in a program is that of the whole batch, and not of a row.
+    #: True if its shape in a program is that of the whole batch, and not of a row.
     whole: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -155,14 +155,14 @@ class Signature:
     states: tuple[StateSpec, ...] = ()
     #: Sequences that have a row of state at a time, in each instance.
     slots: int = 0
-    #: Whether the model's code computes with 64-bit types, whatever its tensors are.
+    #: True if the model's code computes with 64-bit types, whatever its tensors are.
     doubles: bool = field(default=False, repr=False)
     batches: bool = field(init=False)
-    #: Whether requests of different lengths share a batch.
+    #: True if requests of different lengths share a batch.
     ragged: bool = field(init=False)
-    #: Whether the model is traced and run with 64-bit types: any tensor has such elements, or its code asks for them.
+    #: True if the model is traced and run with 64-bit types: any tensor has such elements, or its code asks for them.
     wide: bool = field(init=False)
-    #: Whether state has dims that vary.
+    #: True if state has dims that vary.
     free: bool = field(init=False)
 
     def __post_init__(self) -> None:

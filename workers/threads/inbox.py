@@ -14,9 +14,9 @@ class Inbox:
 
     def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
-        #: Whether the loop was woken, and has not looked since.
+        #: True if the loop was woken, and has not looked since.
         self._woken = False
-        #: Whether the loop is about to look by itself.
+        #: True if the loop is about to look by itself.
         self._looks = False
         #: Held while a thread wakes the loop, so that it is not closed meanwhile.
         self._waking = threading.Lock()
