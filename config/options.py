@@ -204,7 +204,7 @@ class RateLimit(Section, frozen=True):
 
 
 class ExecutablesOptions(Section, frozen=True):
-    """How models are compiled, where compiled programs are cached, and limits on their size."""
+    """Says how models are compiled, where compiled programs are cached, and limits on their size."""
 
     cache_directory: str = ""
     max_unexpected_shapes: Count = 32
@@ -252,7 +252,7 @@ class ClientsOptions(Section, frozen=True):
 
 
 class SupervisorOptions(Section, frozen=True):
-    """How the daemon stops, keeps the parameters that clients have sent, and is controlled by operators."""
+    """Says how the daemon stops, keeps the parameters that clients have sent, and is controlled by operators."""
 
     exit_timeout: Seconds = 30.0
     drain_time: Seconds = 0.0
@@ -274,7 +274,7 @@ class Log(Section, frozen=True):
 
 
 class TraceOptions(Section, frozen=True):
-    """How requests are traced from the daemon's start until an operator or client changes that, and where traces are written."""
+    """Says how requests are traced until an operator or client changes that, and where traces are written."""
 
     level: tuple[Literal["TIMESTAMPS", "TENSORS"], ...] = ()
     rate: Annotated[int, Meta(ge=0, le=(1 << 32) - 1)] = 1000

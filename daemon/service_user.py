@@ -40,7 +40,7 @@ class Unusable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """How systemd runs the service: as which user, in which working directory, and with which settings of its sandbox."""
+    """Says how systemd runs the service: as which user, in which working directory, and with which settings of its sandbox."""
 
     user: str
     #: "": the root of the file system.

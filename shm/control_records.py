@@ -30,7 +30,7 @@ from tensord.shm.record import Record
 
 
 class Footprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How much time and memory it took to load a model. For a model that is not compiled, only the time is known."""
+    """Says how much time and memory it took to load a model. For a model that is not compiled, only the time is known."""
 
     #: Seconds from reading its files to its last program, run once.
     seconds: float = 0.0

@@ -33,7 +33,7 @@ _BYTE_SIZE = (SLOTS + 1) * _WORDS * 8
 
 
 class WorkerState(enum.IntEnum):
-    """What a worker's main loop is doing. The supervisor has a time limit for each state."""
+    """Says what a worker's main loop is doing. The supervisor has a time limit for each state."""
 
     #: The worker imports and opens the device.
     STARTING = 0

@@ -468,7 +468,7 @@ static void drop(exchange_t *self) {
     Py_DECREF(type);
 }
 
-/* What it does stands in _lane.pyi. */
+/* It is described in _lane.pyi. */
 static PyMethodDef methods[] = {
     {"ask", (PyCFunction)(void (*)(void))ask, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

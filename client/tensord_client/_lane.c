@@ -629,7 +629,7 @@ static PyObject *arrays(PyObject *module, PyObject *arguments) {
 
 /* ------------------------------------------------------------------------------------------------------------------- module */
 
-/* What each does stands in _lane.pyi. */
+/* Each is described in _lane.pyi. */
 static PyMethodDef functions[] = {
     {"arrays", arrays, METH_VARARGS, NULL},
     {"datagram", datagram, METH_O, NULL},

@@ -1,4 +1,4 @@
-/* What the files of this part share: Python's API, and the types that the module has. */
+/* Declarations that the files of this part share: Python's API, and the types that the module has. */
 
 #ifndef TENSORD_CLIENT_LANE_H
 #define TENSORD_CLIENT_LANE_H
@@ -65,7 +65,7 @@ typedef struct {
     PyObject_HEAD
     /* How long to poll at most; when the last wait began and ended; in ns of CLOCK_MONOTONIC. */
     uint64_t limit, since, ended;
-    /* Whether the last wait was short enough. */
+    /* 1 if the last wait was short enough. */
     int worth;
 } spin_t;
 

@@ -49,7 +49,7 @@ typedef struct {
 
 typedef struct {
     text_t name, value;
-    /* Whether calls have it in common. */
+    /* 1 if calls have it in common. */
     bool common;
     uint8_t bytes[];
 } entry_t;
@@ -60,7 +60,7 @@ typedef struct {
     /* The dynamic table, a ring: the newest entry is the one before ``next``. */
     entry_t *entries[MAX_ENTRIES];
     size_t next, count, size, max_size;
-    /* What the last call had in common with others, if it is small: the next mostly says the same, and its hash is known. */
+    /* The headers that the last call had in common with others, if they are small: the next mostly says the same, and its hash is known. */
     PyObject *common;
 } decoder_t;
 
@@ -128,7 +128,7 @@ static const uint8_t CODE_SIZES[EOS + 1] = {
     20, 24, 20, 21, 22, 21, 21, 23, 22, 22, 25, 25, 24, 24, 26, 23, 26, 27, 26, 26, 27, 27, 27, 27, 27, 28, 27, 27, 27, 27, 27, 26,
     30,
 };
-/* Of each length: the first code that is longer, filled up to LONGEST bits, and the position of code 0 among the symbols. */
+/* The first code that is longer than each length, filled up to LONGEST bits, and the position of code 0 among the symbols. */
 static uint32_t beyond[LONGEST + 1];
 static int32_t origin[LONGEST + 1];
 /* All of them by their codes. */
@@ -387,7 +387,7 @@ static result_t take_all(decoder_t *self, block_t *block) {
     return result;
 }
 
-/* What was found of a call that others have too. A new reference. */
+/* Returns what was found of a call that others have too: a new reference. */
 static PyObject *common_of(decoder_t *self, const buffer_t *found) {
     if (self->common != NULL && (size_t)PyBytes_Size(self->common) == found->size &&
         memcmp(PyBytes_AsString(self->common), found->bytes, found->size) == 0) {

@@ -27,7 +27,7 @@
 #define MAX_KEY 64
 
 struct own {
-    /* Whether the walk ends where the first raw tensor's bytes begin, which need not be there. */
+    /* 1 if the walk ends where the first raw tensor's bytes begin, which need not be there. */
     int stops;
     Py_ssize_t id, id_size;
     Py_ssize_t rest_size, scheduling_size;
@@ -49,7 +49,7 @@ static int is_known(unsigned char tag) {
     }
 }
 
-/* Whether a parameter says how the request is scheduled: its entry begins with its key, as clients write it. */
+/* Returns whether a parameter says how the request is scheduled: its entry begins with its key, as clients write it. */
 static int is_scheduling(const unsigned char *entry, Py_ssize_t size) {
     for (Py_ssize_t i = 0; i < known_count; i++)
         if (known_sizes[i] <= size && memcmp(known[i], entry, (size_t)known_sizes[i]) == 0)
@@ -66,7 +66,7 @@ static int keep(unsigned char *kept, Py_ssize_t *kept_size, Py_ssize_t most, con
     return 1;
 }
 
-/* Whether it is such a message; positions are from its start. */
+/* Returns whether it is such a message; positions are from its start. */
 static int find(const unsigned char *message, Py_ssize_t end, struct own *own) {
     Py_ssize_t at = 0;
     while (at < end) {

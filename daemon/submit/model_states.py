@@ -13,7 +13,7 @@ _LIMIT = (1 << 63) - 1
 
 
 class SequenceBatching(msgspec.Struct):
-    """What a model's configuration says about sequences: after how many idle microseconds a sequence is forgotten."""
+    """Holds what a model's configuration says about sequences: after how many idle microseconds a sequence is forgotten."""
 
     max_sequence_idle_microseconds: Annotated[int, msgspec.Meta(ge=0)] = 1_000_000
 

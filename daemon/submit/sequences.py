@@ -221,7 +221,7 @@ def _spare(worker: WorkerLink, slots: Key) -> int:
 
 
 class SequencedModel:
-    """What the routing of a model's sequences needs: the model's state, the keys of sequences, and the longest idle time."""
+    """Holds what the routing of sequences needs: the model's state, the keys of sequences, and the longest idle time."""
 
     __slots__ = ("idle_seconds", "keys", "state")
 

@@ -25,7 +25,7 @@ _TRACEPARENT = re.compile(r"[ \t]*([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([
 
 
 class Scheduling(NamedTuple):
-    """How a request is scheduled.
+    """Says how a request is scheduled.
 
     It says when the request is run, in which sequence, which waiting request it replaces, and with which parameter set.
     """
@@ -69,7 +69,7 @@ UNSCHEDULED = Scheduling()
 
 
 class Kind(enum.Enum):
-    """Which values a scheduling parameter of a request may have."""
+    """Says which values a scheduling parameter of a request may have."""
 
     #: An integer of 64 bits without a sign.
     NUMBER = "number"

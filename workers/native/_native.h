@@ -1,4 +1,4 @@
-/* What the files of this extension share. Each .c file holds one noun; this header declares what the others may use of it.
+/* Declarations that the files of this extension share. Each .c file holds one noun; this header declares what the others may use of it.
  *
  *     _native.c         the module: its functions, its one type, its constants
  *     _fast_path.c      FastPath: what Python tells it, and waiting for events
@@ -52,7 +52,7 @@
 #define MAX_ROWS 128
 /* Outputs of one run that can be offered memory. */
 #define MAX_OFFERS 16
-/* Of shm/durations.py: protocols, what is measured of a request, and the upper bounds of a histogram at most. */
+/* As in shm/durations.py: protocols, times that are measured of a request, and the most upper bounds of a histogram. */
 #define PROTOCOLS 3
 #define DURATION_KINDS 4
 #define MAX_BUCKETS 32
@@ -95,7 +95,7 @@ typedef struct {
 typedef struct {
     PyObject *run;
     int rows, count;
-    /* Whether unused rows are zeroed before each run. */
+    /* 1 if unused rows are zeroed before each run. */
     int clears;
     argument_t arguments[MAX_TENSORS];
 } program_t;
@@ -122,12 +122,12 @@ typedef struct batch {
     /* The model's key on the status page. */
     uint64_t model;
     uint64_t most_waiting;
-    /* What a run has to do for each row of its program, as a part of one iteration of the loop. */
+    /* The work of a run for each row of its program, as a part of one iteration of the loop. */
     double share;
     /* How long its requests wait for others that can share a run; and how many rows do not wait for more. 0: none waits. */
     uint64_t delay_ns;
     int full;
-    /* Whether a run applies the model to each request by itself, and whether its requests may have several parameter sets. */
+    /* 1 if a run applies the model to each request by itself; and if its requests may have several parameter sets. */
     int grouped, mixes;
     /* The number of the program for one row, two rows, ... ``most`` rows; -1: Python runs so many. */
     int most;
@@ -173,7 +173,7 @@ typedef struct {
     PyObject *intact; /* NULL: no tensor is in a region */
     /* Runs one large request by itself, see _single_runs.c. NULL: requests are gathered. */
     PyObject *alone;
-    /* What follows the moments in timelines, as bytes, of requests that name no parameter set. NULL: traced requests are Python's. */
+    /* The bytes that follow the moments in timelines of requests that name no parameter set. NULL: traced requests are Python's. */
     PyObject *traced;
     /* The parameter sets that requests may name: name -> what runs get. NULL: requests that name one are Python's. */
     PyObject *sets;
@@ -190,7 +190,7 @@ PyObject *take_figures(batch_t *batch);
 
 /* Answers of a lane that are not sent yet. */
 typedef struct answers {
-    /* Of those that no lane uses. */
+    /* The next one of those that no lane uses. */
     struct answers *next;
     unsigned char content[TENSORD_MAX_DATAGRAM];
 } answers_t;
@@ -200,7 +200,7 @@ typedef struct lane {
     struct lane *next, **previous, *next_active;
     struct fast_path *path;
     int fd, active;
-    /* Whether the socket did not take the answers. */
+    /* 1 if the socket did not take the answers. */
     int unsent;
     /* Requests in flight on a client's lane at most; 0: it is a front's, which is believed. */
     uint64_t most;
@@ -236,7 +236,7 @@ typedef struct {
     tensord__text sequence_text;
     uint64_t sequence_id;
     int start, end;
-    /* Whether its answer says how long it took. */
+    /* 1 if its answer says how long it took. */
     int timed;
     /* One more than the place of the lane's next request, where they are handed to Python. */
     size_t next;
@@ -265,7 +265,7 @@ typedef struct fast_path {
     uint64_t ended;
     /* How many of the last requests that were served came together. */
     size_t together;
-    /* What the runs since the last wait had to do. */
+    /* The work of the runs since the last wait. */
     double done;
     _Atomic uint64_t *page;
     Py_buffer page_buffer;

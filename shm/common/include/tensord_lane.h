@@ -64,7 +64,7 @@ extern "C" {
 /* Leases are given back with the next request, or once there are so many. */
 #define TENSORD_MAX_RELEASES 16
 
-/* What functions return besides. Their texts are in ``error`` of the lane or the client. */
+/* Errors that functions return. Their texts are in ``error`` of the lane or the client. */
 enum {
     TENSORD_OK = 0,
     /* Malformed, refused, out of memory: see the text. */
@@ -145,7 +145,7 @@ typedef struct {
     unsigned char received[TENSORD_MAX_DATAGRAM + 1];
     unsigned char *parts;
     size_t parts_size;
-    /* What of it has not been read yet. */
+    /* The part of it that has not been read yet. */
     const unsigned char *at, *end;
     uint64_t records;
     /* How long to poll before sleeping; when the last wait ended, and whether it was shorter than that. */

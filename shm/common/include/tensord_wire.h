@@ -71,7 +71,7 @@
 #define TENSORD_TIMING 4
 /* How many of the parameters that schedule a request come before its ``trace``; the others follow its ``strikes``. */
 #define TENSORD_FIRST_SCHEDULING 5
-/* What a response counts besides its contents where it is said how much was taken. */
+/* The bytes that a response counts besides its contents where it is said how much was taken. */
 #define TENSORD_RESPONSE_SIZE 256
 
 /* Text of a record, without an end. */
@@ -282,7 +282,7 @@ TENSORD__LOCAL void tensord__put_request(tensord__writer *to, uint64_t request_i
     tensord__put_u64(to, request_id);
 }
 
-/* What a request says of itself behind its contents. ``sequence_text``: where its ``at`` is NULL the sequence is ``sequence_id``. */
+/* The fields of a request behind its contents. ``sequence_text``: where its ``at`` is NULL the sequence is ``sequence_id``. */
 typedef struct {
     tensord__text client_id, sequence_text, replace_key, parameter_set;
     uint64_t deadline_ns, received_ns, priority, timeout_us, sequence_id, trace, strikes;
@@ -616,7 +616,7 @@ TENSORD__LOCAL tensord__tensor tensord__take_tensor(tensord__reader *from) {
     return tensor;
 }
 
-/* What many answers share. ``outputs`` and ``parameters``: at the first of them; ``own``: how many outputs have a content in each answer. */
+/* The part that many answers share. ``outputs`` and ``parameters``: at the first of them; ``own``: how many outputs have a content in each answer. */
 typedef struct {
     uint64_t version, output_count, own, parameter_count;
     tensord__reader outputs, parameters;
