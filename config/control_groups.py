@@ -77,7 +77,7 @@ class MemoryGroup:
         return None
 
     def _lines(self, name: str) -> dict[str, int]:
-        """Reads lines of a name and a number from a file of the group. Returns the numbers by name; none if it is unreadable."""
+        """Reads a group's file whose lines have a name and a number. Returns numbers by name; {} if the file is unreadable."""
         found: dict[str, int] = {}
         with contextlib.suppress(OSError):
             for line in (self.folder / name).read_text().splitlines():

@@ -24,7 +24,7 @@ def parse(text: str) -> tuple[int, ...]:
 
 
 def describe(cores: Iterable[int]) -> str:
-    """Returns the shortest list with these cores, such as ``0-3,8``."""
+    """Returns the shortest text that lists ``cores``, such as ``0-3,8``."""
     runs: list[list[int]] = []
     for core in sorted(cores):
         if runs and core == runs[-1][1] + 1:

@@ -115,9 +115,9 @@ def in_order(message: ModelConfig) -> list[int]:
 
 
 def _unconnected(message: ModelConfig, tensor: str, written: dict[str, int], made: set[str]) -> str:
-    """Returns an input, of the step that writes ``tensor``, that no step can write; "" if no step has that output.
+    """Returns a tensor that the step which writes ``tensor`` reads and no step can write; "" if no step writes ``tensor``.
 
-    ``written``: output name -> the number of the step that has the output. ``made``: the tensors that can be written.
+    ``written``: tensor -> the index of the step that writes it. ``made``: the tensors that can be written.
     """
     if tensor not in written:
         return ""
@@ -212,10 +212,10 @@ def _check_names(ensemble: str, member: ModelConfig, step: Any) -> None:
 
 
 def _join(ensemble: str, known: dict[str, _Tensor], model: ModelConfig, fields: Iterable[tuple[str, Any]]) -> None:
-    """Adds the ensemble's tensors that a model declares to ``known``, the tensors so far by name.
+    """Adds to ``known`` the ensemble's tensors that ``model`` reads or writes. ``known``: tensors of other models, by name.
 
-    ``fields``: the names of the tensors in the ensemble, each with the model's input or output. Raises InvalidArgument: a
-    model that was added earlier declares another datatype or shape.
+    ``fields``: the names of the tensors in the ensemble, each with the model's input or output. Raises InvalidArgument if
+    a model that was added earlier declares another datatype or shape for a tensor.
     """
     for tensor, field in fields:
         said = _Tensor(model.name, data_type_name(field), tuple(field.dims), model.max_batch_size > 0)

@@ -111,12 +111,12 @@ def described_type(key: str) -> msgspec.inspect.Type:
 
 
 def choices(key: str) -> tuple[str, ...]:
-    """Returns the words that a key's value, or an item of its list, may be, in their order; (): any text or number is allowed."""
+    """Returns the words that the configuration's ``key``, or its list's items, may be; (): any text or number is allowed."""
     return tuple(_words(known_keys()[key]))
 
 
 def _words(wanted: Any) -> Iterator[str]:
-    """Yields the words that a type allows as values. The type may be a union or a list."""
+    """Yields the words that the type ``wanted`` allows as values. ``wanted`` may be a union, or a list of such a type."""
     if wanted is bool:
         yield from ("true", "false")
     elif typing.get_origin(wanted) is typing.Literal:

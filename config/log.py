@@ -166,7 +166,7 @@ class _LevelFilter(logging.Filter):
 
 
 def _note_trace(record: logging.LogRecord) -> bool:
-    """Adds the current trace's id to a log record, unless the caller gave one. It is a filter that keeps every record."""
+    """Adds the current trace's id to a log record that has none. Returns True: as a logging filter, it keeps every record."""
     if not hasattr(record, "trace_id"):
         record.trace_id = _find_trace()
     return True

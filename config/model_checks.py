@@ -259,7 +259,7 @@ def _check_order(message: ModelConfig) -> None:
 def batch_buckets(message: ModelConfig) -> tuple[int, ...]:
     """Returns the batch sizes for which a model is compiled, as its parameter ``batch_buckets`` ("1,8,32") lists them.
 
-    An empty tuple is returned if the parameter is not given. Raises InvalidArgument: it is malformed.
+    Returns an empty tuple if the parameter is not given. Raises InvalidArgument if the parameter is malformed.
     """
     if "batch_buckets" not in message.parameters:
         return ()
@@ -469,7 +469,7 @@ def _check_initial(state: Any) -> None:
 
 
 def is_isolated(message: ModelConfig) -> bool:
-    """Returns whether workers serve this model alone (parameter ``isolated``). Raises InvalidArgument: not a boolean."""
+    """Returns whether workers are to serve this model alone (parameter ``isolated``). Raises InvalidArgument: no boolean."""
     return wants(message, ISOLATED)
 
 

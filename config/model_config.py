@@ -57,7 +57,7 @@ def parse_pbtxt(text: str, model_name: str) -> ModelConfig:
 
 
 def parse_json(text: str, model_name: str) -> ModelConfig:
-    """Parses a configuration in JSON; one value may stand for a list. Raises InvalidArgument: it is malformed."""
+    """Parses a configuration in JSON; a single value may stand for a list of one. Raises InvalidArgument: malformed JSON."""
     # The import comes late: only processes that take overrides pay for it.
     from google.protobuf import json_format
 
@@ -299,7 +299,7 @@ _ANSWERS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def wants(message: ModelConfig, parameter: str) -> bool:
-    """Returns the value of a model's boolean parameter, False if it is not given. Raises InvalidArgument: no boolean."""
+    """Returns a model's boolean ``parameter``, False if it is not given. Raises InvalidArgument: its value is no boolean."""
     if parameter not in message.parameters:
         return False
     said = message.parameters[parameter].string_value

@@ -110,7 +110,7 @@ def _says(message: Any, field: FieldDescriptor, value: Any, path: str) -> bool:
 
 
 def _parts(message: Any, field: FieldDescriptor, value: Any) -> Iterable[Any]:
-    """Returns the messages in a field's value: one message, a list's items or a map's values. Other values give none."""
+    """Returns the messages in a field's value: one message, a list's items or a map's values; (): the value has none."""
     if is_map(field) and field.message_type is not None:
         return value.values() if field.message_type.fields_by_name["value"].message_type is not None else ()
     if field.is_repeated:

@@ -37,7 +37,10 @@ class AccessLog:
         self._window_ns = self._logged = self._left_out = 0
 
     def log_every(self, every: int, count: int) -> None:
-        """Makes this log errors, and one in ``every`` answers without error (0: nothing). ``count``: such answers so far."""
+        """Sets what is logged: errors, and every ``every``-th answer without an error; ``every`` 0: nothing at all.
+
+        ``count``: how many answers without an error there have been so far.
+        """
         if every != self.every:
             self.every = every
             self.next = count + every if every else _NEVER

@@ -99,7 +99,7 @@ class Budget:
         return 0
 
     def take(self, byte_size: int, held: int = 0) -> bool:
-        """Reserves bytes for a new segment of an arena that has ``held`` bytes already; False: the limit has no room."""
+        """Reserves bytes for a new segment of an arena that has ``held`` bytes already. Returns False if the limit forbids it."""
         while self.used + byte_size > self.max_byte_size and not self.reclaim():
             if held + byte_size > self.share:
                 return False
@@ -113,7 +113,7 @@ class Budget:
         self.returned += 1
 
     def reclaim(self) -> bool:
-        """Closes an unused segment of one of the arenas. Returns whether one was closed; the base class never closes any."""
+        """Closes a segment that nobody uses, to make room, and returns True; the base class only returns False."""
         return False
 
 
@@ -383,7 +383,7 @@ class Buddies:
         self._given[(block_size // BLOCK).bit_length() - 1].append(offset)
 
     def _split(self, order: int) -> int | None:
-        """Splits the smallest sufficient free block. Returns the offset of ``BLOCK`` x 2^order bytes; None: there is none."""
+        """Splits the smallest block that has ``BLOCK`` x 2^order bytes or more. Returns the part's offset; None: no block has."""
         for larger in range(order, self._orders):
             if self._free[larger]:
                 offset, _ = self._free[larger].popitem()

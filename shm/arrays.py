@@ -35,7 +35,7 @@ class IncompleteString(InvalidArgument):
 
 
 def datatype_of(dtype: np.dtype[Any]) -> str | None:
-    """Returns the protocol's datatype, such as "FP32", for a dtype (strings and objects: BYTES); None: it has none."""
+    """Returns the protocol's datatype, such as "FP32", for a dtype (strings and objects: BYTES); None: no datatype fits."""
     return "BYTES" if dtype.kind in "SUO" else _DATATYPES.get(dtype)
 
 

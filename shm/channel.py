@@ -146,7 +146,7 @@ class Channel:
             self._queue.append(encoded)
 
     def put_apart(self, *records: Record) -> None:
-        """Queues records to be sent in one datagram with no other record; each by itself if they do not fit into one."""
+        """Queues records as one datagram that has no other record; if they do not fit into one, each is queued by itself."""
         encoded = [_encode(record) for record in records]
         if sum(map(len, encoded)) > _ROOM:
             for record in records:
@@ -180,9 +180,9 @@ class Channel:
         return self.send_alone(record) or self.flush()
 
     def send_alone(self, record: Record) -> bool:
-        """Sends a record without descriptors at once if nothing is queued, else queues it.
+        """Sends a record that has no file descriptors at once if the queue is empty, else queues the record.
 
-        Returns False if something is queued then. If the other end is gone, the record is dropped, and True is returned.
+        Returns True if the record was sent, or dropped because the other end is gone; False if it is queued.
         """
         if not self._queue and self._unsent is None:
             encoded = _encode(record)

@@ -45,8 +45,8 @@ def end_if_other_version() -> None:
 def group_signals_held() -> Iterator[None]:
     """Blocks ``GROUP_SIGNALS``, such as a terminal's SIGINT, in this thread within the ``with`` block.
 
-    Child processes that are started in the block inherit that. So no child dies of such a signal while it imports its modules.
-    The child then calls ``ignore_group_signals``, which unblocks the signals.
+    A child process that is started in the block inherits the blocked signals, so that none kills it while it imports its
+    modules. The child then calls ``ignore_group_signals``, which unblocks the signals.
     """
     former = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
     try:

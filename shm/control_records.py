@@ -65,7 +65,7 @@ class Readiness(Record, frozen=True, tag="readiness"):
     outdated: str = ""
 
     def sentence(self) -> str:
-        """Returns a text that says why the daemon is not ready or may not stay ready, such as which models are not served."""
+        """Returns why the daemon is not ready or may not stay ready, such as which models are not served; "" if it is well."""
         if self.draining:
             return "the server is draining"
         return "; ".join(filter(None, (self._unserved(), self.outdated)))
@@ -127,7 +127,7 @@ class ChildReady(Record, frozen=True, tag="ready"):
 
 
 class StatePublished(Record, frozen=True, tag="published"):
-    """Tells a front that all state up to ``edition`` was sent. It answers StateAcknowledged once it uses that state."""
+    """Tells a front that all state up to ``edition`` was sent. The front answers StateAcknowledged once it uses that state."""
 
     edition: int
 
@@ -184,9 +184,9 @@ class LaneOpened(Record, frozen=True, tag="lane"):
 class LaneClosed(Record, frozen=True, tag="unlane"):
     """Says that a client's lane ends. ``peer`` is the lane's number.
 
-    The supervisor sends it to a worker if the client is gone or does not need the lane any more; the worker ignores an unknown
-    number. A worker sends it to the supervisor once for each client's lane, when the lane has ended for whatever reason, even
-    if the worker could not receive the lane's descriptor.
+    The supervisor sends the record to a worker if the client is gone or does not need the lane any more; the worker ignores
+    an unknown number. A worker sends the record to the supervisor once for each client's lane, when the lane has ended for
+    whatever reason, even if the worker could not receive the lane's descriptor.
     """
 
     peer: int
@@ -220,7 +220,7 @@ class TraceChanged(Record, frozen=True, tag="trace"):
 
 
 class TraceCleared(Record, frozen=True, tag="untrace"):
-    """Tells a front or a worker to drop a model's own trace settings. The settings for all models then hold for it again."""
+    """Tells a front or a worker to drop a model's own trace settings. The settings for all models then hold for that model."""
 
     model: str
 
@@ -310,7 +310,7 @@ class RegionPlace(Record, frozen=True, tag="place"):
 
 
 class Load(Record, frozen=True, tag="load"):
-    """Tells a worker to load and warm up a version and answer with Loaded. An older load serves requests until then."""
+    """Tells a worker to load and warm up a version and answer with Loaded. Until then an older load serves the version."""
 
     name: str
     version: int

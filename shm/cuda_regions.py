@@ -55,7 +55,7 @@ class LastingCalls:
         self._allocate = self._function(library.cuMemAlloc_v2, c_void_p, c_size_t)
 
     def allocate(self, byte_size: int) -> tuple[Any, int]:
-        """Allocates device memory in the current context; returns the driver's result code and the address, 0 on failure."""
+        """Allocates device memory in the current context. Returns the driver's result code, and the address or, on failure, 0."""
         pointer = c_uint64(0)
         (code,) = self._allocate(byref(pointer), byte_size)
         return code, pointer.value
@@ -98,7 +98,7 @@ class Driver:
         self.lost = ""
 
     def context(self, ordinal: int) -> Context:
-        """Returns the context of device ``ordinal`` of this process. Raises NoCuda: it is missing or cannot be used."""
+        """Returns the context of this process's device ``ordinal``. Raises NoCuda: no such device, or one that cannot be used."""
         found = self._contexts.get(ordinal)
         if found is None:
             found = self._contexts[ordinal] = Context(self, _bindings(), ordinal)
@@ -226,7 +226,7 @@ class Context:
     # ------------------------------------------------------------------------------------------------------- memory
 
     def allocate(self, byte_size: int) -> int:
-        """Allocates device memory, aligned to 256 bytes; returns its address. Raises Unavailable: none is left."""
+        """Allocates device memory, aligned to 256 bytes. Returns its address. Raises Unavailable if no memory is left."""
         self.enter()
         try:
             return int(self.call(self._lasting.allocate, byte_size))
@@ -377,7 +377,7 @@ class CudaRegion(Leased):
         self._start: int | None = pointer
 
     def pointer(self, offset: int, byte_size: int) -> int:
-        """Returns a range's device address. Raises InvalidArgument: it is outside the region, or the region is closed."""
+        """Returns a range's device address. Raises InvalidArgument: the range is outside the region, or the region is closed."""
         check_range(offset, byte_size, self.byte_size, self.name)
         if self._start is None:
             raise InvalidArgument(f"shared memory region '{self.name}' is not registered any more")
@@ -399,7 +399,7 @@ class CudaRegion(Leased):
             self.context.to_device(pointer, address, byte_size)
 
     def copy(self, offset: int, pointer: int, byte_size: int) -> None:
-        """Queues a copy of device memory at ``pointer`` to the region. Call ``settle`` before the client learns of it."""
+        """Queues a copy of device memory at ``pointer`` to the region. Call ``settle`` before the client learns of the copy."""
         target = self.pointer(offset, byte_size)
         with self.guarded():
             self.context.enter()

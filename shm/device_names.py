@@ -40,5 +40,5 @@ def model_of(device: str) -> str:
 
 
 def shared(device: str) -> str:
-    """Returns the worker for all models beside ``device``: "cpu:0" for "cpu:0#m", which serves model m alone."""
+    """Returns the device name of the worker that serves all other models beside ``device``: "cpu:0" for "cpu:0#m"."""
     return device.partition(_ALONE)[0]

@@ -31,7 +31,7 @@ def sources(folder: Path, names: Sequence[str]) -> str:
 
 
 def check(module: ModuleType) -> None:
-    """Raises ImportError if a C extension was not built from the sources that lie beside it, if any do."""
+    """Raises ImportError if the C extension ``module`` was not built from the sources beside it, where there are any."""
     assert module.__file__ is not None
     folder, built = Path(module.__file__).parent, getattr(module, "SOURCES", "")
     names = built.split()[:-1]

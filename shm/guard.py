@@ -30,7 +30,7 @@ def any_faults() -> bool:
 
 
 def may_be_missing(address: int) -> bool:
-    """Returns whether pages at an address may vanish: it is in a ``Guarded`` mapping that no GPU's driver has locked."""
+    """Returns whether ``address`` is in a ``Guarded`` mapping whose pages may vanish, as no GPU's driver has locked them."""
     return available and _guard.may_be_missing(address)
 
 
@@ -57,7 +57,10 @@ class Guarded:
         return 0 if self._slot is None else _guard.faults(self._slot)
 
     def hold(self, held: bool) -> None:
-        """Stores whether a GPU's driver has locked the pages. Call it, in any thread, after locking and before unlocking."""
+        """Stores whether a GPU's driver has locked the pages. May be called in any thread.
+
+        ``held``: True: the driver has locked them; False: the driver is about to unlock them.
+        """
         if self._slot is not None:
             _guard.hold(self._slot, held)
 

@@ -130,7 +130,7 @@ class LaneEnd:
         return received if received[0] else self.channel.receive()
 
     def announce(self, segment: int) -> None:
-        """Queues SegmentOpened unless the other end knows the segment. Raises Unavailable if no descriptor is left for it."""
+        """Queues SegmentOpened unless the other end knows the segment. Raises Unavailable if no file descriptor is left."""
         if segment not in self.announced:
             opened = self.arena.segment(segment)
             with descriptors.needed("sending an arena segment"):
@@ -138,7 +138,7 @@ class LaneEnd:
             self.announced.add(segment)
 
     def _apply_segment(self, record: object, fds: list[int]) -> None:
-        """Carries out a record about a segment of either arena. Raises InvalidArgument: it is malformed, or no such record."""
+        """Carries out a record about a segment of either arena. Raises InvalidArgument: the record is malformed or another."""
         if type(record) is SegmentRefused and not fds:
             self.announced.discard(record.segment)
         elif type(record) is SegmentOpened and len(fds) == 1:
@@ -248,7 +248,7 @@ class SubmitterLane(LaneEnd):
         self.channel.put(Taken(request_id, byte_size))
 
     def flush(self) -> bool:
-        """Sends queued records, and gives unneeded leases back. If it returns False, call it when the socket is writable."""
+        """Sends queued records and unneeded leases. Returns True if all are sent; False: call it when the socket is writable."""
         self.unsaid = False
         if self._closures != self.arena.closures:
             self._withdraw_closed()
@@ -483,7 +483,7 @@ def _agree(records: list[Any], fds: list[int]) -> bool:
 
 
 def _segment_of(lost: DescriptorsLost) -> int:
-    """Returns the number of the segment whose descriptor was lost. Raises InvalidArgument unless one was announced."""
+    """Returns the number of the announced segment whose descriptor was lost. Raises InvalidArgument: no segment was announced."""
     if len(lost.records) != 1 or type(lost.records[0]) is not SegmentOpened:
         raise InvalidArgument(f"malformed datagram: {lost}")
     return lost.records[0].segment

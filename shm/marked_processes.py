@@ -23,7 +23,7 @@ _INTERVAL = 0.02
 
 
 class Found(NamedTuple):
-    """Identifies a running process. Since pids are used again, it is the pid together with the process's start time."""
+    """Identifies a running process by its pid and its start time, since pids are used again."""
 
     pid: int
     parent: int
@@ -48,7 +48,7 @@ def everybody() -> list[Found]:
 
 
 def has(found: Found, mark: str) -> bool:
-    """Returns whether ``mark`` is in the environment that ``found`` was started with; False if that cannot be read."""
+    """Returns whether ``mark`` is in the environment that process ``found`` started with; False if that cannot be read."""
     entry = f"{MARK}={mark}".encode()
     try:
         with open(f"/proc/{found.pid}/environ", "rb") as file:

@@ -114,7 +114,7 @@ class SegmentRefused(Record, frozen=True, tag="S!"):
 
 
 class TracedTensor(Record, frozen=True, tag="tt"):
-    """A traced request's tensor as text: elements in row-major order, joined by commas. ``truncated``: only the first."""
+    """A traced request's tensor as text: elements in row-major order, joined by commas; if ``truncated``, the first ones only."""
 
     activity: str
     name: str
@@ -258,7 +258,7 @@ class Cancel(Record, frozen=True, tag="X"):
 
 
 class EndSequence(Record, frozen=True, tag="E"):
-    """Tells the worker that a client sends no further request of a sequence. It comes only on a client's lane, and has no answer.
+    """Tells the worker that a client sends no further request of a sequence. Only clients send this record; it has no answer.
 
     The sequence ends once its waiting requests have run. It does not end if its last request came on another lane.
     """

@@ -146,7 +146,7 @@ class AwaitRegion(Record, frozen=True, tag="c.awaitreg"):
 
 
 class RegionRecords(Record, frozen=True, tag="c.regrec"):
-    """Asks the supervisor for all that is known of a region. Reply: JSON array. ``name`` "": all regions.
+    """Asks for what is known of the region ``name``; "": of all regions. The supervisor's reply is a JSON array.
 
     A worker replies with a JSON object: name -> [how many tensors of requests lie in the region of that name, how many lie in
     earlier regions of the same name].
@@ -254,7 +254,7 @@ class AbortParameters(Record, frozen=True, tag="c.abortparams"):
 
 
 class ServeLoaded(Record, frozen=True, tag="c.serveloaded"):
-    """Tells a worker to let requests find a version that was loaded with ``held`` set; any other is not affected.
+    """Tells a worker to let requests find a version that was loaded with ``held`` set; does nothing if it was loaded otherwise.
 
     Reply: JSON {}, once requests find the version, so that fronts learn of the version only then.
     """
@@ -342,7 +342,7 @@ class AwaitIdle(Record, frozen=True, tag="c.idle"):
 
 
 class EndIdleLanes(Record, frozen=True, tag="c.idlelanes"):
-    """Tells a worker to close the lanes of clients that have no request in flight. Reply: JSON, how many lanes stay open."""
+    """Tells a worker to close each client's lane on which no request is in flight. Reply: JSON, how many lanes stay open."""
 
 
 class TakeProfile(Record, frozen=True, tag="c.profile"):
@@ -370,7 +370,7 @@ class TraceExemplars(Record, frozen=True, tag="c.exemplars"):
 
 class _ChangeSettings(Record, frozen=True):
     def changes(self) -> dict[str, Any]:
-        """Returns the values that are given, by field; {}: nothing changes, the settings are only read."""
+        """Returns the settings that are to change: field -> new value. Returns {} if the settings are only to be read."""
         given = msgspec.structs.asdict(self).items()
         return {field: value for field, value in given if value is not None and value != () and field != "model"}
 

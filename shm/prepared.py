@@ -91,9 +91,9 @@ class Numbers(Generic[T]):
         return self._known.get(key) or self._assign(key, prepared)
 
     def number_again(self, prepared: T) -> Numbered[T] | None:
-        """Returns a prepared request or answer with its number, which is assigned at the second call with an equal one.
+        """Returns a prepared request or answer with its number; None: it has no number yet.
 
-        Returns None at the first call, because many prepared requests and answers are used only once.
+        The number is assigned at the second call with an equal object, because many are used only once.
         """
         key = encoder.encode(prepared)
         known = self._known.get(key)

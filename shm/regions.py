@@ -154,7 +154,7 @@ class _ObjectRegion(Leased):
     """Base class of regions in a shared-memory object. It owns the object's descriptor. Offsets count from the region's start."""
 
     def __init__(self, name: str, fd: int, offset: int, byte_size: int) -> None:
-        """Raises InvalidArgument, and closes ``fd``, if the range is empty or not inside the object; else owns ``fd``."""
+        """Takes ownership of ``fd``; closes it and raises InvalidArgument if the range is empty or not inside the object."""
         found = os.fstat(fd)
         if byte_size <= 0 or offset < 0 or offset + byte_size > found.st_size:
             os.close(fd)
@@ -216,7 +216,7 @@ class Region(_ObjectRegion):
         return mapping
 
     def view(self, offset: int, byte_size: int) -> memoryview:
-        """Returns a range as a writable view, without a copy. Raises InvalidArgument: it is outside the region."""
+        """Returns a range as a writable view, without a copy. Raises InvalidArgument if the range is outside the region."""
         check_range(offset, byte_size, self.byte_size, self.name)
         return self._whole[offset : offset + byte_size]
 
@@ -252,7 +252,7 @@ class Region(_ObjectRegion):
         self._whole[offset : offset + byte_size] = content
 
     def read(self, offset: int, byte_size: int) -> bytes:
-        """Returns a copy of a range, which the owner cannot change. Raises InvalidArgument: it is outside the region."""
+        """Returns a copy of a range, which the owner cannot change. Raises InvalidArgument if the range is outside the region."""
         return bytes(self.view(offset, byte_size))
 
     def close(self) -> None:

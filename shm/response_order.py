@@ -30,7 +30,7 @@ class ResponseOrder(Generic[K, A]):
         return len(self._turns)
 
     def passes(self, request: K) -> bool:
-        """Returns whether a request's answer may be sent now, without others after it. If so, forgets the request.
+        """Returns whether a request's answer may be sent now, while no other answer is stored. If so, forgets the request.
 
         If this returns False, give the answer to ``done``.
         """

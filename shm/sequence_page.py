@@ -48,7 +48,7 @@ _MOST_MODELS = 1024
 
 
 class SequenceKeys:
-    """Makes the 128-bit keys by which sequence pages list a model version's sequences, equal ones in every process.
+    """Makes the 128-bit keys by which sequence pages list a model version's sequences. Every process makes the same keys.
 
     If the version is loaded again, the keys stay the same, so that its sequences go on in the load that they began in. If two
     sequences have the same key by chance, a request may be sent to the wrong worker. As the worker compares whole ids, the
@@ -64,7 +64,7 @@ class SequenceKeys:
         self._known: dict[SequenceId, Key] = {}
 
     def key(self, sequence: SequenceId) -> Key:
-        """Returns the key of the sequence with this id. The ids 5 and "5" are those of two sequences."""
+        """Returns the key that stands for a sequence on sequence pages. ``sequence``: its id; 5 and "5" are two sequences."""
         key = self._known.get(sequence)
         if key is None:
             if len(self._known) >= _MOST_KNOWN:
@@ -93,7 +93,7 @@ class SequenceState(enum.IntEnum):
 
 
 class FreeSlots(NamedTuple):
-    """Says how many more sequences of a model version a worker can admit now, as the worker's page shows it."""
+    """Says how many more sequences of a model version a worker can admit now, as the worker's ``SequencePage`` shows it."""
 
     #: A number that changes each time the slots are published.
     edition: int
@@ -136,7 +136,7 @@ class SequencePage:
 
     @classmethod
     def attach(cls, fd: int) -> SequencePage:
-        """Maps a page for reading; owns ``fd``. Raises InvalidArgument: ``fd`` is no page. Unavailable: mapping failed."""
+        """Maps a page for reading and then owns ``fd``. Raises InvalidArgument: ``fd`` is no page. Unavailable: it fails."""
         segment = Segment.attach(fd, os.fstat(fd).st_size)
         words = segment.view.cast("Q") if segment.byte_size % 8 == 0 else None
         whole = (
@@ -160,12 +160,12 @@ class SequencePage:
     # ---------------------------------------------------------------------------------------------------------- reading
 
     def find(self, key: Key) -> tuple[SequenceState, int] | None:
-        """Returns the state of a sequence, and when it was admitted (CLOCK_MONOTONIC ns); None: it is not on the page."""
+        """Returns a sequence's state, and when it was admitted (CLOCK_MONOTONIC ns); None: the sequence is not on the page."""
         value = self.value(key)
         return (_STATES[value & 3], value >> 2) if value & 3 else None
 
     def slots(self, key: Key) -> FreeSlots | None:
-        """Returns how many more sequences of the version with this key the worker can admit; None: the page lacks it."""
+        """Returns how many more sequences the worker can admit of the version with this key; None: the page lacks the version."""
         value = self.value(key)
         return FreeSlots(value >> 42, value >> 22 & _MOST_SLOTS, value >> 2 & _MOST_SLOTS) if value else None
 
@@ -180,7 +180,7 @@ class SequencePage:
                 yield (low, words[at + 1]), _STATES[words[at + 2] & 3], words[at + 2] >> 2
 
     def value(self, key: Key) -> int:
-        """Returns the word that is stored under a key; 0: there is none. The module's docstring says what its bits mean.
+        """Returns the word that the page has for a key, whose bits the module's docstring explains; 0: the page lacks the key.
 
         Of two sequences, the sequence that was admitted later has the larger value.
         """
@@ -216,15 +216,15 @@ class SequencePage:
         return since_ns
 
     def begin(self, key: Key, since_ns: int) -> None:
-        """Changes a sequence's state from WAITING to BEGUN, unless one admitted after ``since_ns`` has the same key."""
+        """Sets a sequence's state to BEGUN, unless a sequence that was admitted after ``since_ns`` has the same key."""
         if self.value(key) == since_ns << 2 | SequenceState.WAITING:
             self._store(key, since_ns << 2 | SequenceState.BEGUN)
 
     def end(self, key: Key, since_ns: int) -> None:
         """Changes the state of a sequence to ENDED.
 
-        It stays on the page until ``settle``, or until too many sequences have ended. ``since_ns``: the time that ``admit``
-        returned. If a later sequence has the same key, nothing changes.
+        The sequence stays on the page until ``settle``, or until too many sequences have ended. ``since_ns``: the time that
+        ``admit`` returned. If a later sequence has the same key, nothing changes.
         """
         if self.value(key) in (since_ns << 2 | SequenceState.WAITING, since_ns << 2 | SequenceState.BEGUN):
             self._store(key, since_ns << 2 | SequenceState.ENDED)
@@ -244,7 +244,7 @@ class SequencePage:
             self._sequences -= 1
 
     def publish_slots(self, key: Key, free: int, backlog: int) -> None:
-        """Publishes how many more sequences a version can admit (``free``), and how many wait (``backlog``)."""
+        """Publishes how many more sequences of a version (``key``) may begin (``free``), and how many wait (``backlog``)."""
         self._edition = self._edition % _MOST_SLOTS + 1
         if self._models < _MOST_MODELS or self.value(key):
             free, backlog = min(free, _MOST_SLOTS), min(backlog, _MOST_SLOTS)
@@ -272,7 +272,7 @@ class SequencePage:
         return at
 
     def _store(self, key: Key, value: int) -> bool:
-        """Writes a value into the entry of a key, which is made if the key has none. Returns whether it was made."""
+        """Writes a value into the entry of a key. If the key has no entry, makes one. Returns whether an entry was made."""
         words, at = self._words, self._place(key)
         if words[at]:
             words[at + 2] = value

@@ -14,7 +14,10 @@ from time import monotonic_ns
 
 
 class Spin:
-    """Decides whether a loop polls before it sleeps: it does if its last wait was shorter than ``limit_ns``; 0: never."""
+    """Decides whether a loop polls before it sleeps: it does if its last wait was shorter than ``limit_ns``.
+
+    ``limit_ns``: also the longest time to poll, in nanoseconds; 0: the loop never polls.
+    """
 
     __slots__ = ("_limit_ns", "_since_ns", "_worth")
 
@@ -39,7 +42,7 @@ class Spin:
         return monotonic_ns()
 
     def end(self, now_ns: int) -> None:
-        """Ends the wait, with or without a record. The next ``begin`` decides by this wait's length whether to poll."""
+        """Ends the wait, whether or not a record came. The next ``begin`` decides by the wait's length whether to poll."""
         self._worth = now_ns - self._since_ns < self._limit_ns
 
     def __repr__(self) -> str:

@@ -98,7 +98,7 @@ class StatusPage:
         return self._segment.view
 
     def set_state(self, state: WorkerState, now_ns: int) -> None:
-        """Sets the state of the main loop from ``now_ns`` on. This also counts as ``beat``."""
+        """Sets the state of the worker's main loop from ``now_ns`` on. Also shows, as ``beat`` does, that the loop runs."""
         self._words[0] = state
         self._words[1] = now_ns
         self._words[2] = now_ns

@@ -43,12 +43,12 @@ class TraceBudget:
         return 0
 
     def close(self) -> None:
-        """Closes the counter's descriptor; call this once."""
+        """Closes the file descriptor of the shared counter; must be called only once."""
         os.close(self.fd)
 
 
 class Passes:
-    """Counts requests that will not be traced: while ``left`` is above 0, a front looks up no trace settings."""
+    """Says how many of the next requests are not traced: while ``left`` is above 0, a front looks up no trace settings."""
 
     __slots__ = ("left",)
 
@@ -98,7 +98,7 @@ class SampleCounter(Passes):
         return False
 
     def close(self) -> None:
-        """Closes the counter's descriptor; call this once."""
+        """Closes the file descriptor of the shared counter; must be called only once."""
         os.close(self.fd)
 
 

@@ -69,7 +69,7 @@ class Exemplars:
         self._versions: dict[tuple[str, int], dict[tuple[int, int], tuple[str, float, float]]] = {}
 
     def note(self, model: str, version: int, trace_id: str, moments: Mapping[str, int]) -> None:
-        """Makes a request the exemplar of the buckets that its durations, differences of ``moments`` (ns), fall into."""
+        """Makes a request the exemplar of the buckets that its durations fall into. ``moments``: timestamp's name -> ns."""
         found = self._versions.pop((model, version), {})
         while len(self._versions) >= MAX_EXEMPLARS:
             del self._versions[next(iter(self._versions))]
@@ -196,7 +196,7 @@ class Tracer:
         self._last_id = incarnation << _ID_BITS
 
     def changed(self, record: TraceChanged, fds: list[int]) -> None:
-        """Sets a model's trace settings (model "": those of all models without their own); owns the record's ``fds``."""
+        """Sets a model's trace settings (model "": those of all models without their own). Takes ownership of ``fds``."""
         self._forget(record.model)
         self._samplers[record.model] = Sampler(record, fds, self._files)
         self._look()
@@ -214,8 +214,8 @@ class Tracer:
     def _look(self) -> None:
         """Updates two attributes after the settings have changed: ``on`` and ``passes``.
 
-        ``on`` says whether any request may be traced. ``passes`` counts the next requests that are not traced whatever their
-        model is.
+        ``on`` says whether any request may be traced. ``passes`` says how many of the next requests are certainly not traced,
+        whichever models they are for.
         """
         turns = [sampler.turn for sampler in self._samplers.values() if sampler.turn is not None]
         self.on = self.joins or any(sampler.level for sampler in self._samplers.values())
@@ -298,7 +298,7 @@ class Sampler:
         return bool(self._path and self.level)
 
     def write(self, trace: bytes) -> None:
-        """Collects a finished trace, and writes all once there are ``log_frequency``. Call it only if ``writes`` is True."""
+        """Collects a trace, and writes all once ``log_frequency`` traces are collected. Call it only if ``writes`` is True."""
         if not self._log_frequency:
             self._files.write(self._path, trace, indexed=False)
             return
@@ -393,7 +393,7 @@ class Trace:
         self.stamp(trace_stamps.REQUEST_END)
 
     def end(self) -> None:
-        """Writes this trace, with traces of requests the model made, to its file and to the collector, if there is one."""
+        """Ends the trace; writes it, with traces of requests that the model made, to its file and to any collector."""
         timeline = self._timeline or _UNTOLD
         if self._sampler.writes:
             entries = self._head(self._id, self._model, self._version, timeline.parameters)

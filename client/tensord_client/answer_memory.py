@@ -269,7 +269,7 @@ class AnswerMemory:
         return (answer, lease) if error is None else error
 
     def drop(self, answer: AnswerRecord) -> None:
-        """Gives the worker's memory back that an answer lies in, because nobody waits for the answer any more."""
+        """Gives back to the worker the memory that an answer lies in, because nobody waits for the answer any more."""
         if answer.lease is not None:
             self.give_back(answer.lease, 0)
 
@@ -304,7 +304,7 @@ class AnswerMemory:
 
 
 def made_answer(record: AnswerRecord, lease: AnswerLease | None, places: Any) -> Answer:
-    """Converts a worker's message to an ``Answer``. Its arrays are views of the worker's memory, copies, or the caller's.
+    """Converts a worker's message to an ``Answer``: arrays that view the worker's memory, are copies, or are the caller's.
 
     If an array is a view, the answer holds the ``lease``, and is counted among the answers that this process holds.
 

@@ -25,7 +25,10 @@ class ClientsSocket:
     """A connection to the daemon's socket for clients, to ask for models and lanes one by one. Not thread-safe."""
 
     def __init__(self, path: str, timeout: float) -> None:
-        """Connects; each answer may take ``timeout`` seconds. Raises: Unavailable: no daemon accepts the connection."""
+        """Connects to the daemon's socket for clients at ``path``. ``timeout``: seconds to wait for the daemon each time.
+
+        Raises Unavailable: no daemon accepts the connection.
+        """
         self._path = path
         self._timeout = timeout
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)

@@ -30,8 +30,8 @@ class ResultsHeld(ServingError):
     def __init__(self, held: int, limit: int, byte_size: int = 0, refusal: str = "") -> None:
         """Makes the error of a process that holds ``held`` answers and may hold ``limit``.
 
-        ``byte_size``, ``refusal``: where the server had no room for another answer, the number of bytes of all held answers and
-        the text of the server's error.
+        Two arguments are given only if the server refused a request because it had no memory for another answer. ``byte_size``:
+        the number of bytes of all held answers. ``refusal``: the text of the server's error.
         """
         size, most = (f" of {byte_size} bytes", "") if refusal else ("", f", at most {limit} may be")
         super().__init__(
@@ -64,7 +64,7 @@ def from_status(status: int, message: str) -> ServingError:
 
 
 def _in_plain_words(kind: type[ServingError], message: str) -> ServingError:
-    """Makes the exception without what the protocol adds to its message: a note, or a prefix that says there is no id.
+    """Makes the exception with ``message``, without the note and the prefix for a missing request id that the protocol adds.
 
     If an output does not fit into the caller's memory, Triton answers Internal; this function makes InvalidArgument.
     """

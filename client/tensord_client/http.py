@@ -116,7 +116,7 @@ class HttpConnection:
         return self._request("GET", path, deadline=deadline, patience=patience)[0]
 
     def post(self, path: str, body: bytes) -> Any:
-        """Posts JSON; returns the answer's JSON (None if empty). Raises ServingError: an error was answered, or nothing."""
+        """Posts JSON; returns the answer's JSON, or None if it is empty. Raises ServingError: an error or no answer came."""
         return self._request("POST", path, b"Content-Type: application/json\r\n", [body])[0]
 
     def _request(
@@ -323,7 +323,7 @@ class HttpConnection:
         return made
 
     def _wanted(self, call: Call, name: str) -> tuple[str, int, int] | None:
-        """Returns the GPU region to write an output to (name, offset, size); None: the output comes with the answer."""
+        """Returns (name, offset, size) of the GPU region for the output ``name``; None: the output comes with the answer."""
         place = call.places.get(name)
         return None if place is None else self._region(place)
 
@@ -467,7 +467,7 @@ def _json(response: HttpResponse, text: bytes | bytearray) -> Any:
 
 
 def _unexpected(response: HttpResponse, content: bytes, expected: str) -> ServingError:
-    """Makes the error for an answer with ``content``, such as a proxy's page, where ``expected`` (JSON) was due."""
+    """Makes the error for an answer with ``content``, such as a proxy's page, in place of ``expected``, such as "JSON"."""
     fields = [response.fields.get(name, b"").decode("latin-1") for name in (b"content-type", b"content-encoding")]
     kind = ", ".join(filter(None, fields)) or "no content type"
     return Internal(f"the server answered with {kind}, {reprlib.repr(content)}, where {expected} are expected")

@@ -60,8 +60,8 @@ class HttpResponse:
     def __init__(self, streams: bool = False) -> None:
         """Starts an answer of which no byte has arrived.
 
-        ``streams``: whether the caller reads the body from ``stream`` while it arrives, if the status is 200. Otherwise the
-        body is there once the answer is complete.
+        ``streams``: True: if the status is 200, the caller reads the body from ``stream`` while the body arrives; False: the
+        caller reads the body once the answer is complete.
         """
         self._streams = streams
         self.status = 0
@@ -90,7 +90,7 @@ class HttpResponse:
 
     @property
     def place(self) -> memoryview | None:
-        """Returns memory to receive the body's next bytes into, before ``filled``; None: give the bytes to ``feed``."""
+        """Returns memory for the body's next bytes, which ``filled`` then counts; None: the bytes are to be given to ``feed``."""
         return self._places[0] if self._places else None
 
     def filled(self, count: int) -> None:
@@ -195,8 +195,8 @@ class HttpResponse:
     def _complete(self) -> None:
         """Marks the answer as complete, and separates the binary part of its body from the JSON before it.
 
-        Called when all of a body has arrived whose length was not known before. Raises: MalformedResponse: the header field with
-        the JSON's length does not fit the body.
+        Called at the end of a body whose length was not known before. Raises: MalformedResponse: the header field with the
+        JSON's length does not fit the body.
         """
         self.whole = True
         json_size = self.fields.get(b"inference-header-content-length")

@@ -41,7 +41,7 @@ class Pool:
     """A client's HTTP connections (channels) to one server, and a queue of requests that wait for a free connection."""
 
     def __init__(self, address: Address, limit: int, max_waiting: int = MAX_WAITING) -> None:
-        """Starts without connections. At most ``limit`` are open at a time; ``max_waiting`` requests may wait for one."""
+        """Starts without connections. At most ``limit`` are in use at a time, and ``max_waiting`` requests may be queued."""
         self.address = address
         self.is_closed = False
         self._limit = limit
@@ -57,7 +57,7 @@ class Pool:
         self.deadlines = Deadlines()
 
     def take(self, pending: HttpRequest) -> None:
-        """Gives a request an idle connection, or lets it open a new one; queues the request if as many as allowed are in use.
+        """Gives a request an idle connection, or lets the request open a new one. Queues it if ``limit`` connections are in use.
 
         Raises: Unavailable: ``close`` was called, or the queue is full.
         """
@@ -72,8 +72,8 @@ class Pool:
     def _serve(self) -> None:
         """Gives connections to queued requests, in their order, until ``limit`` connections are in use.
 
-        The caller holds the lock. A request is removed from the queue before a connection is looked for. Meanwhile the garbage
-        collector may end another request in this thread, which then calls this method, too.
+        The caller holds the lock. The garbage collector may end another request in this thread, which calls this method again;
+        so each request leaves the queue before its connection is looked for.
         """
         while self._line and self._in_use < self._limit:
             self._in_use += 1
@@ -95,7 +95,7 @@ class Pool:
         return None
 
     def give(self, pending: HttpRequest, channel: HttpChannel | None) -> None:
-        """Takes a request's connection back: the first queued request gets the connection; if none is queued, it becomes idle.
+        """Takes a request's connection back and gives it to the first queued request; if none is queued, keeps it as idle.
 
         ``channel``: the connection; None: it is closed, and the first queued request may open another one in its place.
         """
@@ -236,7 +236,7 @@ class HttpRequest(Pending[Any]):
         self.notify()
 
     def interrupt(self) -> None:
-        """Wakes whoever waits, to end the request with Cancelled: the client was closed. Any thread may call it."""
+        """Has whoever waits end this request with Cancelled, because the client was closed. May be called in any thread."""
         channel = self._channel
         if channel is not None:
             channel.shut_down()
@@ -303,7 +303,7 @@ class HttpRequest(Pending[Any]):
             self._finish(None)
 
     def _finish(self, error: ServingError | None) -> None:
-        """Ends this request, whose answer is complete: with ``error``, if not None. Gives the connection back to the pool."""
+        """Ends this request, whose answer is complete, with ``error`` unless that is None. The pool gets the connection back."""
         channel, self._channel = self._channel, None
         if channel is not None and not channel.may_be_kept:
             channel.close()
@@ -395,7 +395,7 @@ class HttpRequest(Pending[Any]):
             time.sleep(max(0.0, left or 0.0))
 
     def attach(self, loop: Any) -> None:
-        """Sends and receives what is possible, then asks ``loop`` to wake the waiting task once more can be sent or received."""
+        """Sends and receives what is possible now, then has the event loop ``loop`` watch the connection for more."""
         self._unwatch()
         mask = self._step()
         if mask:

@@ -121,7 +121,7 @@ def _gathered(answers: list[Any], gather: Callable[[list[Array]], Array]) -> dic
 
 
 def leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yields (name, leaf) of a pytree: the keys to the leaf, joined by dots; "array" for a tree that is a single leaf."""
+    """Yields (name, leaf) of a pytree; a name is the keys to the leaf joined by dots, or "array" if the tree is one leaf."""
     from jax import tree_util
 
     for path, leaf in tree_util.tree_leaves_with_path(tree):

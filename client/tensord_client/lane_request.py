@@ -40,7 +40,7 @@ _ASIDE = 0.005
 
 
 class LaneRequest(Submission, Pending[Answer]):
-    """A request over a lane. If the lane ends or the worker refuses the request, it is without lane until sent again."""
+    """A request over a lane. If the lane ends or the worker refuses it, the request has no lane until it is sent again."""
 
     lane: ClientLane | None = None
     request_id = 0
@@ -170,7 +170,7 @@ class LaneRequest(Submission, Pending[Answer]):
         return astray
 
     def watch_again(self) -> None:
-        """Arranges that the new lane of this request, which was sent again, is read.
+        """Has somebody read the new lane on which this request was sent again.
 
         If callbacks wait for the answer, the lane's thread reads the lane; if a task waits, the task's event loop does. If the
         request was cancelled meanwhile, tells the new worker so.
@@ -251,7 +251,7 @@ class LaneRequest(Submission, Pending[Answer]):
                 self.call_back()
 
     def withdraw(self) -> None:
-        """Cancels this request: it is not sent again, and its worker is told; the last answer is dropped."""
+        """Cancels this request: it is not sent again, and its worker, if it has one, is told that nobody waits for the answer."""
         with self._lock:
             astray, self.astray = self.astray, False
         if astray:
@@ -260,7 +260,7 @@ class LaneRequest(Submission, Pending[Answer]):
             self.lane.cancel(self.request_id)
 
     def _acknowledge(self) -> None:
-        """Tells the worker how many bytes of responses were read, once they are 1024; the worker may then send more."""
+        """Tells the worker how many bytes of responses were read, if 1024 or more, so that the worker may send more."""
         if self._read >= _ACKNOWLEDGED and self.lane is not None:
             read, self._read = self._read, 0
             self.lane.say(wire.record("T", self.request_id, read))
@@ -286,7 +286,7 @@ class LaneRequest(Submission, Pending[Answer]):
         return error if self.lane is None else self.lane.answers.explained(error)
 
     def explained(self, error: ServingError) -> ServingError:
-        """Returns ResultsHeld if a stream failed with ``error`` because this process holds too many answers; else ``error``."""
+        """Returns ResultsHeld if ``error`` ended a stream because this process holds too many answers, else ``error``."""
         held = self._connection.held.too_many() if isinstance(error, (DeadlineExceeded, Unavailable)) else None
         return held or error
 
@@ -303,7 +303,7 @@ class Sender:
     held: HeldResults
 
     def begin(self) -> None:
-        """Starts without requests. Called by the constructor, and in a child process after a fork."""
+        """Resets this object: no requests, no opened models. Called by the constructor, and in a child process after a fork."""
         #: Requests that are to be sent again and that no thread waits for, by model; each has a thread while there are any.
         self._astray: dict[tuple[str, int], deque[LaneRequest]] = {}
         self._astray_lock = threading.Lock()

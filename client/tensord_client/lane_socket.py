@@ -40,7 +40,7 @@ class LaneSocket:
     """The client's socket of a lane, and a queue of the datagrams that the socket had no room for."""
 
     def __init__(self, sock: socket.socket, spin_ns: int) -> None:
-        """Takes over a connected socket. A receive polls for at most ``spin_ns`` before it sleeps; 0: it does not poll."""
+        """Takes ownership of a connected socket. A receive polls for at most ``spin_ns`` before it sleeps; 0: does not poll."""
         sock.setblocking(True)
         self.sock = sock
         #: Held by the thread that sends.
@@ -161,9 +161,9 @@ class LaneSocket:
             self.timeout_ms = milliseconds
 
     def wait_for_room(self, until: float | None) -> bool:
-        """Waits until a datagram has come or the socket has room; if it has room, sends queued datagrams.
+        """Waits until a datagram has come or the socket has room; if the socket has room, sends queued datagrams.
 
-        Returns whether a datagram has come; it is not received here.
+        Returns whether a datagram has come; the caller must then receive the datagram.
 
         ``until``: seconds of ``time.monotonic()``; None: without limit. Raises: WaitEnded: ``until`` has passed.
         """

@@ -170,7 +170,7 @@ def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _array(leaf: Any) -> tuple[str, Array] | None:
-    """Returns a leaf's safetensors type, and the leaf as a contiguous little-endian array; None: it has no type."""
+    """Returns a leaf's safetensors type, and the leaf as a contiguous little-endian array; None: safetensors lacks the type."""
     bits = bfloat16_of_torch(leaf)
     try:
         array = np.ascontiguousarray(leaf if bits is None else bits)

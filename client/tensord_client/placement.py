@@ -34,7 +34,7 @@ _IN_SLOT = (-1, 0, 0)
 
 
 class Slot:
-    """Shared memory for copies of inputs, kept from one request to the next with the encoded part that refers to it."""
+    """Shared memory with copies of inputs, and the encoded request that names that memory; later requests use both again."""
 
     __slots__ = ("_slots", "arrays", "byte_size", "kind", "prepared", "segments")
 
@@ -142,7 +142,7 @@ Tensor = tuple[str, str, tuple[int, ...], Optional[Place]]
 class Layout:
     """How each input of a call gets to the worker: by its place in shared memory, inside the request, or copied.
 
-    A layout may be used again for a request with the same arrays, unless it has strings: it holds their encoded bytes.
+    A layout may be used again for a request with the same arrays, unless they have strings, which a layout has encoded.
     """
 
     __slots__ = (
@@ -382,7 +382,7 @@ def encode(call: Call, tensors: Sequence[Tensor], outputs: Sequence[tuple[str, P
 
 
 def own_fields(call: Call) -> bytes:
-    """Encodes a request's own fields: id, deadline, scheduling. Raises: InvalidArgument: a value cannot be encoded."""
+    """Encodes the fields of a request that are its own: id, deadline, scheduling. Raises InvalidArgument if that fails."""
     deadline_ns = 0 if call.deadline is None else max(1, int(call.deadline * 1e9))
     try:
         return wire.own_fields(call.request_id, deadline_ns, call.scheduling)

@@ -267,9 +267,9 @@ class ClientLane:
                 self.socket.send(wire.datagram((record,)))
 
     def _release(self) -> None:
-        """Gives queued leases of answers' memory back to the worker. If ``lock`` is held, the next request does that.
+        """Gives the memory of answers whose leases are queued back to the worker.
 
-        Does nothing if the worker has ended.
+        Sends nothing if the worker has ended, or if another thread holds ``lock``; the next request gives the memory back then.
         """
         if not self.lock.acquire(False):
             return
@@ -295,7 +295,7 @@ class ClientLane:
             del self.queued[request_id]
 
     def cancel(self, request_id: int) -> None:
-        """Removes a request from the queue or, once it is sent, tells the worker, which still sends a last answer."""
+        """Removes a request from the queue. If it was sent already, tells the worker, which still sends a last answer."""
         # The garbage collector ends streams that were left in a cycle, also in a thread that has the lock and sends just now.
         if self.lock.acquire(False):
             self.lock.release()
@@ -606,7 +606,7 @@ class ClientLane:
 
 
 class OpenedModel:
-    """A model's description, of one version or the newest, and the lanes to its workers, as the daemon gave them."""
+    """The daemon's answer for a model: the description of one version, or of the newest, and the lanes to the model's workers."""
 
     def __init__(self, description: Description, lanes: list[ClientLane], coming: int, opened_at: float) -> None:
         """Stores what the daemon answered when it was asked for the model.
@@ -630,12 +630,12 @@ class OpenedModel:
 
     @property
     def is_told(self) -> bool:
-        """Returns whether the daemon answered at most 0.25 s ago, so that its list of workers is taken to be up to date."""
+        """Returns whether the daemon named the model's workers at most 0.25 s ago, so that it need not be asked again."""
         return time.monotonic() - self.opened_at <= _JUST
 
     @property
     def lacks(self) -> bool:
-        """Returns whether asking the daemon again may give lanes: workers are to come, or one of several lanes ended."""
+        """Returns whether the daemon may give further lanes: workers are still to come, or one of several lanes has ended."""
         if self.coming:
             return True
         lanes = self.lanes

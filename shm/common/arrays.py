@@ -59,7 +59,7 @@ def bfloat16_bits(values: np.ndarray) -> np.ndarray:
 
 
 def datatype_of(dtype: np.dtype, declared: str = "") -> str | None:
-    """Returns the protocol's datatype, such as "FP32", for arrays of a dtype in any byte order; None: it has none.
+    """Returns the protocol's datatype, such as "FP32", for arrays of a dtype in any byte order; None: no datatype fits.
 
     ``declared``: the datatype in the model's metadata; if it is "BF16", a uint16 array is BF16.
     """

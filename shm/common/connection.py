@@ -37,7 +37,7 @@ class Prepared:
         forgotten_by_children(self)
 
     def forget(self) -> None:
-        """Starts without a request in flight. Called by the constructor, and in a child process after a fork."""
+        """Resets this object so that no request is in flight. Called by the constructor, and in a child process after a fork."""
         self._lock = threading.Lock()
         self._call.last = None
 

@@ -87,7 +87,10 @@ def content(capsule: Any) -> ManagedTensor:
 
 
 class DeviceView:
-    """A view of device memory for other libraries by DLPack, without a copy. ``owner`` is kept alive while it is used."""
+    """A view of device memory for other libraries by DLPack, without a copy.
+
+    The view keeps ``owner``, to which the memory belongs, alive for as long as a library uses the view.
+    """
 
     __slots__ = ("_owner", "_shape", "_tensor")
 

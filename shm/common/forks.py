@@ -11,7 +11,7 @@ class Owned(Protocol):
     """An object that belongs to the process that made it: a connection, or an object that has requests in flight."""
 
     def forget(self) -> None:
-        """Resets this object in a child after a fork, which then does not send, end or call back the parent's requests."""
+        """Resets this object in a child process after a fork, so that the child leaves the parent's requests alone."""
 
 
 _owned: weakref.WeakSet[Owned] = weakref.WeakSet()

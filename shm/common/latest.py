@@ -95,7 +95,7 @@ class Newest(Generic[A]):
             self._watch(number, asked)
 
     def _keep(self, number: int, came: Any) -> None:
-        """Stores what ``came``, the answer or error of the ``number``-th ``put``, unless a later one's is stored."""
+        """Stores ``came``, the answer or error for the ``number``-th ``put``, unless that of a later ``put`` is stored."""
         self.missed += number < self._came or self._came != self._taken
         if number > self._came:
             self._came, self._newest = number, came
@@ -121,7 +121,7 @@ class Newest(Generic[A]):
 
     @property
     def behind(self) -> int:
-        """Returns for how many inputs, not counting replaced ones, an answer may still be returned by ``get``."""
+        """Returns for how many inputs, not counting those that newer inputs replaced, ``get`` may still return an answer."""
         with self._changed:
             return len([number for number in self._under_way if number > self._taken]) + (
                 (self._waiting is not None) + (self._came > self._taken)

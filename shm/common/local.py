@@ -64,12 +64,12 @@ class LocalRequest(Pending[Answer]):
     # ------------------------------------------------------------------------------------------ from the worker's loop
 
     def take(self, request: Any, result: Any, moments: tuple[int, int, int] | None, final: bool) -> None:
-        """Stores a response, and wakes whoever waits for it. The worker's loop calls this.
+        """Stores a response, and wakes whoever waits for it. The worker's loop calls this method.
 
         Args:
-          request: the worker's object of this request; None where ``fail`` stores an error.
-          result: the outputs by name, or an error that has a ``code``; None: there is no response, and none follows.
-          moments: when the run began, when its inputs were there and when it had computed, in ns; None: that was not measured.
+          request: not used; the worker passes its own object of this request.
+          result: the outputs by name, or an error that has a ``code``; None if the request ends without a further response.
+          moments: the times, in ns, at which the model's run began, had its inputs, and had computed; None: not measured.
           final: True: no further response follows.
         """
         if isinstance(result, Exception):
@@ -89,10 +89,10 @@ class LocalRequest(Pending[Answer]):
     # ------------------------------------------------------------------------------------------------ from whoever waits
 
     def made(self, arrived: tuple[Any, tuple[int, int, int] | None]) -> Answer | ServingError:
-        """Converts a response to an answer, and tells the worker that it was taken. Returns an error if that fails.
+        """Makes an answer of a response, and tells the worker that the response was taken. Returns an error if that fails.
 
         The answer has copies of the outputs, which the caller may change. ``arrived``: the outputs by name, and the times of
-        the run; None: the times were not measured.
+        the run, or None in place of times that were not measured.
         """
         result, moments = arrived
         call, request = self._call, self.request
@@ -133,7 +133,7 @@ class LocalConnection:
         self._thread: threading.Thread | None = None
 
     def open(self, model: str, version: int = 0) -> Description:
-        """Returns a model's description; loads it if needed. ``version`` 0: newest. Raises ServingError: loading failed."""
+        """Returns a model's description, once it is loaded. ``version`` 0: newest. Raises ServingError: loading failed."""
         return self._loaded(model, version).description
 
     def _loaded(self, model: str, version: int) -> Served:
@@ -237,7 +237,7 @@ def ours(error: Any) -> ServingError:
 
 @contextlib.contextmanager
 def in_our_words() -> Iterator[None]:
-    """Converts an error that a worker's code raises in the ``with`` block to one of this package, in plain words."""
+    """Converts an error with a code, raised by a worker's code in the ``with`` block, to a ServingError in plain words."""
     try:
         yield
     except Exception as error:

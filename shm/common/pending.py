@@ -99,7 +99,7 @@ class Pending(Generic[T]):
         """
 
     def watch(self) -> None:
-        """Arranges that responses are received, and callbacks called, while no thread or task but only callbacks wait for them.
+        """Has a thread receive the responses and call the callbacks of a request for which no thread or task waits.
 
         This base class does nothing.
         """

@@ -122,7 +122,7 @@ def set_named(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def checked_set_name(name: str) -> str:
-    """Returns the name of a parameter set that a request gives. Raises InvalidArgument: the name is empty."""
+    """Returns ``name``, by which a request names its parameter set. Raises InvalidArgument if ``name`` is empty."""
     if not name:
         raise InvalidArgument(f"parameter '{SET_PARAMETER}' is empty, the name of a parameter set is expected")
     return name
