@@ -92,7 +92,7 @@ def check(
     """Loads each model in a separate process, and yields a verdict on each: in the order of ``models``, but ensembles last.
 
     A model whose configuration cannot be read is not loaded. ``devices``: the devices of all workers; a model is loaded on the
-    first of its workers' devices. ``timeout``: how many seconds the load of each version of a model may take. ``bar``: shows the
+    first device that it may use. ``timeout``: how many seconds the load of each version of a model may take. ``bar``: shows the
     progress; it is cleared before a verdict is yielded.
     """
     tried: dict[str, Verdict] = {}
@@ -158,7 +158,7 @@ def _tried(
 ) -> Iterator[Verdict]:
     """Loads models in several processes, and yields their verdicts in the order of ``models``. No model may be an ensemble.
 
-    ``devices``: the devices of all workers; a model is loaded on the first of its workers' devices. ``timeout``: how many
+    ``devices``: the devices of all workers; a model is loaded on the first device that it may use. ``timeout``: how many
     seconds the load of each version of a model may take. ``bar``: shows the progress; it is cleared before a verdict is yielded.
     """
     # A daemon beside this process may have most of a GPU's memory.

@@ -277,7 +277,7 @@ class ClientLanes:
     # --------------------------------------------------------------------------------------------------------- changes
 
     def lane_ended(self, worker: WorkerProcess, number: int) -> None:
-        """Removes the lane ``number``, which its worker reports as closed, and wakes the clients that wait for this."""
+        """Removes the lane ``number``, which its worker reports as closed, and wakes the clients that wait for that."""
         lane = self._lanes.get(number)
         if lane is not None and lane.worker is worker:
             self._forget(number)

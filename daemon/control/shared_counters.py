@@ -99,7 +99,7 @@ class SharedCounters:
         return self._words[row * _WORDS + _TRACES]
 
     def clear(self, row: int) -> None:
-        """Sets the present counts of a dead front to 0: its connections and prepared requests. Counts that only grow stay."""
+        """Sets the numbers of open connections and prepared requests of the dead front with this row to 0. Other counts stay."""
         at = row * _WORDS
         self._words[at] = self._words[at + 1] = self._words[at + _PREPARED] = 0
 
@@ -146,7 +146,7 @@ class FrontCounters:
 
     @property
     def codes(self) -> tuple[memoryview, int]:
-        """Returns all fronts' counters, and the index of the first that counts this front's answers by code (``CODES``)."""
+        """Returns all fronts' counters, and the index at which this front's counts by code begin, in the order of ``CODES``."""
         return self._words, self._at + _CODES
 
     def own(self) -> int:

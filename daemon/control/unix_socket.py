@@ -12,7 +12,10 @@ from tensord.daemon.control import runtime_directory
 
 
 def path(configured: str, name: str, environment: Mapping[str, str]) -> Path | None:
-    """Returns ``configured`` or, if that is "", the path of ``name`` in systemd's folder for sockets; None: there is none."""
+    """Returns the path of a socket: ``configured`` or, if that is "", ``name`` in systemd's folder for sockets.
+
+    Returns None if both are missing. ``environment``: the variables in which systemd names the folder.
+    """
     if configured:
         return Path(configured)
     folder = runtime_directory.of_service(environment)

@@ -67,7 +67,7 @@ class Acceptor:
             self._loop.add_reader(listener.fileno(), self._readable, listener)
 
     async def close(self, timeout: float) -> None:
-        """Closes the listening sockets. Waits, at most ``timeout`` seconds, until the connections made so far have protocols."""
+        """Closes the listening sockets. Waits until every accepted connection has its asyncio protocol, at most ``timeout`` s."""
         if self._closed:
             return
         self._counters.serve(False)

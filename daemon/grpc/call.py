@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Call(ABC):
-    """A gRPC call: takes messages from a stream, sends responses there. After ``abandoned`` no other method is called."""
+    """A gRPC call: takes messages from a stream, sends responses on that stream. No method is called after ``abandoned``."""
 
     __slots__ = ()
 
@@ -94,8 +94,8 @@ class InferCall(Call):
         Args:
           prepared: the part of the answer that repeats, such as the outputs' names and shapes.
           own: the rest of the answer; it has the error's code and text, if the answer is an error.
-          parts: the answer as pieces of a ModelInferResponse. Empty if the answer is an error, if it only says that no further
-            response comes, or if it is one of several responses to a call that accepts one.
+          parts: the answer as pieces of a ModelInferResponse. Empty for an error, for an answer which only says that no further
+            response comes, and for each of several responses to a call that accepts a single one.
           sent: must be called once the answer was written to the client; None: nothing must be called.
         """
 

@@ -64,7 +64,7 @@ _LAST_CALL = b"tensord!"
 
 
 class ConnectionPhase(enum.Enum):
-    """The phases of an HTTP/2 connection: before the client's preface, open, GOAWAY sent, last streams, closed."""
+    """The phases of an HTTP/2 connection: before the client's preface, open, GOAWAY sent, no new streams, closed."""
 
     #: The client's preface is not whole.
     OPENING = "opening"
@@ -311,7 +311,7 @@ class Http2:
         return end
 
     def data_was_read(self) -> None:
-        """Tells the stream whose message is arriving that ``data_read`` bytes were read into the message's memory."""
+        """Tells the stream whose message is arriving that ``self.data_read`` bytes were read into the message's memory."""
         byte_size, self.data_read = self.data_read, 0
         self.data_left -= byte_size
         stream = self.data_stream

@@ -65,7 +65,10 @@ class DecodedHead:
     is_raw: bool = True
 
     def with_raws(self, raws: Sequence[InputContent]) -> list[InputContent]:
-        """Returns the content of each input, in order. ``raws``: the ``raw_count`` tensors in ``raw_input_contents``."""
+        """Returns the content of each input, in order. An input whose content is not in the head takes the next of ``raws``.
+
+        ``raws``: the ``raw_count`` tensors in ``raw_input_contents``.
+        """
         rest = iter(raws)
         return [next(rest) if content is None else content for content in self.contents]
 
@@ -140,7 +143,7 @@ def model_of(head: bytes) -> str:
 def read_version(model: str, text: str) -> int:
     """Parses a model version. An empty text gives 0, which stands for the newest version.
 
-    Raises InvalidArgument: it is no positive number; NotFound: it is "0".
+    Raises InvalidArgument: ``text`` is no positive number; NotFound: ``text`` is "0".
     """
     if not text:
         return 0

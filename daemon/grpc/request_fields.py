@@ -39,7 +39,7 @@ class RefusedRequest(Exception):
 class MessageCutter:
     """Cuts an encoded ModelInferRequest into head, id and ``raw_input_contents``. The message may come whole or in pieces.
 
-    The head is the message without the other two. ``byte_size``: the length of the message.
+    The head is the message without id and ``raw_input_contents``. ``byte_size``: the length of the message.
     """
 
     #: The raw tensors that have begun, and the size of the last one.

@@ -54,7 +54,7 @@ class AnswerLayout:
     ) -> list[Buffer]:
         """Encodes one answer as pieces of a ModelInferResponse.
 
-        Tensors in the response arena are not copied: they become views of it.
+        Tensors in the response arena are not copied: their pieces are views of the arena.
         Args:
           contents: the outputs, without those that were written to a shared-memory region.
           view: returns the bytes of a slice of the response arena.

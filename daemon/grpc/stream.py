@@ -229,7 +229,7 @@ class Stream:
         return self.arriving is not None and self.arriving.waits_for_room
 
     def _room_came(self) -> None:
-        """Called when the message's wait for arena memory has ended. The client's deadline for the message starts anew."""
+        """Called when the message has got its arena memory. The client again has the full time to send more of the message."""
         self.partial_since = 0.0
         self._note()
         self.grant()

@@ -121,7 +121,10 @@ class UnaryInfer(InferCall):
         self.stream.connection.steps.leave(self, self._asked is not None)
 
     def _begin(self) -> None:
-        """Sends the request, or refuses it. Unless the request waits for memory, later ones of its sequence are sent, too."""
+        """Sends the request to a worker, or answers it with an error.
+
+        Then the later requests of the sequence are sent, too, unless this request still waits for memory.
+        """
         message = self._message
         assert message is not None
         infer, waited_ns = self.infer, self._waits_since

@@ -103,7 +103,7 @@ class TextBody:
         self.advance(len(chunk))
 
     def rest(self) -> memoryview:
-        """Returns the memory to read the rest from the socket into; after ``drop``, memory for discarded bytes."""
+        """Returns the memory into which the rest of the body is read. After ``drop`` that memory is read by nobody."""
         if self._kept:
             return self._memory[self.received :]
         return self._memory[: self._byte_size - self.received]
@@ -163,9 +163,10 @@ class PlacedBody:
         return self.lease.view[self._start : self._start + head_size]
 
     def places(self, head_size: int, parts: list[BinaryPart]) -> tuple[Slice, ...]:
-        """Returns where each of the body's binary tensors lies in the arena. ``head_size``: bytes of JSON before the first one.
+        """Returns where each of the body's binary tensors, ``parts``, lies in the arena.
 
-        Call it only if every tensor is too large for the request's record.
+        ``head_size``: the number of bytes of JSON before the first tensor. Call it only if every tensor is too large for the
+        request's record.
         """
         slice_ = self.lease.place
         segment, start = slice_.segment, slice_.offset + self._start + head_size

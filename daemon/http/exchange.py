@@ -271,9 +271,9 @@ class Exchange(InFlight):
     # ------------------------------------------------------------------------------------------------ submit
 
     def _go_on(self) -> None:
-        """Submits the request, provided that its body is complete and in its place and that earlier requests are answered.
+        """Submits the request if earlier requests are answered and the whole body is received, in arena memory if it needs that.
 
-        If the body was refused, the client is sent the error instead. While one of the conditions is not met, it does nothing.
+        If the body was refused, the client is sent the error instead. While one of the conditions is not met, nothing is done.
         """
         if self.phase is not _RECEIVED or not self.my_turn or self._gone or self._job is not None:
             return

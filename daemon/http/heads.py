@@ -49,7 +49,7 @@ class Heads(BoundedCache[bytes, InferHead]):
     def __init__(
         self, max_byte_size: int, max_fields: int, cuts: bool, count: int = MAX_COUNT, joins: bool = False
     ) -> None:
-        """Creates an empty cache.
+        """Creates an empty cache of parsed request heads, whose keys are heads' bytes.
 
         Args:
           max_byte_size: the most bytes of a request's head.

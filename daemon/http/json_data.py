@@ -110,7 +110,7 @@ def refuse_half_floats(datatype: str, count: int, name: str) -> None:
 
 
 def _wire_bytes(values: list[Any], datatype: str) -> bytes:
-    """Converts values of the datatype's kind to a tensor's bytes. Raises OverflowError: a number is out of its range."""
+    """Converts numbers, booleans or strings that fit ``datatype`` to a tensor's bytes. Raises OverflowError: out of range."""
     if datatype == "BYTES":
         return encoded(values)
     dtype = DTYPES[datatype]

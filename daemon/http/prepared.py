@@ -219,7 +219,10 @@ class PreparedKind:
         self.last_answer: AnswerText | None = None
 
     def on_lane(self, numbers: Numbers[PreparedRequest]) -> Numbered[PreparedRequest] | None:
-        """Returns the number of this kind of request on the lanes. None for its first request, which is sent in full."""
+        """Returns the number that this kind of request has on the lanes. None: it is the first such request, to be sent in full.
+
+        ``numbers``: gives kinds of requests their numbers.
+        """
         if self.numbered is None:
             self.numbered = numbers.number_again(self.record)
         return self.numbered

@@ -228,7 +228,7 @@ def _histogram(name: str, model: str, version: int, protocol: str, bounds: tuple
 
 
 def _of_version(exemplars: Exemplars) -> dict[tuple[str, int, str], dict[tuple[int, int], str]]:
-    """Returns the text of each exemplar, by (model, version, protocol) and then by (kind of duration, bucket)."""
+    """Returns exemplars' texts: maps (model, version, protocol) to a dict that maps (kind of duration, bucket) to the text."""
     found: dict[tuple[str, int, str], dict[tuple[int, int], str]] = {}
     for (model, version, protocol, kind, bucket), (trace_id, seconds, at) in exemplars.items():
         text = f' # {{trace_id="{trace_id}"}} {seconds} {at:.3f}'

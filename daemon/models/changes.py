@@ -408,7 +408,7 @@ class Models:
         self._check_readiness()
 
     def outdated(self, why: str) -> None:
-        """Stores, for the readiness, why dead processes cannot be replaced, such as another installed version; "": they can."""
+        """Stores the reason why dead processes cannot be replaced, which the readiness then names. ``why`` "": they can."""
         self._readiness.outdated = why
         self._check_readiness()
 

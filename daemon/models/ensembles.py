@@ -207,7 +207,10 @@ class Ensembles:
         return model is not None and (model.running is not None or bool(model.waiting))
 
     def _fingerprints(self, found: FoundModel) -> dict[str, str]:
-        """Returns the fingerprint of each member's last load; "": the member is not loaded, or one of its versions failed."""
+        """Returns, for each member of the ensemble by name, the fingerprint of the member's last load.
+
+        The fingerprint is "" if the member is not loaded, or one of its versions failed.
+        """
         models = {name: self._models.get(name) for name, _ in found.members}
         return {
             name: f"{model.fingerprint} {model.repeated}" if model is not None and model.fingerprint else ""

@@ -303,7 +303,10 @@ class Lifecycle:
     # -------------------------------------------------------------------------------------------------------- workers
 
     def worker_joined(self, worker: int, device: str) -> list[Instruction]:
-        """Adds the ready worker process with the number ``worker``. Returns instructions to load what belongs on its device."""
+        """Adds the ready worker process number ``worker``, which runs on ``device``.
+
+        Returns instructions to load models there.
+        """
         self._workers[worker] = device
         versions = (version for model in self.models.values() for version in model.versions.values())
         wanted = [version for version in versions if version.wanted and (version.due or not version.given_up)]

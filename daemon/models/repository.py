@@ -430,7 +430,10 @@ class Repositories:
         return dict(self._found)
 
     def _tell_others(self, others: Mapping[Path, str], found: Mapping[str, FoundModel]) -> None:
-        """Logs each folder that is no model, when it appears and when the reason changes, unless ``found`` has its name."""
+        """Logs each folder in ``others`` when it appears or its reason changes, unless ``found`` has a model of its name.
+
+        ``others``: the folders that hold no model, each with the reason.
+        """
         others = {path: why for path, why in others.items() if path.name not in found}
         for path, why in others.items():
             if self._others.get(path) != why:

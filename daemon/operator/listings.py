@@ -197,7 +197,7 @@ def _since(model: str, version: int, since_ns: int, now_ns: int) -> dict[str, An
 
 
 def _cores(pid: int) -> dict[str, Any]:
-    """Returns a process' cores, threads and resident memory in MiB, as the kernel says; {} if it has ended."""
+    """Returns which CPU cores a process may use, its number of threads and resident memory in MiB; {} if it has ended."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         values = dict(line.split(":", 1) for line in lines if ":" in line)

@@ -248,8 +248,8 @@ class Parameters:
     def _claim(self, key: VersionKey, wanted: PushParameters) -> int:
         """Reserves the number of a push, so that no later push into the set gets the same number, and returns the number.
 
-        If the client gave none, the number is the set's highest plus one. Raises Replaced: another push has the same number or a
-        higher one; InvalidArgument: no number is left; Unavailable: the version has too many sets.
+        ``key``: the model's version. If the client gave no number, it is the set's highest plus one. Raises Replaced: another
+        push has the same number or a higher one; InvalidArgument: no number is left; Unavailable: the version has too many sets.
         """
         found = self.sets.find(key, wanted.set)
         highest = max(0 if found is None else found.highest, self._claimed.get((key, wanted.set), 0))

@@ -52,7 +52,7 @@ class Fronts:
 
         Args:
           programs: the Python module that a front runs, by protocol.
-          devices: the devices of the first workers; if the options leave it open, the number of fronts follows from them.
+          devices: the devices of the first workers, from which the number of fronts follows if the options do not give it.
           options: returns the options that hold now.
           next_incarnation: returns a number for a new process.
           started: called with each new front, to send it what it needs.

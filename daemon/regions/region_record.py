@@ -100,7 +100,7 @@ def is_owner(peer: Peer, owner: Peer) -> bool:
 
 
 class EndWatch:
-    """Calls ``ended`` once, when a file descriptor becomes readable. Keeps a duplicate of the descriptor ``end``."""
+    """Calls ``ended`` once, when the descriptor ``end`` becomes readable. Watches a duplicate of ``end``, which it owns."""
 
     def __init__(self, end: int, ended: Callable[[], None]) -> None:
         self._fd = os.dup(end)

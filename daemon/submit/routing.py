@@ -31,6 +31,7 @@ class Routing:
         """Begins without workers.
 
         Args:
+          table: the states of all models' versions.
           row: the number of this front among the fronts of its protocol; fronts with different numbers prefer different idle
             workers.
           in_flight: all requests of the front that are in flight, by id.

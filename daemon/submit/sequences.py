@@ -266,7 +266,10 @@ class LostSequences:
         self._since[key] = now
 
     def holds(self, key: Key, idle: float, now: float) -> bool:
-        """Returns whether a sequence was lost in the last ``idle`` seconds. Workers, too, forget sequences after that time."""
+        """Returns whether the sequence ``key`` was lost in the ``idle`` seconds before ``now``.
+
+        Workers, too, forget a sequence that gets no request for ``idle`` seconds.
+        """
         since = self._since.get(key)
         if since is not None and now - since > idle:
             del self._since[key]

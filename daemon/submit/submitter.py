@@ -203,7 +203,7 @@ class Submitter:
             self._fail(request, Internal(DEFECT))
 
     def _send_waiting(self) -> None:
-        """Sends the waiting requests for which there is a worker now. The time limits of the other requests stay as they were."""
+        """Sends the waiting requests for which there is a worker now. Requests that still wait keep their time limits."""
         waiting, self._waiting = self._waiting, {}
         for request, gives_up in waiting.items():
             if request.record.request_id in self._in_flight:
