@@ -12,10 +12,7 @@ from tensord.daemon.control import runtime_directory
 
 
 def path(configured: str, name: str, environment: Mapping[str, str]) -> Path | None:
-    """Returns the path of a socket: ``configured`` or, if that is "", ``name`` in systemd's folder for sockets.
-
-    Returns None if both are missing. ``environment``: the variables in which systemd names the folder.
-    """
+    """Returns ``configured`` or, if it is "", ``name`` in systemd's folder for sockets (by ``environment``); None: no folder."""
     if configured:
         return Path(configured)
     folder = runtime_directory.of_service(environment)

@@ -121,10 +121,7 @@ class UnaryInfer(InferCall):
         self.stream.connection.steps.leave(self, self._asked is not None)
 
     def _begin(self) -> None:
-        """Sends the request to a worker, or answers it with an error.
-
-        Then the later requests of the sequence are sent, too, unless this request still waits for memory.
-        """
+        """Sends the request or answers with an error; then the sequence's later requests, unless this one waits for memory."""
         message = self._message
         assert message is not None
         infer, waited_ns = self.infer, self._waits_since

@@ -219,10 +219,7 @@ class PreparedKind:
         self.last_answer: AnswerText | None = None
 
     def on_lane(self, numbers: Numbers[PreparedRequest]) -> Numbered[PreparedRequest] | None:
-        """Returns the number that this kind of request has on the lanes. None: it is the first such request, to be sent in full.
-
-        ``numbers``: gives kinds of requests their numbers.
-        """
+        """Returns this kind's number, given by ``numbers``; None for the first request of the kind, which is sent in full."""
         if self.numbered is None:
             self.numbered = numbers.number_again(self.record)
         return self.numbered

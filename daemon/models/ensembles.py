@@ -207,10 +207,7 @@ class Ensembles:
         return model is not None and (model.running is not None or bool(model.waiting))
 
     def _fingerprints(self, found: FoundModel) -> dict[str, str]:
-        """Returns, for each member of the ensemble by name, the fingerprint of the member's last load.
-
-        The fingerprint is "" if the member is not loaded, or one of its versions failed.
-        """
+        """Returns the fingerprint of each member of ``found``, by name; "": it is not loaded, or one of its versions failed."""
         models = {name: self._models.get(name) for name, _ in found.members}
         return {
             name: f"{model.fingerprint} {model.repeated}" if model is not None and model.fingerprint else ""

@@ -303,10 +303,7 @@ class Lifecycle:
     # -------------------------------------------------------------------------------------------------------- workers
 
     def worker_joined(self, worker: int, device: str) -> list[Instruction]:
-        """Adds the ready worker process number ``worker``, which runs on ``device``.
-
-        Returns instructions to load models there.
-        """
+        """Adds the ready worker number ``worker``. Returns instructions to load models on ``device``, where it runs."""
         self._workers[worker] = device
         versions = (version for model in self.models.values() for version in model.versions.values())
         wanted = [version for version in versions if version.wanted and (version.due or not version.given_up)]

@@ -430,10 +430,7 @@ class Repositories:
         return dict(self._found)
 
     def _tell_others(self, others: Mapping[Path, str], found: Mapping[str, FoundModel]) -> None:
-        """Logs each folder in ``others`` when it appears or its reason changes, unless ``found`` has a model of its name.
-
-        ``others``: the folders that hold no model, each with the reason.
-        """
+        """Logs a folder that is no model, and why (``others``), if either is new and ``found`` has no model of that name."""
         others = {path: why for path, why in others.items() if path.name not in found}
         for path, why in others.items():
             if self._others.get(path) != why:

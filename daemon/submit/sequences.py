@@ -266,10 +266,7 @@ class LostSequences:
         self._since[key] = now
 
     def holds(self, key: Key, idle: float, now: float) -> bool:
-        """Returns whether the sequence ``key`` was lost in the ``idle`` seconds before ``now``.
-
-        Workers, too, forget a sequence that gets no request for ``idle`` seconds.
-        """
+        """Returns whether the sequence ``key`` was lost in the ``idle`` seconds before ``now``."""
         since = self._since.get(key)
         if since is not None and now - since > idle:
             del self._since[key]
