@@ -114,7 +114,7 @@ def check(
 
 
 def _circle(name: str, waiting: Mapping[str, FoundModel]) -> str:
-    """Returns the error for the ensemble ``name`` in a circle of members. Each of ``waiting`` has a member in ``waiting``."""
+    """Returns the error for ``name``, one of the ensembles ``waiting`` (by name), which are members of each other in a circle."""
     way = [name]
     while (member := next(each for each in dict(waiting[way[-1]].members) if each in waiting)) not in way:
         way.append(member)
@@ -122,7 +122,7 @@ def _circle(name: str, waiting: Mapping[str, FoundModel]) -> str:
 
 
 def _ensemble(model: FoundModel, tried: Mapping[str, Verdict]) -> Verdict:
-    """Returns the verdict on an ensemble, by the daemon's own rules. ``tried``: the verdicts on its members, by name."""
+    """Returns the verdict on an ensemble, by the rules for its load. ``tried``: the verdicts on its members, by name."""
     reason, name = model.problem, model.name
     message = model_config.from_bytes(model.config)
     members = {
@@ -200,7 +200,7 @@ def _tried(
 
 
 def _wait(running: Sequence[_Attempt]) -> None:
-    """Waits up to 0.25 s for one of the processes to end. Then kills each process that has ended or has passed its deadline."""
+    """Waits up to 0.25 s for one of the processes to end. Ends the attempts whose process has ended or is past its deadline."""
     poll = select.poll()
     for attempt in running:
         poll.register(attempt.pidfd, select.POLLIN)

@@ -218,11 +218,11 @@ def _require_repository(options: Options) -> None:
 
 
 def _checked_from(name: str | None) -> Path | None:
-    """Returns the caller's working directory if this process runs the check in the service's sandbox; else None.
+    """Has the models checked as the user ``name``, if root calls the command; None: the service's user, if it is installed.
 
-    If root calls it and tensord.service is installed, it runs the check as that service, and exits the process with the check's
-    status. If root names another user, it switches the process to that user. ``name``: the user's name; None: the service's user,
-    if the service is installed.
+    For the user of the installed tensord.service, the check runs in the service's sandbox as another process, with whose status
+    this process exits. For any other user, this process becomes that user. Returns the caller's working directory if this
+    process is the one in the sandbox, else None.
     """
     from tensord.daemon import service_user
 

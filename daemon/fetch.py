@@ -253,9 +253,9 @@ def _check_sum(path: Path, name: str, wanted: str) -> None:
 def _verified(model: Path, beside: Path, options: Options, devices: Sequence[Device], timeout: float) -> FoundModel:
     """Checks a fetched model as ``tensord check`` does, an ensemble together with its members. Returns the model as it was read.
 
-    ``beside``: the repository to which the model will belong. Members are looked for in it and in the configured repositories.
+    ``beside``: the repository to which the model will belong. Members are looked for there and in the configured repositories.
     ``devices``: the devices of the workers; empty: no model is loaded. ``timeout``: how many seconds the load of each version
-    may take. Raises InvalidArgument: the model cannot be served. Its folder stays.
+    may take. Raises InvalidArgument: the model cannot be served. The model's folder is left in place.
     """
     found = repository.poll(model)
     repositories = list(dict.fromkeys([beside, *(Path(path).absolute() for path in options.repository.paths)]))
@@ -331,8 +331,8 @@ class Source:
 
         Raises:
           NotFound: there is nothing at the source.
-          InvalidArgument: it is no model, or may not be read.
-          Unavailable: it could not be read now.
+          InvalidArgument: the source is no model, or may not be read.
+          Unavailable: the source could not be read now.
         """
         if self.is_archive:
             return (_file("", self.shown.rpartition("/")[2], self._ask(self._files.info, self._path)),)
@@ -379,7 +379,7 @@ class Source:
         self._ask(bring)
 
     def _ask(self, ask: Callable[..., Any], *arguments: object, **named: object) -> Any:
-        """Calls ``ask`` of the file system's library, and calls it again after a pause if it fails and that may help.
+        """Calls ``ask``, a function of the file system's library, again after a pause if it failed for a passing reason.
 
         Raises ServingError: no attempt succeeded; OSError: this host's disk fails.
         """

@@ -55,7 +55,7 @@ class Refusals:
         self._settle_later()
 
     def of_room(self, model: str, on_room: Callable[[T | ServingError], None]) -> Callable[[T | ServingError], None]:
-        """Returns a function that passes memory or an error on to ``on_room``, and counts the error as a refusal of ``model``."""
+        """Returns a function that calls ``on_room`` with memory or an error, and counts an error as a refusal for ``model``."""
 
         def given_room(given: T | ServingError) -> None:
             if isinstance(given, ServingError):

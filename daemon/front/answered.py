@@ -72,7 +72,7 @@ class Answered:
             self._write(CODES[self._protocol][0], request, version, size)
 
     def managed(self, code: str) -> None:
-        """Counts an answer other than inference by ``code``: the HTTP status in digits, or the name of the gRPC status."""
+        """Counts the answer to a request other than inference. ``code``: its HTTP status in digits, or gRPC status by name."""
         self._words[self._places.get(code, self._other)] += 1
 
     def failed(self, code: str, message: str, request: InFlight | None = None, account: Account | None = None) -> None:

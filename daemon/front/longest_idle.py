@@ -34,7 +34,7 @@ class IdleConnection(Protocol):
 
 
 class LongestIdle:
-    """Closes the connection idle longest when there are too many. ``limit``: the most that all fronts may have, for the log."""
+    """Closes the connection that was idle longest if there are too many. ``limit``: the most of all fronts, for the log."""
 
     def __init__(self, connections: Collection[IdleConnection], limit: int) -> None:
         self._connections = connections

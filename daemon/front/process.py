@@ -143,7 +143,7 @@ class Front(ABC):
 
     @abstractmethod
     async def open(self, options: Options, endpoints: Endpoints) -> None:
-        """Starts to serve clients; returns once connections are accepted. ``endpoints``: carries out all but inference."""
+        """Starts to serve clients; returns once connections are accepted. ``endpoints``: answers all requests but inference."""
 
     def accept(
         self,

@@ -54,7 +54,7 @@ class BodyTooLarge(InvalidArgument):
     status = 413
 
     def __init__(self, found: str, limit: int) -> None:
-        """Formats the message. ``found``: says how large the body is, such as "has more than 10 bytes". ``limit``: in bytes."""
+        """Formats the message. ``found``: how large the body is, such as "has more than 10 bytes". ``limit``: the most bytes."""
         super().__init__(f"the request body {found}, at most {limit} are allowed")
 
     @property

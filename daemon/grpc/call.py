@@ -104,7 +104,7 @@ class InferCall(Call):
         """Called when a request of the call no longer waits for arena memory, because it was sent to a worker or refused."""
 
     def several(self, asked: CallRequest) -> None:
-        """Called at the first response to ``asked`` that shows that the model gives several responses, if that was not known."""
+        """Called at the first response to ``asked`` if only that response shows that the model gives several responses."""
 
     def holds_up(self, asked: CallRequest) -> bool:
         """Returns whether answers to later requests of the call wait for the answer to ``asked``."""

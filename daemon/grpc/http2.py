@@ -558,7 +558,7 @@ class Http2:
             self.connection.loop.call_soon(self.connection.flush)
 
     def write_pieces(self, *pieces: Buffer) -> None:
-        """Queues pieces of bytes for the client without copying them into one. They must not change until they are sent."""
+        """Queues pieces for the client without joining them. The caller must not change them until they are sent."""
         self.out += pieces
         self.room -= sum(map(len, pieces))
         if not self.is_flushing:

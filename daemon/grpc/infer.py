@@ -265,7 +265,7 @@ class Infer:
     ) -> None:
         """Adds a trace to a request that was refused while it was decoded, if the request is sampled and names a model.
 
-        ``sampled``: the trace, if it was begun before. ``waited_ns``, ``read_ns``: the times of the message, as for ``ask``.
+        ``sampled``: the trace, if it was begun before. ``waited_ns``, ``read_ns``: when the wait for the message began and ended.
         """
         if sampled is None and waited_ns and refused.model:
             sampled = self._sample(refused.model, call.stream.head, waited_ns, read_ns)
@@ -371,7 +371,7 @@ class CallRequest(InFlight):
         self.call.several(self)
 
     def _written(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> list[Buffer]:
-        """Encodes a good answer, ``prepared`` with ``own``, as pieces, without copying tensors; [] if no response follows."""
+        """Encodes an answer, ``prepared`` with the rest ``own``, as pieces without copying tensors; [] if nothing follows."""
         streamed = self.call.streams
         if self.decoupled and is_mark(prepared, own):
             return []

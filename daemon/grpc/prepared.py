@@ -92,7 +92,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         self._schedulings: BoundedCache[bytes, Scheduling] = BoundedCache(count)
 
     def is_usable(self, known: PreparedMessage, raws: int) -> bool:
-        """Returns whether the model of ``known`` still serves and ``known`` has ``raws`` tensors in ``raw_input_contents``."""
+        """Returns whether the model of ``known`` still serves and ``known`` takes ``raws`` tensors in ``raw_input_contents``."""
         return known.decoded.raw_count == raws and (known.edition == self._table.edition or self._serves(known))
 
     def scheduling(self, parameters: bytes) -> Scheduling | None:
@@ -123,9 +123,9 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
     def read(
         self, content: Buffer, start: int, end: int, walked: Walked | None, known: PreparedMessage | None
     ) -> Understood:
-        """Decodes the complete message ``content[start:end]`` in full. Raises RefusedRequest: no request for a served model.
+        """Decodes the message ``content[start:end]`` in full. Raises RefusedRequest: it is no valid request for a served model.
 
-        ``walked``: the parts into which ``walk`` has cut the message, or None. ``known``: the message's cached rest, or None.
+        ``walked``: the parts into which ``walk`` cut the message, or None. ``known``: its part that repeats, if cached, or None.
         """
         if walked is None or walked[2]:
             message = content[start:end]

@@ -286,7 +286,7 @@ def _read_parameter(key: str, value: Any, decoded: DecodedHead) -> None:
 
 
 def _value(what: str, value: Any, *choices: str) -> Any:
-    """Returns the value in an InferParameter. Raises InvalidArgument, which names ``what``: its type is none of ``choices``."""
+    """Returns an InferParameter's value. Raises InvalidArgument, which names ``what``: its type is none of ``choices``."""
     choice = value.WhichOneof("parameter_choice")
     if choice not in choices:
         *others, last = choices

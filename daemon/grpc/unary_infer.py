@@ -93,7 +93,7 @@ class UnaryInfer(InferCall):
 
     @property
     def sequence(self) -> Sequence | None:
-        """Returns the request's (model, sequence id); None if the request has no sequence, or none that is known yet."""
+        """Returns the request's (model, sequence id); None if it has no sequence, or too little has arrived to tell."""
         message = self._message
         said = message.cutter.head if isinstance(message, ArrivingMessage) else message
         size, found = self._sequence

@@ -172,7 +172,7 @@ class PlacedBody:
         return tuple([Slice(segment, start + part.offset, part.byte_size) for part in parts])
 
     def place(self, head_size: int, part: BinaryPart, inline_byte_size: int) -> Content:
-        """Returns where one binary tensor lies in the arena, or a copy if it has at most ``inline_byte_size`` bytes."""
+        """Returns where ``part`` lies in the arena, or its bytes if at most ``inline_byte_size``. ``head_size``: of the JSON."""
         start = self._start + head_size + part.offset
         if part.byte_size <= inline_byte_size:
             return bytes(self.lease.view[start : start + part.byte_size])

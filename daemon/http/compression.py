@@ -174,7 +174,7 @@ def answer_coding(accept: bytes) -> str:
 
 
 def _quality(parameter: bytes) -> float:
-    """Returns the value of ``q=0.8`` in Accept-Encoding; a malformed one counts as 0, with which a coding is not used."""
+    """Returns the weight of a coding in Accept-Encoding, such as 0.8 of ``q=0.8``; 0 (not accepted) if it is malformed."""
     name, _, value = parameter.partition(b"=")
     try:
         quality = float(value) if name.strip() == b"q" else 0.0

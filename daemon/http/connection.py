@@ -305,7 +305,7 @@ class Http1Connection(asyncio.Protocol):
 
     @property
     def asks_nothing(self) -> bool:
-        """Returns whether the client waits for no answer and no part of one. A client that sends a head does not wait yet."""
+        """Returns whether the client waits for no answer, nor for the rest of one. While it sends a head it does not wait yet."""
         order = self.order
         return not (order.requests or order.times.body_since or order.flow.write_paused)
 

@@ -132,7 +132,7 @@ class Exchange(InFlight):
         self._check()
 
     def _check(self) -> None:
-        """Checks that the head has no ``error``, which is raised otherwise, and that the model accepts requests over HTTP.
+        """Raises the ``error`` of the request's head, if there is one, and checks that the model accepts requests over HTTP.
 
         Raises NotFound: the model version neither serves nor is being loaded; Unsupported: the model gives several responses.
         """

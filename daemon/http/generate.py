@@ -150,8 +150,8 @@ class Generation(InFlight):
     def _go_on(self) -> None:
         """Continues the request as far as possible. Called whenever something that the request waits for has happened.
 
-        Once earlier requests are answered and the model is loaded, it checks that the model serves. Once the body is complete, it
-        submits the request. An error is answered at once.
+        Once earlier requests are answered and the model is loaded, the model version is checked. Once the body is complete, the
+        request is submitted. An error is answered at once.
         """
         if not self._my_turn or self._gone or self._decided or self._loading is not None:
             return
@@ -275,7 +275,7 @@ class Generation(InFlight):
             self._serving.submitter.release(lane, own.lease)
 
     def _answer(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> None:
-        """Writes or stores a good response (``prepared``, ``own``). Raises InvalidArgument: this endpoint cannot express it."""
+        """Writes or stores the response ``prepared`` with ``own``. Raises InvalidArgument: the endpoint cannot express it."""
         raise NotImplementedError
 
     def _fail(self, error: ServingError, final: bool) -> None:

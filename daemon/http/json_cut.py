@@ -149,7 +149,7 @@ def _placeholder(number: int) -> bytes:
 
 
 def _end_of(view: memoryview, start: int, opening: re.Match[bytes]) -> Generator[None, None, int]:
-    """Finds the end of the JSON value of a ``data`` key, which begins at the offset ``start``. Yields between short steps.
+    """Finds the end of the value of a ``data`` key in a JSON text. The value begins at ``start``. Yields between short steps.
 
     Returns the offset behind the value; ``start`` or less if the value is not to be cut out; _UNCLOSED if the value does not end.
     ``opening``: the match of the key, whose groups are the first characters of the value.

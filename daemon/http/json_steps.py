@@ -204,7 +204,7 @@ class JsonStrings:
 
     @property
     def byte_size(self) -> int:
-        """Returns the most bytes of the tensor: each string has 4 for its length, instead of quotes and a comma in the text."""
+        """Returns the most bytes that the tensor has: a string's quotes and comma in the JSON are less than its 4-byte length."""
         return len(self.text) + self.count
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:
@@ -272,7 +272,7 @@ class JsonBase64:
     count: int
 
     def __post_init__(self) -> None:
-        """Checks the length of the text. Raises InvalidArgument: it does not fit ``count`` elements of the datatype."""
+        """Checks the length of the text. Raises InvalidArgument: the text does not fit ``count`` elements of the datatype."""
         needed = ELEMENT_SIZES[self.datatype]
         if needed is not None and not self.count * needed <= self.byte_size < self.count * needed + 3:
             raise refusal("data", "non-array", "array")

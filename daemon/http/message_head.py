@@ -113,7 +113,7 @@ class InferHead:
         self.key = (self.model, self.version, self.tail_size) if known else None
 
     def tell_origin(self, lines: bytes) -> None:
-        """Sets the CORS header lines of the answer, which tell a browser which web page may read it; empty: no such lines."""
+        """Sets the CORS header lines of the answer, which tell a browser whose web pages may read the answer; empty: no lines."""
         self.origin_lines = lines
         self.is_plain = self.is_plain and not lines
 
@@ -126,7 +126,7 @@ class InferHead:
 
 
 def refusal(version: str, fields: Fields) -> tuple[int, str] | None:
-    """Checks framing, Host and HTTP version, which must be unambiguous. Returns an error's status and text, or None."""
+    """Checks the framing, the Host header and the HTTP version of a request. Returns an error's status and text, or None."""
     hosts = 0
     for name, value in fields:
         if name == b"host":

@@ -146,7 +146,7 @@ class PreparedRequests:
 
 
 def _values(prepared: PreparedKind, said: RequestHead, apart: Cut | None) -> list[Source]:
-    """Returns the data sources of a request whose kind is cached. Tensors in the request's JSON are converted to bytes.
+    """Returns where each input's value is: in the body, in a region, or as bytes that were converted from the JSON.
 
     ``said``: the parsed JSON of the request. ``apart``: the large data that was cut out of the JSON; None: nothing is cut out.
     Raises InvalidArgument: a value is wrong; UnusualText: only the exact parser can convert the data.
@@ -264,7 +264,7 @@ class AnswerText:
         own: AnswerRecord,
         view: Callable[[Slice], memoryview],
     ) -> None:
-        """Encodes the JSON head that all answers of this object share, from ``own``, the record of the first answer.
+        """Encodes the JSON head that all later answers of this kind share, from ``own``, the record of the first answer.
 
         If the JSON must contain an output's values, or is long, no head is cached: then ``whole`` and ``pieces`` return None.
         ``asked``: a request of the kind that is answered; it says which outputs are binary.

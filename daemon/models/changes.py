@@ -153,7 +153,7 @@ class Models:
         self._take_down(users, *gone)
 
     def _take_down(self, users: Sequence[str], *more: str) -> None:
-        """Begins to unload the ensembles ``users``, a member of which is unloaded, and the models ``more``."""
+        """Begins to unload the ensembles ``users``, because a member of each is unloaded, and the models ``more``."""
         if users:
             _log.warning("a model is gone, and with it the ensembles that use it: %s", ", ".join(users))
         out: list[Instruction] = []
@@ -442,7 +442,7 @@ class Models:
     def worker_dismissed(self, incarnation: int) -> None:
         """Notes that the worker process with this number is stopped on purpose, so that no version counts as served by it.
 
-        Unlike a crash, this does not count against the models that the process is loading.
+        Unlike a crash, such a stop does not count against the models that the process is loading.
         """
         self._begin(self.lifecycle.worker_left(incarnation, dismissed=True))
 

@@ -98,7 +98,7 @@ class GivenModels:
             self._coming.discard(folder)
 
     def serves(self, name: str, needed: Collection[str]) -> bool:
-        """Returns whether the model ``name`` is served from a client's files. ``needed``: the folders that its versions use."""
+        """Returns whether ``needed``, folders that the versions of the model ``name`` use, has one with a client's files."""
         return any(str(folder) in needed for folder in self._folders.get(name, ()))
 
     def drop_unused(self, name: str, needed: Collection[str]) -> None:

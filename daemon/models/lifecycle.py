@@ -137,7 +137,7 @@ class Lifecycle:
 
     @staticmethod
     def _loads(model: ModelEntry) -> bool:
-        """Returns whether the load still waits for a worker to load, and not only for the unload of replaced versions."""
+        """Returns whether a worker has still to answer a load of the model, not only the unload of replaced versions."""
         brought = [model.versions[number] for number in model.bringing]
         return any(v.loading or v.postponed or v.state is IndexState.LOADING for v in brought)
 

@@ -87,7 +87,7 @@ def _shared(message: ModelConfig, devices: Sequence[str], rate_limited: bool, ea
 
 
 def say_kinds(message: ModelConfig, devices: Sequence[str]) -> bool:
-    """Sets KIND_GPU in instance groups without a kind if there are GPU and CPU workers. Returns whether a kind was set."""
+    """Sets KIND_GPU in a model's instance groups without a kind, if ``devices`` has GPUs and CPUs. Returns whether it set any."""
     changed = False
     if any(map(gpu_of, devices)) and not all(map(gpu_of, devices)):
         for group in message.instance_group:
@@ -151,9 +151,9 @@ def resources(message: ModelConfig) -> dict[str, bool]:
 
 
 def check_resources(name: str, needs: Mapping[str, bool], others: Mapping[str, Mapping[str, bool]]) -> None:
-    """Raises InvalidArgument if a resource that a model needs is global for it and counted per device for another, or vice versa.
+    """Raises InvalidArgument if a resource is global for the model ``name`` but counted per device for another, or vice versa.
 
-    ``needs``: the model's resources (name -> whether it is global). ``others``: the resources of each served model, by its name.
+    ``needs``: the model's resources, each with True if it is global. ``others``: the resources of each served model, by name.
     """
     for other, known in others.items():
         for resource in needs.keys() & known.keys() if other != name else ():

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def _state(model: FoundModel) -> tuple[str, tuple[int, ...], str]:
-    """Returns fingerprint, chosen versions and error of a model: if one changes, a poll has the model loaded again."""
+    """Returns fingerprint, chosen versions and error of a model. If one of them changes, a poll has the model loaded again."""
     return model.fingerprint, model.chosen, model.error
 
 

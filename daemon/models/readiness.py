@@ -140,7 +140,7 @@ class ReadinessCheck:
             self._loading[worker] = at
 
     def check(self, strict: bool) -> None:
-        """Publishes changed readiness. ``strict``: if True, a model that failed to load keeps the daemon from being ready."""
+        """Publishes the readiness if it has changed. ``strict``: a model that failed to load makes the daemon not ready."""
         standings = list(self._standings())
         names = {model.name for model in standings}
         self._first &= names

@@ -126,7 +126,7 @@ def _no_folder(others: Sequence[str]) -> str:
 
 
 def placed(found: FoundModel, devices: Sequence[str], options: Options) -> FoundModel:
-    """Returns a copy of the model whose ``devices`` are those on which it is loaded. Raises InvalidArgument: there are none.
+    """Returns a copy of the model with the ``devices`` on which it is loaded. Raises InvalidArgument: no device can load it.
 
     ``devices``: the devices of all workers.
     """
@@ -451,7 +451,7 @@ def load_error(name: str, failed: dict[int, str]) -> str:
 
 
 def placement_error(name: str, reason: str) -> str:
-    """Returns Triton's message for a model that no worker can load."""
+    """Returns Triton's message for the model ``name``, which no worker can load, with the ``reason``."""
     return f"load failed for model '{name}': {reason}\n"
 
 

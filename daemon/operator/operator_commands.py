@@ -146,8 +146,8 @@ class OperatorCommands:
     async def _profile(self, name: str, seconds: float, folder: str) -> bytes:
         """Has a worker record a profile for ``seconds``. Returns the folder of the profile as JSON.
 
-        ``folder``: where it is written; "": a new folder below $STATE_DIRECTORY or, if that is not set, the folder for temporary
-        files. Raises InvalidArgument: there is no such worker.
+        ``folder``: the folder for the profile; "": a new folder below $STATE_DIRECTORY or, if that is not set, the folder for
+        temporary files. Raises InvalidArgument: there is no worker with the name ``name``.
         """
         worker = next((each for each in self._supervisor.workers.ready() if each.name == name), None)
         if worker is None:
@@ -222,7 +222,7 @@ def _operation(question: OperatorQuestion) -> Operation:
 
 
 async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
-    """Asks a child process for a list, such as its connections. Returns an empty list if it does not answer in time."""
+    """Asks a child process for a list, such as of its connections. Returns an empty list if no answer comes in time."""
     try:
         return msgspec.json.decode(await child.result_of(operation, _LIST_SECONDS), type=list[dict[str, Any]])
     except ServingError:

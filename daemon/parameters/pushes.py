@@ -530,7 +530,7 @@ class Parameters:
         self._held = {(held, key) for held, key in self._held if held != worker}
 
     def loaded(self, worker: WorkerProcess, answer: Loaded) -> None:
-        """Gives a worker the values that clients pushed, if any, and passes the worker's answer to a Load on to ``Models``."""
+        """Passes a worker's answer to a Load record to ``Models``. Before that the worker gets the values that clients pushed."""
         key = answer.name, answer.version
         if (waiting := self._restoring.get((worker.incarnation, key))) is not None:
             waiting.append(answer)

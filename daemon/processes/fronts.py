@@ -171,7 +171,7 @@ class Fronts:
         self.publish_each(lambda front: front.send(record, *fds))
 
     def publish_each(self, send: Callable[[FrontProcess], None]) -> None:
-        """Calls ``send`` with every front. What ``send`` sends counts as one record of the daemon's published state."""
+        """Calls ``send`` with every front. What ``send`` sends is counted as one published record, which fronts acknowledge."""
         self._edition += 1
         for front in self.by_incarnation.values():
             send(front)

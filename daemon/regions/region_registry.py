@@ -204,8 +204,8 @@ class RegionRegistry:
     async def _spread(self, region: RegisteredRegion, renews: bool = False) -> None:
         """Registers a region on every worker that can use it, including workers that start meanwhile.
 
-        ``renews``: True if it replaces a region of the same name on the workers. Raises ServingError: a worker refused the
-        region, or no worker that can use it runs.
+        ``renews``: True if the workers have a region of the same name, which is replaced. Raises ServingError: a worker refused
+        the region, or no worker that can use it runs.
         """
         while missing := [worker for worker in self._workers.ready() if worker.incarnation not in region.holders]:
             # All others get the descriptor of the first: one object, whatever becomes of the name.
@@ -438,7 +438,7 @@ async def _tell(worker: WorkerProcess, request: UnregisterRegion | AwaitRegion) 
 async def _ask_use(worker: WorkerProcess, name: str) -> dict[str, tuple[int, int]]:
     """Asks a worker how many tensors of requests are in regions of this name; ``name`` "": in every region.
 
-    Returns two numbers by name: of tensors in the region, and in unregistered regions of the same name; {} if the call failed.
+    Returns by name two numbers: of tensors in the region, and in unregistered regions of that name; {} if the call failed.
     """
     try:
         answer, fds = await worker.call(RegionRecords(name))

@@ -134,7 +134,7 @@ class ArenaSpace:
             self._closed()
 
     def expire(self, now: float) -> bool:
-        """Refuses requests that waited too long. Returns whether others wait. ``now``: the event loop's time in seconds."""
+        """Refuses requests that waited too long. Returns whether others still wait. ``now``: the event loop's time in seconds."""
         for line in self._lines:
             while line and line[0].give_up <= now:
                 waiter = line.popleft()

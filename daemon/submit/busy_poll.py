@@ -43,7 +43,7 @@ class BusyPoll:
         """Polls for a moment for the answer to the only request in flight. Call it when the request was just sent.
 
         If other requests were in flight lately, the event loop is only kept awake, because a request or a connection may come
-        meanwhile. ``ready``: takes a timeout, and returns a true value if something can be read from the worker's lane.
+        meanwhile. ``ready``: takes a timeout in ms, and returns a true value if something can be read from the worker's lane.
         ``receive``: reads from ``worker``; returns False if the answer has come, or cannot come any more.
         """
         self._lone += 1

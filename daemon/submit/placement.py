@@ -139,10 +139,10 @@ def place(
 def fill(
     inputs: Sequence[InputContent | Unconverted], contents: tuple[Content, ...], lease: Lease
 ) -> Generator[None, None, tuple[Content, ...]]:
-    """Converts the inputs that are JSON into the memory that ``place`` chose for them. Yields after each piece.
+    """Converts the inputs that came as JSON into arena memory. Yields after each piece.
 
-    Returns ``contents`` with the final sizes of these tensors. Raises InvalidArgument: the data is wrong or does not fit the
-    shape.
+    ``contents``: the bytes of each input that is in no region, or its place in the memory of ``lease``. Returns ``contents``
+    with the final sizes of the converted tensors. Raises InvalidArgument: the data is wrong or does not fit the shape.
     """
     filled: list[Content] = []
     own = [content for content in inputs if not isinstance(content, RegionSlice)]

@@ -144,7 +144,7 @@ class SequenceRouting:
         return worker if worker.incarnation in state.workers else None
 
     def _holder(self, key: Key) -> WorkerLink | None:
-        """Returns the worker whose page shows the sequence; if several do, the last to admit it; if none does, None."""
+        """Returns the worker in whose published page the sequence ``key`` is open, the last of several; None: in none."""
         found, newest = None, 0
         for worker in self._workers.values():
             value = worker.sequences.value(key)
@@ -153,7 +153,7 @@ class SequenceRouting:
         return found
 
     def _candidates(self, state: ModelState, gpu: str) -> Sequence[WorkerLink]:
-        """Returns the workers that may take a new sequence: those near ``gpu``, the request's GPU, or all if ``gpu`` is ""."""
+        """Returns the workers that may take a new sequence: those that ``nearest`` finds for ``gpu``, or all if ``gpu`` is ""."""
         found = [self._workers[number] for number in state.workers if number in self._workers]
         found = [worker for worker in found if not worker.closed]
         return nearest(found, gpu, state) if gpu else found
@@ -208,7 +208,7 @@ def _rank(key: Key, worker: WorkerLink) -> int:
 
 
 def _spare(worker: WorkerLink, slots: Key) -> int:
-    """Returns how many more sequences a worker can run: the number it published, less those sent since; below 0: some wait."""
+    """Returns how many more sequences a worker can run: its number for ``slots`` less those sent since; below 0: some wait."""
     published = worker.sequences.slots(slots)
     if published is None:
         return 0
@@ -243,7 +243,7 @@ def nearest(workers: Sequence[WorkerLink], gpu: str, state: ModelState) -> Seque
 
 
 def is_meant_for(state: ModelState, gpu: str) -> bool:
-    """Returns whether a worker on ``gpu`` loads the model if such a worker runs. It is False if ``gpu`` is ""."""
+    """Returns whether the model with ``state`` is to be loaded by workers on the GPU ``gpu``; False if ``gpu`` is ""."""
     return bool(gpu) and (not state.devices or any(gpu_of(device) == gpu for device in state.devices))
 
 

@@ -461,7 +461,7 @@ class Submitter:
                 self._recall(lambda other: other.account is account)
 
     def _recall(self, concerned: Callable[[InFlight], bool]) -> None:
-        """Asks workers to withdraw the ``concerned`` requests that allow it. Those that have not begun come back and wait."""
+        """Asks workers to withdraw the requests for which ``concerned`` returns True. Those that no model runs yet wait again."""
         for worker in self._routing.workers.values():
             for request_id, request in worker.in_flight.items():
                 if not (request.cancelled or request.recalled) and concerned(request) and self._may_come_back(request):

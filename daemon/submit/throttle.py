@@ -67,7 +67,7 @@ class Throttle:
         return True
 
     def taken(self, account: Account) -> None:
-        """Notes that an answer's memory came back, after which the connection or its client may hold less than their share."""
+        """Notes that memory of an answer was given back, so that the connection or its client may be below its share again."""
         if self.full:
             self.full -= {each for each in (account, account.client) if each.answers < each.limit}
 
@@ -180,13 +180,13 @@ class Throttle:
 
 
 def _has_own_room(account: Account, line: _Line) -> bool:
-    """Returns whether the connection's share has room for one more answer, besides its unread and its expected answers."""
+    """Returns whether the connection's share of response memory has room for one more answer besides those that are expected."""
     expected = account.answers + (len(line.sent) + 1) * account.last
     return not account.is_full and (expected <= account.limit or not (line.sent or account.answers))
 
 
 def _has_common_room(client: ClientAccount, kind: Hashable) -> bool:
-    """Returns whether the client's share has room for one more answer of this kind. For small answers it always has."""
+    """Returns whether the client's share has room for one more answer of this kind, as it always has for small answers."""
     expected = client.answers + (len(client.sent) + 1) * client.last
     return kind not in client.bulky or expected <= client.limit or not (client.sent or client.answers)
 

@@ -97,7 +97,7 @@ class Values:
 
 
 class _Scope:
-    """Holds the settings of one model, or those of all models without settings of their own, and their shared counters."""
+    """Holds the trace settings of one model, or of all without their own, and the counters for sampling that fronts share."""
 
     def __init__(self, values: Values, own: frozenset[str]) -> None:
         self._values = values
