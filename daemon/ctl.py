@@ -114,7 +114,7 @@ class _Daemon:
         sys.exit(status)
 
     def do(self, command: str, **words: Any) -> None:
-        """Sends a command and prints the answer as JSON, but an empty answer only if JSON is wanted. Exits after an error."""
+        """Sends a command and prints the answer as JSON, but no empty answer unless ``as_json`` is true. Exits after an error."""
         result = self.ask(command, **words)
         if result is not None or self.as_json:
             _print_json({} if result is None else result)
@@ -122,8 +122,8 @@ class _Daemon:
     def show(self, watch: float | None, print_: Callable[[Any], None], command: str, **words: Any) -> None:
         """Sends a command to the daemon, and prints the answer with ``print_``, or as JSON if that is wanted.
 
-        ``watch``: the seconds after which this is repeated; None: it is done once. ``words``: the command's arguments. After an
-        error the program exits.
+        ``watch``: the seconds after which the command is sent again; None: it is sent once. ``words``: the command's arguments.
+        After an error the program exits.
         """
         while True:
             result = self.ask(command, **words)

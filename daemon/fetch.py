@@ -279,7 +279,7 @@ def _verified(model: Path, beside: Path, options: Options, devices: Sequence[Dev
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file or a folder of the model at its source. A folder's name ends with a slash; it may be an empty version folder."""
+    """A file or a folder of the model at its source. A folder's name ends with a slash, as of a version without files."""
 
     #: Its path as its file system names it; "" of an archive, whose URL may hold a signature.
     path: str

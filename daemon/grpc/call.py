@@ -63,7 +63,7 @@ class Call(ABC):
 
 
 def kept(content: Buffer, start: int, end: int) -> Buffer:
-    """Returns ``content[start:end]`` to store. A part is copied, because a view would keep all of ``content`` in memory."""
+    """Returns ``content[start:end]`` for a cache. A part is copied, because a view would keep all of ``content`` in memory."""
     return content if end - start == len(content) else bytes(content[start:end])
 
 

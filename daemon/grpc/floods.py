@@ -72,7 +72,7 @@ class Floods:
         self._frames_given -= max(0, left - _MAX_FRAMES)
 
     def reset(self, answers: int) -> None:
-        """Counts a call that the client has reset. Raises Violation: the resets are too many for the number of its answers."""
+        """Counts a call that the client has reset. Raises Violation: too many resets for ``answers``, the answers so far."""
         self._resets += 1
         left = self._resets_given + answers - self._resets
         if left < 0:

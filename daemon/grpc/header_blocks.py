@@ -63,7 +63,7 @@ class HeaderBlocks:
         self._decode = decoder(max_byte_size).decode
 
     def decode(self, block: bytes) -> CallHead:
-        """Decodes the header block of a request. Raises Violation: it cannot be decoded; Malformed: the headers break HTTP/2."""
+        """Decodes a request's header block. Raises Violation: the block cannot be decoded; Malformed: headers break HTTP/2."""
         try:
             common, own = self._decode(block)
         except (ValueError, OverflowError) as error:
@@ -72,7 +72,7 @@ class HeaderBlocks:
         return _with_own(head, own) if own else head
 
     def trailers(self, block: bytes) -> None:
-        """Checks the trailers that end a request. Raises: Violation: they cannot be decoded.  Malformed: they break HTTP/2."""
+        """Checks a request's trailers. Raises: Violation: the block cannot be decoded.  Malformed: the trailers break HTTP/2."""
         try:
             common, own = self._decode(block)
         except (ValueError, OverflowError) as error:

@@ -571,7 +571,7 @@ class Http2:
         self.write(frames.rst_stream(number, code))
 
     def reset(self, stream: Stream, code: int) -> None:
-        """Ends a stream with RST_STREAM because the client broke a rule there, which is a stream error (RFC 9113, 5.4.2)."""
+        """Ends a stream with RST_STREAM because the client broke a rule on this stream, a stream error (RFC 9113, 5.4.2)."""
         stream.abandon()
         self.rst_stream(stream.id, code)
 

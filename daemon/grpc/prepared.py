@@ -182,7 +182,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         return Understood(decoded, text, scheduling, raws, state, learned)
 
     def _decode_rest(self, rest: bytes, has_raw: bool) -> DecodedHead | None:
-        """Decodes a message without scheduling parameters, id and ``raw_input_contents``; None if the rest alone is invalid.
+        """Decodes ``rest``, a message without scheduling parameters, id and ``raw_input_contents``; None if it is invalid alone.
 
         ``has_raw``: whether the message had ``raw_input_contents``.
         """

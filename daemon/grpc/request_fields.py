@@ -60,7 +60,7 @@ class MessageCutter:
     def begin(self, piece: memoryview) -> tuple[int, bool]:
         """Parses the first piece, up to the first tensor of ``raw_input_contents``. Faster than ``cut`` for usual messages.
 
-        Returns the offset where it stopped, and whether such a tensor begins there.
+        Returns the offset at which the parsing stopped, and whether a tensor begins at that offset.
         Raises RefusedRequest: the message is malformed, or has too many fields.
         """
         begun = walk_beginning(piece, 0, len(piece))
@@ -76,7 +76,7 @@ class MessageCutter:
     def cut(self, piece: memoryview, at: int) -> tuple[int, bool]:
         """Parses ``piece[at:]`` up to the next tensor of ``raw_input_contents``.
 
-        Returns the offset where it stopped, and whether such a tensor begins there.
+        Returns the offset at which the parsing stopped, and whether a tensor begins at that offset.
         Raises RefusedRequest: the message is malformed, or has too many fields.
         """
         end = len(piece)
@@ -127,7 +127,7 @@ class MessageCutter:
 def split(message: Buffer) -> tuple[bytes, bytes, list[tuple[int, int]]]:
     """Cuts a complete ModelInferRequest. Returns its head, its id, and (begin, end) of each of its ``raw_input_contents``.
 
-    The head is the message without the other two. Raises RefusedRequest: the message is malformed, or has too many fields.
+    The head is the message without id and raw contents. Raises RefusedRequest: the message is malformed or has too many fields.
     """
     cutter, view = MessageCutter(len(message)), memoryview(message)
     at = 0

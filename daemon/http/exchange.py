@@ -114,7 +114,7 @@ class Exchange(InFlight):
     def begin(self) -> None:
         """Prepares to receive the body. If an error occurs, ``refused`` becomes true, and the error is sent to the client later.
 
-        Called if the body is large, compressed, of unknown length, not JSON at all, or sent after ``100 Continue``.
+        Called if the body is large, compressed, of unknown length, without JSON, or sent after ``100 Continue``.
         """
         reception = self._reception = Reception(
             self._serving, self._head, self._order.pause_body, self._go_on, self.account

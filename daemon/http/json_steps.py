@@ -247,9 +247,9 @@ class JsonStrings:
         raise json_data.of_wrong_kind("BYTES")
 
     def _end_of_piece(self, search: int) -> tuple[int, int]:
-        """Finds where a piece may end: the first offset from ``search`` on behind a string that a comma and a string follow.
+        """Finds where a piece may end: at the first comma between two strings that follows the offset ``search``.
 
-        Returns that offset and the offset behind the comma or, if there is none, those of the closing bracket and the text's end.
+        Returns the offsets before and behind that comma; without one, those of the closing bracket and of the text's end.
         """
         while (found := _SEPARATOR.search(self.text, search)) is not None:
             mark = found.start()
@@ -279,7 +279,7 @@ class JsonBase64:
 
     @property
     def byte_size(self) -> int:
-        """Returns the most bytes that the tensor can have. If the base64 text ends with padding, it is up to two bytes less."""
+        """Returns the most bytes that the tensor can have; it has up to two bytes less if the base64 text ends with padding."""
         return (len(self.text) - 2) // 4 * 3
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:

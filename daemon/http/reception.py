@@ -72,9 +72,8 @@ class Reception(Receiver):
     # ---------------------------------------------------------------------------------------------------------- place
 
     def begin(self) -> None:
-        """Prepares memory for the body, by the length in the request's head.
+        """Prepares memory for the body, by the length in the request's head. May pause reading until the arena has room.
 
-        It may pause reading until there is room in the arena.
         Raises InvalidArgument: the head gives the JSON more bytes than the body, or the body could never fit into the arena;
         Unavailable: the host has no memory left.
         """

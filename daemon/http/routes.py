@@ -194,7 +194,7 @@ class Routes:
         return _answer(await self._endpoints.model_config(*_target(request)))
 
     async def infer(self, request: Request) -> Response:
-        """Raises NotFound: a connection answers inference itself, but the table of routes needs a handler for its path."""
+        """Raises NotFound always: connections answer inference requests, but the table of routes needs a handler for the path."""
         raise NotFound("Not Found")
 
     async def statistics(self, request: Request) -> Response:
@@ -342,7 +342,7 @@ async def _read_body(request: Request, limit: int) -> bytes:
 
 
 async def _fields(request: Request, required: bool = False) -> dict[str, Any]:
-    """Returns the fields of the JSON object in the body. ``required``: refuses an empty body with InvalidArgument."""
+    """Returns the fields of the JSON object in the body. ``required``: if True, an empty body raises InvalidArgument."""
     return control_fields.read(await _read_body(request, MAX_BODY), required)
 
 

@@ -46,9 +46,9 @@ class BusyPart:
         self._workers = self._running = 0
 
     def look(self, now_ns: int, busy_ns: int, workers: int, running: int = 0) -> None:
-        """Stores the total time of all runs that have ended so far, of all workers. Times are CLOCK_MONOTONIC ns.
+        """Stores the runs of the workers at ``now_ns``. ``busy_ns``: the time of all runs that have ended, of all workers.
 
-        ``running``: how many workers have a run that has lasted longer than ``WINDOW_NS``.
+        ``running``: how many workers have a run that has lasted longer than ``WINDOW_NS``. Times are CLOCK_MONOTONIC ns.
         """
         while len(self._looks) > 1 and now_ns - self._looks[1][0] >= WINDOW_NS:
             self._looks.popleft()

@@ -69,7 +69,7 @@ class Ledger:
         self._end(last for key, last in before.items() if key not in now or now[key].began_ns != last.began_ns)
 
     def keep(self, incarnations: Set[int], served: Set[Key]) -> None:
-        """Moves the last counters of ended workers to the sums that are kept. Drops the sums of versions that are not ``served``.
+        """Adds the last counters of ended workers to the sums kept here. Drops the sums of versions that are not in ``served``.
 
         ``incarnations``: the ids of the workers that have not ended.
         """
@@ -145,7 +145,7 @@ class OwnMetricsLedger:
         self._workers[incarnation] = worker, families
 
     def keep(self, incarnations: Set[int], served: Set[tuple[str, int]]) -> None:
-        """Moves the last counters of ended workers to the sums that are kept. Drops the sums of models that are not ``served``.
+        """Adds the last counters of ended workers to the sums kept here. Drops the sums of models that are not in ``served``.
 
         ``incarnations``: the ids of the workers that have not ended.
         """

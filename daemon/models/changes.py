@@ -328,7 +328,7 @@ class Models:
 
         ``within``: the ensembles for which this ensemble is loaded as a member, the outermost ensemble first. ``again``: True if
         the ensemble is loaded again because a member changed; members are then only checked, not loaded. Returns the ensemble
-        with the configuration, devices and fingerprint that follow from its members. Raises InvalidArgument: it cannot be loaded.
+        with configuration, devices and fingerprint that follow from its members. Raises InvalidArgument: no ensemble can result.
         """
         if again:
             return self.ensembles.check(found, self._supervisor.workers.devices)

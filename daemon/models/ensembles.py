@@ -93,7 +93,7 @@ class Ensembles:
         return model_config.parse_json(version.described.config.decode(), name)
 
     def _devices(self, found: FoundModel) -> tuple[str, ...]:
-        """Returns the devices of the workers that have all members; (): every worker. Raises InvalidArgument: no worker has."""
+        """Returns the devices of the workers that have all members; (): every worker. Raises InvalidArgument: none has all."""
         places = {name: self._ready(name, number) for name, number in found.members}
         named = {name: version.devices for name, version in places.items() if version is not None and version.devices}
         if not named:

@@ -126,7 +126,7 @@ class ReadinessCheck:
         self._loading: dict[int, Loading] = {}
 
     def begin(self, wanted: Iterable[str], required: Iterable[str]) -> None:
-        """Sets which models must serve for readiness: ``required`` or, if it is empty, those ``wanted`` at the first call."""
+        """Sets the models without which the daemon is not ready: ``required`` or, if it is empty, the first call's ``wanted``."""
         if not self._begun:
             self._first = set(wanted)
         self._required = frozenset(required)

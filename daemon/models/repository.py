@@ -382,7 +382,7 @@ def _defined(tree: ast.Module) -> list[str]:
 
 
 def _read(path: Path, limit: int) -> bytes | None:
-    """Returns the content of a file; None: the file does not exist. Raises InvalidArgument: it has more than ``limit`` bytes."""
+    """Returns the content of a file; None: no such file exists. Raises InvalidArgument: the file exceeds ``limit`` bytes."""
     try:
         with open(path, "rb", opener=model_folder.regular) as file:
             content = file.read(limit + 1)

@@ -65,7 +65,7 @@ class VersionEntry:
 
     @property
     def stranded(self) -> bool:
-        """Returns whether the version's loads are given up for lack of a usable device, not because workers died loading it."""
+        """Returns whether the version is not loaded for lack of a usable device, and not because workers died in its load."""
         return bool(self.given_up) and not self.deaths
 
     @property

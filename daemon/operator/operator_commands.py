@@ -87,7 +87,7 @@ class OperatorCommands:
         self._operations = operations
 
     async def answer(self, question: OperatorQuestion) -> bytes:
-        """Carries out a command of tensorctl; returns its result as JSON. Raises ServingError: it was refused or failed."""
+        """Carries out a command of tensorctl and returns its result as JSON. Raises ServingError: the command has failed."""
         match question.command:
             case "status":
                 return msgspec.json.encode(self._supervisor.describe())
@@ -230,7 +230,7 @@ async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
 
 
 async def recent_errors(fronts: Iterable[Child], workers: Iterable[Child]) -> list[dict[str, Any]]:
-    """Returns the latest errors that clients got, newest first, each with the name of the process that sent it as ``front``."""
+    """Returns the latest errors that clients got, newest first. ``front`` of each names the process that sent the error."""
     asked = [*fronts, *workers]
     told = await asyncio.gather(*(records(child, RecentErrors()) for child in asked))
     rows = [{**row, "front": child.name} for child, found in zip(asked, told, strict=True) for row in found]

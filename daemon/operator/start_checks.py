@@ -38,7 +38,7 @@ def check(options: Options) -> None:
 def foreseen(options: Options, as_service: bool) -> list[str]:
     """Returns a sentence for each problem on this host that would make the daemon's start fail; empty if none is known.
 
-    It does not try to bind ports, because a running daemon with this configuration may have bound them.
+    No port is bound to try it, because a running daemon with this configuration may have bound it.
     ``as_service``: True: this process runs in the service's sandbox, where the service manager has already made the service's
     folders. False: folders that the service manager makes at the start may be missing.
     """

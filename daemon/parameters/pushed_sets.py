@@ -42,7 +42,7 @@ class Content:
     deaths: int = 0
 
     def close(self) -> None:
-        """Closes the memory of these values, in a thread if it is large. A second call does nothing."""
+        """Closes the memory of the pushed values, in a thread if it is large. A second call does nothing."""
         memory, self.memory = self.memory, -1
         if memory >= 0 and self.byte_size >= _LARGE:
             asyncio.get_running_loop().run_in_executor(None, os.close, memory)

@@ -401,8 +401,8 @@ class Parameters:
     ) -> None:
         """Stages new values on every worker that serves a version, calls ``put``, and then has every worker commit the values.
 
-        ``put``: brings the values into force in this process, so that a worker that dies after that is replaced by one with the
-        new values. ``stage``: the operation that gives the values to a worker without using them. ``memory``: a descriptor of
+        ``put``: brings the values into force in this process; a worker that dies later is replaced by one with the new values.
+        ``stage``: the operation that gives the values to a worker without using them. ``memory``: a descriptor of
         memory with the values; -1: the workers still have them, as the set's former values. ``move_sequences``: whether sequences
         that have begun go on with the new values. ``check``: raises an exception if the values are not wanted any more. Raises
         _NoWorker: all workers died before the commit; ServingError: a worker refused the values. After an error nothing has
@@ -443,7 +443,7 @@ class Parameters:
         descriptors.close(fds)
 
     async def _obeyed(self, worker: WorkerProcess, operation: Operation) -> bool:
-        """Has a worker carry out a decided step, such as a commit. Returns whether the step succeeded; else kills the worker."""
+        """Has a worker carry out a decided step, such as a commit. If the step fails, kills the worker and returns False."""
         try:
             await self._call(worker, operation)
         except ServingError as error:
@@ -645,7 +645,7 @@ class Parameters:
 
 
 def _check_death(worker: WorkerProcess, what: str) -> None:
-    """Raises Internal, naming ``what``, if the worker's own work ended it. No other worker is then given the parameters."""
+    """Raises Internal, which begins with ``what``, if its own work ended the worker: no other is then given the parameters."""
     if worker.ended_by_work:
         raise Internal(f"{what}: the worker process that was given them {worker.describe_exit()}")
 

@@ -34,7 +34,7 @@ class MemoryKills:
 
     @classmethod
     def own(cls) -> MemoryKills:
-        """Returns a detector for the innermost control group that counts kills. If none counts, it detects nothing."""
+        """Returns a detector for the innermost control group that counts memory kills. If none does, it detects nothing."""
         return cls(next((group for group in memory_groups() if group.kills is not None), None))
 
     def grew(self) -> bool:

@@ -309,7 +309,7 @@ class Leftovers:
 class Orphans:
     """Waits for orphaned processes when the daemon is process 1 of a container, so that none stays as a zombie.
 
-    A process that loses its parent there becomes a child of the daemon. Models start such processes and leave them alone.
+    A process that loses its parent there becomes a child of the daemon. Models start such processes and do not wait for them.
     Processes that ``own()`` returns are never waited for here, because whoever started them does that.
     """
 

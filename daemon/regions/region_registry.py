@@ -247,7 +247,7 @@ class RegionRegistry:
 
     @staticmethod
     def _check_reserve(region: RegisteredRegion) -> None:
-        """Raises Unavailable if too few file descriptors would stay free for connections and new processes."""
+        """Raises Unavailable if ``region`` would leave too few file descriptors for connections and new processes."""
         descriptors.check_reserve(region.fd, f"failed to register shared memory region '{region.request.name}'")
 
     async def restore(self, worker: WorkerProcess) -> None:

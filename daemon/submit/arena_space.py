@@ -90,8 +90,8 @@ class ArenaSpace:
     def _others_first(self, byte_size: int, account: Account | None) -> bool:
         """Returns whether a waiting request gets memory before a new request of ``byte_size`` bytes from ``account``.
 
-        It does if it is in the same queue (small, medium or large), within its limits, and its client holds no more than
-        ``account``'s.
+        That is so if the waiting request is in the same queue (small, medium or large) and within its limits, and its client
+        holds no more memory than the client of ``account``.
         """
         held = _held(account)
         return any(_held(waiter.account) <= held and self._admitted(waiter) for waiter in self._line(byte_size))

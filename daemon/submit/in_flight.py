@@ -129,7 +129,7 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
             self.fail_delivery()
 
     def undelivered(self) -> None:
-        """Answers with Internal, as an answer could not be sent. Subclasses close a connection on which a part of it was sent."""
+        """Answers with the error Internal, as an answer could not be sent. If a part was sent, subclasses end the connection."""
         own = AnswerRecord(self.record.request_id, LAST, code=Internal.code, message=DEFECT)
         self.completed(LAST, own, None)
 

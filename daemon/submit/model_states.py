@@ -98,8 +98,8 @@ class ModelStates:
 
         ``version`` 0 means the newest version that serves or, if none serves, the newest that is being loaded.
 
-        Raises NotFound: the model or version is unknown, failed to load, or is not to be served; Unavailable: it cannot be
-        served now.
+        Raises NotFound: the model or version is unknown, failed to load, or is not to be served; Unavailable: the version cannot
+        be served now.
         """
         versions = self._models.get(name, {})
         if version:

@@ -176,7 +176,7 @@ def _granted(submitter: Submitter, asked: InFlight, request: UnsentRequest, leas
 
 
 def _send(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: Lease | None) -> None:
-    """Puts a request's tensors into its record or ``lease``, and sends it for ``asked``. Gives leases back if it raises."""
+    """Puts a request's tensors into its record or ``lease``, and sends it for ``asked``. If that fails, gives its leases back."""
     trace = request.trace
     leases = () if lease is None else (lease,)
     if request.lease is not None:

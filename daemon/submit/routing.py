@@ -63,7 +63,7 @@ class Routing:
         self._forget()
 
     def bury(self, worker: WorkerLink) -> set[InFlight]:
-        """Removes a worker whose process is gone. Returns its unanswered requests whose sequences were lost with it."""
+        """Removes a worker whose process is gone. Returns its unanswered requests whose sequences were lost with the process."""
         del self.workers[worker.incarnation]
         for request in worker.in_flight.values():
             request.worker = None
@@ -83,7 +83,7 @@ class Routing:
         self._forget()
 
     def region_placed(self, place: RegionPlace) -> None:
-        """Notes on which GPU a client's region lies. Requests that use it then go to workers there that have their model."""
+        """Stores on which GPU a client's region lies. Later requests with the region go to workers on that GPU, if possible."""
         self._places.note(place)
         self._forget()
 

@@ -249,7 +249,7 @@ class Submitter:
     def _put(self, worker: WorkerLink, request: InFlight) -> None:
         """Puts a request on a worker's lane. If an exception is raised, the request is on no lane.
 
-        The request is sent at once if it is untraced and the worker's only one, otherwise at the end of the loop's iteration.
+        An untraced request to a worker that has no other is sent at once; any other at the end of the loop's iteration.
         """
         record, numbered, in_flight = request.record, request.numbered, worker.in_flight
         request.worker = worker
@@ -425,7 +425,7 @@ class Submitter:
             self._finish(request)
 
     def _route_anew(self, worker: WorkerLink, request: InFlight, answer: AnswerRecord) -> None:
-        """Sends a request to another worker that has its model or, if none has it, answers it with the error ``answer``."""
+        """Sends a request that ``worker`` cannot run to another worker with the model; if there is none, replies ``answer``."""
         if request.record.request_id not in self._in_flight:
             return  # cancelled meanwhile
         state = self._routing.state_of(request.prepared)

@@ -79,7 +79,7 @@ def _number(setting: str, text: str, least: int, largest: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """The values of the trace settings of one model or of all models. ``level``: a sum of ``LEVELS``, 1 timestamps, 2 tensors."""
+    """The values of the trace settings of one model or of all models. ``level``: 1 for timestamps, plus 2 for tensors."""
 
     level: int
     rate: int
