@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class Apart:
-    """Answers the calls of models that are only checked: refuses their requests, and says that any model is ready."""
+    """Answers the calls of models that are loaded only to be checked: refuses requests, and says that any model is ready."""
 
     def __init__(self, explicit: bool) -> None:
         """``explicit``: whether the daemon loads models only on request. Only then may models ask it to load others."""

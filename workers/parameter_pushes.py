@@ -75,8 +75,8 @@ class ParameterPushes:
     def carry_out(self, operation: ParameterOperation, fds: list[int], answer: Answer) -> None:
         """Carries out an operation, and calls ``answer`` with its result or its error, before this returns or later.
 
-        Descriptors that stay open are removed from ``fds``. Raises ServingError: the operation failed; ``answer`` is not called
-        then.
+        Removes from ``fds`` the descriptors that are kept open. Raises ServingError: the operation failed; ``answer`` is not
+        called then.
         """
         if isinstance(operation, MakeParameters):
             self._make(operation, fds, answer)
@@ -238,7 +238,7 @@ class ParameterPushes:
             self._let_go([parameters.leave()])
 
     def _leave(self, sets: ParameterSets, former: ParameterSet) -> None:
-        """Has the thread take replaced parameters off the device, after copying them to host memory if the set keeps them."""
+        """Makes a thread take ``former``, replaced parameters, off the device; to host memory first, if ``sets`` keeps them."""
 
         def leave() -> None:
             # The room for versions before may have been too small for it.

@@ -186,7 +186,7 @@ class Worker:
         self._collector = WorkThread("collector", self._inbox)
 
     def run(self, incarnation: int) -> None:
-        """Serves requests until the supervisor orders a stop or has gone.
+        """Serves requests until the supervisor orders a stop or has gone. ``incarnation``: the number of this worker process.
 
         Raises DeviceLost: the GPU has failed permanently. Requests that failed with it are answered; requests that wait in the
         queues will run on another worker.
@@ -344,7 +344,7 @@ class Worker:
         self._close_lane(submitter)
 
     def _look_at_half(self, submitter: SubmitterLink[Request], now_ns: int) -> None:
-        """Records how much of an incomplete record has come, and since when. Raises InvalidArgument: its user holds too much."""
+        """Records how much of an incomplete record has come, and since when. Raises InvalidArgument: the user holds too much."""
         number, byte_size = submitter.lane.channel.whole, submitter.lane.channel.half_byte_size
         known = self._halves.get(submitter)
         if byte_size == 0 and known is None:

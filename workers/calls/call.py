@@ -95,7 +95,7 @@ class ModelCall:
             first()
 
     def next(self) -> tuple[Result | None, bool]:
-        """Waits for the next response. Returns it, or None if the call ends without one, and whether the call has ended."""
+        """Waits for the next response. Returns it (None if the call ended without a response), and whether the call has ended."""
         self._thread = threading.get_ident()
         self._taken += 1
         self._asked = self._taken

@@ -165,7 +165,7 @@ class Caller:
 
 
 def asker() -> Caller | None:
-    """Returns ``caller()``.
+    """Returns the model whose code runs here, as ``caller`` does, to make a call.
 
     Raises InvalidArgument: the calling process was forked by the model, and an answer could not reach it.
     """

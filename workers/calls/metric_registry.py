@@ -73,7 +73,7 @@ class MetricRegistry:
         self._count = 0
 
     def hold(self, name: str, description: str, kind: MetricKind, owner: tuple[str, int]) -> None:
-        """Adds a holder to the metric family of a name, and makes the family if there is none.
+        """Adds ``owner`` to the holders of the metric family of a name, and makes the family if there is none.
 
         Raises InvalidArgument: the name or description is malformed, or the family is of another kind.
         Raises Unavailable: there are too many families.
@@ -97,7 +97,7 @@ class MetricRegistry:
             family.owners.append(owner)
 
     def release(self, name: str, owner: tuple[str, int], held: Iterable[Labels]) -> None:
-        """Removes a holder from a family and from its metrics ``held``; what has no holder left is removed."""
+        """Removes ``owner`` from the holders of a family and of its metrics ``held``; what has no holder left is removed."""
         with self._lock:
             family = self._families[name]
             for labels in held:

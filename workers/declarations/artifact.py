@@ -337,7 +337,7 @@ class _Artifact:
         raise ValueError(f"no program of this model takes {shapes}")
 
     def _renamed(self, program: ProgramFile) -> dict[str, str]:
-        """Returns names in the program -> names in the configuration, for inputs and outputs that the program only numbers."""
+        """Maps names in the program to names in the configuration, for inputs and outputs that the program only numbers."""
         found: dict[str, str] = {}
         for kind, leaves, names in (
             ("input", program.inputs, [field.name for field in self._message.input]),

@@ -82,7 +82,7 @@ def is_generator(returned: object) -> bool:
 
 
 def check_arguments(model: str, what: str, apply: Callable[..., Any], names: Sequence[str]) -> None:
-    """Raises InvalidArgument if a function (``what`` in errors) cannot be called with ``names``, or has the first two swapped."""
+    """Raises InvalidArgument if a function (``what`` in errors) does not take arguments ``names``, or swaps the first two."""
     try:
         taken = inspect.signature(apply)
     except (TypeError, ValueError):  # one that does not say what it takes

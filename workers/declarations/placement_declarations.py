@@ -28,7 +28,7 @@ _MOST = 1 << 16
 
 
 def _given(message: ModelConfig, module: ModuleType, name: str, default: Any = None) -> tuple[Any, str, bool]:
-    """Returns what a model declares under ``name``, the place of the declaration for errors, and whether it is text."""
+    """Returns what a model declares as ``name`` (else ``default``), the declaration's place for errors, and if it is text."""
     if name in message.parameters:
         return message.parameters[name].string_value, f"parameter '{name}'", True
     return getattr(module, name, default), f"{name} of model.py", False

@@ -243,7 +243,7 @@ class CudaDevice:
     # ------------------------------------------------------------------------------------------------------ outputs
 
     def keep(self, made: jax.Array) -> GpuArray:
-        """Returns an output, which must have been computed (this does not wait), as an array that stays on the device."""
+        """Returns a computed output as an array that stays on the device. The caller has waited for ``made`` to be computed."""
         kept = self._seen(made)
         if self._staging <= kept.pointer < self._staging + self._staging_byte_size:
             # The program has returned an input as it is, which the next batch will overwrite.

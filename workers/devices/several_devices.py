@@ -50,7 +50,7 @@ class SeveralDevices:
 
     @staticmethod
     def order(compiled: jax.stages.Compiled) -> tuple[int, ...]:
-        """Returns the ids of a program's devices, in its order; raises any exception if this version of JAX hides them."""
+        """Returns the ids of a program's devices, in the program's order. Raises any exception if this JAX hides them."""
         shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
         # The attribute is private but needed: a program that is loaded for another order ends the process when it is run.
         return tuple(device.id for device in shardings[0]._device_assignment)
@@ -61,7 +61,7 @@ class SeveralDevices:
         return [known[number] for number in ids]
 
     def alone(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a program so that only one on several devices runs at a time; a call returns when its outputs are computed."""
+        """Wraps a program so that only one program on several devices runs at a time. Calls return when outputs are computed."""
 
         @functools.wraps(call, updated=())
         def run(*arguments: Any) -> Any:

@@ -49,7 +49,7 @@ def failure(request_id: int, error: ServingError, version: int = 0, final: bool 
 
 
 def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -> AnswerPlan | None:
-    """Plans where the outputs go in the answers to requests like this one: into the answer's record, or into a region.
+    """Plans where answers to this prepared request have their outputs: in the answer's record, or in a region.
 
     Returns None if all outputs together have more than ``inline_byte_size`` bytes, if the client wants an output as class labels,
     or if an output does not fit into its region.
@@ -138,7 +138,7 @@ def find_places(request: Request, sizes: Mapping[str, int], inline_byte_size: in
 def _fit(request: Request, sizes: Mapping[str, int]) -> dict[str, tuple[RegionSlice, AnyRegion]]:
     """Returns place and region of each output that goes to a region, by the output's name.
 
-    Raises Internal: an output does not fit into the region that the client wants it in.
+    ``sizes``: output name -> bytes. Raises Internal: an output does not fit into the region that the client wants it in.
     """
     places: dict[str, tuple[RegionSlice, AnyRegion]] = {}
     for name, wanted in request.outputs.items():
@@ -198,8 +198,9 @@ def _put(
 ) -> tuple[list[PreparedTensor], list[SentContent]]:
     """Writes outputs to their places, except for outputs that the program has already written there.
 
-    Returns the descriptions of all outputs; and for each output that lies in no region, its content or its place in the arena.
-    Raises InvalidArgument if the memory of a region does not exist any more.
+    ``chosen``: output name -> datatype, shape and content. Returns the descriptions of all outputs; and for each output that
+    lies in no region, its content or its place in the arena. Raises InvalidArgument if the memory of a region does not exist
+    any more.
     """
     tensors: list[PreparedTensor] = []
     contents: list[SentContent] = []

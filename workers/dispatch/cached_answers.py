@@ -79,7 +79,7 @@ class CachedAnswers:
         return True
 
     def keep(self, version: ModelVersion, execution: Execution, cache: ResponseCache) -> None:
-        """Stores an execution's results, unless parameters or models have changed meanwhile; a failure is only logged."""
+        """Stores an execution's results, unless parameters or models changed since the requests came. Only logs a failure."""
         for request, result in zip(execution.requests, execution.results, strict=True):
             if isinstance(result, ServingError):
                 continue

@@ -318,7 +318,7 @@ class Calls:
         self._agenda.wake(self.settle)
 
     def _look_again(self) -> None:
-        """Has the loop's next turn begin calls that wait for a model: a load has ended, or the table of models has changed."""
+        """Makes the loop's next turn begin calls that waited for a model: a load has ended, or the model table has changed."""
         if self._waiting:
             self._post(self._begin_waiting)
 
@@ -420,7 +420,7 @@ class Calls:
             self._responses.took(inner)
 
     def _stop(self, call: ModelCall) -> None:
-        """Asks the called model to stop if it streams in a thread; the model may ignore that. Cancels any other call."""
+        """If the called model streams in a thread, asks the model to stop, which it may ignore. Cancels any other call."""
         inner = self._open.get(call)
         if inner is not None and inner in inner.version.senders and inner.version.loaded.instances:
             inner.may_stop = True

@@ -233,7 +233,7 @@ class Dispatcher:
             request.submitter.sequences = True
 
     def _changed(self, version: ModelVersion) -> None:
-        """Has the next iteration ask a version's planner, because its waiting requests may be ready to run after a change."""
+        """Makes the loop's next iteration ask a version's planner, because waiting requests of the version may now be ready."""
         if version in self._active:
             self.agenda.wake(version)
 
@@ -249,7 +249,7 @@ class Dispatcher:
             self.withdraw(request)
 
     def withdraw(self, request: Request) -> None:
-        """Cancels a request of a client or of one of this worker's models, its ensemble steps, and the calls made for it."""
+        """Cancels a request of a client or of one of this worker's models; also its ensemble steps and the calls made for it."""
         version, request.cancelled = request.version, True
         request.submitter.returned = NEVER_LOOKED
         answers = version.planner.cancelled(request)
@@ -312,7 +312,7 @@ class Dispatcher:
             self.agenda.put(self._end_silent, silent_ns)
 
     def _end_silent(self, now_ns: int) -> None:
-        """Ends all models' sequences whose idle time is over, and answers their requests that waited too long with errors."""
+        """Ends all models' sequences whose idle time is over, and answers requests that waited too long with errors."""
         self._silent_ns = NEVER
         self.agenda.put(self._end_silent, NEVER)
         for version in self._models.everyone():
@@ -520,7 +520,7 @@ class Dispatcher:
         self.uncounted.append((version, execution, failed, now_ns))
 
     def count(self) -> list[tuple[ModelVersion, Execution]]:
-        """Adds the executions whose answers have left since the last call to the statistics, and returns these executions."""
+        """Adds to the statistics the executions whose answers have left since the last call, and returns these executions."""
         uncounted, self.uncounted = self.uncounted, []
         for version, execution, failed, now_ns in uncounted:
             version.statistics.executed(execution, failed, now_ns)
@@ -531,7 +531,7 @@ class Dispatcher:
 
 
 def _extend(version: ModelVersion, grouped: GroupedCalls, batch: list[Request]) -> GroupedProgram | None:
-    """Adds waiting requests to ``batch`` that can share a call with it. Returns the program for all; None: none was added."""
+    """Adds to ``batch`` waiting requests that can be computed in one call with it. Returns the program; None: there is none."""
     key = batch[0].key
     waiting = version.queue.rows(key)
     program = grouped.find(shapes_of(key), waiting + 1)

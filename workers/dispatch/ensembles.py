@@ -105,7 +105,7 @@ class EnsembleRuns:
         self._working = False
 
     def run(self, version: ModelVersion, graph: EnsembleGraph, batch: list[Request], now_ns: int) -> bool:
-        """Runs a batch as one pipeline if all steps allow it, and returns True; else begins it step by step."""
+        """If all steps allow it, runs a batch as one pipeline and returns True; else begins it step by step and returns False."""
         # A trace has each step; of what was being executed when a worker died each step is blamed for itself; and each step finds
         # the parameter set that its request names, and says which it was.
         steps = [
@@ -320,7 +320,7 @@ class EnsembleRuns:
         return run.sender is not None and run.sender.is_full and run.sender.when_room(go_on)
 
     def _fail(self, run: _Run, error: ServingError) -> None:
-        """Records a run's first error, with which it ends once all steps have ended, and cancels the other steps."""
+        """Records a run's first error, with which the run ends once all its steps have ended, and cancels the other steps."""
         if run.error is None:
             self._set_error(run, from_code(error.code, f"in ensemble '{run.version.name}', {error.message}"))
         self._due.append((run, None))
@@ -445,7 +445,7 @@ def _check_set(request: Request, members: Iterable[ModelVersion]) -> None:
 
 
 def _fitted(arrays: dict[str, Array], specs: dict[str, TensorSpec], batches: bool) -> dict[str, Array]:
-    """Returns tensors with the batch dimension added or removed, as ``specs`` need it. ``batches``: the specs include it."""
+    """Returns tensors with the batch dimension added or removed, as ``specs`` need it. ``batches``: whether specs have one."""
     return {
         name: fitting(array, specs[name].dims, batches) if name in specs else array for name, array in arrays.items()
     }

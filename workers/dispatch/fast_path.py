@@ -61,7 +61,7 @@ Regions = dict[str, Region]
 
 
 class _Batch:
-    """Describes to the C extension requests that can share a run: one load of a version, and one row of the same shapes."""
+    """Describes to the C extension requests of one row, with the same shapes, to one load of a version: they can share a run."""
 
     def __init__(
         self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Shapes, runs: SequenceRuns | None = None
@@ -87,7 +87,7 @@ class _Batch:
 
     @property
     def inputs(self) -> list[tuple[str, int, int]]:
-        """Name, address of the first row, and number of bytes from row to row, of each input; the same for all programs."""
+        """Name, address of the first row, and number of bytes from row to row, of each input. All programs share this memory."""
         return next((program.memory for program in self.programs if program is not None), [])
 
     def native(self) -> _native.Batch:
@@ -130,7 +130,7 @@ class _Alone:
         self.executable = executable
 
     def native(self) -> _native.Batch:
-        """Returns the C extension's description of these requests, without programs because they do not share a run."""
+        """Returns the C extension's description of these requests; without programs, because each request runs alone."""
         sizes = self._version.batcher.at_once(self.executable.wanted.shapes)
         most = min(max((some[-1] for some in sizes), default=0), _native.MAX_ROWS)
         return _native_batch(self, self._version, self.executable.share / self.executable.rows, (-1,) * max(1, most))
@@ -247,7 +247,7 @@ class FastPath(Poller):
                     statistics.slow_requests[why] += 1
 
     def _learn(self, version: ModelVersion, execution: Execution, request: Request) -> SlowReason | None:
-        """Has the C extension answer repeats of a request; returns why it does not. None: it does, or the run failed."""
+        """Makes the C extension answer repeats of a request. Returns why it will not; None: it will, or the run failed."""
         preparation, submitter = request.preparation, request.submitter
         if preparation is None or submitter.closed:
             return SlowReason.NEW if request.sink is None else SlowReason.INSIDE
@@ -385,7 +385,7 @@ class FastPath(Poller):
         return None
 
     def _found(self, places: Sequence[RegionSlice | None], submitter: SubmitterLink[Request]) -> Regions | None:
-        """Returns the regions of those places that have one; None: a region is not mapped here, or its place has no bytes."""
+        """Returns the regions of ``places``, by name; None: one is not mapped here, or a place in a region has no bytes."""
         regions: RegionTable | LaneSegments = submitter.segments or self._regions
         found: Regions = {}
         for place in places:
@@ -405,7 +405,7 @@ class FastPath(Poller):
 
     @staticmethod
     def _count(figures: list[tuple[Any, ...]]) -> None:
-        """Counts the C extension's answers. ``figures``: tuples of a ``_Batch`` or ``_Alone`` and ``NativeRuns``'s fields."""
+        """Counts the C extension's answers. ``figures``: for each batch, a tuple of it and the fields of ``NativeRuns``."""
         for batch, *counts in figures:
             batch.count(NativeRuns(*counts))
 
@@ -426,7 +426,7 @@ class FastPath(Poller):
 
 
 def _plan_single(execution: Execution, preparation: Preparation) -> tuple[AnswerPlan, Mapping[int, str]] | None:
-    """Returns a plan for answers to repeats of an execution's only request, and the names of its outputs; None: no plan."""
+    """Returns a plan for answers to an execution's only request, and output names by ``PlannedOutput.content``; None: no plan."""
     (request,), made, places = execution.requests, execution.outputs, execution.places
     plan = None if made is None else preparation.plans.get(made.layout)
     if made is not None and plan is not None and plan.numbered is not None:
@@ -449,7 +449,7 @@ def _plan_single(execution: Execution, preparation: Preparation) -> tuple[Answer
 
 
 def _says_what_holds(request: Request, execution: Execution) -> bool:
-    """Returns whether repeats of a request get the same answer but for the tensors, as long as the parameters stay the same."""
+    """Returns whether repeats of a request get an answer that differs only in its tensors, while the parameters stay the same."""
     if isinstance(request.chosen, ParameterSet):
         return False  # its sequence has its own, which the planner knows; others of that kind have main's
     if not request.tells:

@@ -88,7 +88,7 @@ class LaneAnswers:
         self.let_pass()
 
     def trace(self, record: TraceChanged | TraceCleared, fds: list[int]) -> None:
-        """Changes how requests are sampled for traces. ``fds``: the shared counters, which this object owns then."""
+        """Changes how requests are sampled for traces. ``fds``: the shared counters, whose descriptors this method takes over."""
         self.passed()
         if isinstance(record, TraceChanged):
             self.tracer.changed(record, fds)
@@ -110,7 +110,7 @@ class LaneAnswers:
         self._poller.let_pass(max(0, min(_ENDLESS, unlogged, self.tracer.passes.left)), self.tracer.joins)
 
     def passed(self) -> None:
-        """Counts the requests that the C extension has answered since the last call."""
+        """Counts for the sampling of traces how many requests the C extension has answered since the last call."""
         count = self._poller.lane_requests
         self.tracer.passes.left -= count - self._passed
         self._passed = count

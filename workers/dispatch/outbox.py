@@ -106,7 +106,7 @@ class Outbox:
         self._agenda.put(self._log_refusals, self._refusals.due_ns or NEVER)
 
     def reject(self, submitter: SubmitterLink[Request], record: RequestRecord, error: ServingError) -> None:
-        """Answers a received record (message) that is not a valid request with the error that was found in the record."""
+        """Answers a received record that is not a valid request, with ``error``, which says why it is not."""
         submitter.answer(failure(record.request_id, error))
         self.lane_answers.rejected(submitter, record, error)
 
@@ -123,7 +123,8 @@ class Outbox:
     def prepare(self, execution: Execution, sizes: Mapping[str, int]) -> None:
         """Reserves places for the large outputs of an execution of one request, so that its program can write them there itself.
 
-        If no place is found, nothing is reported: the answer looks for places again after the run, and reports the error then.
+        ``sizes``: output name -> bytes. If no place is found, nothing is reported: the answer looks for places again after the
+        run, and reports the error then.
         """
         (request,) = execution.requests
         if request.sink is not None:
@@ -188,8 +189,8 @@ class Outbox:
     def _place_small(self, request: Request, made: BatchOutputs, row: int) -> bool:
         """Answers a client's request whose outputs are small, by a plan that is stored or made now.
 
-        The outputs are copied from the batch's rows, from ``row`` on. Returns False, and sends nothing, if the caller must answer
-        the request in the way that works for all.
+        The outputs are copied from the batch's rows, from ``row`` on. Returns False, and sends nothing, if there is no such plan,
+        and the caller must place the outputs otherwise.
         """
         submitter = request.submitter
         if submitter.closed or request.cancelled or request.timeline is not None or request.sink is not None:
@@ -382,7 +383,7 @@ class Outbox:
         return min([submitter.blocked[0].give_up_ns for submitter in self.blocked], default=NEVER)
 
     def drop(self, submitter: SubmitterLink[Request]) -> None:
-        """Ends, unanswered, a closed lane's requests that are held back or whose answers wait for room."""
+        """Ends, without answers, the requests of a closed lane that are held back or whose answers wait for room."""
         for waiting in submitter.blocked:
             self.end(waiting.request)
         for request in submitter.held:

@@ -275,10 +275,10 @@ class Responses(ResponseReceiver):
         request.timeline.executed((sender.began_ns, sender.began_ns, self._clock()), request.arrays, shown)
 
     def _place(self, sender: ResponseSender, result: Result | None, final: bool) -> int | ServingError | None:
-        """Writes a response to the lane of the request's submitter. ``result`` None: it only says that no response follows.
+        """Writes a response to the lane of the request's submitter. ``result`` None: the record only says that none follows.
 
-        Returns the number of bytes that count until the client has taken them, None if the response arena is full, or the error
-        to send instead.
+        Returns the number of bytes to count as sent until the client has taken them, None if the response arena is full, or the
+        error to send instead. ``final``: whether this is the request's last response.
         """
         request = sender.request
         version, submitter = request.version, request.submitter

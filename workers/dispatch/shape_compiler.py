@@ -52,7 +52,7 @@ class ShapeCompiler:
         """Starts with nothing to compile.
 
         Args:
-          max_shapes: how many shapes of one model version may be compiled or wait for it at a time.
+          max_shapes: how many shapes of one model version may at a time be compiled or wait to be compiled.
           check: raises an error if the worker's device has failed.
           restore: puts requests back into the queue of their version.
         """

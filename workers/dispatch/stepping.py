@@ -75,7 +75,7 @@ class _Lane(NamedTuple):
 
 
 class StepRows:
-    """Sends each step's responses at once to the requests whose slots have True in ``joined``."""
+    """Sends each step's responses together, to the requests whose slots have True in the list ``joined``."""
 
     def __init__(self, slots: int, layout: Rows, responses: Responses, statistics: VersionStatistics) -> None:
         self.joined = [False] * slots
@@ -106,7 +106,7 @@ class StepRows:
         sender.counted = functools.partial(self.leave, slot)
 
     def leave(self, slot: int) -> None:
-        """If the request in a slot gets its responses together with others, sends them alone from now on; counts former ones."""
+        """If the request in a slot gets its responses together with others, counts these, and sends later ones separately."""
         member = self.members.pop(slot, None)
         if member is None:
             return
@@ -144,7 +144,7 @@ class StepRows:
         return self._look() if len(self._left_ns) >= self._look_at else []
 
     def _prepare(self, slots: list[int]) -> None:
-        """Groups these slots by their submitters' lanes. From now on, requests in other slots get their responses alone."""
+        """Groups these slots by their requests' lanes. Requests in other slots get their responses separately from now on."""
         going = set(slots)
         for slot in [slot for slot in self.members if slot not in going]:
             self.leave(slot)
@@ -160,9 +160,9 @@ class StepRows:
         self._ready = slots
 
     def _look(self) -> list[ResponseSender]:
-        """Returns senders whose clients may be too far behind. Their requests are answered separately from now on.
+        """Returns the senders whose clients may be too far behind, or all senders after 4096 steps.
 
-        After 4096 steps, returns all senders.
+        The requests of these senders are answered separately from now on.
         """
         steps = len(self._left_ns)
         full = [member.sender for member in self.members.values() if steps >= min(member.until, _MOST)]
@@ -212,7 +212,7 @@ class SteppingRuns:
         return any(len(version.planner) for version in self.living)
 
     def step(self, now_ns: int, wait: bool) -> bool:
-        """Launches each version's next insertions and steps, and sends the answers of those that have finished.
+        """Launches each version's next calls of ``insert`` and ``step``, and sends the answers of calls that have finished.
 
         ``wait``: waits until each version's oldest launch has finished; otherwise only reads what has finished already. Returns
         whether there is more to do immediately: a launch whose results are to be read, or a request that may get a slot.
@@ -330,9 +330,9 @@ class Stepping:
     # ------------------------------------------------------------------------------------------------------ from the device
 
     def read(self, wait: bool) -> None:
-        """Reads the insertions and steps that have finished, and answers their requests.
+        """Reads the results of calls of ``insert`` and ``step`` that have finished, and answers their requests.
 
-        ``wait``: waits until the oldest launch has finished; otherwise only reads what has finished already.
+        ``wait``: waits until the oldest call has finished; otherwise only reads what has finished already.
         """
         while self.given and (wait or self.given[0].run.ready):
             wait = False

@@ -80,7 +80,7 @@ class DeviceInputs:
     __slots__ = ("_byte_size", "_device", "_parts")
 
     def __init__(self, device: CudaDevice, inputs: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]]) -> None:
-        """Computes the layout. ``inputs``: name, dtype and shape of each input of the program."""
+        """Computes where each input lies in the memory. ``inputs``: name, dtype and shape of each input of the program."""
         self._device = device
         self._parts: list[tuple[str, np.dtype[Any], tuple[int, ...], int]] = []
         at = 0
@@ -132,7 +132,7 @@ class GpuExecutable(Executable):
         return [np.asarray(made[name]) for name in self._signature.outputs] if found is None else [*found]
 
     def _fetch(self, made: Mapping[str, Any]) -> list[bytes] | None:
-        """Copies all outputs to the host and waits once; None if they are too large for the staging memory."""
+        """Copies all outputs to the host, waiting once for all; None if they are too large for the staging memory."""
         packed = made.get(PACKED)
         if packed is None:
             return self._cuda.take([made[name] for name in self._signature.outputs])
@@ -181,7 +181,7 @@ class GpuExecutable(Executable):
         return RunOutputs(dict(zip(self._signature.outputs, kept, strict=True)), None)
 
     def _delivered(self, made: Mapping[str, Any], request: RequestTensors, places: Places) -> RunOutputs:
-        """Copies a single request's outputs from the GPU to ``places``, as far as it can reach them. Returns all outputs."""
+        """Copies a single request's outputs from the GPU to those ``places`` that the GPU can reach. Returns all outputs."""
         reached = places.reached()
         outputs = self._cuda.deliver({name: made[name] for name in self._signature.outputs}, reached)
         places.written = reached.keys()

@@ -169,7 +169,7 @@ class ModelImports:
             self.forget()
 
     def forget(self) -> None:
-        """Removes the modules and closes their code's resources, now or after the last ``release``. Idempotent."""
+        """Removes the model's modules and closes the resources of its code, once nothing holds them. Idempotent."""
         with self._lock:
             self._forgotten = True
             if self._holders:

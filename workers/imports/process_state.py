@@ -109,7 +109,7 @@ class ProcessState:
         self._accept()
 
     def _accept(self) -> None:
-        """Takes the current process-wide state as unchanged, so that only later changes are noticed."""
+        """Records the current process-wide state as the one to compare with, so that only later changes are noticed."""
         self._updates = WholeProcess.updates
         self._known_filters = list(warnings.filters)
         self._known_path = list(sys.path)

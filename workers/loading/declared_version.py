@@ -132,7 +132,7 @@ def declared_version(load: VersionLoad, target: LoadTarget) -> DeclaredVersion:
 
 
 def _declared_names(load: VersionLoad) -> _Names:
-    """Adds the tensors that model.py declares to the configuration. Returns the declared names that it has no place for."""
+    """Adds the tensors that model.py declares to the configuration. Returns the names for which a configuration has no place."""
     message, module = load.message, load.module
     triton = hasattr(module, "TritonPythonModel")
     message.backend = message.backend or ("python" if triton else "jax")

@@ -31,9 +31,9 @@ Aside = Callable[[], AbstractContextManager[None]]
 def compiling_alone(aside: Aside, turns: Turns, progress: LoadProgress) -> Iterator[None]:
     """Waits for the turn to compile a model and run it for the first time; the turn lasts as long as the context.
 
-    Compilation takes much memory, also on a GPU, so only one model at a time has the turn. ``aside`` lets other models be
-    loaded up to this point meanwhile. ``progress.renew`` is set to the function that begins a new step of the turn. Raises
-    Cancelled: the load was cancelled while it waited.
+    Compilation takes much memory, also on a GPU, so only one model at a time has the turn. During the wait, ``aside`` lets
+    other models be loaded up to the same point. ``progress.renew`` is set to the function that begins a new step of the turn.
+    Raises Cancelled: the load was cancelled while it waited.
     """
     with aside(), turns.turn(progress.cancellation) as progress.renew:
         yield
@@ -107,7 +107,7 @@ class InstanceGroups:
         return self.active > 1 or any(planned.needs for planned in self.instances)
 
     def take_turns(self, model: str, kind: str) -> None:
-        """Logs that the instances run one at a time. Raises Unsupported: one needs resources. ``kind``: names such models."""
+        """Logs that instances run one at a time. Raises Unsupported: an instance needs resources. ``kind``: names such models."""
         if any(planned.needs for planned in self.instances):
             raise Unsupported(f"model '{model}': {kind} cannot wait for resources of the rate limiter")
         _log.info("model '%s': its %d instances take turns", model, self.active)

@@ -43,7 +43,7 @@ from tensord.workers.tensors.state import initial_state
 def run_samples(
     jitted: JaxModel, prepared: Sequence[Sample], own: ExecutionDevice, model: str, check: CheckDevice
 ) -> None:
-    """Runs each warm-up sample on a jitted model. ``own``: the device for this thread, which is closed afterwards."""
+    """Runs each warm-up sample on a jitted model, and closes ``own``, this thread's device. ``check``: raises if that failed."""
     if jitted.free_state is not None:
         for sample in prepared:
             sample.begin(jitted.free_state.begun)

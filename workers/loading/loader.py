@@ -155,7 +155,7 @@ class Loader:
             raise self._failure(record, what, error, progress.cancellation) from None
 
     def _module(self, record: Load, message: ModelConfig, imports: ModelImports, flags: OwnFlags) -> ModuleType:
-        """Runs a version's model.py and returns its module; or makes one from exported programs."""
+        """Runs a version's model.py and returns its module; if there is none, makes a module from exported programs."""
         folder, file = Path(record.version_path), message.default_model_filename or "model.py"
         # Finds modules that were installed since the last load.
         importlib.invalidate_caches()
@@ -348,10 +348,10 @@ class Loader:
         return lambda _: JittedInstance(jitted, self._target.execution.beside())
 
     def regrouped(self, record: Load, former: LoadedModel, cancellation: Cancellation) -> LoadedModel | None:
-        """Changes how many instances a serving version has, and returns the changed version.
+        """Changes how many instances the serving version ``former`` has, as ``record`` says, and returns the changed version.
 
-        Returns None if anything else has changed, or nothing, so that the version must be loaded. It makes no difference whether
-        a configuration is as written or as completed by the model. Instances that stay are not started again, and nothing is
+        Returns None, so that the version must be loaded, if nothing or anything else has changed. What the model adds to a
+        configuration when it completes it counts as no change. Instances that stay are not started again, and nothing is
         compiled. Raises ServingError: an instance could not be started.
         """
         maker, known = former.maker, former.record

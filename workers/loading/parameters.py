@@ -76,7 +76,7 @@ class _HostPlacer(Placer):
     """Places pushed parameters of a model that runs on the host: as JAX arrays where the model has them, else unchanged."""
 
     def __init__(self, described: Leaves, leaves: Sequence[Any], structure: jax.tree_util.PyTreeDef) -> None:
-        """``described``: the arrays among the leaves. ``leaves, structure``: the parameters as they were loaded."""
+        """``described``: the arrays among ``leaves``. ``leaves``, ``structure``: the tree of parameters as it was loaded."""
         super().__init__(described)
         self._structure = structure
         arrays = iter(described)

@@ -43,7 +43,7 @@ class LoadTarget:
         alone: bool = False,
         pinned: PinnedBudget | None = None,
     ) -> LoadTarget:
-        """Makes a ``LoadTarget`` for a worker process with the configured cache. JAX's own cache is turned on there as well.
+        """Makes a ``LoadTarget`` for a worker process; turns on JAX's own cache in the configured directory, too.
 
         Args:
           cuda: the GPU for the loop's thread; None: the device is a processor, or CUDA cannot be used.

@@ -50,7 +50,7 @@ def described_failure(error: BaseException, folders: Sequence[Path]) -> str:
 
 
 def _line(error: BaseException, folders: Sequence[Path]) -> str:
-    """Returns where in the model's files the error arose, as `` (model.py, line 7, in apply)``; "": not in any of them."""
+    """Returns where in the files of ``folders`` the error arose, as `` (model.py, line 7, in apply)``; "": elsewhere."""
     if isinstance(error, SyntaxError):
         frames = [(error.filename or "", error.lineno, "")]
     else:
@@ -64,7 +64,7 @@ def _line(error: BaseException, folders: Sequence[Path]) -> str:
 
 
 def bounded(text: str, limit: int) -> str:
-    """Returns a text cut to ``limit`` characters, followed by a note of how many more there are; a shorter text as it is."""
+    """Returns a text cut to ``limit`` characters, and how many more there are; a text that is not longer is returned as it is."""
     more = len(text) - limit
     return text if more <= 0 else f"{text[:limit]}... ({more} more characters)"
 

@@ -123,7 +123,7 @@ class EnsemblePipeline:
             step.version.statistics.add(done.part(share, whole))
 
     def _build(self, rows: int) -> PipelineProgram | None:
-        """Builds the program for the smallest batch size, at least ``rows``, that all its models have; None: no such size."""
+        """Builds the program for the smallest batch size, at least ``rows``, that all its models share; None: they share none."""
         if any(-1 in spec.dims for spec in self._signature.inputs.values()):
             return None
         bucket, found = rows, list[Executable]()
@@ -202,7 +202,10 @@ class EnsemblePipelines:
 
 
 def needs_steps(request: Request) -> bool:
-    """Returns whether an ensemble must run by requests to its models: the request names a parameter set or asks for its name."""
+    """Returns whether an ensemble must run by requests to its models.
+
+    That is so if the request names a parameter set, or asks that the answer names the set that was used.
+    """
     return bool(request.own.parameter_set or request.prepared.parameters.get(TELLING_PARAMETER))
 
 

@@ -98,7 +98,7 @@ class FreeState:
         request.keep(arrays)
 
     def _fitting(self, request: RequestTensors, kept: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Returns ``kept``, the state of a sequence. Raises InvalidArgument: an axis has another size in the request's inputs."""
+        """Returns ``kept``, a sequence's state. Raises InvalidArgument: the request's inputs give an axis another size."""
         lengths = self._lengths(request.arrays)
         for spec in self._described.states:
             for axis, size in zip(spec.axes, kept[spec.name].shape[self._described.batches :], strict=True):

@@ -199,7 +199,7 @@ class _GeneratorRun:
         sender.finish(alone)
 
     def _room(self) -> None:
-        """Has the instance's thread resume the generator, when the client has acknowledged enough. The loop calls this."""
+        """Called by the loop once the client has acknowledged enough: makes the instance's thread resume the generator."""
         assert self._resume is not None
         self._resume(self._rested)
 

@@ -140,7 +140,7 @@ class JaxModel:
         self.free_state = free_state
 
     def for_instances(self, count: int, alone: bool) -> JaxModel:
-        """Returns a model with the same programs for ``count`` threads, but no sequence state. ``alone``: see the constructor."""
+        """Returns a model of the same programs, without state, for ``count`` threads. ``alone``: requests share no calls."""
         return JaxModel(self._version, self._signature, self._buckets, self.executables, count, alone)
 
     def wanted_by(self, requests: Sequence[Request]) -> Wanted:
@@ -187,7 +187,7 @@ class JaxModel:
             self.grouped.prepare(singles, functools.partial(self.executables.kept_grouped, cancellation))
 
     def gathered_run(self, executable: Executable) -> Callable[[Sequence[int], Sequence[bool]], list[Content]]:
-        """Returns a function that runs an executable on inputs that are already in its memory, as ``GatheredRun`` does."""
+        """Returns a function that runs an executable on inputs already in its memory: with state, a ``GatheredRun``."""
         if self._carry is None:
             return lambda slots, starts: executable.run()
         return GatheredRun(executable, self._carry, self._signature)
@@ -200,7 +200,7 @@ class JaxModel:
         return self.executables.planned(Wanted(self._buckets.rows(rows), shapes))
 
     def sizes(self, executable: Executable | GroupedProgram, requests: Sequence[Request]) -> Mapping[str, int] | None:
-        """Returns output name -> bytes if memory for the outputs should be reserved in the answer before the run; else None."""
+        """Returns output name -> bytes to reserve in the answer before the run; None if nothing is to be reserved."""
         if not isinstance(executable, Executable) or self._carry is not None:
             return None
         return executable.sizes(requests, self._plain and self._whole(requests, executable.wanted.rows))
@@ -221,11 +221,11 @@ class JaxModel:
         return all(shape is None or arrays[name].shape[lead:] == shape for name, shape in shapes)
 
     def _whole(self, requests: Sequence[Request], bucket: int) -> bool:
-        """Returns whether a program for ``bucket`` rows has the only request's answer as its outputs, with no rows to cut off."""
+        """Returns whether outputs of a program for ``bucket`` rows are just one request's answer, with no rows to cut off."""
         return not self._cut and len(requests) == 1 and (not self._signature.batches or requests[0].rows == bucket)
 
     def execute(self, execution: Execution, carry: Carry | None = None) -> None:
-        """Runs a batch and fills in its outputs. ``carry``: the state of the instance's sequences; None: of the worker's loop.
+        """Runs a batch and fills in its outputs. ``carry``: the state of the instance's sequences; None: the model's own carry.
 
         Raises LookupError: no executable for the batch is compiled.  StateLost: the run failed, and all sequences lost state.
         """

@@ -91,7 +91,7 @@ class ModelTable:
         self._drain(version, lambda: None)
 
     def find(self, name: str, number: int) -> ModelVersion:
-        """Returns the version for a request (0: the newest). Raises NotFound: none; InvalidArgument: none that takes requests."""
+        """Returns the version for a request (0: the newest). Raises NotFound: there is none; InvalidArgument: it is passive."""
         version = self._found.get((name, number))
         if version is not None:
             return version
@@ -102,7 +102,7 @@ class ModelTable:
         raise NotFound(f"{UNKNOWN_MODEL}'{name}' is not found")
 
     def is_coming(self, name: str, number: int) -> bool:
-        """Returns whether a version (0: any) is being loaded or held in this worker, so that ``find`` may find it soon."""
+        """Returns whether a version (0: any) is being loaded, or is held: loaded, but not given requests yet."""
         return any(model == name and number in (0, version) for model, version in (*self.coming, *self.held))
 
     def load_ended(self, name: str, number: int) -> None:
@@ -112,12 +112,12 @@ class ModelTable:
         self.on_change()
 
     def vouches(self, name: str, number: int) -> bool:
-        """Returns whether a version takes requests without first calling an ``is_ready`` of its own. Any thread may call this."""
+        """Returns whether a version serves, and has no ``is_ready`` that must be called first. Any thread may call this."""
         found = self._found.get((name, number))
         return found is not None and found.loaded.is_ready_calls is None
 
     def settle(self) -> bool:
-        """Closes, and so removes, draining versions that have finished their requests. Returns whether there was any."""
+        """Closes, and so removes, draining versions that have finished their requests. Returns whether any version was closed."""
         drained = len(self.draining)
         self.draining = [version for version in self.draining if not version.settle()]
         return len(self.draining) < drained

@@ -201,7 +201,7 @@ class ModelVersion:
         return [request for request in batch if request.chosen is batch[0].chosen]
 
     def commit(self, parameters: ParameterSet, moves: bool) -> Unused:
-        """Puts parameters that were prepared for a push into use. Returns the parameters that they replace.
+        """Puts parameters that were prepared for a push into use. Returns what is to be freed then.
 
         ``moves``: whether requests and sequences that have begun go on with the new parameters, or keep the former ones.
         """
@@ -211,7 +211,7 @@ class ModelVersion:
         return self.sets.commit(parameters, stays=held)
 
     def _hold(self, former: ParameterSet | None, new: ParameterSet, moves: bool) -> bool:
-        """Decides with which parameters requests and sequences go on that have begun.
+        """Decides with which parameters the requests and sequences that have begun go on.
 
         ``former``: the parameters that the set had until now; None: the set is new. ``moves``: True: they go on with ``new``;
         False: with the parameters that they had. Returns: whether any of them goes on with ``former``.
@@ -285,14 +285,14 @@ class ModelVersion:
         return [*self.loaded.instances, *self.loaded.passive]
 
     def join_programs(self) -> None:
-        """Raises the batch limit of shapes that are not configured to the size of the largest program compiled for them."""
+        """Raises the batch limit of each shape that is not configured to the rows of the largest program compiled for it."""
         if self.jitted is not None:
             executables = self.jitted.executables
             for shapes in executables.unexpected:
                 self.planner.limit(shapes, executables.limit(shapes))
 
     def serve(self) -> None:
-        """Has new sequences of this model and version number begin here, and no longer on an earlier load of it."""
+        """Makes new sequences of this model and version number begin in this load, and no longer in an earlier one."""
         if self._registered is not None and self.sequences is not None:
             self._registered.serve(self.sequences.table)
 

@@ -285,7 +285,7 @@ class PythonModel:
             return error
 
     def _rescheduled(self, request: Request, response: Any) -> Result | None:
-        """Returns None if the request may run again (of an iterative sequence, and no response was given), else the error."""
+        """Returns None if the request may run again: it is of an iterative sequence and got no response; else an error."""
         if self._sequences is None or self._sequences.iterative is None:
             refused = Internal(
                 "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured to "
@@ -395,7 +395,8 @@ class ResponseWriter:
     def send(self, response: InferenceResponse | None, final: bool) -> None:
         """Sends a response after all earlier ones. Waits while the client has too many unacknowledged responses.
 
-        ``final``: whether no response follows; if ``response`` is None, sends only that. Does nothing if the request has ended.
+        ``final``: whether no response follows; if ``response`` is None, the client is told only this. Does nothing if the request
+        has ended.
         """
         # One that was ended for the model sends to nobody.
         with contextlib.suppress(SenderClosed):

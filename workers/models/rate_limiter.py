@@ -71,7 +71,7 @@ class RateLimiter:
         return instance in self._running
 
     def done(self, instance: Instance, again: bool = False) -> None:
-        """Frees an instance's resources, or ends its wait for them. ``again``: it has run, and waits for another run now."""
+        """Frees the resources of an instance that has run; else ends its wait for them. ``again``: it waits for another run."""
         if instance in self._running:
             del self._running[instance]
             for name, count in instance.needs.items():

@@ -92,7 +92,7 @@ class ResponsesByNumber:
         self._waited_ns[which] += waited_ns[: max(0, MAX_RESPONSES - first)]
 
     def add_at_once(self, first: int, count: int, waited_ns: int) -> None:
-        """Counts successful responses to one request that came together, ``waited_ns`` after the response before them."""
+        """Counts ``count`` responses of a request, numbered from ``first``, sent together ``waited_ns`` after the one before."""
         if not len(self._counts):
             self._open()
         self._counts[first : first + count] += 1
@@ -279,7 +279,7 @@ class VersionStatistics:
         batch.output_ns += output_ns
 
     def stepped(self, count: int, infer_ns: int) -> None:
-        """Counts one step of ``count`` requests to a stepwise model. ``streamed`` counts the requests when they end."""
+        """Counts one step of ``count`` requests, which took ``infer_ns``. ``streamed`` counts the requests when they end."""
         self.execution_count += 1
         self._count_batches(count, 1, 0, infer_ns, 0)
 

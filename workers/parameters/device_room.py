@@ -63,7 +63,7 @@ class DeviceRoom:
         self._former: OrderedDict[ParameterSet, None] = OrderedDict()
 
     def use(self) -> int:
-        """Returns a number that rises with each call, for a set that is used now. The lowest number is evicted first."""
+        """Returns a number that rises with each call, for a set used now. The set with the lowest number is evicted first."""
         return next(self._uses)
 
     @property
@@ -137,7 +137,7 @@ class DeviceRoom:
             heapq.heappush(self._order, entry)
 
     def keep(self, parameters: ParameterSet) -> None:
-        """Keeps a replaced set in host memory, to be put into use again. Above the sets' limit, the oldest are forgotten."""
+        """Keeps a replaced set in host memory, to be put into use again. Forgets the oldest if there are more than allowed."""
         self._former[parameters] = None
         while sum([each.byte_size for each in self._former]) > self._limit:
             oldest, _ = self._former.popitem(last=False)

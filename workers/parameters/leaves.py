@@ -139,11 +139,11 @@ class Leaves:
                 )
 
     def hosted(self, arrays: Iterable[Any]) -> list[Array | None]:
-        """Returns leaves as arrays in host memory, with None in place of those that cannot be pushed."""
+        """Returns ``arrays``, one for each leaf, as arrays in host memory; None in place of those that cannot be pushed."""
         return [np.asarray(array) if leaf.plain else None for leaf, array in zip(self, arrays, strict=True)]
 
     def check_names(self, found: Iterable[str], what: str) -> None:
-        """Raises InvalidArgument if the model has no leaf with one of the names ``found`` in a push. ``what``: names the push."""
+        """Raises InvalidArgument if any name in ``found``, the names in a push, is no leaf's name. ``what``: names the push."""
         known = self.fixed | {leaf.name for leaf in self._leaves}
         if unknown := sorted(name for name in found if name not in known):
             raise InvalidArgument(f"{what}: model '{self.model}' has no leaf '{unknown[0][:256]}'")

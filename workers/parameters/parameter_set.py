@@ -48,7 +48,7 @@ class Placer:
         self.leaves = leaves
 
     def place(self, host: Sequence[Any], main: ParameterSet) -> Any:
-        """Copies leaves from host memory to the worker's device. Returns their tree there. Raises whatever copying raises.
+        """Copies leaves from host memory to the worker's device. Returns the tree of the copies. Raises what copying raises.
 
         ``main``: the ``main`` set that is in use: its arrays show on which of several devices the programs want each leaf.
         """
@@ -150,14 +150,14 @@ class ParameterSet:
         return any(tree is not _ABSENT for tree in self._trees)
 
     def _placed(self, placement: int) -> Any:
-        """Copies the leaves to a device, and returns their tree there. Raises whatever copying raises."""
+        """Copies the leaves to the device of ``placement``, and returns their tree there. Raises whatever copying raises."""
         if placement:
             assert self.sets.share is not None
             return self.sets.share(self.sets.placer.lay(self.hosted()))
         return self.sets.placer.place(self.hosted() if self._pinned is None else self._pinned, self.sets.main)
 
     def _shared(self, placement: int) -> Any:
-        """Returns the tree for a device that shares memory with the device that the leaves are on. No array is copied."""
+        """Returns the tree for the device of ``placement``, which shares memory with that of the leaves. Copies no array."""
         if placement:
             assert self.sets.share is not None
             return self.sets.share(self._trees[0])
@@ -195,7 +195,7 @@ class ParameterSet:
         return self._host
 
     def leave(self) -> object:
-        """Takes parameters off the device if they are in host memory. Returns objects; dropping them frees the memory."""
+        """Removes the device's arrays if the parameters are in host memory. Returns the arrays: dropping them frees memory."""
         with self.sets.room.lock:
             trees: list[Any] = []
             if self._host is not None:
@@ -394,7 +394,7 @@ class ParameterSets:
         return unused
 
     def forget_before(self, before: ParameterSet | None) -> None:
-        """Forgets a replaced set that is kept to be put into use again. Does nothing if the set is not kept."""
+        """Forgets ``before``, a replaced set, if it is kept to be put into use again. Does nothing for another set or None."""
         if before is not None and self._before.get(before.name) is before:
             del self._before[before.name]
             before.unpin()

@@ -288,9 +288,9 @@ class MemoryPool:
             each.close()
 
     def sealed(self, memory: _Memory) -> int:
-        """Seals memory, and keeps it if it can be filled again. Returns a file descriptor of it, which the caller closes.
+        """Seals memory, and keeps it in the pool if it can be filled again. Returns a file descriptor of the sealed memory.
 
-        The caller must not use ``memory`` any more. Raises Unavailable: no file can be opened.
+        The caller closes the descriptor, and must not use ``memory`` any more. Raises Unavailable: no file can be opened.
         """
         if memory.byte_size < LEAST_RETURNING or not self._returns:
             return memory.fix()

@@ -326,7 +326,7 @@ def _place(making: Making, name: str, place: LeafPlace, regions: RegionTable) ->
 
 
 def _copy_of(making: Making, region: AnyRegion, offset: int, byte_size: int) -> Copy:
-    """Leases a region, and returns a function that copies from a range of it. Raises InvalidArgument: it has no such range."""
+    """Leases a region, and returns a function that copies from a range of it. Raises InvalidArgument: no such range exists."""
     check_range(offset, byte_size, region.byte_size, region.name)
     making.lease(region)
     if isinstance(region, Region):

@@ -36,9 +36,9 @@ _attached = False
 
 
 def attach() -> bool:
-    """Redirects XLA's allocations, once its back end is open, so that it can write outputs to given memory, and tests that.
+    """Redirects XLA's allocations, so that XLA can write outputs to given memory. XLA's back end must be open already.
 
-    Returns whether it works; if not, outputs are copied to their places, and the reason is logged.
+    Returns whether a test of that worked; if not, outputs are copied to their places, and the reason is logged.
     """
     global _attached
     if not available:
@@ -100,7 +100,7 @@ def attached() -> bool:
 
 
 class OutputMemory:
-    """Knows which of XLA's allocations in a run become a program's outputs. Has XLA use given memory instead of allocating it."""
+    """Knows which of XLA's allocations in a run become outputs of a program. Makes XLA use given memory in their place."""
 
     __slots__ = ("_skips", "sizes")
 
@@ -130,7 +130,7 @@ class OutputMemory:
         return frozenset(self._skips)
 
     def refuse(self) -> None:
-        """Has all outputs of this program be copied to their places from now on, instead of offering the places to XLA."""
+        """Ensures that all outputs of this program are copied to their places from now on, and XLA is offered no place."""
         self._skips.clear()
 
     def run(self, call: Callable[[], dict[str, Any]], addresses: Mapping[str, int]) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class OutputMemory:
 
 
 def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[dict[str, Any], OutputMemory]:
-    """Runs a program with ``call``. Returns the outputs, and the object by which later runs write them to given memory."""
+    """Runs a program with ``call``. Returns its outputs, and the object by which later runs write ``names`` to given memory."""
     _native.watch_allocations()
     try:
         made = call()
@@ -157,7 +157,7 @@ def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[d
 
 
 def given_up(address: int, view: memoryview) -> bool:
-    """Returns whether no array lies in ``view``, at ``address``, any more. If one does, ``view`` is never unmapped; logs it."""
+    """Returns True if no array lies in ``view`` any more; else logs that ``view``, at ``address``, stays mapped for ever."""
     if not _native.holds(address):
         return True
     _log.warning("an output of %d bytes is kept beyond its answer: its memory stays mapped", len(view))

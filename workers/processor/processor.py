@@ -68,8 +68,8 @@ class HostExecutable(Executable):
     def gather(self, requests: Sequence[RequestTensors]) -> tuple[dict[str, Any], int]:
         """Gathers the arguments of a batch. Returns them, and how many bytes were copied.
 
-        The tensors of a single request with as many rows as the program are used without a copy, unless they lie in its record,
-        which is never aligned. XLA copies small unaligned arguments itself; large ones are copied here, which is faster.
+        The tensors of a single request with as many rows as the program are used without a copy, unless they lie in the request's
+        record, which is never aligned. XLA copies small unaligned arguments itself; large ones are copied here, which is faster.
         """
         arguments: dict[str, Any] = {}
         copied = 0
@@ -101,10 +101,10 @@ class HostExecutable(Executable):
         return outputs
 
     def computed(self, parameters: Any, arguments: dict[str, Any], addresses: Mapping[str, int]) -> dict[str, Any]:
-        """Runs the program, and learns how XLA allocates the outputs if that is not known yet.
+        """Runs the program. The outputs may not be computed yet when this returns.
 
-        The outputs may not be computed yet.
-        ``addresses``: output name -> address of the memory that XLA should write the output to; a run that learns ignores them.
+        ``addresses``: output name -> address of the memory that XLA should write the output to. A run that learns how XLA
+        allocates the outputs, because that is not known yet, ignores them.
         """
         learned = self.memory_of_outputs
         if learned is None and self.placement.several is None and output_memory.attached():
@@ -161,7 +161,7 @@ class HostExecutable(Executable):
         return found
 
     def settle(self, places: Places) -> None:
-        """Withdraws the memory in ``places`` from XLA once the request is answered. The memory can be used again."""
+        """Withdraws the memory in ``places`` from XLA once the request is answered. It can be used again afterwards."""
         for name, memory in places.offered.items():
             self.give_up(places.addresses[name], memory)
         places.offered.clear()

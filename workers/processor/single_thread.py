@@ -122,7 +122,7 @@ class SmallPrograms:
         self._possible = True
 
     def open(self) -> Placement | None:
-        """Returns the placement on the single-thread device, with the version's parameters; None: that placing has failed."""
+        """Returns the placement on the single-thread device, with the parameters; None if they could not be placed there."""
         with self._opening:
             if self._placement is None and self._possible:
                 try:
@@ -160,7 +160,7 @@ class SmallPrograms:
             return None
 
     def _is_small(self, lowered: jax.stages.Lowered) -> bool | None:
-        """Returns whether one thread is enough for a program; None: dimensions are open, so it must be compiled to tell."""
+        """Returns whether one thread is enough for a program; None if that shows only once it is compiled, as sizes are open."""
         # XLA raises an error for the cost of a program with open sizes, or (from JAX 0.11 on) ends the process.
         if _has_open_sizes(lowered):
             return None

@@ -127,7 +127,8 @@ class CacheDirectory:
     def _locked(self, name: str, check: Callable[[], None]) -> int:
         """Waits until the lock file ``name`` is locked for the caller. Returns its file descriptor, which the caller closes.
 
-        Raises OSError: the file cannot be opened or locked; or what ``check`` raises.
+        ``check``: called again and again during the wait; what it raises ends the wait. Raises OSError: the file cannot be opened
+        or locked.
         """
         while True:
             with self._alone() as place:
@@ -209,7 +210,7 @@ class CacheDirectory:
 
 
 def _open(stack: contextlib.ExitStack, name: str, above: int, flags: int) -> int:
-    """Opens a directory inside the directory with descriptor ``above``; makes it, mode 0700, if missing. ``stack`` closes it."""
+    """Opens directory ``name`` in the directory with descriptor ``above``; makes it (0700) if missing. ``stack`` closes it."""
     try:
         place = os.open(name, flags, dir_fd=above)
     except FileNotFoundError:
@@ -237,8 +238,9 @@ def _check_above(place: int, path: Path) -> None:
 
 
 def _content(place: int, name: str, secret: bytes) -> bytes:
-    """Returns the content of a file without the HMAC in front of it. ``place``: the descriptor of the directory.
+    """Returns the content of a file without the HMAC in front of it.
 
+    ``place``: the descriptor of the directory. ``secret``: the HMAC's key.
     Raises OSError if the file cannot be read, and ValueError if another user may have written it or its HMAC is wrong.
     """
     whole = _bytes(place, name)

@@ -128,7 +128,7 @@ def carry_specs(signature: Signature) -> dict[str, jax.ShapeDtypeStruct]:
 def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., tuple[Any, dict[str, Any]]]:
     """Wraps a model's function, which takes and returns one state for each row, so that it takes and returns the carry.
 
-    The carry has the state of all sequences. JAX traces (parameters, inputs, ``rows_argument``, carry) -> (outputs, carry).
+    The carry is all sequences' state. JAX traces the result: (parameters, inputs, ``rows_argument``, carry) -> (outputs, carry).
     """
 
     def step(parameters: Any, inputs: dict[str, Any], rows: Any, carry: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

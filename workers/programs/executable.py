@@ -75,7 +75,7 @@ class Inputs(Protocol):
         """The arrays in which the arguments are gathered, by argument name."""
 
     def send(self) -> dict[str, Any]:
-        """Returns the arguments by name; a GPU's are sent there first. Raises Unavailable (no memory) or DeviceLost."""
+        """Returns the arguments by name; for a GPU, sends them there first. Raises Unavailable (no memory) or DeviceLost."""
 
 
 class ExecutionDevice(ABC):
@@ -124,7 +124,7 @@ class Executable(ABC):
     def __init__(
         self, wanted: Wanted, signature: Signature, program: CompiledProgram, device: ExecutionDevice, inputs: Inputs
     ) -> None:
-        """``device``: the device object of the thread. ``inputs``: the memory in which the host gathers the program's inputs."""
+        """``device``: the thread's object for its device. ``inputs``: the memory in which the program's inputs are gathered."""
         self.wanted = wanted
         #: The rows of its batch.
         self.rows = wanted.rows
@@ -205,7 +205,7 @@ class Executable(ABC):
         return chosen.on(self._at)
 
     def run(self, chosen: Chosen = None) -> list[Content]:
-        """Runs the program on the inputs in ``memory``, which is then free. Returns the outputs in host memory.
+        """Runs the program on the inputs in ``memory``, which may then be filled anew. Returns the outputs in host memory.
 
         ``chosen``: the parameter set, or the set of each request; None: ``main``. Raises Unavailable: the device has no room for
         the parameters; or whatever the program raises.

@@ -183,8 +183,8 @@ class ExecutableCache:
     def load(self, key: str, usual: Placement, small: SmallPrograms | None = None) -> CompiledProgram | None:
         """Loads the executable for a key from the cache, and counts it as found there.
 
-        Returns None if there is none, or if it is for the single-thread device and that cannot be opened. ``usual``: where other
-        programs run. ``small``: opens the single-thread device; None: no program runs there.
+        Returns None if the cache has none, or if it is for the single-thread device and that device cannot be opened. ``usual``:
+        where other programs run. ``small``: opens the single-thread device; None: no program runs there.
         """
         name = _name(key)
         content = None if self._directory is None else self._directory.read(name)

@@ -121,7 +121,7 @@ class Executables:
     def _make(self, planned: Sequence[Wanted], first: jax.stages.Lowered | None, progress: LoadProgress) -> None:
         """Compiles the executables of all buckets, or loads them. ``first``: the lowered program of the first bucket, if known.
 
-        On several devices the first program decides where the parameters are, and the others are compiled for that.
+        On several devices the first program decides where the parameters are, and the other programs are compiled for that place.
         """
         several = self._usual.several
 

@@ -200,7 +200,7 @@ class GroupedProgram:
 
     @property
     def memory_needed(self) -> int | None:
-        """The bytes of a run's outputs and temporary memory together, without parameters and inputs; None: not known."""
+        """The number of bytes of a run's outputs and temporary memory, without parameters and inputs; None: not known."""
         return memory_needed(self._program.call)
 
     #: Rows of earlier requests behind the present ones are not read.
@@ -208,7 +208,7 @@ class GroupedProgram:
 
     @property
     def share(self) -> float:
-        """The estimated work of a call, as a fraction of what a loop iteration may do: a constant for each request."""
+        """The estimated work of a call, as a fraction of what one loop iteration may do. It depends only on the rows."""
         return self.rows / 64
 
     @property
@@ -253,7 +253,7 @@ class GroupedProgram:
         return self._read(self._program.call(parameters, self._memory.send(self.rows))[0])
 
     def uncut(self, stacks: Sequence[Content]) -> BatchOutputs | None:
-        """Returns the results of ``run`` as bytes, from which each answer copies its part; None: the results are too large.
+        """Returns the results of ``run`` as bytes of which each answer copies its part; None if they are too large for that.
 
         ``stacks``: what ``run`` returned: one array for each dtype of the outputs, with a row for each request.
         """
@@ -283,7 +283,7 @@ class GroupedProgramMaker:
         self._inputs = Packing([(spec.name, shape, spec.dtype) for spec, shape in specs_of(signature, single.wanted)])
 
     def numbers(self, lengths: Sequence[int]) -> dict[int, int | None]:
-        """Returns, for each number of requests, the argument ``number`` with which to call ``compile``."""
+        """Returns, for each number of requests in ``lengths``, the argument ``number`` with which to call ``compile``."""
         return {length: length if self._one_for_each else None for length in lengths}
 
     @property
@@ -414,7 +414,7 @@ class GroupedCalls:
         self._shapes: dict[Hashable, _Shape] = {}
 
     def prepare(self, singles: Sequence[Executable], make: Make) -> None:
-        """Compiles programs for several requests in one call, for the shapes of ``singles``. Raises what tracing raises."""
+        """Has ``make`` compile, for the shapes of ``singles``, programs for several requests. Raises what tracing raises."""
         for single in singles:
             if self.wants(single):
                 self.add(single, self.compile(single, make))

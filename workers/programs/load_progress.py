@@ -25,7 +25,7 @@ def nobody(number: int, total: int, compiled: int) -> None:
 
 
 class LoadProgress:
-    """Makes one load's programs, reports progress, sums up their number, bytes and time. For the loading thread only."""
+    """Makes the programs of one load, reports progress, and sums up their number, bytes and time; for the loading thread."""
 
     def __init__(self, name: str, version: int, tell: Tell = nobody, cancellation: Cancellation | None = None) -> None:
         """``tell``: is called before each program is made. ``cancellation``: tells whether the load was given up."""

@@ -149,9 +149,10 @@ def check_output(
 
 
 def check_cut(model: str, spec: TensorSpec, elements: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Checks an output that is split among the requests of a batch as a ragged input with ``elements`` elements is.
+    """Checks the shape and dtype of an output that is split among a batch's requests in the same way as a ragged input.
 
-    Raises Internal: the output has another number of elements, or another datatype.
+    ``elements``: the number of elements of that input. Raises Internal: the output has another number of elements, or another
+    datatype than declared.
     """
     if dtype == spec.dtype and math.prod(shape) == elements:
         return

@@ -85,7 +85,7 @@ class PipelineProgram:
         return {name: GatherBuffer(name, array, self._batches) for name, array in self._inputs.arrays.items()}
 
     def takes(self, requests: Sequence[RequestTensors]) -> bool:
-        """Returns whether the host should gather these requests' inputs. On a GPU only small ones, if no output stays there."""
+        """Returns whether the host should gather these requests' inputs; on a GPU, if they are small and outputs leave it."""
         return not self._device.remote or all(request.small and not request.stays for request in requests)
 
     @property
@@ -114,7 +114,7 @@ class PipelineProgram:
             return self._inputs.send()
 
     def run(self) -> list[Content]:
-        """Runs the pipeline on the inputs in ``memory``, which is then free. Returns the outputs. Raises what programs raise."""
+        """Runs on the inputs in ``memory``, which may then be filled anew. Returns the outputs. Raises what programs raise."""
         return self.contents_of(self.compute(self._sent()))
 
     def contents_of(self, made: Sequence[Any]) -> list[Content]:

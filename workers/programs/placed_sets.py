@@ -87,7 +87,7 @@ class DevicePlacer(Placer):
     def __init__(
         self, signature: Signature, described: Leaves, parameters: Any, several: SeveralDevices | None, remote: bool
     ) -> None:
-        """Keeps the leaves that cannot be pushed, for all sets. ``parameters``: the tree with which the model is loaded."""
+        """Keeps the leaves of ``parameters`` that cannot be pushed. ``remote``: whether the device has memory of its own."""
         super().__init__(described)
         self._signature = signature
         self._several = several
@@ -123,7 +123,7 @@ class DevicePlacer(Placer):
             return jax.tree.unflatten(self._structure, jax.block_until_ready(placed))
 
     def byte_size_in_place(self, host: Sequence[Array | None]) -> int:
-        """Returns the number of bytes of arrays that XLA uses without a copy: on a processor, if aligned and of its dtype."""
+        """Returns the bytes of those arrays that a processor's XLA uses without a copy: aligned ones of their leaf's dtype."""
         if not self.lays:
             return 0
         pairs = zip(host, self.leaves, strict=True)

@@ -57,7 +57,7 @@ COUNTER, GAUGE, HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HIS
 
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
-    """Returns the input of a request with this name, or None."""
+    """Returns the input of this name of a request; None if the request has no such input."""
     return next((tensor for tensor in inference_request.inputs() if tensor.name() == name), None)
 
 

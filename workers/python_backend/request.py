@@ -395,7 +395,9 @@ class InferenceRequest:
         return answer_of(call, call.next())
 
     def async_exec(self, decoupled: bool = False) -> Awaitable[InferenceResponse | ResponseIterator]:
-        """Sends the request immediately. Returns an awaitable for the running event loop, with the result of ``exec``.
+        """Sends the request immediately. Returns an awaitable, to be awaited in the running event loop.
+
+        The awaitable's result is what ``exec`` returns for the same ``decoupled``.
 
         Raises TritonModelException: the running code may not call models, or the request is malformed.
         Raises RuntimeError: no event loop runs in this thread.

@@ -226,7 +226,7 @@ class RegionTable:
         return found
 
     def settle(self) -> None:
-        """Closes unregistered and replaced regions that no request uses; the loop calls it as long as there are any."""
+        """Closes unregistered and replaced regions that no request uses; the loop calls it as long as there are such regions."""
         if not self.leaving:
             return
         for region in [region for region in self.leaving if not region.leases]:
@@ -318,7 +318,7 @@ class RegionPolicy:
             )
 
     def access(self, request: RegisterSystemRegion, found: os.stat_result) -> str:
-        """Returns "guarded" (mapped; SIGBUS shows lost pages) or "snapshot" (not mapped, only copied) for a client's memory."""
+        """Returns "guarded" (mapped; SIGBUS shows lost pages) or "snapshot" (only copied) for memory with status ``found``."""
         if not guard.available:
             return "snapshot"
         key = request.key.lstrip("/")

@@ -56,7 +56,7 @@ class AnswerPlan(NamedTuple):
     told: Mapping[str, Parameter]
 
     def number(self, numbered: Numbered[PreparedAnswer]) -> AnswerPlan:
-        """Returns a copy of the plan whose answers refer to their prepared answer by its number."""
+        """Returns a copy of the plan whose answers refer by number to ``numbered``, the part that repeats in the answers."""
         return self._replace(said=numbered.number, numbered=numbered)
 
 

@@ -74,7 +74,7 @@ def validate(
     """Validates a received request, leases the regions that it names, and returns it.
 
     Args:
-      preparation: the preparation of the prepared request that the record names by number or carries inside.
+      own, preparation: the received record, and the preparation of the prepared request that the record names or carries.
       regions: the regions that the request may name.
     Raises ServingError: the request is invalid. The message is for the client, and no region stays leased.
     """
@@ -224,9 +224,10 @@ def validate_inner(
 ) -> InnerRequest:
     """Validates a request that a model or an ensemble's step makes inside the worker, and returns it.
 
-    Its tensors are arrays to which nobody writes, so none of them is copied.
+    The request's tensors are arrays to which nobody writes, so none of them is copied.
 
     Args:
+      prepared, own: the part that other requests may share, and the part that is the request's own.
       arrays: the inputs, in the shapes that a client would send; the batch axis is added or removed where the model needs it.
       outputs: the names of the wanted outputs; empty: all.
       sink: gets the responses.

@@ -77,7 +77,7 @@ def describe(
 
 
 class ResponseKind:
-    """Encodes small responses of one model version to one submitter, which all have the same output datatypes and shapes."""
+    """Encodes small responses of one model version to one submitter. All have the same output datatypes and shapes."""
 
     __slots__ = ("_number", "_parts", "_sizes", "byte_size", "numbered")
 
@@ -157,9 +157,9 @@ class ResponseReceiver:
     max_ahead = 1
 
     def alike(self, sender: ResponseSender, result: dict[str, Array]) -> ResponseKind | None:
-        """Returns the object that encodes responses with the datatypes and shapes of ``result``. Any thread may call this.
+        """Returns the object that encodes a sender's responses whose datatypes and shapes are those of ``result``.
 
-        Returns None if the model's thread cannot encode the response itself.
+        Any thread may call this. Returns None if the model's thread cannot encode the response itself.
         """
         return None
 
@@ -336,7 +336,7 @@ class ResponseSender:
     def released(self, again: bool) -> bool:
         """Records that the model's function has returned. Returns whether the model's code may still answer the request.
 
-        It may as long as a ``hold`` has not been undone. ``again``: whether the model is to run once more on the request.
+        The code may as long as a ``hold`` has not been undone. ``again``: whether the model is to run once more on the request.
         """
         with self._lock:
             self._again = again
@@ -381,7 +381,7 @@ class ResponseSender:
         )
 
     def when_room(self, call: Callable[[], None]) -> bool:
-        """Registers ``call``, which the loop calls once: when the client has taken enough, or when the request ends.
+        """Registers ``call`` for one call by the loop: when the client has taken enough responses, or the request ends.
 
         Returns False, and does not register ``call``, if more can be sent now.
         """
@@ -427,7 +427,7 @@ class ResponseSender:
         return True
 
     def respond_encoded(self, kind: ResponseKind, records: list[bytes], now_ns: int) -> None:
-        """Queues encoded responses on the lane, which always has room for them. A request's first one is never among them."""
+        """Queues encoded responses on the lane, which always has room for them. No request's first response is among them."""
         request = self.request
         request.submitter.lane.complete_encoded(kind.numbered, records)
         request.submitter.flush_soon()
@@ -463,13 +463,13 @@ class ResponseSender:
             self.counted()
 
     def settle(self, byte_size: int) -> None:
-        """Counts bytes that were taken or dropped. A waiting ``send`` continues once half of the limit is free."""
+        """Counts bytes that the client took or that were dropped. A waiting ``send`` continues once half of the limit is free."""
         self._settled += byte_size
         if self._on_room and 2 * (self._posted - self._settled) <= self._max_ahead:
             self.wake()
 
     def wake(self) -> None:
-        """Calls the function that ``when_room`` stored, if any, as more can be sent or nobody waits for responses any more."""
+        """Calls the function that ``when_room`` stored, if any: more can be sent now, or nobody waits for responses any more."""
         try:
             call = self._on_room.pop()
         except IndexError:

@@ -228,11 +228,11 @@ class SubmitterLink(Generic[R]):
         return kind
 
     def known_kind(self, version: int, described: Described) -> ResponseKind | None:
-        """Returns the encoder of all small responses of a kind but a request's last; None: none yet. Any thread may call it."""
+        """Returns the encoder of small responses that are not their request's last; None: none yet. Any thread may call it."""
         return self._response_kinds.get((version, False, described))
 
     def answer(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
-        """Queues an answer to the submitter. The loop sends everything queued once per iteration. A closed link ignores it.
+        """Queues an answer to the submitter. The loop sends everything queued once per iteration. A closed link drops the answer.
 
         ``numbered``: the prepared answer that the record names by its number; None: the record names none.
         """
@@ -245,7 +245,7 @@ class SubmitterLink(Generic[R]):
 
 
 class LaneOwner(Budget):
-    """Counts and bounds the bytes of one user's requests and answers on all its lanes; the base class counts the answers."""
+    """Counts and bounds the bytes of one user's requests and answers on all lanes; ``Budget`` does so for the answers."""
 
     def __init__(self, name: str, max_byte_size: int, max_request_byte_size: int = 1 << 30) -> None:
         super().__init__(max_byte_size)
@@ -271,7 +271,7 @@ class LaneOwner(Budget):
         return (2 * self.max_byte_size - self.used - self.waiting_byte_size) // max(1, len(self.submitters))
 
     def check(self, submitter: SubmitterLink[Any]) -> None:
-        """Raises Unavailable if answers to the user exceed the allowed bytes, and those on this lane are at least its share."""
+        """Raises Unavailable if the user's answers exceed the allowed bytes, and the lane's own answers the lane's share."""
         held = self.used + self.waiting_byte_size
         if held > self.max_byte_size and submitter.answers_byte_size >= self.share:
             raise Unavailable(

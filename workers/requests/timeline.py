@@ -108,8 +108,8 @@ class RequestTimeline:
     def executed(self, moments: Sequence[int], inputs: dict[str, Array], result: Result) -> None:
         """Adds a run of the request to the timeline, before its outputs are written to their places.
 
-        ``moments``: when the run began, when it had its inputs, and when it had computed, in ns. At the trace level TENSORS the
-        inputs and outputs are added too.
+        ``moments``: when the run began, when it had its inputs, and when its outputs were computed, in ns. At the trace level
+        TENSORS the inputs and outputs are added too.
         """
         names = (trace_stamps.COMPUTE_START, trace_stamps.COMPUTE_INPUT_END, trace_stamps.COMPUTE_OUTPUT_START)
         self._moments += zip(names, moments, strict=True)
@@ -151,7 +151,7 @@ class RequestTimeline:
         self._within.append(within)
 
     def told(self) -> Timeline:
-        """Returns the timeline as a record. If the request has run, its computation ends at the moment of this call."""
+        """Returns the timeline as a record. If the request has run, its computation counts as ended now."""
         ran = any(name == trace_stamps.COMPUTE_START for name, _ in self._moments)
         moments = [*self._moments, (trace_stamps.COMPUTE_END, time.monotonic_ns())] if ran else self._moments
         stamps = tuple(moments) if self.level & TIMESTAMPS else ()

@@ -112,7 +112,7 @@ class EnsembleRun(Generic[T]):
         return len(held | {at for origin, at in self._open if origin == step})
 
     def full(self, step: int) -> bool:
-        """Returns whether the number of a streaming step's responses in use has reached the limit."""
+        """Returns whether as many responses of a streaming step are in use as may be at a time."""
         return bool(self._graph.most) and self.worked_on(step) >= self._graph.most
 
     @property
@@ -135,10 +135,10 @@ class EnsembleRun(Generic[T]):
                     self._controls[tensor, iteration] = controls
 
     def _look(self, tensor: str, iteration: int, again: bool) -> T | None:
-        """Returns a tensor's value for one more use, and drops the value after its last use. None: the tensor was left out.
+        """Returns a tensor's value to a step, or None if the tensor was left out. Drops the value after its last use.
 
-        ``iteration``: the number of the streaming step's response on which the tensor depends. ``again``: whether every
-        iteration uses the tensor, so that it is kept if it does not depend on a streaming step.
+        ``iteration``: the number of the streaming step's response for which the step runs. ``again``: whether the step takes the
+        tensor in every iteration; then the value is kept, unless it depends on a streaming step.
         """
         key = (tensor, iteration) if self._dynamic(tensor) else (tensor, 0)
         value = self._values[key]
@@ -158,7 +158,7 @@ class EnsembleRun(Generic[T]):
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def _due(self, number: int, tensor: str, iteration: int) -> list[int]:
-        """Returns the iterations (numbers of a stream's responses) in which a step may run, as ``tensor`` is in ``iteration``."""
+        """Returns the iterations (a stream's response numbers) in which a step may run now that ``tensor`` has a value in one."""
         if self._needed.origins[number] is None:
             return [0]
         if self._dynamic(tensor):

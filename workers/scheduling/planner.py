@@ -86,7 +86,7 @@ class Planner(ABC, Generic[P]):
         return False
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[P]:
-        """Returns what to do for a free instance. If that is ``Refuse``, its requests have left the queue."""
+        """Returns what to do for a free instance. If the decision is ``Refuse``, the refused requests have left the queue."""
         tick_ns = self.next_tick_ns
         if 0 < tick_ns <= now_ns:
             return Refuse(self.tick(now_ns))
@@ -118,7 +118,7 @@ class Planner(ABC, Generic[P]):
 
     @abstractmethod
     def restore(self, requests: list[P], now_ns: int) -> list[tuple[P, ServingError]]:
-        """Puts requests that were taken but could not run back into the queue. Returns those that fail, with their errors."""
+        """Puts requests that were taken but could not run back into the queue. Returns requests that fail, with their errors."""
 
     def limit(self, key: Hashable, rows: int) -> None:
         """Sets how many rows of requests with this batching key may share a batch from now on; 0: as many as the rules allow."""

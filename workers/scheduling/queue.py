@@ -127,7 +127,7 @@ class QueueRules:
         return one_level and self.default_policy == QueuePolicy() and not self.replaces
 
     def level(self, priority: int) -> int:
-        """Returns the priority level for a request's priority. If no such level exists, it is the default level, as in Triton."""
+        """Returns the priority level for a request's priority; the default level if there is no such level, as in Triton."""
         return priority if 0 < priority <= self.levels else self.default_level
 
     def policy(self, level: int) -> QueuePolicy:
@@ -218,7 +218,7 @@ class RequestQueue(Generic[W]):
     def push(self, request: W) -> Replacement[W] | None:
         """Appends a request. If a request with the same replace key waits, only the newer one stays, in the older one's place.
 
-        Returns both requests if one was discarded, which may be ``request`` itself, and else None.
+        Returns both requests if one, possibly the new one, was discarded in this way; else None.
         Raises Unavailable if the queue is full. Nothing has changed then.
         """
         if request.replace_key or self._rules.replaces:
@@ -278,7 +278,7 @@ class RequestQueue(Generic[W]):
         newer.sequence, newer.since_ns = older.sequence, older.since_ns
 
     def _insert_in_order(self, request: W, number: int) -> None:
-        """Inserts a request into line ``number``, before its owner's requests of its key with a higher ``sequence``."""
+        """Inserts a request into line ``number``, in the order of ``sequence`` among its owner's requests with its key."""
         self._insert(request, number)
         self._last[request.owner] = max(self._last.get(request.owner, 0), request.sequence)
         waiting = self._lines[number][request.key][request.owner]
@@ -415,7 +415,7 @@ class RequestQueue(Generic[W]):
         return True
 
     def _withdraw(self, request: W, owners: _Waiters[W]) -> None:
-        """Removes a request from the requests of its line and key (``owners``), and from the counts of its owner."""
+        """Removes a request from ``owners``, the requests of its line and batching key, and from its owner's counts."""
         owner = request.owner
         waiting = owners[owner]
         del waiting[request.sequence]
@@ -431,7 +431,7 @@ class RequestQueue(Generic[W]):
             heapq.heappop(expiries)
 
     def expire(self, now_ns: int) -> list[W]:
-        """Removes expired requests from the queue. Returns those that fail; the others wait on, behind all requests in time."""
+        """Removes the expired requests that fail, and returns them; other expired requests wait behind all that are in time."""
         refused: list[W] = []
         while self.expiries and self.expiries[0][0] <= now_ns:
             *_, request = heapq.heappop(self.expiries)
@@ -536,7 +536,7 @@ def _first(waiting: OrderedDict[int, W]) -> W:
 
 
 def _in_order(owners: _Waiters[W]) -> Iterable[W]:
-    """Iterates over the requests of one key and priority level in the order of running. ``owners`` must not change meanwhile."""
+    """Iterates over the requests of all owners in the order in which they are to run. ``owners`` must not change meanwhile."""
     if len(owners) == 1:
         (waiting,) = owners.values()
         return waiting.values()
@@ -556,7 +556,7 @@ def _sequence(request: Waiting) -> int:
 
 
 class ParkedRequests(Generic[W]):
-    """Requests of equal shapes, in order, that wait for a compiled program; of equal replace keys only the newest."""
+    """Requests of equal shapes, in order, that wait for a compiled program. Of equal replace keys the newest request is held."""
 
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules

@@ -137,7 +137,7 @@ Strategy = DirectBatcher[S] | OldestBatcher[S]
 
 
 class SequenceBatcher(Planner[S]):
-    """Plans for one model version with sequences which requests run together, on which instance, and when."""
+    """Plans for one model version which requests of its sequences run together, on which instance, and when."""
 
     def __init__(
         self,

@@ -55,7 +55,7 @@ class Expiries(Generic[S]):
             heapq.heapify(self._moments)
 
     def next(self, now_ns: int) -> tuple[S, ServingError] | None:
-        """Takes an overdue request, with its error; None: no request is overdue. The caller cancels the request's sequence."""
+        """Removes and returns an overdue request and its error, or returns None. The caller cancels the request's sequence."""
         while self._moments and self._moments[0][0] <= now_ns:
             _, _, request = heapq.heappop(self._moments)
             if request.line < 0:
@@ -255,10 +255,10 @@ class SequenceTable(Generic[S]):
     # ------------------------------------------------------------------------------------------- running without waiting
 
     def run_now(self, asked: Iterable[Asked]) -> list[LiveSequence[S]]:
-        """Takes requests that arrived together and may run now, one row each, without queueing them; none if other requests wait.
+        """Takes requests that arrived together and may run now, one row each, without queueing them.
 
-        Stops at the first request that has to wait, belongs to a running sequence, or is invalid. Returns the sequences of the
-        requests before, in the order of ``asked``.
+        Takes none if other requests wait, and stops at the first request that has to wait, belongs to a running sequence, or is
+        invalid. Returns the sequences of the taken requests, in the order of ``asked``.
         """
         chosen: list[LiveSequence[S]] = []
         if self._waiting or self._lost or self._rules.iterative:
@@ -418,7 +418,7 @@ class SequenceTable(Generic[S]):
         return self._free(live) if self._idle.pop(live, None) is not None else None
 
     def close_idle(self, now_ns: int | None = None) -> list[LiveSequence[S]]:
-        """Ends sequences whose idle time is over at ``now_ns``; None: all idle ones. Returns the sequences that get the slots."""
+        """Ends sequences whose idle time is over at ``now_ns``; None: all that are idle. Returns those that get the slots."""
         ready: list[LiveSequence[S]] = []
         while self._idle:
             live, since_ns = next(iter(self._idle.items()))

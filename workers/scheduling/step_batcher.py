@@ -58,7 +58,7 @@ class SlotHolder(Generic[W]):
 
 
 class Step(NamedTuple, Generic[W]):
-    """One step of the device: the requests that take part, those whose last step it is, and which slots are left out."""
+    """One step of the device: the requests that take part, the slots that end with it, and the slots that are left out."""
 
     #: Requests that take part, and slots for which it is the last step.
     holders: Sequence[SlotHolder[W]]
@@ -79,7 +79,7 @@ class Step(NamedTuple, Generic[W]):
 
 
 class SlotAnswer(NamedTuple, Generic[W]):
-    """An answer to a request that runs step by step. A step made it, or the insertion of the request into its slot did."""
+    """An answer to a request that runs step by step. A step made it, or the call of ``insert`` that gave the request its slot."""
 
     request: W
     #: The request's row of the outputs.
@@ -123,7 +123,7 @@ class StepBatcher(QueuePlanner[W]):
         return None if head is None else head.since_ns
 
     def take(self, now_ns: int, instance: int = 0) -> list[W]:
-        """Gives slots to the next waiting requests and returns them. The caller inserts them into the device's state together.
+        """Gives slots to the next waiting requests. Returns these requests, which the caller inserts into the state together.
 
         The list is empty if no request may get a slot before the next step.
         """
@@ -154,7 +154,7 @@ class StepBatcher(QueuePlanner[W]):
     # ------------------------------------------------------------------------------------------------------------ slots
 
     def slot(self, request: W) -> int:
-        """Returns the slot of the device's state that a request has. Call it only if the request has a slot."""
+        """Returns a request's slot, its index in the batch's state on the device. The request must have a slot."""
         return self._holders[request].number
 
     def with_slots(self) -> list[W]:

@@ -39,7 +39,7 @@ def powers_of_two(limit: int) -> tuple[int, ...]:
 
 
 def check_sizes(what: str, sizes: object, limit: int = 1 << 31) -> tuple[int, ...]:
-    """Returns ``sizes`` (``what`` in errors) as a tuple. Raises InvalidArgument: they do not ascend, or leave 1 to ``limit``."""
+    """Returns ``sizes`` (``what`` in errors) as a tuple. Raises InvalidArgument unless they ascend and lie in 1 to ``limit``."""
     if isinstance(sizes, Sequence) and all(type(size) is int for size in sizes) and sizes:
         ascending = all(a < b for a, b in itertools.pairwise(sizes))
         if ascending and sizes[0] >= 1 and sizes[-1] <= limit:

@@ -19,7 +19,7 @@ NOTHING: Mapping[str, Array] = {}
 
 
 class RequestTensors(Sequenced):
-    """The attributes of a request that programs read; ``tensord.workers.requests.request.Request`` adds others, and sets all."""
+    """The attributes of a request that programs read. The subclass ``Request`` adds other attributes, and sets all of them."""
 
     __slots__ = ("_added", "_arrays", "contents", "copied_byte_size", "prepared")
 

@@ -200,7 +200,7 @@ def meant_datatype(name: str) -> str | None:
 
 
 def _meant(text: str) -> str:
-    """Returns what to write instead of a malformed declaration, such as "float32[3]" or "FP32(3)"; "": that is not known."""
+    """Returns what to write in place of ``text``, a malformed declaration such as "FP32(3)"; "" if that is not known."""
     found = _NEARLY.fullmatch(text.replace(" ", ""))
     if found is None or (datatype := meant_datatype(found[1])) is None:
         return "; tensors have no floats of 8 bits, but of 16: FP16, BF16" if re.match("(?i)(FP?|FLOAT)8", text) else ""

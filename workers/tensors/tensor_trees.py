@@ -103,7 +103,10 @@ def _is_flat(declared: object) -> bool:
 
 
 def _leaves(what: str, declared: object, kind: str) -> tuple[list[str], list[object], Any]:
-    """Returns names, declarations and structure of a tree. Raises InvalidArgument if a name repeats. ``what``: the model."""
+    """Returns names, declarations and structure of a tree of ``kind``s. Raises InvalidArgument if a name repeats.
+
+    ``kind``: "input" or "output". ``what``: names the model in errors.
+    """
     found, structure = jax.tree_util.tree_flatten_with_path(declared, is_leaf=_IS_NONE)
     names = [name_of(keys, kind) for keys, _ in found]
     for name, (_, leaf) in zip(names, found, strict=True):

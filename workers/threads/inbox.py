@@ -40,7 +40,7 @@ class Inbox:
                     os.eventfd_write(self._fd, 1)
 
     def look(self, looks: bool) -> bool:
-        """Sets whether the loop will call ``run`` in any case (``looks``), so that ``post`` with ``soon`` False does not wake it.
+        """Sets whether the loop will call ``run`` anyway; while ``looks`` is True, ``post`` wakes it only if ``soon``.
 
         Returns True if the loop must call ``run`` before it waits: functions are queued, and ``looks`` is False.
         """

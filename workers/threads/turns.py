@@ -60,7 +60,7 @@ class Turns:
                 self._changed.notify_all()
 
     def _until_free(self) -> float | None:
-        """Returns in how many seconds another thread may begin while all others still run; 0: now; None: only once one ends."""
+        """Returns the seconds until one more thread may begin although no other ends; None: not before another thread ends."""
         if not self._under_way:
             return 0.0
         if not self._long or len(self._under_way) > _BESIDE:
