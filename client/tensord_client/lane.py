@@ -341,7 +341,7 @@ class LaneConnection(Sender):
             return self.ask(call)
         sequence_id = call.scheduling.sequence_id
         lane = self.lane_for(call) if known.alone is None or sequence_id else known.alone
-        exchange = lane.exchange if lane is not None else None
+        exchange = None if lane is None else lane.exchange or lane.greeted(call.deadline)
         if lane is None or exchange is None:
             return self.ask(call)
         if call.layouts is not None:

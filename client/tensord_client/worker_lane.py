@@ -413,6 +413,21 @@ class ClientLane:
             if self.followers:
                 self.promote()
 
+    def greeted(self, until: float | None) -> wire.Exchange | None:
+        """Waits for the worker's version of the wire format, unless another thread reads the socket. Returns ``exchange``.
+
+        ``until``: seconds of ``time.monotonic()`` at which the wait ends; None: without limit.
+        """
+        if self.reading.acquire(False):
+            try:
+                with contextlib.suppress(WaitEnded):
+                    while self.exchange is None and not self.ended:
+                        self.read(until)
+            finally:
+                self.reading.release()
+                self.promote()
+        return self.exchange
+
     def go_on(self, datagram: Datagram | None) -> None:
         """Lets other threads read the lane after the C extension has waited for an answer in vain. Releases the lock ``reading``.
 
