@@ -247,7 +247,7 @@ def service_variables(environment: Mapping[str, str]) -> frozenset[str]:
 
 
 def _variables() -> dict[str, str]:
-    """Returns the keys of the configuration by the environment variables that set them."""
+    """Returns environment variable -> the key of the configuration that the variable sets."""
     return {variable(key): key for key in known_keys()}
 
 

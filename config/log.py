@@ -128,7 +128,7 @@ class _StandardError(logging.StreamHandler[TextIO]):
 
 
 class LineRate:
-    """Limits to ``lines`` a second the log lines that clients can cause at will, and counts the lines left out. Thread-safe."""
+    """Limits the log lines that clients can cause at will to ``lines`` a second, and counts those left out. Thread-safe."""
 
     def __init__(self, lines: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
         """Starts with no line counted. ``lines``: the most log lines a second. ``clock``: returns a time in nanoseconds."""

@@ -230,7 +230,7 @@ def _check_dynamic_batching(message: ModelConfig) -> None:
 
 
 def _check_cache(message: ModelConfig) -> None:
-    """Raises InvalidArgument, as Triton does, if a model with sequences or a decoupled one asks for a response cache."""
+    """Raises InvalidArgument, as Triton does, if a model that is decoupled or has sequences asks for a response cache."""
     if not message.response_cache.enable:
         return
     if message.HasField("sequence_batching"):
@@ -245,7 +245,7 @@ def _check_cache(message: ModelConfig) -> None:
 
 
 def _check_order(message: ModelConfig) -> None:
-    """Raises InvalidArgument, as Triton does, if ``preserve_ordering`` is set with several priorities or a delaying timeout."""
+    """Raises InvalidArgument, as Triton does, if ``preserve_ordering`` comes with priority levels or a timeout action DELAY."""
     batching = message.dynamic_batching
     if batching.priority_levels > 1:
         raise InvalidArgument(f"Only one priority level is allowed when 'preserve_ordering' is true for {message.name}")
@@ -269,7 +269,7 @@ def batch_buckets(message: ModelConfig) -> tuple[int, ...]:
 def axis_buckets(message: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Returns, by the name of an axis, the sizes for which a model is compiled.
 
-    They come from parameters such as ``buckets.sequence`` ("32,128,256"); an empty tuple stands for "auto". Raises
+    The sizes come from parameters such as ``buckets.sequence`` ("32,128,256"); an empty tuple stands for "auto". Raises
     InvalidArgument: a parameter is malformed.
     """
     found: dict[str, tuple[int, ...]] = {}
@@ -476,7 +476,7 @@ def is_isolated(message: ModelConfig) -> bool:
 def isolated_fraction(message: ModelConfig, default: float) -> float:
     """Returns the fraction (0 to 1) of a GPU's memory that XLA takes in a worker that serves this model alone.
 
-    ``default``: the fraction of a model that does not name one. Raises InvalidArgument: the parameter is malformed.
+    ``default``: the fraction if the model's parameter is not given. Raises InvalidArgument: the parameter is malformed.
     """
     if ISOLATED_FRACTION not in message.parameters:
         return default

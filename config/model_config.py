@@ -100,7 +100,7 @@ def _as_json(found: re.Match[str]) -> str:
 
 
 def _shaped(what: str, given: Any, described: Descriptor) -> dict[str, Any]:
-    """Returns a JSON object in which a single value is put into a list where the protobuf message has a list.
+    """Returns the JSON object ``given`` with a single value put into a list where the message ``described`` has a list.
 
     ``what``: names the object in messages. Raises InvalidArgument: an object or a single value is expected and is not given.
     """
@@ -142,7 +142,7 @@ def _kind(value: Any) -> str:
 
 
 def from_bytes(content: bytes) -> ModelConfig:
-    """Parses a serialised ModelConfig, such as a Load record has. Raises InvalidArgument: it is malformed."""
+    """Parses a serialised ModelConfig, such as a Load record has. Raises InvalidArgument: ``content`` is malformed."""
     message = empty()
     try:
         message.ParseFromString(content)

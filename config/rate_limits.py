@@ -43,7 +43,7 @@ def limits(options: RateLimit, gpu: int | None) -> dict[str, int] | None:
 
 
 def of_device(limits: Iterable[Limit], device: int) -> dict[str, int]:
-    """Returns the amounts of resources on a device, by name. An amount for this device replaces the amount for every device."""
+    """Returns the amounts on a device by the resource's name. An amount for just this device goes before one for every device."""
     found: dict[str, int] = {}
     for limit in sorted(limits, key=lambda limit: limit.device is not None):
         if limit.device in (None, device):

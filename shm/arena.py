@@ -383,7 +383,10 @@ class Buddies:
         self._given[(block_size // BLOCK).bit_length() - 1].append(offset)
 
     def _split(self, order: int) -> int | None:
-        """Splits the smallest block that has ``BLOCK`` x 2^order bytes or more. Returns the part's offset; None: no block has."""
+        """Splits the smallest free block that has ``BLOCK`` x 2^order bytes or more.
+
+        Returns the offset of the part with that number of bytes; None: no free block is large enough.
+        """
         for larger in range(order, self._orders):
             if self._free[larger]:
                 offset, _ = self._free[larger].popitem()

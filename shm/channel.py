@@ -122,7 +122,7 @@ class Channel:
 
     @property
     def waiting_byte_size(self) -> int:
-        """Returns how many bytes the queued records have that are not sent yet."""
+        """Returns the number of bytes of all records that are queued and not sent yet."""
         queued = sum([len(each[0]) if isinstance(each, tuple) else len(each) for each in self._queue])
         return queued + (0 if self._unsent is None else len(self._unsent[0]))
 

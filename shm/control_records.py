@@ -65,7 +65,7 @@ class Readiness(Record, frozen=True, tag="readiness"):
     outdated: str = ""
 
     def sentence(self) -> str:
-        """Returns why the daemon is not ready or may not stay ready, such as which models are not served; "" if it is well."""
+        """Returns why the daemon is not ready or may not stay ready, such as which models are not served; "" if all is well."""
         if self.draining:
             return "the server is draining"
         return "; ".join(filter(None, (self._unserved(), self.outdated)))
@@ -97,7 +97,7 @@ class Loading(Record, frozen=True, tag="loading"):
 
 
 class Start(Record, frozen=True, tag="start"):
-    """The first record to a child process: the start's number, the process's name and its options as msgpack."""
+    """The first record to a child process: the number of its start, its name, and its options as msgpack."""
 
     #: Unique per process start; the child repeats it in ChildReady, so answers of a predecessor are never mistaken.
     incarnation: int
@@ -246,7 +246,7 @@ class EndedTrace(Record, frozen=True, tag="ended"):
 
 
 class TracesEnded(Record, frozen=True, tag="traces"):
-    """Sends the supervisor traces of ended requests, which it forwards to an OpenTelemetry collector."""
+    """Sends traces of ended requests to the supervisor, which forwards the traces to an OpenTelemetry collector."""
 
     traces: tuple[EndedTrace, ...]
 

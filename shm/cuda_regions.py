@@ -153,7 +153,10 @@ class Context:
     """
 
     def __init__(self, owner: Driver, driver: Any, ordinal: int) -> None:
-        """Retains the primary context of device ``ordinal``. Raises NoCuda: there is no such device, or it cannot be used."""
+        """Retains the primary context of device ``ordinal`` by the bindings ``driver``. Raises NoCuda: that is impossible.
+
+        ``owner``: the object that makes this context, and remembers if a device has failed.
+        """
         self._owner = owner
         self.driver = driver
         self._closed = False
@@ -234,7 +237,7 @@ class Context:
             raise Unavailable(f"the GPU has no {byte_size} bytes left for inputs ({error.name})") from error
 
     def free(self, pointer: int) -> None:
-        """Frees device memory. Call it only when no queued work uses the memory."""
+        """Frees the device memory at ``pointer``. Call it only when no queued work uses the memory."""
         self.enter()
         self.call(self._lasting.free, pointer)
 
@@ -255,7 +258,7 @@ class Context:
     # ----------------------------------------------------------------------------------------- memory of other processes
 
     def open(self, raw_handle: bytes) -> tuple[int, int]:
-        """Opens an allocation of another process by its IPC handle. Returns the device address and the number of bytes."""
+        """Opens another process's allocation by its IPC handle ``raw_handle``. Returns the device address and number of bytes."""
         self.enter()
         driver = self.driver
         handle = driver.CUipcMemHandle()
@@ -271,7 +274,7 @@ class Context:
         return pointer, int(start) + int(byte_size) - pointer
 
     def close_opened(self, pointer: int) -> None:
-        """Closes an allocation that ``open`` has opened. Errors are ignored, as the memory is another process's."""
+        """Closes the allocation at ``pointer``, which ``open`` has opened. Ignores errors, as another process owns the memory."""
         with contextlib.suppress(CudaError, DeviceLost):
             self.enter()
             self.call(self.driver.cuIpcCloseMemHandle, pointer)

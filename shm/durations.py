@@ -44,7 +44,7 @@ class Durations:
         counts[at + self._row - 1] += ns
 
     def ran(self, protocol: int, request_ns: int, queue_ns: int, compute_ns: int) -> None:
-        """Counts a request by request, queue and compute time, each 0 or more. ``protocol``: an index in PROTOCOLS."""
+        """Counts one request in the histograms of request, queue and compute time. ``protocol``: its index in PROTOCOLS."""
         counts, bounds, row, at = self.counts, self.bounds, self._row, protocol * len(KINDS) * self._row
         counts[at + bisect_left(bounds, request_ns)] += 1
         counts[at + row - 1] += request_ns

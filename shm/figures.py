@@ -18,8 +18,7 @@ FIRST_RESPONSE_MS = (100, 500, 2000, 5000)
 class SlowReason(enum.Enum):
     """The reason why a worker answered a request in Python instead of C. The value is a sentence for operators of the daemon.
 
-    No reason is given for a request that C answers when the same request comes again, because the first one only was the first
-    of its kind, or came while other requests waited in Python.
+    A request has no reason if C answers the next equal one: it was the first of its kind, or other requests waited in Python.
     """
 
     # Of a model version: they hold for each request to it.

@@ -138,7 +138,10 @@ class LaneEnd:
             self.announced.add(segment)
 
     def _apply_segment(self, record: object, fds: list[int]) -> None:
-        """Carries out a record about a segment of either arena. Raises InvalidArgument: the record is malformed or another."""
+        """Carries out a record that opens, closes or refuses a segment. ``fds``: the descriptors that came with the record.
+
+        Raises InvalidArgument if the record is malformed or says anything else.
+        """
         if type(record) is SegmentRefused and not fds:
             self.announced.discard(record.segment)
         elif type(record) is SegmentOpened and len(fds) == 1:
@@ -248,7 +251,7 @@ class SubmitterLane(LaneEnd):
         self.channel.put(Taken(request_id, byte_size))
 
     def flush(self) -> bool:
-        """Sends queued records and unneeded leases. Returns True if all are sent; False: call it when the socket is writable."""
+        """Sends queued records and unneeded leases. Returns True if all are sent; False: call again when the socket has room."""
         self.unsaid = False
         if self._closures != self.arena.closures:
             self._withdraw_closed()
@@ -451,7 +454,7 @@ class WorkerLane(LaneEnd):
         self.channel.put_encoded(records)
 
     def _announced(self, request_id: int, lease: LeaseKey) -> AnswerRecord | None:
-        """Announces a lease's segment. If no descriptor is left for that, releases the lease and returns an error."""
+        """Announces a lease's segment and returns None. If no descriptor is left, releases the lease and returns an error."""
         try:
             self.announce(lease[0])
         except Unavailable as error:

@@ -58,7 +58,7 @@ def has(found: Found, mark: str) -> bool:
 
 
 def send(found: Found, number: int) -> bool:
-    """Sends the signal ``number`` to the process ``found``. Returns False if it has ended, or is another user's."""
+    """Sends the signal ``number`` to the process ``found``. Returns False if the process has ended, or is another user's."""
     try:
         # The pidfd is opened before the second look: by now the pid may be another process's.
         held = os.pidfd_open(found.pid)

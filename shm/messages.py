@@ -178,7 +178,7 @@ class Prepare(Record, frozen=True, tag="Q+"):
 
 
 class TraceContext(Record, frozen=True, tag="tc"):
-    """Names the trace of the next request on this lane. It is ignored if the next request has another ``request_id``.
+    """Names the trace of the next request on this lane. The record is ignored if that request has another ``request_id``.
 
     A front sends the trace id and the span id of the request's own span. A client sends the ids in a ``traceparent`` whose
     sender samples the trace; the request joins that trace if spans are sent to a collector.
@@ -252,7 +252,7 @@ class Taken(Record, frozen=True, tag="T"):
 
 
 class Cancel(Record, frozen=True, tag="X"):
-    """Tells the worker that nobody waits for a request: it is not run if it is queued, and gets a final answer in any case."""
+    """Tells the worker that nobody waits for a request: if it is queued, it is not run. In any case it gets a final answer."""
 
     request_id: int
 

@@ -266,8 +266,8 @@ class ServeLoaded(Record, frozen=True, tag="c.serveloaded"):
 class DropParameters(Record, frozen=True, tag="c.dropparams"):
     """Drops a parameter set, so that no later request finds it.
 
-    If sent to a worker, it drops the set on that worker; if sent to the supervisor, on all workers. The set main cannot be
-    dropped. Reply: JSON {} from a worker, empty from the supervisor.
+    A worker drops the set on itself; the supervisor has all workers drop it. The set main cannot be dropped. Reply: JSON {}
+    from a worker, empty from the supervisor.
     """
 
     model: str

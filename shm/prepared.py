@@ -65,7 +65,7 @@ OnNumber = Callable[[int, int], object]
 
 
 class Numbers(Generic[T]):
-    """Assigns numbers to the prepared requests or answers of one sender. Equal ones get the same number."""
+    """Assigns numbers to one sender's prepared requests or answers. Two that are equal get the same number."""
 
     def __init__(self, on_number: OnNumber | None = None, count: int = MAX_NUMBERS) -> None:
         """Starts without numbers assigned.
@@ -148,7 +148,7 @@ class PublishedNumbers(set[Numbered[T]]):
 
 
 class ReceivedNumbers(dict[int, R]):
-    """Maps numbers received on a lane to what they stand for at this end. An unknown number raises InvalidArgument."""
+    """Maps numbers received on a lane to what they stand for at this end. Looking up an unknown one raises InvalidArgument."""
 
     __slots__ = ()
 

@@ -121,7 +121,7 @@ def _shm_open(bare: str) -> int:
 
 
 def check_sealed(name: str, fd: int) -> None:
-    """Raises InvalidArgument, naming region ``name``, unless ``fd`` is a memfd of ordinary pages that nobody can resize."""
+    """Raises InvalidArgument, naming region ``name``, unless ``fd`` is a memfd of ordinary pages whose size is sealed."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         pages = os.fstatvfs(fd).f_bsize

@@ -26,7 +26,7 @@ class ResponseOrder(Generic[K, A]):
         self._ready: dict[K, A] = {}
 
     def __len__(self) -> int:
-        """Returns how many requests were given to ``taken`` whose answers this object has neither returned nor dropped."""
+        """Returns how many requests were given to ``taken`` and neither had their answer returned nor were forgotten."""
         return len(self._turns)
 
     def passes(self, request: K) -> bool:

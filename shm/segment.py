@@ -47,7 +47,7 @@ class Segment:
 
     @classmethod
     def create(cls, byte_size: int) -> Segment:
-        """Creates and maps a segment. Raises Unavailable: the host has no memory left, or this process no file descriptor."""
+        """Creates and maps a segment. Raises Unavailable: the host has no memory left, or this process may open no more files."""
         with descriptors.needed("another arena segment"):
             fd = os.memfd_create("tensord", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:

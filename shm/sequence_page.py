@@ -136,7 +136,7 @@ class SequencePage:
 
     @classmethod
     def attach(cls, fd: int) -> SequencePage:
-        """Maps a page for reading and then owns ``fd``. Raises InvalidArgument: ``fd`` is no page. Unavailable: it fails."""
+        """Maps a page for reading and owns ``fd``. Raises InvalidArgument: ``fd`` is no page. Unavailable: mapping failed."""
         segment = Segment.attach(fd, os.fstat(fd).st_size)
         words = segment.view.cast("Q") if segment.byte_size % 8 == 0 else None
         whole = (
@@ -180,7 +180,7 @@ class SequencePage:
                 yield (low, words[at + 1]), _STATES[words[at + 2] & 3], words[at + 2] >> 2
 
     def value(self, key: Key) -> int:
-        """Returns the word that the page has for a key, whose bits the module's docstring explains; 0: the page lacks the key.
+        """Returns the word that the page has for a key, in bits that the module's docstring explains; 0: the page lacks the key.
 
         Of two sequences, the sequence that was admitted later has the larger value.
         """

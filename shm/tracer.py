@@ -351,7 +351,7 @@ class Trace:
         self.error = ""
 
     def join(self, spans: Spans, parent: SpanIds | None, began_ns: int) -> None:
-        """Makes a span of the request, which is given to ``spans`` when the request has ended.
+        """Makes a span of the request; the span is given to ``spans`` when the request has ended.
 
         ``parent``: the client's span; None: the request begins a new trace. ``began_ns``: when the request began to arrive, in
         ns of CLOCK_MONOTONIC.
@@ -369,7 +369,7 @@ class Trace:
         self._stamps.append((ns or time.monotonic_ns(), name))
 
     def sent(self, record: RequestRecord, ns: int = 0) -> None:
-        """Stores a request's record, and the time ``ns`` at which it was sent or received (CLOCK_MONOTONIC; 0: now)."""
+        """Stores a request's record, and when a front sent it or a worker received it (``ns`` of CLOCK_MONOTONIC; 0: now)."""
         self.client_id, self._record = record.client_id, record
         self.stamp(trace_stamps.REQUEST_START, ns)
 

@@ -244,8 +244,7 @@ def histogram(
     """Makes a metric of this model that counts values by size. The returned object has ``observe(value)``.
 
     The server shows the metric at /metrics for as long as the model keeps the returned object. ``buckets``: upper bounds,
-    ascending.
-    ``labels``: values by name.
+    ascending. ``labels``: values by name.
 
     Raises: InvalidArgument: name, labels or buckets are not valid, another metric has this name, or no model runs this code.
     """

@@ -189,7 +189,7 @@ def _dtype(name: str) -> Any:
 
 
 def _joined(node: Any) -> Any:
-    """Returns a decoded tree in which large arrays are arrays again. Flax writes a large array as a dict of chunks."""
+    """Returns a decoded tree (``node``) in which large arrays, which Flax writes as dicts of chunks, are arrays again."""
     if not isinstance(node, dict):
         return node
     if _CHUNKED in node:

@@ -97,10 +97,9 @@ def load(
 
 
 def served(repository: Path, model: str, version: int) -> _Served:
-    """Loads a model of the folder ``repository`` in this process, for a client that calls it without a server.
+    """Loads a model of the folder ``repository`` in this process, for clients in this process. ``version`` 0: the newest.
 
-    ``version`` 0: the newest version.
-    Raises: NotFound: there is no such model.  ServingError: it cannot be loaded.
+    Raises: NotFound: there is no such model.  ServingError: the model cannot be loaded.
     """
     if not (repository / model).is_dir():
         raise NotFound(f"{UNKNOWN_MODEL}'{model}' is not found")

@@ -172,7 +172,7 @@ class ResponseSegment:
     __slots__ = ("_bytes", "address", "byte_size", "number")
 
     def __init__(self, number: int, byte_size: int, fd: int) -> None:
-        """Maps the segment ``fd``, which the caller still has to close. Raises OSError, ValueError: it cannot be mapped."""
+        """Maps the segment ``fd``, which the caller still has to close. Raises OSError or ValueError if mapping fails."""
         self._bytes = np.frombuffer(mapped(fd, byte_size, mmap.PROT_READ), np.uint8)
         self.number = number
         self.byte_size = byte_size

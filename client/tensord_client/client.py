@@ -174,7 +174,7 @@ def _usual() -> Iterator[str]:
 
 
 def _way(address: str, patience: float) -> Connection:
-    """Connects to one address and returns the connection.
+    """Connects to one address and returns the connection. ``patience``: seconds that requests wait for a server to come back.
 
     A folder that has models but no sockets is a repository, which this process then serves by itself. Raises: Unavailable: no
     server answers. InvalidArgument: the text is no address.

@@ -64,7 +64,7 @@ def from_status(status: int, message: str) -> ServingError:
 
 
 def _in_plain_words(kind: type[ServingError], message: str) -> ServingError:
-    """Makes the exception with ``message``, without the note and the prefix for a missing request id that the protocol adds.
+    """Makes an exception of class ``kind`` with ``message``, without the note or prefix that the protocol adds to messages.
 
     If an output does not fit into the caller's memory, Triton answers Internal; this function makes InvalidArgument.
     """

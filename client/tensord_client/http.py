@@ -263,7 +263,7 @@ class HttpConnection:
         return cast("tuple[str, int, int]", values.place)
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Does nothing: over HTTP a client cannot end a sequence. The server ends it once it has been idle for long enough."""
+        """Does nothing, as a client cannot end a sequence over HTTP. The server ends a sequence that was idle for long enough."""
 
     def close(self) -> None:
         """Closes all HTTP connections. Requests that are in flight or wait for a connection fail with Cancelled. Idempotent."""

@@ -304,7 +304,7 @@ class HttpChannel:
 
     @property
     def may_be_kept(self) -> bool:
-        """Returns whether another request may be sent on this connection: its last answer is complete and does not close it."""
+        """Returns whether another request may be sent on this connection: the last answer is complete and leaves it open."""
         return self.response.whole and self.response.keep_alive and not self._cut
 
     def send(self, pieces: Sequence[Buffer], streams: bool = False) -> None:
@@ -317,7 +317,7 @@ class HttpChannel:
         self._out = [piece for piece in pieces if len(piece)]
 
     def keep(self, content: bytes) -> None:
-        """Replaces the unsent part of the request by bytes of ``content``, a copy of it: no array is read any more."""
+        """Replaces the unsent part of the request by the end of ``content``, a copy of the request: no array is read any more."""
         left = sum(map(len, self._out))
         self._out = [memoryview(content)[len(content) - left :]] if left else []
 

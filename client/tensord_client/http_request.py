@@ -72,8 +72,8 @@ class Pool:
     def _serve(self) -> None:
         """Gives connections to queued requests, in their order, until ``limit`` connections are in use.
 
-        The caller holds the lock. The garbage collector may end another request in this thread, which calls this method again;
-        so each request leaves the queue before its connection is looked for.
+        The caller holds the lock. Each request leaves the queue before a connection is looked for, as the garbage collector may
+        end another request meanwhile and so call this method again.
         """
         while self._line and self._in_use < self._limit:
             self._in_use += 1

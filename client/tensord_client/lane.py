@@ -287,7 +287,7 @@ class LaneConnection(Sender):
         return self.http().empty_on(device, shape, dtype)
 
     def model_of(self, call: Call) -> OpenedModel:
-        """Returns the description and lanes of a call's model; asks the daemon if they are not known yet.
+        """Returns the description and lanes of a call's model; asks the daemon for them if they are not known yet.
 
         Raises: Unavailable: there is no worker now.  ServingError: the daemon's answer is any other error.
         """
@@ -465,7 +465,7 @@ class LaneConnection(Sender):
             lane.say(wire.record("E", model, sequence_id))
 
     def _send(self, pending: LaneRequest, max_waiting: int | None = None) -> bool:
-        """Sends a request on the lane that ``lane_for`` chooses. Returns True; returns False if no lane is usable.
+        """Sends the request ``pending`` on the lane that ``lane_for`` chooses. Returns True; returns False if no lane is usable.
 
         ``max_waiting``: if as many requests wait for the lane's worker already, raises Unavailable; None: any number may wait.
         """
@@ -553,7 +553,7 @@ class LaneConnection(Sender):
             raise
 
     def _is_elsewhere(self, call: Call, until: float | None, refusal: ServingError, by: ClientLane | None) -> bool:
-        """Returns whether to send a request again that a worker refused: the model has other workers or another version now.
+        """Returns whether to send a refused request again, because the model has other workers or another version by now.
 
         Asks the daemon where the model is, unless that is known already.
 
@@ -581,7 +581,7 @@ class LaneConnection(Sender):
         return after.lanes != before.lanes or after.description.version != before.description.version
 
     def send_claimed(self, pending: LaneRequest, until: float | None) -> None:
-        """Sends a request again as soon as there is a lane for it. Call it only in the thread for which ``claim`` returned True.
+        """Sends the request ``pending`` again once there is a lane. Call it only in the thread for which ``claim`` returned True.
 
         ``until``: seconds of ``time.monotonic()`` to wait for a lane; None: no deadline.
 

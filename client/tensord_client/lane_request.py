@@ -140,8 +140,8 @@ class LaneRequest(Submission, Pending[Answer]):
     def _stray(self) -> None:
         """Marks this request as one without a lane, and arranges that it is sent again.
 
-        A thread that waits for the answer sends it. If none waits, because the answer goes to a callback or an event loop, a
-        background thread of the connection sends it.
+        The thread that waits for the answer sends the request. If none waits, because the answer goes to a callback or an event
+        loop, a background thread of the connection sends it.
         """
         self.mark_astray()
         if self.lane is not None:
@@ -318,7 +318,7 @@ class Sender:
         self.models: dict[tuple[str, int], OpenedModel] = {}
 
     def known(self, call: Call) -> OpenedModel | None:
-        """Returns the description and lanes of a call's model that the daemon gave; None: the daemon was not asked yet."""
+        """Returns what the daemon said of a call's model: its description and lanes; None: the daemon was not asked yet."""
         return self.models.get((call.model, call.version))
 
     def send_claimed(self, pending: LaneRequest, until: float | None) -> None:
@@ -331,7 +331,7 @@ class Sender:
         raise NotImplementedError
 
     def send_again(self, pending: LaneRequest, until: float | None) -> None:
-        """Sends a request again whose lane ended or whose worker refused it. Does nothing if another thread sends it.
+        """Sends the request ``pending`` again, whose lane ended or whose worker refused it. Does nothing if another thread does.
 
         ``until``: seconds of ``time.monotonic()`` to wait for a lane; None: no deadline.
 

@@ -84,7 +84,7 @@ class ClientSegment:
         return len(self.free) == 1 and self.sizes[0] == self.byte_size
 
     def take(self, byte_size: int) -> int | None:
-        """Allocates bytes, a multiple of ``ALIGNMENT``; returns their offset; None: no free range is large enough."""
+        """Allocates ``byte_size``, a multiple of ``ALIGNMENT``, and returns the offset; None: no free range is large enough."""
         for at, size in enumerate(self.sizes):
             if size < byte_size:
                 continue

@@ -85,7 +85,7 @@ class Slots:
             return slot
 
     def add(self, slot: Slot) -> None:
-        """Keeps a request's memory for a later request. If too many bytes are kept then, drops memory that was kept before."""
+        """Keeps ``slot``, the memory of an answered request, for a later one. If too many bytes are kept, drops older memory."""
         with self._lock:
             self._free.setdefault(slot.kind, []).append(slot)
             self._free.move_to_end(slot.kind)
@@ -356,7 +356,7 @@ def _parameters(call: Call) -> tuple[Any, ...]:
 
 
 def note_segment(segments: set[int], place: Place | None) -> None:
-    """Adds the number of the segment that a place lies in to ``segments``. Does nothing if the place is None or on a GPU."""
+    """Adds to ``segments`` the number of the segment that ``place`` lies in. Does nothing if ``place`` is None or on a GPU."""
     if place is not None and isinstance(place[0], int):
         segments.add(place[0])
 
@@ -382,7 +382,10 @@ def encode(call: Call, tensors: Sequence[Tensor], outputs: Sequence[tuple[str, P
 
 
 def own_fields(call: Call) -> bytes:
-    """Encodes the fields of a request that are its own: id, deadline, scheduling. Raises InvalidArgument if that fails."""
+    """Encodes the fields that are not shared with other requests: id, deadline, scheduling.
+
+    Raises InvalidArgument if a value cannot be encoded.
+    """
     deadline_ns = 0 if call.deadline is None else max(1, int(call.deadline * 1e9))
     try:
         return wire.own_fields(call.request_id, deadline_ns, call.scheduling)

@@ -267,7 +267,7 @@ class ClientLane:
                 self.socket.send(wire.datagram((record,)))
 
     def _release(self) -> None:
-        """Gives the memory of answers whose leases are queued back to the worker.
+        """Gives back to the worker the memory of answers whose leases are queued.
 
         Sends nothing if the worker has ended, or if another thread holds ``lock``; the next request gives the memory back then.
         """

@@ -105,7 +105,7 @@ class Connection(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Makes an array, with any content, in memory that the server reads and writes without a copy.
 
-        Where the server shares no memory with this process, it is an ordinary array.
+        Where the server shares no memory with this process, the result is an ordinary array.
         """
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:

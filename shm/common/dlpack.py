@@ -82,7 +82,7 @@ def code_of(dtype: np.dtype[Any]) -> int | None:
 
 
 def content(capsule: Any) -> ManagedTensor:
-    """Returns the tensor in a DLPack capsule. It may be used only for as long as the capsule lives."""
+    """Returns the tensor in a DLPack capsule. The tensor may be used only for as long as the capsule lives."""
     return ManagedTensor.from_address(_pointer_of(id(capsule), _CAPSULE) or 0)
 
 
@@ -121,6 +121,6 @@ class DeviceView:
         return self._tensor.device_type, self._tensor.device_id
 
     def __dlpack__(self, **wishes: Any) -> Any:
-        """Returns a capsule. ``wishes``, such as a stream, are ignored, because no write to the memory is under way."""
+        """Returns the view as a DLPack capsule. ``wishes``, such as a stream, are ignored, because no write is under way."""
         _keep(self)
         return _new(ctypes.addressof(self._tensor), _CAPSULE, ctypes.cast(_destructor, ctypes.c_void_p))

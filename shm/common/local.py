@@ -35,7 +35,7 @@ class Served(Protocol):
         """
 
     def took(self, request: Any) -> None:
-        """Tells the worker that a response was taken, so that the model may make more. ``request``: the worker's object."""
+        """Tells the worker that a response was taken, so that the model may make more. ``request``: the worker's object of it."""
 
     def withdraw(self, request: Any) -> None:
         """Tells the worker that nobody waits for an answer any more. ``request``: the worker's object of the request."""
@@ -133,7 +133,7 @@ class LocalConnection:
         self._thread: threading.Thread | None = None
 
     def open(self, model: str, version: int = 0) -> Description:
-        """Returns a model's description, once it is loaded. ``version`` 0: newest. Raises ServingError: loading failed."""
+        """Loads a model if needed, and returns its description. ``version`` 0: newest. Raises ServingError: loading failed."""
         return self._loaded(model, version).description
 
     def _loaded(self, model: str, version: int) -> Served:

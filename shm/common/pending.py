@@ -117,7 +117,7 @@ class Pending(Generic[T]):
         """
 
     def made(self, arrived: Any) -> T | ServingError:
-        """Converts a response that was given to ``add`` to the answer that the caller gets.
+        """Converts ``arrived``, a response that was given to ``add``, to the answer that the caller gets.
 
         This base class returns the response unchanged.
         """

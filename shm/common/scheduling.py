@@ -25,10 +25,7 @@ _TRACEPARENT = re.compile(r"[ \t]*([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([
 
 
 class Scheduling(NamedTuple):
-    """Says how a request is scheduled.
-
-    It says when the request is run, in which sequence, which waiting request it replaces, and with which parameter set.
-    """
+    """Says when a request is run, in which sequence, which waiting request it replaces, and with which parameter set."""
 
     #: 1 is the most urgent; 0: the model's default.
     priority: int = 0
