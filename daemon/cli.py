@@ -44,7 +44,7 @@ _WATCH = (
 
 
 class _Commands(tables.CommandGroup):
-    """The group of tensord's commands. If a command raises ConfigurationError, its message is printed and the status is 2."""
+    """The group of tensord's commands. If a command raises ConfigurationError, the message is printed; the exit status is 2."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -313,7 +313,7 @@ def fetch(
 
 
 def _sha256(value: str | None) -> str:
-    """Returns a SHA-256 checksum after checking its form; "" if it is None. Raises click.BadParameter: it is malformed."""
+    """Returns the SHA-256 checksum ``value`` after checking its form; "" for None. Raises click.BadParameter: a wrong form."""
     if value is not None and not re.fullmatch("[0-9a-fA-F]{64}", value):
         raise click.BadParameter(f"'{value}' has not 64 hexadecimal digits")
     return value or ""

@@ -279,7 +279,7 @@ def _verified(model: Path, beside: Path, options: Options, devices: Sequence[Dev
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file or a folder of the model at its source. A folder's name ends with a slash, as of a version without files."""
+    """A file or a folder of the model at its source. The name of a folder ends with a slash."""
 
     #: Its path as its file system names it; "" of an archive, whose URL may hold a signature.
     path: str
@@ -379,7 +379,7 @@ class Source:
         self._ask(bring)
 
     def _ask(self, ask: Callable[..., Any], *arguments: object, **named: object) -> Any:
-        """Calls ``ask``, a function of the file system's library, again after a pause if it failed for a passing reason.
+        """Calls ``ask``, a function of the file system's library. Repeats the call after a pause if a passing error occurs.
 
         Raises ServingError: no attempt succeeded; OSError: this host's disk fails.
         """

@@ -448,7 +448,7 @@ class Supervisor:
     # ----------------------------------------------------------------------------------------------------------- deaths
 
     def _worker_died(self, worker: WorkerProcess, device: Device) -> None:
-        """Tells the fronts and the other parts of the daemon that a worker has died, and has it replaced if it is needed."""
+        """Tells the fronts and the other parts of the daemon that a worker has died. Has it replaced if it is still needed."""
         self._look(worker)
         self._regions.worker_left(worker.incarnation)
         self.lanes.worker_left(worker)
@@ -516,7 +516,7 @@ class Supervisor:
     async def reload(self) -> list[asyncio.Future[str]]:
         """Reads the configuration and the repositories again, and applies the changes that need no restart, in every process.
 
-        Returns a future for each load of a model that has begun. Its result is the reason why the load failed, or "" if it
+        Returns a future for each load that has begun. Its result is the reason why the load failed, or "" if the load
         succeeded. Raises InvalidArgument: the new configuration cannot be used. Nothing has changed then.
         """
         while self.phase is DaemonPhase.STARTING:

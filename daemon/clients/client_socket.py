@@ -324,7 +324,7 @@ class ClientSocket:
 
 
 def _operation(question: ClientQuestion, fds: list[int]) -> Operation:
-    """Returns the operation that a question on regions or parameters asks for. Raises InvalidArgument: a malformed question."""
+    """Returns the operation that a question on regions or parameters asks for. Raises InvalidArgument: it is malformed."""
     if question.unregister is not None:
         return UnregisterRegion("system", question.unregister.name)
     if (listed := question.parameters) is not None:

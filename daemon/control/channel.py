@@ -160,7 +160,7 @@ class ControlCalls:
         """Calls an operation of the supervisor for a client. Returns the result, which is JSON or empty.
 
         ``peer``: the client. ``end``: a file descriptor that is sent with the call, and that the caller must close; -1: none is
-        sent. It is the memory of a push, or a descriptor that becomes readable when a region should be unregistered.
+        sent. The descriptor is the memory of a push, or becomes readable when a region should be unregistered.
 
         Raises Unavailable: too many calls wait for replies; ServingError: the error with which the supervisor replied.
         """

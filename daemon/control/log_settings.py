@@ -22,14 +22,14 @@ FILE_REFUSED = "log file location can not be updated through network protocol"
 
 
 class LogSettings:
-    """Holds the log settings that hold now. ``publish`` is called with the new settings whenever they change."""
+    """Holds the log settings that apply now. ``publish`` is called with the new settings whenever they change."""
 
     def __init__(self, options: Log, publish: Callable[[Log], None]) -> None:
         self._current = options
         self._publish = publish
 
     def change(self, wanted: ChangeLog) -> bytes:
-        """Applies a client's changes, which the front has checked. Returns all settings that hold after that, as JSON."""
+        """Applies a client's changes of the log settings, which the front has checked. Returns all settings then, as JSON."""
         self.replace(msgspec.structs.replace(self._current, **wanted.changes()))
         return msgspec.json.encode(described(self._current))
 

@@ -51,7 +51,7 @@ class SharedCounters:
     def __init__(self, fd: int) -> None:
         """Maps the memory that ``create`` made. The descriptor ``fd`` is owned by this object from now on.
 
-        Raises OSError or ValueError: the descriptor is not one of such memory.
+        Raises OSError or ValueError: ``fd`` is no descriptor of such memory.
         """
         self.fd = fd
         self._mapping = mmap.mmap(fd, _BYTE_SIZE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
@@ -122,7 +122,7 @@ class FrontCounters:
         self._at = row * _WORDS
 
     def serve(self, serving: bool) -> None:
-        """Sets whether this front accepts connections. While it does, other fronts leave some connections to it."""
+        """Sets whether this front accepts connections. While it accepts them, other fronts leave some connections to it."""
         self._serves[self._row] = serving
 
     def count(self, connections: int) -> None:

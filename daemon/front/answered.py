@@ -62,7 +62,7 @@ class Answered:
     def good(self, request: InFlight, version: int, answer: Buffer | Sequence[Buffer]) -> None:
         """Counts an inference answer that is no error. Some of these answers are written to the access log.
 
-        ``version``: the model's; 0: it is not known. ``answer``: the bytes to send, whose number is logged.
+        ``version``: the version of the model; 0: it is not known. ``answer``: the bytes to send, whose number is logged.
         """
         words, at = self._words, self._good
         words[at] = count = words[at] + 1

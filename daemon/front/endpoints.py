@@ -82,7 +82,7 @@ class Endpoints:
         return ""
 
     async def _everywhere(self) -> None:
-        """Waits until every front knows the models' state that this one knows, so that none refuses what this one confirmed."""
+        """Waits until every front knows the models' state that this front knows, so that none refuses what was confirmed here."""
         edition = self._table.edition
         if self._settled < edition:
             await self.ask(Settle())
@@ -176,7 +176,7 @@ class Endpoints:
     async def register_system(
         self, name: str, key: str, offset: int, byte_size: int, peer: Peer = ANONYMOUS, end: int = -1
     ) -> None:
-        """Registers a part of the POSIX shared-memory object ``key`` as a region. Raises ServingError: that is not possible.
+        """Registers a part of the POSIX shared-memory object ``key`` as a region. Raises ServingError: the region was refused.
 
         ``offset`` and ``byte_size`` are unsigned. ``end``: a file descriptor that becomes readable when the region is to be
         removed, and that the caller closes; -1: the region stays until it is unregistered.

@@ -31,7 +31,7 @@ MOST_DROPPED = 256 << 20
 
 
 class LingeringClose:
-    """Closes each connection once its client has closed its side, or receives at most ``min_rate`` bytes a second."""
+    """Closes connections that this side has ended: each once its client has closed, or takes at most ``min_rate`` bytes/s."""
 
     def __init__(self, min_rate: int) -> None:
         self._min_rate = min_rate

@@ -34,7 +34,7 @@ class IdleConnection(Protocol):
 
 
 class LongestIdle:
-    """Closes the connection that was idle longest if there are too many. ``limit``: the most of all fronts, for the log."""
+    """Closes the connection that was idle longest. ``limit``: the most connections of all fronts, which the log names."""
 
     def __init__(self, connections: Collection[IdleConnection], limit: int) -> None:
         self._connections = connections

@@ -286,7 +286,7 @@ class Front(ABC):
 
 
 def main(program: str, description: str, make: Callable[[socket.socket, FrontPlace], Front]) -> None:
-    """Runs the process of a front, which ``make`` creates from its socket to the supervisor, until it stops."""
+    """Runs the front process ``program``, which ``make`` creates from its socket to the supervisor, until the front stops."""
     child_process.end_if_other_version()
     child_process.die_with_parent()
     child_process.keep_freed_memory(_KEPT_BYTE_SIZE)

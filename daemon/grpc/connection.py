@@ -43,7 +43,7 @@ _PING = b"tensord\0"
 
 
 class Http2Connection(asyncio.BufferedProtocol):
-    """Moves bytes between one client's socket and the connection's ``Http2``, which parses them. It owns the transport.
+    """Moves bytes between one client's socket and the connection's ``Http2``, which parses them. Owns the socket's transport.
 
     ``owner``: the client (a host, or a user on a unix socket) whose share of the arenas this connection's memory counts against.
     """
@@ -244,7 +244,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._see_out()
 
     def when_written(self, on_written: Callable[[], None]) -> None:
-        """Calls ``on_written`` once the memory of the written bytes may be reused: they have left, or the connection is lost."""
+        """Calls ``on_written`` when the written bytes have left or the connection is lost: their memory may then be reused."""
         if self._lost or not (self.http2.out or self._paused_since):
             on_written()
         else:

@@ -93,7 +93,7 @@ class _Counting:
         self._uncounted = 0
 
     def walk(self, at: int, end: int, kind: _Kind) -> None:
-        """Counts the fields of the message, of type ``kind``, in the bytes from ``at`` to ``end``.
+        """Counts the fields of a message of type ``kind``, whose encoding goes from offset ``at`` to ``end``.
 
         Raises: InvalidArgument: a field occurs too often.  IndexError: the message is malformed.
         """

@@ -109,7 +109,7 @@ _known = functools.lru_cache(256)(_understood)
 
 
 def _with_own(head: CallHead, own: Fields) -> CallHead:
-    """Returns a copy of ``head`` with what ``own``, fields of this call alone, give: timeout, metadata, content-length."""
+    """Returns a copy of ``head`` with the values in ``own``, the fields of this call alone: timeout, metadata, content-length."""
     length = check_own(own)
     if head.http_status != 200:
         return head

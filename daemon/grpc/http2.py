@@ -625,7 +625,7 @@ class Http2:
     def check(self, now: float, seconds: float, unread: bool) -> None:
         """Checks how much, how often and how slowly the client sends. Called about once a second.
 
-        ``seconds``: since the last check. ``unread``: whether reading is paused, so that the client is not blamed for it.
+        ``seconds``: the seconds since the last check. ``unread``: whether reading is paused, so that the client is not blamed.
         Raises Violation: the client sends too many frames, or a frame or header block takes too long to arrive.
         """
         for stream in list(self.streams.values()):

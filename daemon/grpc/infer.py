@@ -71,7 +71,7 @@ class Infer:
         waited_ns: int = 0,
         read_ns: int = 0,
     ) -> CallRequest:
-        """Sends the inference request in a message to a worker, and returns it. Its answers go to ``call.completed``.
+        """Sends the inference request in a message to a worker, and returns the request. The answers go to ``call.completed``.
 
         If the arena has no free memory, the request is returned as well, and is sent once there is memory. Tensors that have
         arrived in the arena stay there, and the request takes over their lease. If an error is raised, no arena memory stays
@@ -156,7 +156,7 @@ class Infer:
         trace: Trace | None,
         state: ModelState | None = None,
     ) -> CallRequest:
-        """Sends a worker a request whose tensors are in their places, and returns it. ``known``: the request's cached part.
+        """Sends a request whose tensors are in their places to a worker, and returns the request. ``known``: its cached part.
 
         From the call on, the submitter owns ``leases``, even if this raises. ``client_id``: the request's id, empty if there is
         none; ``text``: the decoded id. ``contents``: the bytes of each input, or their place in the arena.
@@ -206,7 +206,7 @@ class Infer:
         sampled: Trace | None = None,
         lease: Lease | None = None,
     ) -> CallRequest:
-        """Sends a request that was decoded in full to a worker, and returns it.
+        """Sends a request that was decoded in full to a worker, and returns the request.
 
         ``waited_ns`` and ``read_ns``: since when the call waited for the message, and when the message was complete
         (CLOCK_MONOTONIC). ``sampled``: the request's trace, if it was begun before. ``lease``: the arena memory with the
@@ -371,7 +371,7 @@ class CallRequest(InFlight):
         self.call.several(self)
 
     def _written(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> list[Buffer]:
-        """Encodes an answer, ``prepared`` with the rest ``own``, as pieces without copying tensors; [] if nothing follows."""
+        """Encodes an answer, ``prepared`` with the rest ``own``, as pieces without copying tensors; [] if it has no message."""
         streamed = self.call.streams
         if self.decoupled and is_mark(prepared, own):
             return []

@@ -125,7 +125,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
     ) -> Understood:
         """Decodes the message ``content[start:end]`` in full. Raises RefusedRequest: it is no valid request for a served model.
 
-        ``walked``: the parts into which ``walk`` cut the message, or None. ``known``: its part that repeats, if cached, or None.
+        ``walked``: the parts into which ``walk`` cut the message, or None. ``known``: the message's cached part, or None.
         """
         if walked is None or walked[2]:
             message = content[start:end]
@@ -147,8 +147,8 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
     ) -> Understood:
         """Decodes a message that was cut into head, id and ``raw_input_contents``. Caches the part that other messages may share.
 
-        ``walked``: the parts into which ``walk`` cut the message; None: ``walk`` could not cut it. ``known``: the part that is
-        cached; None: it is not. Raises: RefusedRequest: the message is no valid request, or its model does not serve.
+        ``walked``: the parts into which ``walk`` cut the message; None: ``walk`` could not cut it. ``known``: the cached part;
+        None: nothing is cached. Raises: RefusedRequest: the message is no valid request, or its model does not serve.
         """
         try:
             text = client_id.decode()

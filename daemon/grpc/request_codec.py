@@ -84,7 +84,7 @@ class DecodedHead:
 
 
 def decode_head(head: bytes, has_raw: bool, table: ModelStates) -> tuple[DecodedHead, ModelState]:
-    """Decodes all fields of a ModelInferRequest but its id and ``raw_input_contents``. Returns them, and the model's state.
+    """Decodes all fields of a ModelInferRequest but its id and ``raw_input_contents``. Returns the result and the model's state.
 
     ``has_raw``: whether the request has ``raw_input_contents``. If so, no input may have ``contents``.
     Raises: NotFound: the model or version does not exist.  InvalidArgument: the head breaks the protocol.
@@ -129,7 +129,7 @@ def decode_head(head: bytes, has_raw: bool, table: ModelStates) -> tuple[Decoded
 
 
 def model_of(head: bytes) -> str:
-    """Returns the model that a request names, cut to a length for logs; "" if none. Other fields may be malformed."""
+    """Returns the model that a request names, cut to a length for logs; "" if it names none. Other fields may be malformed."""
     name = b""
     for tag, _, begin, size in fields(head, len(head)):
         if tag == _MODEL_NAME:
@@ -286,7 +286,7 @@ def _read_parameter(key: str, value: Any, decoded: DecodedHead) -> None:
 
 
 def _value(what: str, value: Any, *choices: str) -> Any:
-    """Returns an InferParameter's value. Raises InvalidArgument, which names ``what``: its type is none of ``choices``."""
+    """Returns an InferParameter's value. Raises InvalidArgument, which names ``what``, if the type is none of ``choices``."""
     choice = value.WhichOneof("parameter_choice")
     if choice not in choices:
         *others, last = choices

@@ -100,7 +100,7 @@ _IS_FINAL = [ModelInferResponse(parameters=_parameters({_FINAL: final})).Seriali
 
 
 def streamed(parts: list[Buffer]) -> list[Buffer]:
-    """Puts the pieces of a ModelInferResponse into a ModelStreamInferResponse, and returns the pieces of that."""
+    """Puts the pieces of a ModelInferResponse into a ModelStreamInferResponse, and returns the pieces of the latter."""
     return [field_start(_INFER_RESPONSE, sum(map(len, parts))), *parts]
 
 

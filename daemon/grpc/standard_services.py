@@ -141,7 +141,7 @@ class Reflection:
         self._services = sorted(services)
 
     def answer(self, question: Any) -> Any:
-        """Returns the response to a reflection request; for an unknown file or symbol it is an error response."""
+        """Returns the response to a reflection request. For an unknown file or symbol the response is an error."""
         answer = self._messages.ServerReflectionResponse(valid_host=question.host, original_request=question)
         kind = question.WhichOneof("message_request")
         error = answer.error_response

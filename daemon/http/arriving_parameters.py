@@ -88,8 +88,8 @@ class _Pushed:
     def reserve(self, whole: int) -> None:
         """Counts ``whole`` bytes, instead of the bytes counted so far, as the size of this push. No memory is allocated here.
 
-        If it raises, the count stays as it was. Raises BodyTooLarge: ``whole`` exceeds the limit; Unavailable: this push and the
-        others that are arriving together exceed the limit.
+        After an exception the count is as before. Raises BodyTooLarge: ``whole`` exceeds the limit; Unavailable: this push and
+        the others that are arriving together exceed the limit.
         """
         more, taken = whole - self._taken, self._arriving.byte_size
         if whole > self._limit:

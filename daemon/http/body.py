@@ -103,7 +103,7 @@ class TextBody:
         self.advance(len(chunk))
 
     def rest(self) -> memoryview:
-        """Returns the memory into which the rest of the body is read. After ``drop`` that memory is read by nobody."""
+        """Returns the memory into which the rest of the body is read. After ``drop`` nobody reads what is written there."""
         if self._kept:
             return self._memory[self.received :]
         return self._memory[: self._byte_size - self.received]
@@ -172,7 +172,7 @@ class PlacedBody:
         return tuple([Slice(segment, start + part.offset, part.byte_size) for part in parts])
 
     def place(self, head_size: int, part: BinaryPart, inline_byte_size: int) -> Content:
-        """Returns where ``part`` lies in the arena, or its bytes if at most ``inline_byte_size``. ``head_size``: of the JSON."""
+        """Returns where ``part`` lies, behind ``head_size`` bytes of JSON, or its bytes if at most ``inline_byte_size``."""
         start = self._start + head_size + part.offset
         if part.byte_size <= inline_byte_size:
             return bytes(self.lease.view[start : start + part.byte_size])

@@ -57,8 +57,8 @@ class ChunkSizes:
     def take(self, data: bytes, at: int, end: int) -> int:
         """Searches ``data[at:end]``, the next bytes of the body, for the end of the body. Returns the index behind that end.
 
-        Returns ``end`` if the body does not end there, or if the bytes are no chunked body. ``ended`` tells whether the body has
-        ended.
+        Returns ``end`` if the body does not end there, or if the bytes are no chunked body. After the call ``ended`` says whether
+        the body has ended.
         Raises ChunkRefused: the body, its chunk extensions or its trailers exceed their limit.
         """
         while at < end and self._phase is not _Phase.ENDED and self._phase is not _Phase.LOST:

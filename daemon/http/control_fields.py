@@ -95,7 +95,7 @@ def base64_content(key: str, value: Any) -> bytes:
 
 
 def cuda_registration(fields: dict[str, Any]) -> tuple[bytes, int, int]:
-    """Returns the bytes of the CUDA IPC handle, device id and byte size. Raises InvalidArgument: one is missing or malformed."""
+    """Returns the bytes of the CUDA IPC handle, device id and byte size. Raises InvalidArgument: a field is wrong or missing."""
     if "raw_handle" not in fields:
         raise InvalidArgument("Shared memory register request has no 'raw_handle' field")
     handle = member(fields["raw_handle"], "b64")

@@ -338,7 +338,7 @@ class Generation(InFlight):
             self._trace.end()
 
     def _finish(self, status: int, said: bytes = b"") -> None:
-        """Ends the request, which was answered with the text ``said``: counts, logs, frees, and lets the next be answered."""
+        """Ends the request, answered with the text ``said``: counts and logs the answer, frees memory, goes on to the next."""
         if status == 200:
             self._serving.answered.good(self, 0 if self._state is None else self._state.version, said)
         else:

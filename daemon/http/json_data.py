@@ -90,7 +90,7 @@ def exact(value: Any, datatype: str, shape: list[int], count: int, name: str) ->
 
 
 def flat(leaves: list[Any], datatype: str, name: str) -> bytes:
-    """Converts a flat list of values of the input ``name`` to a tensor's bytes. Raises InvalidArgument: wrong type or range."""
+    """Converts a flat list of values of the input ``name`` to a tensor's bytes. Raises InvalidArgument: a value does not fit."""
     for leaf in leaves:
         _check(leaf, datatype)
     try:
@@ -102,7 +102,7 @@ def flat(leaves: list[Any], datatype: str, name: str) -> bytes:
 
 
 def refuse_half_floats(datatype: str, count: int, name: str) -> None:
-    """Checks that a tensor can be sent as JSON. Raises InvalidArgument: the tensor is FP16 or BF16, and not empty."""
+    """Raises InvalidArgument if a tensor of ``count`` elements cannot be sent as JSON: it is FP16 or BF16, and not empty."""
     if count and not DATATYPES[datatype].json:
         raise InvalidArgument(
             f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input {name}"
@@ -110,7 +110,7 @@ def refuse_half_floats(datatype: str, count: int, name: str) -> None:
 
 
 def _wire_bytes(values: list[Any], datatype: str) -> bytes:
-    """Converts numbers, booleans or strings that fit ``datatype`` to a tensor's bytes. Raises OverflowError: out of range."""
+    """Converts numbers, booleans or strings to a tensor's bytes. Raises OverflowError: a number is too large for ``datatype``."""
     if datatype == "BYTES":
         return encoded(values)
     dtype = DTYPES[datatype]

@@ -108,7 +108,7 @@ class JsonArray:
         return self.byte_size
 
     def _pieces(self) -> Iterator[tuple[int, bytes]]:
-        """Yields pieces of ``text`` cut at commas, with their offsets. Raises InvalidArgument: a value exceeds a piece."""
+        """Yields pieces of ``text`` cut at commas, with their offsets. Raises InvalidArgument: a value is longer than a piece."""
         start, end = 1, len(self.text) - 1
         while end - start > PIECE_BYTE_SIZE:
             piece = bytes(self.text[start : start + PIECE_BYTE_SIZE])
@@ -148,7 +148,7 @@ class JsonArray:
         return values
 
     def _check_nesting(self) -> Generator[None, None, bool]:
-        """Checks nested arrays against the shape, in steps. Returns False if none is nested. Raises InvalidArgument: a misfit."""
+        """Checks nested arrays against the shape, in steps. Returns False if none is nested. Raises InvalidArgument: no fit."""
         if find(self.text, b"[", 1, len(self.text)) < 0:
             return False
         structure = bytearray()
@@ -204,7 +204,7 @@ class JsonStrings:
 
     @property
     def byte_size(self) -> int:
-        """Returns the most bytes that the tensor has: a string's quotes and comma in the JSON are less than its 4-byte length."""
+        """Returns the most bytes that the tensor can have: those of the JSON text, and one more for each of its strings."""
         return len(self.text) + self.count
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:

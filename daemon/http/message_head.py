@@ -174,7 +174,7 @@ def infer_head(
 ) -> InferHead:
     """Interprets the head of an inference request. If a header field is wrong, the result's ``error`` says so; nothing is raised.
 
-    ``version``: of HTTP, such as "1.1". ``compresses``: whether answers are compressed for clients that accept it.
+    ``version``: the version of HTTP, such as "1.1". ``compresses``: whether answers are compressed for clients that accept it.
     """
     length: int | None = 0
     json_size: int | None = None

@@ -366,8 +366,8 @@ class ParserFeed:
     def _feed_pieces(self, data: bytes) -> None:
         """Feeds the parser in pieces of at most ``_PIECE`` bytes, up to the limit of one iteration of the event loop.
 
-        Raises HttpParserUpgrade, with the offset behind the head in ``data``, if a head offers an upgrade; or other parser
-        errors.
+        Raises HttpParserUpgrade, with the offset behind the head in ``data``, if a head offers an upgrade; other errors of the
+        parser if the bytes are malformed.
         """
         order, messages = self._order, self.messages
         at, messages.chunk_count = 0, 0

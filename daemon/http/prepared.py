@@ -78,8 +78,8 @@ class PreparedRequests:
     def meet(self, head: InferHead, key: tuple[TextKey, bytes]) -> ParsedRequest:
         """Parses the JSON of a request that is not in the cache ``texts``, where it would have the key ``key``.
 
-        The parsed request is cached if it holds no tensor values, and if the request before it of the same kind (the same but for
-        id, scheduling and values) had the same id and scheduling. Parameter sets are not compared.
+        The parsed request is cached if it holds no tensor values, and if the last request that differed at most in id, scheduling
+        and values had the same id and scheduling. Parameter sets are not compared.
         Raises: InvalidArgument: the JSON is malformed or contradicts itself; Unsupported: a string sequence id is too long.
         """
         (_, _, tail_size), text = key
@@ -123,7 +123,7 @@ class PreparedRequests:
         return request
 
     def _part(self, given: dict[str, Any]) -> tuple[Scheduling, str]:
-        """Separates a request's parameters: its scheduling, and the text of all others ("" if there are none)."""
+        """Separates the parameters of a request, ``given``: returns its scheduling, and the text of all others ("" if none)."""
         # As text: 1, 1.0 and true are equal, and not the same.
         text = repr(given)
         known = self._parts[text]
@@ -135,7 +135,7 @@ class PreparedRequests:
         return known
 
     def prepare(self, head: InferHead, decoded: DecodedRequest) -> ParsedRequest:
-        """Makes a parsed request that shares nothing with other requests. The cache is neither read nor changed."""
+        """Makes a parsed request from ``decoded`` that shares nothing with other requests. The cache is not read or changed."""
         sources = [source for _, _, _, source in decoded.inputs]
         return ParsedRequest(
             PreparedKind(head, decoded, self._inline_byte_size), decoded.id, sources, decoded.scheduling

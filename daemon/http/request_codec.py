@@ -90,7 +90,7 @@ def decode_exactly(
 
     Args:
       text: the JSON, without the large data that was cut out of it.
-      apart: that large data; None: nothing is cut out.
+      apart: the large data that was cut out; None: nothing is cut out.
       tail_size: the number of bytes of all binary tensors that follow the JSON.
     Raises: InvalidArgument: the text is no JSON, not in the protocol's format, contradicts itself, or is too long for this
       parser; Unsupported: a sequence id that is a string is too long.
@@ -176,7 +176,7 @@ def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | No
 def read_values(entry: InputHead | ExactInput, apart: json_cut.Cut | None) -> Values:
     """Converts the JSON ``data`` of an input to a tensor's bytes. The input's shape must have been checked.
 
-    For large data it returns an object instead that converts the data later, in steps.
+    Large data is not converted here: the returned object converts the data later, in steps.
     Args:
       apart: the large data that was cut out of the JSON; None: nothing is cut out.
     Raises: InvalidArgument: the data is wrong or does not fit the shape; UnusualText: only the exact parser can convert it.
@@ -212,8 +212,8 @@ def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, 
     """Converts large data that was cut out of the JSON to a tensor's bytes.
 
     If that takes long, returns an object instead, which converts the data later, in steps. ``number``: the data's index in
-    ``apart.spans``. ``count``: how many values the input has. Raises: InvalidArgument: the data is wrong or does not fit the
-    shape.
+    ``apart.spans``. ``entry``: the input. ``count``: how many values it has. Raises: InvalidArgument: the data is wrong or
+    does not fit the shape.
     """
     start, end = apart.spans[number]
     text, name, datatype, shape = apart.document[start:end], entry.name, entry.datatype, list(entry.shape)

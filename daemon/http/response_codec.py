@@ -73,7 +73,7 @@ def encode(
 def large_texts(
     prepared: PreparedAnswer, contents: tuple[Content, ...], asked: DecodedRequest
 ) -> list[tuple[PreparedTensor, Slice]]:
-    """Returns the tensors of an answer that must be JSON and are too large to convert in one step, each with its slice."""
+    """Returns the tensors of an answer to ``asked`` that must be JSON and are too large for one step, each with its slice."""
     return [
         (tensor, place)
         for tensor, place in placed(prepared.outputs, contents)

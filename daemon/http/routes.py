@@ -152,7 +152,7 @@ class Routes:
     # ------------------------------------------------------------------------------------------------ health
 
     async def live(self, request: Request) -> Response:
-        """Answers whether the server is alive: KServe's client reads the body, Triton's the status alone."""
+        """Answers whether the server is alive. KServe's client reads the body, Triton's client only the status."""
         return _answer({"live": True})
 
     async def ready(self, request: Request) -> Response:
@@ -442,7 +442,7 @@ def _allowed(request: Request) -> list[str]:
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    """Returns a response for a client that disconnected in the middle of its request. Nobody reads it, and nothing is logged."""
+    """Returns a response for a client that disconnected within its request. Nobody reads the response; nothing is logged."""
     return Response(status_code=400)
 
 

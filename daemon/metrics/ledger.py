@@ -59,9 +59,9 @@ class Ledger:
         self._ended: dict[Key, _Ended] = {}
 
     def update(self, incarnation: int, figures: Figures) -> None:
-        """Replaces a worker's counters by those that it reports now.
+        """Replaces a worker's counters by ``figures``, which the worker reports now.
 
-        The last counters of a version that the worker has unloaded or loaded again since stay in the sums.
+        If the worker has unloaded a version, or loaded it again, the version's counters before that stay in the sums.
         """
         before = self._workers.get(incarnation, {})
         now = {(version.name, version.version): version for version in figures.versions}
@@ -138,7 +138,7 @@ class OwnMetricsLedger:
         self._ended: dict[str, OwnMetrics] = {}
 
     def update(self, incarnation: int, worker: str, families: Sequence[OwnMetrics]) -> None:
-        """Replaces the metrics of a worker's models by those that it reports now.
+        """Replaces the metrics of a worker's models by ``families``, which the worker reports now.
 
         ``worker``: the worker's name, which the process that replaces it will have too.
         """

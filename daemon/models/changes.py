@@ -247,7 +247,7 @@ class Models:
         await asyncio.gather(*[self._bring_wanted(model.name, model) for model in changed])
 
     def _forget(self, found: Mapping[str, FoundModel]) -> None:
-        """Drops models that serve nothing and are in no repository (``found``) any more, so that they are no longer listed."""
+        """Drops the models that serve nothing and that are not in ``found`` any more, the models in the repositories."""
         for name in list(self.lifecycle.models):
             self._begin(self.lifecycle.forget(name, found[name].versions if name in found else ()))
         self._wanted &= self.lifecycle.models.keys() | found.keys() | self._listed
@@ -447,11 +447,11 @@ class Models:
         self._begin(self.lifecycle.worker_left(incarnation, dismissed=True))
 
     def fill(self, name: str, number: int) -> None:
-        """Loads a version again on workers that failed to load it for lack of a client's parameters, which are here now."""
+        """Loads a version again on the workers that failed to load it for lack of a client's parameters, which have come now."""
         self._begin(self.lifecycle.fill(name, number))
 
     def loading(self, incarnation: int, at: Loading) -> None:
-        """Stores how far the worker process with this number is with a load, which the daemon's readiness may report."""
+        """Stores the record ``at``, which says how far a worker process is with a load, for the daemon's readiness to report."""
         self._readiness.loads(incarnation, at)
         self._check_readiness()
 
@@ -468,7 +468,7 @@ class Models:
         self._begin(self.lifecycle.loaded(incarnation, answer))
 
     def unloaded(self, incarnation: int, name: str, version: int) -> None:
-        """Logs that a worker process has unloaded a version. When every worker that served it has done so, the unload ends."""
+        """Logs that a worker process has unloaded a version. The unload ends when every worker that served the version has."""
         _log.info("model '%s' version %d is unloaded", name, version)
         self._begin(self.lifecycle.unloaded(incarnation, name, version))
 
@@ -545,7 +545,7 @@ class Outcomes:
         self._loads: dict[str, asyncio.Future[str]] = {}
 
     def expect(self, load: str = "") -> tuple[int, asyncio.Future[str]]:
-        """Creates a new operation's token and the future of its outcome. ``load``: the model to load; "": it is an unload."""
+        """Creates an operation's token and the future of its outcome. ``load``: the model to load; "": this is an unload."""
         token = self.token()
         outcome = self._waiting[token] = asyncio.get_running_loop().create_future()
         if load:

@@ -93,7 +93,7 @@ class Ensembles:
         return model_config.parse_json(version.described.config.decode(), name)
 
     def _devices(self, found: FoundModel) -> tuple[str, ...]:
-        """Returns the devices of the workers that have all members; (): every worker. Raises InvalidArgument: none has all."""
+        """Returns the devices of workers that have all members; () means every worker. Raises InvalidArgument: none has all."""
         places = {name: self._ready(name, number) for name, number in found.members}
         named = {name: version.devices for name, version in places.items() if version is not None and version.devices}
         if not named:
@@ -207,7 +207,7 @@ class Ensembles:
         return model is not None and (model.running is not None or bool(model.waiting))
 
     def _fingerprints(self, found: FoundModel) -> dict[str, str]:
-        """Returns the fingerprint of each member of ``found``, by name; "": it is not loaded, or one of its versions failed."""
+        """Returns the fingerprint of each member of ``found``, by name; "" for a member that is not loaded or partly failed."""
         models = {name: self._models.get(name) for name, _ in found.members}
         return {
             name: f"{model.fingerprint} {model.repeated}" if model is not None and model.fingerprint else ""

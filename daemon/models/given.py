@@ -165,12 +165,12 @@ class Overrides:
         self._kept: dict[str, tuple[str, str]] = {}
 
     def of(self, found: FoundModel) -> str:
-        """Returns the configuration (JSON) that a client sent for a model with exactly these files; "" if there is none."""
+        """Returns the configuration (JSON) that a client sent for the model ``found`` with exactly these files; "": none."""
         fingerprint, given = self._kept.get(found.name, ("", ""))
         return given if fingerprint == found.fingerprint else ""
 
     def keep(self, found: FoundModel, given: str) -> None:
-        """Stores the configuration ``given`` with a load that succeeded; "": removes the configuration of earlier loads."""
+        """Stores the configuration ``given``, which came with a successful load of ``found``; "": removes any earlier one."""
         if given:
             self._kept[found.name] = (found.fingerprint, given)
         else:

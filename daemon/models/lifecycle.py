@@ -34,7 +34,7 @@ MAX_RETRY = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Instruction to send a record to one worker process; ``worker`` is the process's number, which no other one ever has."""
+    """Instruction to send a record to one worker process. ``worker``: the process's number, which no other process ever has."""
 
     worker: int
     record: Load | CancelLoad | Unload
@@ -437,7 +437,7 @@ class Lifecycle:
         return out + self._send_postponed(worker) + self._after_answer(answer.name)
 
     def unloaded(self, worker: int, name: str, number: int) -> list[Instruction]:
-        """Notes that a worker has unloaded a version. The last such worker ends the unload. Returns instructions."""
+        """Notes that a worker has unloaded a version. The unload ends when the last worker has unloaded. Returns instructions."""
         version = self.version(name, number)
         if version is None or worker not in version.unloading:
             return []
@@ -597,7 +597,7 @@ class Lifecycle:
         return {v.load.model_path for v in versions if v.wanted or v.ready or v.loading or v.unloading}
 
     def unchanged(self, found: FoundModel) -> bool:
-        """Returns whether all versions that ``found`` chooses are READY and were loaded from the same files."""
+        """Returns whether all versions that ``found`` chooses are READY and were loaded from the files that ``found`` has now."""
         model = self.models.get(found.name)
         if model is None or model.fingerprint != found.fingerprint:
             return False

@@ -107,7 +107,7 @@ class ReadinessCheck:
     """Publishes the daemon's readiness to the fronts when it changes, and when a load proceeds while a model is not served."""
 
     def __init__(self, standings: Callable[[], Iterable[Standing]], publish: Callable[[Readiness], None]) -> None:
-        """Begins without models. ``standings`` returns each wanted model's readiness; ``publish`` sends the daemon's."""
+        """Begins without models. ``standings``: returns each wanted model's readiness. ``publish``: sends that of the daemon."""
         self._standings = standings
         self._publish = publish
         #: The readiness that was published last; nothing is published before it is known what is wanted.
@@ -133,14 +133,14 @@ class ReadinessCheck:
         self._begun = True
 
     def loads(self, worker: int, at: Loading | None) -> None:
-        """Stores what the worker with this number loads now, and how far it is, for ``check``; None: it loads nothing."""
+        """Stores, for ``check``, what the worker with this number loads now and how far it is; ``at`` None: it loads nothing."""
         if at is None:
             self._loading.pop(worker, None)
         else:
             self._loading[worker] = at
 
     def check(self, strict: bool) -> None:
-        """Publishes the readiness if it has changed. ``strict``: a model that failed to load makes the daemon not ready."""
+        """Publishes the readiness if it has changed. ``strict``: True: a model that failed to load makes the daemon not ready."""
         standings = list(self._standings())
         names = {model.name for model in standings}
         self._first &= names

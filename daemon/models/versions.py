@@ -74,7 +74,7 @@ class VersionEntry:
         return self.state not in (IndexState.UNKNOWN, IndexState.UNAVAILABLE) or bool(self.loading)
 
     def belongs(self, device: str) -> bool:
-        """Returns whether the worker of this device has to load the version."""
+        """Returns whether the worker on ``device`` has to load the version."""
         return not self.devices or device in self.devices
 
     def state_record(self, number: int) -> ModelState:

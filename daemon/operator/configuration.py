@@ -23,7 +23,7 @@ _RELOADABLE = ("repository.paths", "repository.load", "repository.required", "lo
 
 
 class Configuration:
-    """Holds the options that apply now. ``reread``: reads all sources of the configuration again; raises ConfigurationError."""
+    """Holds the options that apply now. ``reread``: reads the whole configuration again, or raises ConfigurationError."""
 
     def __init__(self, configured: Configured, reread: Callable[[], Configured]) -> None:
         self.options = configured.options
@@ -37,7 +37,7 @@ class Configuration:
         self.reloaded_at = time.time()
 
     async def read(self) -> Configured:
-        """Reads and checks files, environment and flags; applies nothing. Raises ConfigurationError: they cannot be used."""
+        """Reads and checks files, environment and flags; applies nothing. Raises ConfigurationError: a value cannot be used."""
         new = await asyncio.to_thread(self._reread)
         start_checks.check(new.options)
         return new

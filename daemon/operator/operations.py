@@ -169,7 +169,7 @@ class Operations:
         return listings.of_model(self._models, name, index, workers, slow)
 
     async def _slow(self, worker: WorkerProcess, name: str) -> dict[int, dict[str, int]]:
-        """Returns how often a worker answered ``name``'s requests in Python, not C, by version and reason; {} if unknown."""
+        """Returns how often a worker answered requests for the model ``name`` in Python, by version and reason; {} if unknown."""
         try:
             figures = msgspec.json.decode(await worker.result_of(WorkerFigures(), _READY_SECONDS), type=Figures)
         except ServingError:
@@ -233,7 +233,7 @@ class Operations:
 
 
 def merge_statistics(answers: Iterable[bytes]) -> bytes:
-    """Adds up the statistics of several workers. Returns them as JSON, sorted by model name and version.
+    """Adds up the statistics of several workers. Returns the sums as JSON, sorted by model name and version.
 
     ``answers``: the statistics of each worker, {"model_stats": [...]} in JSON.
     Source: Triton docs/protocol/extension_statistics.md.

@@ -77,7 +77,7 @@ def check_memory(memory: int, most: int) -> None:
 
 
 def check_size(byte_size: int, most: int) -> None:
-    """Raises InvalidArgument: a push has more than ``most`` bytes, or too few for a file in safetensors' layout."""
+    """Raises InvalidArgument if a push has more than ``most`` bytes, or too few for a file in safetensors' layout."""
     if byte_size > most:
         raise InvalidArgument(
             f"{byte_size} bytes of parameters are pushed, at most {most} are allowed (workers.max_parameter_byte_size)"

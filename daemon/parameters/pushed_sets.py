@@ -89,11 +89,11 @@ class PushedSets:
     _sets: dict[VersionKey, dict[str, PushedSet]] = field(default_factory=dict)
 
     def of(self, key: VersionKey) -> Mapping[str, PushedSet]:
-        """Returns the parameter sets of a model's version into which clients have pushed, by the set's name."""
+        """Returns the parameter sets of the model version ``key`` into which clients have pushed, by the set's name."""
         return self._sets.get(key, {})
 
     def find(self, key: VersionKey, name: str) -> PushedSet | None:
-        """Returns a parameter set of a model's version; None: no client has pushed into it."""
+        """Returns the parameter set ``name`` of the model version ``key``; None: no client has pushed into that set."""
         return self.of(key).get(name)
 
     def __iter__(self) -> Iterator[tuple[VersionKey, str, PushedSet]]:
@@ -107,9 +107,9 @@ class PushedSets:
         }
 
     def put(self, key: VersionKey, name: str, content: Content) -> None:
-        """Stores new values of a set as the values in force. The values before them become the former values.
+        """Stores new values, ``content``, of a set as the values in force. The values before them become the former values.
 
-        The memory of ``content`` is owned here from now on. If all sets take more than ``limit`` bytes, former values lose
+        This object owns the memory of ``content`` from now on. If all sets take more than ``limit`` bytes, former values lose
         their memory, the oldest first. If that is not enough, the new values lose theirs, too.
         """
         sets = self._sets.setdefault(key, {})
@@ -125,7 +125,7 @@ class PushedSets:
         self._take(content)
 
     def revert(self, key: VersionKey, name: str) -> None:
-        """Makes the former values of a set those in force again, and drops the newest values. The set must have former values."""
+        """Makes the former values of the set ``name`` of ``key`` those in force, and drops the newest. Former ones must exist."""
         there = self._sets[key][name]
         assert there.former is not None
         self._drop(there.newest)
@@ -150,7 +150,7 @@ class PushedSets:
             content.close()
 
     def drop(self, key: VersionKey, name: str) -> bool:
-        """Removes a parameter set of a model's version. Returns False if there was none."""
+        """Removes the parameter set ``name`` of the model version ``key``. Returns False if there was no such set."""
         sets = self._sets.get(key, {})
         found = sets.pop(name, None)
         if found is None:
@@ -163,7 +163,7 @@ class PushedSets:
         return True
 
     def forget(self, key: VersionKey) -> list[str]:
-        """Removes all parameter sets of a model's version, and returns the names of these sets."""
+        """Removes all parameter sets of the model version ``key``, and returns the names of these sets."""
         names = list(self.of(key))
         for name in names:
             self.drop(key, name)

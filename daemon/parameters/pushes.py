@@ -229,19 +229,19 @@ class Parameters:
         raise NotFound(f"{UNKNOWN_MODEL}{of} is not ready")
 
     def _serving(self, key: VersionKey) -> list[WorkerProcess]:
-        """Returns the workers that serve a version, without those that are stopping."""
+        """Returns the workers that serve the version ``key``, without those that are stopping."""
         version = self._models.lifecycle.version(*key)
         by_incarnation = self._supervisor.workers.by_incarnation
         found = (by_incarnation.get(incarnation) for incarnation in (() if version is None else version.ready))
         return [worker for worker in found if worker is not None and worker.alive and not worker.stopping]
 
     def _is_loaded_anew(self, key: VersionKey) -> bool:
-        """Returns whether a worker that serves this version is loading it from its files again."""
+        """Returns whether a worker that serves a version is loading the version from its files again. ``key``: the version."""
         version = self._models.lifecycle.version(*key)
         return version is not None and not version.loading.keys().isdisjoint(version.ready)
 
     def _is_loading(self, key: VersionKey) -> bool:
-        """Returns whether a version is being loaded and no worker serves it."""
+        """Returns whether the version ``key`` is being loaded and no worker serves the version."""
         version = self._models.lifecycle.version(*key)
         return version is not None and version.state is IndexState.LOADING
 
@@ -269,7 +269,7 @@ class Parameters:
         return number
 
     async def _pushed(self, key: VersionKey, wanted: PushParameters, number: int, peer: Peer, memory: int) -> Content:
-        """Gives the values of a push to every worker that serves a version, and brings them into force.
+        """Gives the values of a push to every worker that serves the version ``key``, and brings the values into force.
 
         ``number``: the push's number. ``memory``: a descriptor of the memory that the client sent; -1: it sent none. Raises
         ServingError: the push was refused, and nothing has changed.
@@ -306,7 +306,7 @@ class Parameters:
             raise
 
     async def _brought_back(self, key: VersionKey, wanted: PushParameters, content: Content, memory: int) -> Content:
-        """Carries out a push into a version that does not serve because earlier values of its sets were lost.
+        """Carries out a push into the version ``key``, which does not serve because earlier values of its sets were lost.
 
         Has the version loaded again, and returns once it serves. ``content``: the push's record, whose memory is set here.
         ``memory``: a descriptor of the memory that the client sent. Raises Unavailable: the push does not bring all values as
@@ -335,10 +335,10 @@ class Parameters:
             await self._news.wait()
 
     async def _made(self, key: VersionKey, wanted: PushParameters, memory: int) -> int:
-        """Returns a descriptor of sealed memory with all values of a push. The caller must close it.
+        """Returns a descriptor of sealed memory with all values of the push ``wanted`` into the version ``key``.
 
-        If ``memory`` is sealed, complete and needs no check, the descriptor is a duplicate of it. Otherwise a worker creates
-        the memory. ``memory``: a descriptor of the memory that the client sent; -1: it sent none.
+        The caller must close it. If ``memory`` is sealed, complete and needs no check, the descriptor is a duplicate of it.
+        Otherwise a worker creates the memory. ``memory``: a descriptor of the memory that the client sent; -1: it sent none.
         """
         if memory >= 0 and not wanted.partial and not wanted.checksum and push_checks.is_sealed(memory):
             with descriptors.needed(f"parameters of model '{key[0]}'"):
@@ -371,7 +371,7 @@ class Parameters:
             descriptors.close(fds)
 
     async def _copied(self, key: VersionKey, name: str, content: Content, worker: WorkerProcess | None = None) -> int:
-        """Returns a descriptor of memory with a set's values, which the caller must close; -1: the values were not kept.
+        """Returns a descriptor of memory with a set's values, ``content``, for the caller to close; -1: they were not kept.
 
         If the values came from a file that has not changed, a worker reads the file again. ``worker``: the worker that does so;
         None: any that serves the version. Raises _NoWorker: there is no worker, or it died; ServingError: the worker refused.
@@ -399,14 +399,13 @@ class Parameters:
         put: Callable[[], None],
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Stages new values on every worker that serves a version, calls ``put``, and then has every worker commit the values.
+        """Stages new values on every worker that serves the version ``key``, calls ``put``, and has them commit the values.
 
         ``put``: brings the values into force in this process; a worker that dies later is replaced by one with the new values.
-        ``stage``: the operation that gives the values to a worker without using them. ``memory``: a descriptor of
-        memory with the values; -1: the workers still have them, as the set's former values. ``move_sequences``: whether sequences
-        that have begun go on with the new values. ``check``: raises an exception if the values are not wanted any more. Raises
-        _NoWorker: all workers died before the commit; ServingError: a worker refused the values. After an error nothing has
-        changed.
+        ``stage``: the operation that gives the values to a worker without using them. ``memory``: a descriptor of memory with the
+        values; -1: the workers still have them, as the set's former values. ``move_sequences``: whether sequences that have begun
+        go on with the new values. ``check``: raises an exception if the values are not wanted any more. Raises _NoWorker: all
+        workers died before the commit; ServingError: a worker refused the values. After an error nothing has changed.
         """
         staged: set[int] = set()
         try:
@@ -467,7 +466,7 @@ class Parameters:
                 del self._waiting[model], self._turns[model]
 
     async def _in_turn(self, key: VersionKey, change: Callable[[], Awaitable[Content]]) -> Content:
-        """Runs ``change`` once a worker serves the version and no other change of the model's parameters runs.
+        """Runs ``change`` once a worker serves the version ``key`` and no other change of the model's parameters runs.
 
         If all workers die during ``change``, runs ``change`` again later. Returns what ``change`` returns. Raises Unavailable:
         too many changes wait, or no worker serves the version within the option ``requests.worker_wait``.
@@ -543,7 +542,7 @@ class Parameters:
             self._pass_on(worker, answer)
 
     async def _restore(self, worker: WorkerProcess, key: VersionKey) -> None:
-        """Gives a worker that has loaded a version the values that clients have pushed into it.
+        """Gives a worker that has loaded the version ``key`` the values that clients have pushed into the version.
 
         Then passes the worker's Loaded record on to ``Models``, as a failed load if the worker cannot have the values.
         """
@@ -564,7 +563,7 @@ class Parameters:
             del self._restoring[worker.incarnation, key]
 
     async def _restored(self, worker: WorkerProcess, key: VersionKey) -> str:
-        """Gives a worker the values of all sets that clients have pushed into a version, and lets it serve the version.
+        """Gives a worker the values of all sets that clients have pushed into the version ``key``, and lets it serve the version.
 
         Returns why the worker cannot have the values; "": it has them. Raises _NoWorker: the worker is dying.
         """
@@ -645,7 +644,7 @@ class Parameters:
 
 
 def _check_death(worker: WorkerProcess, what: str) -> None:
-    """Raises Internal, which begins with ``what``, if its own work ended the worker: no other is then given the parameters."""
+    """Raises Internal, naming ``what``, if the worker died of its own work: no other worker is then given the parameters."""
     if worker.ended_by_work:
         raise Internal(f"{what}: the worker process that was given them {worker.describe_exit()}")
 

@@ -102,7 +102,7 @@ class Child:
     def adopt(self, spawned: Spawned, options: bytes) -> None:
         """Takes over a process that ``spawn`` has started, and sends it a Start record.
 
-        ``options``: the daemon's options as msgpack. Raises OSError: no file descriptor is free; the process has been killed.
+        ``options``: the daemon's options as msgpack. Raises OSError: no file descriptor is free, and the process was killed.
         """
         try:
             self._pidfd = os.pidfd_open(spawned.process.pid)

@@ -121,7 +121,7 @@ class VisibleGpus:
 
 
 def visible_gpus(environment: Mapping[str, str], folder: Path = Path("/dev")) -> VisibleGpus:
-    """Returns the GPUs that CUDA_VISIBLE_DEVICES shows, or why there are none. ``folder``: with the driver's device nodes."""
+    """Returns the GPUs that CUDA_VISIBLE_DEVICES shows, or why there are none. ``folder``: has the driver's device nodes."""
     named = environment.get(_VARIABLE)
     entries = None if named is None else [entry.strip() for entry in named.split(",")]
     if entries is not None and entries[0] in ("", "-1"):

@@ -129,7 +129,7 @@ def _listen_unix(path: str, mode: int) -> socket.socket:
 
 
 def _listen_tcp(address: str, port: int) -> socket.socket:
-    """Binds a listening TCP socket to the first address of a host that can be bound. Raises ListenError: none can."""
+    """Binds a listening TCP socket to the first address of a host that can be bound. Raises ListenError: no address can be."""
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:

@@ -58,8 +58,8 @@ class ProcessSlots:
         Args:
           options: the delays before a dead process is replaced.
           needs: returns whether a dead process should be replaced now.
-          gives_up: asks the daemon to stop because this process cannot be replaced; returns False if the daemon goes on
-            without it.
+          gives_up: asks the daemon to stop because the process cannot be replaced; returns False if the daemon goes on without
+            the process.
         """
         self._options = options
         self._needs = needs

@@ -101,7 +101,7 @@ def overdue(child: ChildSnapshot, options: Options, now_ns: int, pauses: Pauses)
 
 
 class Watchdog:
-    """Kills child processes that exceed a time limit. One per daemon. ``options()`` returns the options that hold now."""
+    """Kills child processes that exceed a time limit. One per daemon. ``options()`` returns the options that apply now."""
 
     def __init__(self, workers: WorkerPool, fronts: Fronts, notifier: Notifier, options: Callable[[], Options]) -> None:
         self._workers = workers

@@ -100,9 +100,9 @@ class WorkerPool:
     def usable(self) -> list[str]:
         """Returns the devices of all workers that should run, except broken devices.
 
-        A device is broken if a worker on it reports that at its start, or if three workers in a row ended by themselves before
-        they were ready. The death of a worker that somebody killed, for want of memory or because it was slow, says nothing
-        about its device.
+        A device is broken if a worker reports at its start that the device is, or if three workers in a row ended by themselves
+        before they were ready. The death of a worker that somebody killed, for want of memory or because it was slow, says
+        nothing about the device.
         """
         return [device for device in self.slots.values() if self._without_use[device] < _DEATHS_WITHOUT_USE]
 
@@ -286,8 +286,8 @@ class Leftovers:
     def end(self, worker: str, mark: str) -> None:
         """Begins to kill the processes that the models of a dead worker have left running.
 
-        ``worker``: the worker's name, for the log. ``mark``: the value of the variable in their environment by which the
-        processes are found; "": the worker started none.
+        ``worker``: the worker's name, for the log. ``mark``: the value of the environment variable by which these processes are
+        found; "": the worker started none.
         """
         if mark:
             task = asyncio.get_running_loop().create_task(self._end(worker, mark))

@@ -25,7 +25,7 @@ def check_enabled(options: RegionsOptions) -> None:
 
 
 def check_form(options: RegionsOptions, request: Registration) -> None:
-    """Raises Unsupported: regions are not allowed; InvalidArgument: the region's name or its CUDA handle is malformed."""
+    """Checks a registration's name and handle. Raises Unsupported: no regions are allowed; InvalidArgument: one is malformed."""
     check_enabled(options)
     if isinstance(request, RegisterCudaRegion) and len(request.raw_handle) != _HANDLE_SIZE:
         raise InvalidArgument(
@@ -37,7 +37,7 @@ def check_form(options: RegionsOptions, request: Registration) -> None:
 
 
 def check_fields(options: RegionsOptions, request: Registration) -> None:
-    """Raises InvalidArgument: the size, offset or key of a region that a client registers is invalid or not allowed."""
+    """Raises InvalidArgument if the size, offset or key of a region that a client registers is invalid or not allowed."""
     name = request.name
     offset = request.offset if isinstance(request, RegisterSystemRegion) else 0
     if request.byte_size < 1 or offset < 0:
@@ -88,7 +88,7 @@ def check_bounds(
     Regions of the same user, or of the same host if they came over TCP, count as the client's own. ``peer``: the client.
     ``registered``: the client and the size in bytes of each existing region.
 
-    Raises InvalidArgument: the region alone is too large; Unavailable: it is too much together with existing regions.
+    Raises InvalidArgument: the region alone is too large; Unavailable: the region is too large beside the existing ones.
     """
     if byte_size > options.max_byte_size:
         raise InvalidArgument(

@@ -366,7 +366,7 @@ class RegionRegistry:
         ]
 
     async def records(self, name: str) -> bytes:
-        """Returns as JSON all that is known of the regions of this name ("": of all). Raises NotFound: there is none."""
+        """Returns as JSON all that is known of the regions of this name ("": of all). Raises NotFound: no region has the name."""
         found = [region for region in self._all if name in ("", region.request.name)]
         if name and not found:
             raise NotFound(f"Unable to find shared memory region: '{name}'")

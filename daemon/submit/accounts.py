@@ -95,7 +95,7 @@ class Account(Holdings):
         return self.answers >= self.limit
 
     def note_bulky(self, kind: Hashable) -> None:
-        """Records that requests of this ``kind`` have large answers, so that they wait while the client holds its share."""
+        """Records that requests of this ``kind`` have large answers, so that they wait while the client's share is full."""
         bulky = self.client.bulky
         if len(bulky) >= _MAX_BULKY:
             bulky.clear()

@@ -91,7 +91,7 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def waits_for_room(self) -> bool:
-        """Returns whether the request still waits for arena memory for its tensors, and was not sent for that reason."""
+        """Returns whether the request has not been sent yet, because it waits for arena memory for its tensors."""
         return not self.record.request_id
 
     @property

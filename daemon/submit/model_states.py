@@ -110,7 +110,7 @@ class ModelStates:
         return state if state is not None and state.state in ("READY", "LOADING") else self.find(name, version)
 
     def is_ready(self, name: str, version: int = 0) -> bool:
-        """Returns whether a worker can answer requests for the version now. ``version`` 0: the newest that serves."""
+        """Returns whether a worker can answer requests for a model's version now. ``version`` 0: the newest that serves."""
         try:
             return bool(self.find(name, version).workers)
         except (NotFound, Unavailable):

@@ -94,7 +94,7 @@ def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None
 def room(contents: Iterable[InputContent | Unconverted], inline_byte_size: int) -> int:
     """Returns how many bytes of the arena a request's tensors need.
 
-    Tensors in shared memory, and tensors given as at most ``inline_byte_size`` bytes, need none.
+    Tensors in shared memory, and tensors given as at most ``inline_byte_size`` bytes, take no arena memory.
     """
     size = 0
     for content in contents:

@@ -130,7 +130,7 @@ class Routing:
         return workers[0] if len(workers) == 1 else least_busy(workers)
 
     def state_of(self, prepared: PreparedRequest) -> ModelState | None:
-        """Returns the state of the model that a request asks for; None: the model is unknown, or cannot be served now."""
+        """Returns the state of the model that ``prepared`` asks for; None: the model is unknown, or cannot be served now."""
         with contextlib.suppress(ServingError):
             return self._table.expect(prepared.model, prepared.version)
         return None
@@ -147,7 +147,7 @@ class Routing:
         return bool(request.record.sequence_id) and state is not None and state.sticky
 
     def gpu_of(self, prepared: PreparedRequest) -> str:
-        """Returns the GPU on which a request's regions lie, if only workers on it may run the request; "": any worker may."""
+        """Returns the GPU with the regions in ``prepared``, if only workers on that GPU may run the request; "": any may."""
         gpu, state = self._places.gpu_of(prepared), self.state_of(prepared)
         return gpu if state is not None and is_meant_for(state, gpu) else ""
 
@@ -159,7 +159,7 @@ class Routing:
 
 
 class RegionPlaces(dict[str, str]):
-    """Maps each region in GPU memory to its GPU, if there are several workers and some have GPUs. Any worker can use a region."""
+    """Maps each region in GPU memory to its GPU, if there are several workers and some have GPUs; else it is empty."""
 
     __slots__ = ()
 
@@ -171,7 +171,7 @@ class RegionPlaces(dict[str, str]):
             self.pop(place.region, None)
 
     def gpu_of(self, prepared: PreparedRequest) -> str:
-        """Returns the GPU, such as "cuda:1", that holds most bytes of a request's regions; "": no region of it is on a GPU."""
+        """Returns the GPU, such as "cuda:1", that has most bytes of the regions in ``prepared``; "": no region is on a GPU."""
         sizes: dict[str, int] = {}
         for place in _regions(prepared):
             if gpu := self.get(place.region, ""):

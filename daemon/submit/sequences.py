@@ -144,7 +144,7 @@ class SequenceRouting:
         return worker if worker.incarnation in state.workers else None
 
     def _holder(self, key: Key) -> WorkerLink | None:
-        """Returns the worker in whose published page the sequence ``key`` is open, the last of several; None: in none."""
+        """Returns the worker whose published page has the sequence ``key`` as open: the last of several, or None if none has."""
         found, newest = None, 0
         for worker in self._workers.values():
             value = worker.sequences.value(key)
@@ -208,7 +208,7 @@ def _rank(key: Key, worker: WorkerLink) -> int:
 
 
 def _spare(worker: WorkerLink, slots: Key) -> int:
-    """Returns how many more sequences a worker can run: its number for ``slots`` less those sent since; below 0: some wait."""
+    """Returns how many more sequences a worker can run (published under ``slots``), less those sent since; below 0: some wait."""
     published = worker.sequences.slots(slots)
     if published is None:
         return 0
@@ -259,7 +259,7 @@ class LostSequences:
         self._since: dict[Key, float] = {}
 
     def add(self, key: Key, now: float) -> None:
-        """Remembers that a sequence was lost at the time ``now``, in seconds. Beyond ``most``, the earliest is forgotten."""
+        """Remembers that the sequence ``key`` was lost at ``now``, in seconds. Beyond ``most``, the earliest is forgotten."""
         self._since.pop(key, None)
         while len(self._since) >= self._most:
             del self._since[next(iter(self._since))]
@@ -274,7 +274,7 @@ class LostSequences:
         return since is not None
 
     def forget(self, key: Key) -> None:
-        """Forgets that a sequence was lost. Call it when a client begins the sequence again."""
+        """Forgets that the sequence ``key`` was lost. Call it when a client begins the sequence again."""
         self._since.pop(key, None)
 
     def __len__(self) -> int:

@@ -475,7 +475,7 @@ class Submitter:
         return state is not None and state.repeatable and not state.sticky and not state.streams
 
     def release(self, lane: SubmitterLane, key: LeaseKey) -> None:
-        """Gives an answer's lease back to its worker, because the answer's bytes were sent. A second call changes nothing."""
+        """Gives an answer's lease, ``key``, back to its worker because the bytes were sent. A second call changes nothing."""
         found = self._outstanding.pop((lane, key), None)
         if found is None:
             return
@@ -541,7 +541,7 @@ class Submitter:
         self._model_changed = asyncio.Event()
 
     async def loaded(self, model: str, version: int) -> None:
-        """Waits until a model version's load has ended. Raises Unavailable: not within ``requests.worker_wait`` seconds."""
+        """Waits until a model version's load has ended. Raises Unavailable: ``requests.worker_wait`` seconds have passed."""
         try:
             async with asyncio.timeout(self._worker_wait):
                 while self.is_loading(model, version):
@@ -656,7 +656,7 @@ class Submitter:
         return late
 
     def _no_worker(self, prepared: PreparedRequest) -> Unavailable:
-        """Returns the error for a request that has waited too long for a worker."""
+        """Returns the error for a request, with the repeated part ``prepared``, that has waited too long for a worker."""
         gpu = self._routing.gpu_of(prepared)
         where = f" on GPU {number_of(gpu)}, where its regions are," if gpu else ""
         state = self._routing.state_of(prepared)

@@ -60,7 +60,7 @@ class Throttle:
         return True
 
     def fills_connection(self, account: Account) -> bool:
-        """Returns whether a connection has just reached its share of response memory. Call it after an answer was counted."""
+        """Returns whether a connection's answers now first fill the share of ``account``. Call it once an answer was counted."""
         if not account.is_full or account in self.full:
             return False
         self.full.add(account)
@@ -100,7 +100,7 @@ class Throttle:
             self._barred.setdefault(account.client, {})[account] = None
 
     def let_go(self, account: Account) -> list[InFlight]:
-        """Removes and returns a client's waiting requests that may be sent. Call it when an answer's memory came back."""
+        """Removes and returns a client's waiting requests that may be sent. Call it when memory of an answer was given back."""
         going = self._take(account)
         barred = self._barred.get(account.client)
         while barred:
@@ -127,7 +127,7 @@ class Throttle:
         return going
 
     def _take(self, account: Account) -> list[InFlight]:
-        """Removes and returns the waiting requests of one connection that may be sent now."""
+        """Removes and returns the waiting requests that may be sent now, of the connection whose account is ``account``."""
         line, client = self.lines.get(account), account.client
         going: list[InFlight] = []
         if line is None:

@@ -38,7 +38,7 @@ _INTEGER = re.compile(r"\s*[+-]?[0-9]{1,40}")
 def parse(model: str, settings: Mapping[str, Sequence[str]]) -> ChangeTrace:
     """Parses the trace settings that a client sent, such as ``trace_rate``, each with a list of values.
 
-    An empty list of values clears a setting: then the inherited value holds. Unknown settings and levels are ignored.
+    An empty list of values clears a setting, so that the inherited value applies. Unknown settings and levels are ignored.
     Raises: Unsupported: the client sets the trace file.  InvalidArgument: a value is invalid.
     """
     if "trace_file" in settings:
@@ -149,7 +149,7 @@ class TraceSettings:
         return bool(self._target)
 
     def change(self, wanted: ChangeTrace) -> bytes:
-        """Changes the trace settings of a model, or of all models (""). Returns the settings that then apply to it, as JSON.
+        """Changes the trace settings of a model, or of all models (""). Returns, as JSON, the settings that apply from then on.
 
         Raises InvalidArgument: the model is unknown, or the settings do not fit together. Then nothing is changed.
         """
