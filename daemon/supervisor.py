@@ -582,7 +582,7 @@ class Supervisor:
 
     @property
     def options(self) -> Options:
-        """Returns the options that hold now."""
+        """Returns the options that apply now."""
         return self.configuration.options
 
     def describe(self) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class Polling:
     """Loads models whose folders have changed and unloads models whose folders are gone, in the control mode "poll"."""
 
     def __init__(self, models: Models, options: Callable[[], Repository], found: Mapping[str, FoundModel]) -> None:
-        """Begins with the models ``found``, whose loads have begun already. ``options``: returns the options that hold now."""
+        """Begins with the models ``found``, whose loads have begun already. ``options``: returns the options that apply now."""
         self._models = models
         self._options = options
         self._changes = Changes(found)

@@ -53,7 +53,7 @@ class Fronts:
         Args:
           programs: the Python module that a front runs, by protocol.
           devices: the devices of the first workers, from which the number of fronts follows if the options do not give it.
-          options: returns the options that hold now.
+          options: returns the options that apply now.
           next_incarnation: returns a number for a new process.
           started: called with each new front, to send it what it needs.
           said: called with a front, a record that is not about the front itself, and descriptors, which the function closes.

@@ -58,7 +58,7 @@ class WorkerPool:
 
         Args:
           program: the Python module that the workers run.
-          options: returns the options that hold now.
+          options: returns the options that apply now.
           next_incarnation: returns a number for a new process.
           said: called with a worker and a record that concerns others as well, such as that the worker is ready.
           died: called with each worker that has ended, and its device.
