@@ -183,7 +183,7 @@ _current: ContextVar[Caller] = ContextVar("caller")
 
 @contextlib.contextmanager
 def calling(caller: Caller) -> Iterator[Caller]:
-    """Runs the block as code of ``caller``'s model. Then calls ``port.ran``, which restores process-wide state it has changed."""
+    """Runs the block as code of ``caller``'s model. Then calls ``port.ran``, which restores process-wide state."""
     token = _current.set(caller)
     try:
         yield caller

@@ -374,7 +374,7 @@ class _Artifact:
         )
 
     def _batch_sizes(self) -> tuple[int, ...]:
-        """Returns the programs' batch sizes, ascending; empty: a program takes any. Raises InvalidArgument: one has none."""
+        """Returns the programs' batch sizes, ascending; empty: any size. Raises InvalidArgument: a program has no batch size."""
         sizes: set[int] = set()
         for program in self._programs:
             for leaf in (*program.inputs, *program.outputs):

@@ -58,7 +58,7 @@ class GpuArray:
         return GpuArray(self._context, made, made.unsafe_buffer_pointer(), self.dtype, self.shape)
 
     def copy_into(self, memory: memoryview) -> None:
-        """Copies this array to host memory of the same size, also if it is a client's. Raises DeviceLost: the GPU failed."""
+        """Copies this array to host memory of the same size, which may be a client's. Raises DeviceLost: the GPU failed."""
         if not self.nbytes:
             return
         if may_be_written(memory):

@@ -106,7 +106,7 @@ class Responses(ResponseReceiver):
         return request.submitter.known_kind(request.version.version, found[0])
 
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
-        """Queues a response for the loop, behind its sender's earlier ones. ``wake``: False: ``gather`` finds it later."""
+        """Queues a response for the loop, behind the sender's earlier ones. ``wake`` False: it lies there until ``gather``."""
         self._arrived.append((sender, (result, final, byte_size)))
         # Whoever takes them says so before it looks for them.
         if wake and (final or not self._posted):
@@ -125,7 +125,7 @@ class Responses(ResponseReceiver):
     def returned(self, execution: Execution) -> None:
         """Handles the return of a model's function: moves requests that are answered through senders to ``execution.streamed``.
 
-        If the model failed for such a request, or the request was cancelled, it is ended. Otherwise its sender may still send.
+        Ends such a request if the model failed for it or if it was cancelled. Otherwise its sender may still send.
         """
         self._take()
         requests, results = execution.requests, execution.results

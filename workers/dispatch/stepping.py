@@ -260,7 +260,7 @@ class Stepping:
     # -------------------------------------------------------------------------------------------------------- to the device
 
     def dispatch(self, now_ns: int) -> bool:
-        """Launches as many steps, and insertions of requests into free slots, on the device as the planner allows.
+        """Launches on the device as many calls of ``step``, and of ``insert`` for free slots, as the planner allows.
 
         Returns whether there is more to do immediately: a launch whose results are to be read, or a request that may get a slot.
         """

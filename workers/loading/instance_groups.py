@@ -141,7 +141,7 @@ class Starting:
         cancellation: Cancellation,
         former: Sequence[Instance] = (),
     ) -> tuple[Instance, ...]:
-        """Starts a thread for each configured instance, in which it is initialised and warmed up.
+        """Starts a thread for each configured instance, in which the instance is initialised and warmed up.
 
         Args:
           jitted: the compiled model that the instances run; None: they run something else.

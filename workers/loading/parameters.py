@@ -101,7 +101,7 @@ def fixed_names(parameters: Any) -> frozenset[str]:
 
 
 def parted(apply: Callable[..., Any], parameters: Any) -> tuple[Callable[..., Any], Any]:
-    """Returns ``apply`` as a function of only the arrays in ``parameters``, and their list; if all are arrays, both unchanged."""
+    """Returns ``apply`` for a list of only the arrays in ``parameters``, and that list; if all are arrays, both unchanged."""
     leaves, structure = jax.tree.flatten(parameters)
     arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
     if len(arrays) == len(leaves):

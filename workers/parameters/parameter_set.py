@@ -55,7 +55,7 @@ class Placer:
         raise NotImplementedError
 
     def byte_size_in_place(self, host: Sequence[Array | None]) -> int:
-        """Returns the number of bytes of leaves that programs use in host memory without a copy, so not on the device."""
+        """Returns the number of bytes of the leaves that programs use in host memory, so that they need no copy on the device."""
         return 0
 
     def lay(self, host: Sequence[Array | None]) -> Any:
@@ -189,7 +189,7 @@ class ParameterSet:
         return self._host is not None
 
     def hosted(self) -> Sequence[Array | None]:
-        """Returns the leaves in host memory, fetched if not there; None for a leaf that cannot be pushed or is from ``main``."""
+        """Returns the leaves in host memory, fetched if need be; None for those that cannot be pushed or are from ``main``."""
         if self._host is None:
             self._host = self.sets.leaves.hosted(jax.tree.leaves(self._trees[0]))
         return self._host

@@ -135,7 +135,7 @@ class Making:
             return memory.sealed()
 
     def _read_from(self, copy: Copy, at: int, byte_size: int) -> bytes:
-        """Returns ``byte_size`` bytes from offset ``at`` of a source. Raises InvalidArgument: its region is gone or shrank."""
+        """Returns ``byte_size`` bytes from offset ``at``, by ``copy``. Raises InvalidArgument: the region is gone or shrank."""
         found = np.zeros(byte_size, _BYTES)
         copy(at, found)
         check_intact(self._regions)

@@ -213,7 +213,7 @@ def _overlapping(one: _Range, others: list[_Range]) -> int:
 
 
 class Processor(ExecutionDevice):
-    """Runs programs on the worker's CPU. Also for several devices, and for GPUs that only XLA can access. For any thread."""
+    """Runs programs on the worker's CPU, on several devices, or on GPUs that only XLA can access. Any thread may use it."""
 
     remote = False
 

@@ -406,7 +406,7 @@ class _Shape:
 
 
 class GroupedCalls:
-    """Compiles and finds a version's programs for several requests in one call. ``compile`` and ``prepare``: any thread."""
+    """Compiles and finds a version's programs for several requests in one call. Any thread may ``compile`` and ``prepare``."""
 
     def __init__(self, signature: Signature, apply: Apply) -> None:
         self._signature = signature

@@ -50,7 +50,7 @@ def _only_computes(text: str) -> bool:
 
 
 def _leaves_only_outputs(assignment: bytes) -> bool:
-    """Returns whether the memory of a program's outputs never holds other values, by XLA's serialised buffer assignment."""
+    """Returns whether, by XLA's serialised buffer assignment, the memory of a program's outputs never holds other values."""
     outputs = 0
     for number, allocation in _fields(assignment):
         if number == _ALLOCATIONS:

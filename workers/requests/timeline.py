@@ -99,7 +99,7 @@ class RequestTimeline:
         return next((span for span in reversed(self._spans) if not span.ended_ns), None)
 
     def open(self, span: Span) -> bool:
-        """Adds a span of the model's code; False: there are too many, and nothing is added. Any thread may call it."""
+        """Adds a span of the model's code. Returns False, and adds nothing, if there are too many. Any thread may call it."""
         if len(self._spans) >= MAX_SPANS:
             return False
         self._spans.append(span)
@@ -165,7 +165,7 @@ class RequestTimeline:
 
 
 def begun(own: RequestRecord, context: TraceContext | None, queued_ns: int) -> RequestTimeline:
-    """Begins a traced request's timeline. ``context``: what the submitter sent last, used only if it names this request."""
+    """Begins a traced request's timeline. ``context``: from the submitter; it is ignored if it names another request."""
     timeline = RequestTimeline(own.trace & ~TIMING, queued_ns)
     if context is not None and context.request_id == own.request_id:
         timeline.context = context

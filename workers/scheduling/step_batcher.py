@@ -258,7 +258,7 @@ class StepBatcher(QueuePlanner[W]):
         return SlotAnswer(request, row, said & EMITS > 0, over)
 
     def failed(self) -> list[W]:
-        """Frees all slots because the device's state is lost; returns the requests that had one, all of which fail."""
+        """Frees all slots because the device's state is lost. Returns the requests that had slots, all of which fail."""
         lost = list(self._holders)
         self.done(lost, 0)
         # The device begins anew, and knows of nobody.

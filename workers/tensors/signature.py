@@ -210,7 +210,7 @@ def _meant(text: str) -> str:
 
 
 def parse_declaration(what: str, text: object) -> Declared:
-    """Parses ``DATATYPE[dims]``; a dim is a number, a name or -1. ``what``: the tensor in errors. Raises InvalidArgument."""
+    """Parses ``DATATYPE[dims]``; a dim is a number, a name or -1. Raises InvalidArgument, naming ``what``: it is malformed."""
     match = _DECLARATION.fullmatch(text.replace(" ", "")) if isinstance(text, str) else None
     if match is None or match[1] not in datatypes.ELEMENT_SIZES:
         meant = _meant(text) if isinstance(text, str) else ""
