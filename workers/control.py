@@ -195,8 +195,8 @@ class Control:
     def _answer(self, record: Load, outcome: LoadedModel | Exception, cancellation: Cancellation) -> None:
         """Puts a loaded version into service and reports it to the supervisor, or reports why loading failed.
 
-        If ``record.held``, the version is loaded but serves no requests until the supervisor orders it. ``outcome``: the loaded
-        model or the error.
+        If ``record.held``, the version is loaded but serves requests only once the supervisor orders that. ``outcome``: the
+        loaded model or the error.
         """
         if isinstance(outcome, DeviceLost):
             return  # nothing is said of the model: this process ends, and its replacement loads it

@@ -26,7 +26,7 @@ _MAX_WAITING = 16
 
 
 class DaemonOperations:
-    """Asks the daemon to carry out operations for models. Any thread may call ``ask``, only the loop's the other methods."""
+    """Asks the daemon to carry out operations for models. Any thread may call ``ask``; the rest is for the loop's thread."""
 
     def __init__(self, channel: Channel, loader: WorkThread, inbox: Inbox) -> None:
         self._channel = channel

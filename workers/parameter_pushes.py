@@ -58,7 +58,7 @@ class ParameterPushes:
     def __init__(
         self, models: ModelTable, regions: RegionTable, thread: WorkThread, options: Workers, agenda: Agenda[AgendaPart]
     ) -> None:
-        """``thread``: copies, stages and frees parameters, and does nothing else.  ``agenda``: that of the worker's loop."""
+        """``thread``: copies, stages and frees parameters, and does nothing else. ``agenda``: the worker's loop's agenda."""
         self._models = models
         self._regions = regions
         self._thread = thread
@@ -208,7 +208,7 @@ class ParameterPushes:
         return leaves
 
     def _commit(self, operation: CommitParameters) -> None:
-        """Puts the parameters that were staged for a push into use. Skips model versions that are not loaded any more."""
+        """Puts into use the parameters that were staged for a push. Skips model versions that are not loaded any more."""
         staged = self._staged.pop(operation.push, [])
         if not staged:
             raise NotFound(f"nothing is staged for push {operation.push}")

@@ -236,8 +236,8 @@ class Worker:
     def _free_gone(self) -> None:
         """Has another thread collect cycles of references, to free memory of unloaded model versions.
 
-        Python does not collect such cycles while the worker is idle, and the next model may need their memory on the device. The
-        thread is another one because freeing what a model has left may block for ever. The collection is repeated ``beat_ns``
+        Python does not collect such cycles while the worker is idle, and the next model may need their memory on the device.
+        Another thread does so because freeing what a model has left may block for ever. The collection is repeated ``beat_ns``
         later, because a lane or a thread that was about to end may still have referred to the memory.
         """
         self._free_again_ns = time.monotonic_ns() + self._beat_ns if self._gone else 0
@@ -357,7 +357,7 @@ class Worker:
             self._watch_halves()
 
     def _watch_halves(self) -> None:
-        """Schedules ``_end_halves`` for the time at which the record that has been incomplete for longest times out."""
+        """Schedules ``_end_halves`` for the time at which the oldest incomplete record times out."""
         _, since_ns = next(iter(self._halves.values()), (0, NEVER - self._body_ns))
         self._dispatcher.agenda.put(self._end_halves, since_ns + self._body_ns)
 

@@ -165,7 +165,7 @@ class Caller:
 
 
 def asker() -> Caller | None:
-    """Returns the model whose code runs here, as ``caller`` does, to make a call.
+    """Returns ``caller()``, the ``Caller`` of the model whose code called this function.
 
     Raises InvalidArgument: the calling process was forked by the model, and an answer could not reach it.
     """

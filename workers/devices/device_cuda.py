@@ -218,7 +218,7 @@ class CudaDevice:
         return at
 
     def _copy_within(self, pointer: int, tensor: CudaTensor | GpuArray) -> None:
-        """Queues the copy of a tensor that is on the device to device memory at ``pointer``."""
+        """Queues a copy, to device memory at ``pointer``, of a tensor that is on the device."""
         if isinstance(tensor, GpuArray):
             self.context.within_device(pointer, tensor.pointer, tensor.nbytes)
             return

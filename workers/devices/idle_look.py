@@ -29,7 +29,7 @@ class Marker:
         self._event = context.call(self._driver.cuEventCreate, self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 
     def set(self) -> None:
-        """Records the event behind all work that the calling thread has queued. Raises CudaError if refused, or DeviceLost."""
+        """Records the event behind all work queued by the calling thread. Raises CudaError, or DeviceLost: the GPU failed."""
         self._context.enter()
         self._context.call(self._driver.cuEventRecord, self._event, self._context.stream())
 
@@ -67,7 +67,7 @@ class IdleLook:
         Args:
           idle: returns whether the loop has nothing else to do.
           post: asks the loop to call a function; any thread may call it.
-          patience: seconds after which a GPU that has not reached the last recorded event counts as failed; 0: it never does.
+          patience: seconds after which a GPU that has not reached the last recorded event counts as failed; 0: never.
         """
         self._idle, self._post, self._patience_ns = idle, post, int(patience * 1e9)
         try:

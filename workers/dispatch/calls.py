@@ -112,7 +112,7 @@ class CallCircles:
         return False
 
     def _waits_for(self, node: _Node) -> Iterable[_Node]:
-        """Returns the nodes of which any one can end the wait of ``node``; empty if ``node`` does not wait for another."""
+        """Returns the requests and instances of which any one can end the wait of ``node``; empty if ``node`` does not wait."""
         return self._instance_waits_for(node) if isinstance(node, Instance) else self._request_waits_for(node)
 
     def _request_waits_for(self, inner: InnerRequest) -> Iterable[_Node]:
@@ -329,7 +329,7 @@ class Calls:
             self._begin(call)
 
     def _not_here(self, call: ModelCall, error: NotFound) -> None:
-        """Answers a call to a model that is not in this worker with NotFound, which says whether another worker has the model."""
+        """Answers with NotFound a call to a model that this worker does not have; the error says whether another worker has."""
 
         def said(elsewhere: bool) -> None:
             why = (

@@ -312,7 +312,7 @@ class Dispatcher:
             self.agenda.put(self._end_silent, silent_ns)
 
     def _end_silent(self, now_ns: int) -> None:
-        """Ends all models' sequences whose idle time is over, and answers requests that waited too long with errors."""
+        """Ends all models' sequences whose idle time is over, and answers with an error each request that waited too long."""
         self._silent_ns = NEVER
         self.agenda.put(self._end_silent, NEVER)
         for version in self._models.everyone():
@@ -476,7 +476,7 @@ class Dispatcher:
         return kept
 
     def _restore(self, version: ModelVersion, requests: list[Request]) -> None:
-        """Puts requests that could not run back into the queue, ahead of later requests."""
+        """Puts back into the queue requests that could not run, ahead of later requests."""
         now_ns = self._clock()
         waiting = [request for request in requests if not self._gone(request, now_ns)]
         self._outbox.fail_all(version.planner.restore(waiting, now_ns), now_ns)

@@ -112,7 +112,7 @@ class _Batch:
         return run, program.rows, program.clears, memory
 
     def count(self, done: NativeRuns) -> None:
-        """Adds the runs of requests that the C extension has answered (``done``) to the statistics of the model version."""
+        """Adds ``done``, the runs of requests that the C extension has answered, to the statistics of the model version."""
         self.version.statistics.add(done)
         if isinstance(self.model, EnsemblePipeline):
             self.model.credit(done)
@@ -122,7 +122,7 @@ class _Batch:
 
 
 class _Alone:
-    """Describes large requests with inputs of the same shapes to the C extension, which runs each alone."""
+    """Describes to the C extension large requests with inputs of the same shapes; each of them runs alone."""
 
     def __init__(self, version: ModelVersion, model: JaxModel, executable: Executable) -> None:
         self._version = version
@@ -136,7 +136,7 @@ class _Alone:
         return _native_batch(self, self._version, self.executable.share / self.executable.rows, (-1,) * max(1, most))
 
     def count(self, done: NativeRuns) -> None:
-        """Adds the runs of requests that the C extension has answered (``done``) to the statistics of the model version."""
+        """Adds ``done``, the runs of requests that the C extension has answered, to the statistics of the model version."""
         self._version.statistics.add(done)
         # Marks the executable as used, so that it is not dropped as the one that was not used for longest.
         self._model.executables.find(self.executable.wanted)
@@ -405,7 +405,7 @@ class FastPath(Poller):
 
     @staticmethod
     def _count(figures: list[tuple[Any, ...]]) -> None:
-        """Counts the C extension's answers. ``figures``: for each batch, a tuple of it and the fields of ``NativeRuns``."""
+        """Adds the C extension's answers to the statistics. ``figures``: tuples of the batch and the fields of ``NativeRuns``."""
         for batch, *counts in figures:
             batch.count(NativeRuns(*counts))
 
@@ -459,7 +459,7 @@ def _says_what_holds(request: Request, execution: Execution) -> bool:
 
 
 def _timeline_end(version: ModelVersion) -> bytes | None:
-    """Returns the encoded part of a timeline after its timestamps. It names the version of ``main``, if there is one."""
+    """Returns the encoded part of a timeline after its timestamps; this part names the version of ``main``, if there is one."""
     main = None if version.sets is None else version.sets.main
     return timeline_end((main.name, main.number) if main is not None and main.number else None)
 

@@ -135,7 +135,7 @@ class InstanceRuns:
 
 
 def _count_ahead(version: ModelVersion) -> None:
-    """Tells a version's queue how many batches the instance holds but does not run yet: their requests count as queued.
+    """Tells a version's queue how many batches its instance holds but does not run yet: their requests count as queued.
 
     Does nothing if the instance gets no batches in advance.
     """

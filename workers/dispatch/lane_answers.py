@@ -97,7 +97,7 @@ class LaneAnswers:
         self.let_pass()
 
     def close(self) -> None:
-        """Writes the traces that have not been written yet and hands them over, because the process ends."""
+        """Writes traces that are not written yet, and flushes the channel to the supervisor, because the process ends."""
         self.tracer.close()
         if self._channel is not None:
             with contextlib.suppress(ChannelClosed):
@@ -174,7 +174,7 @@ class LaneAnswers:
             self._log.write("OK", names, request.own, request.arrived_ns, _client(submitter), trace_id, version)
 
     def rejected(self, submitter: SubmitterLink[Request], record: RequestRecord, error: ServingError) -> None:
-        """Answers a record that is not a valid request with an error, which is counted as a failure."""
+        """Answers with an error a record that is not a valid request, and counts the error as a failure."""
         if submitter.segments is None:
             return
         trace_id = self._end_trace(submitter, record.request_id, error) if submitter.traces else ""

@@ -58,7 +58,7 @@ class Outbox:
         self._agenda: Agenda[AgendaPart] = agenda or Agenda()
 
     def fail(self, request: Request, error: ServingError) -> None:
-        """Answers a request with an error and ends it. If its model answers in order, earlier answers are sent first."""
+        """Answers a request with an error and ends it. If the model answers in order, earlier answers are sent first."""
         if request.sink is not None:
             hand_over(request, error)
         elif self._overtakes(request):
@@ -106,7 +106,7 @@ class Outbox:
         self._agenda.put(self._log_refusals, self._refusals.due_ns or NEVER)
 
     def reject(self, submitter: SubmitterLink[Request], record: RequestRecord, error: ServingError) -> None:
-        """Answers a received record that is not a valid request, with ``error``, which says why it is not."""
+        """Answers with ``error`` a received record that is not a valid request; ``error`` says why it is not."""
         submitter.answer(failure(record.request_id, error))
         self.lane_answers.rejected(submitter, record, error)
 
@@ -162,7 +162,7 @@ class Outbox:
         return failed
 
     def _answer_long(self, execution: Execution, i: int, now_ns: int) -> Failure | None:
-        """Answers request ``i`` of a batch, whatever its kind. Returns the reason to count an error under; None: no error."""
+        """Answers the request at index ``i`` of a batch. Returns the reason under which to count an error; None: no error."""
         request, result = execution.requests[i], execution.results[i]
         if request.timeline is not None:
             request.timeline.executed(execution.moments, request.arrays, result)

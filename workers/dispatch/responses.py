@@ -106,7 +106,7 @@ class Responses(ResponseReceiver):
         return request.submitter.known_kind(request.version.version, found[0])
 
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
-        """Queues a response for the loop, behind the sender's earlier ones. ``wake`` False: it lies there until ``gather``."""
+        """Queues a response for the loop, behind the sender's earlier ones. ``wake`` False: ``gather`` will find the response."""
         self._arrived.append((sender, (result, final, byte_size)))
         # Whoever takes them says so before it looks for them.
         if wake and (final or not self._posted):
@@ -180,7 +180,7 @@ class Responses(ResponseReceiver):
             )
 
     def took(self, request: InnerRequest) -> None:
-        """Counts the next response to a request made inside the worker as taken, so that the called model may send more."""
+        """Counts as taken the next response to a request made inside the worker, so that the called model may send more."""
         self.taken(request, request.ahead.popleft())
 
     def cancelled(self, request: Request) -> None:
@@ -212,7 +212,7 @@ class Responses(ResponseReceiver):
         return min([give_up_ns for _, give_up_ns in self.kept.values()], default=NEVER)
 
     def gather(self, now_ns: int) -> None:
-        """Sends the responses that threads have queued without waking the loop, if the time ``look_ns`` has come."""
+        """Once ``now_ns`` has reached ``look_ns``, sends the responses that threads have queued without waking the loop."""
         if 0 < self.look_ns <= now_ns:
             self.look_ns = 0
             self._take()

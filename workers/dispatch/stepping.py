@@ -404,13 +404,13 @@ class Stepping:
                 self._pause(sender)
 
     def _pause(self, sender: ResponseSender) -> None:
-        """Leaves a request whose client is slow out of the steps, until the client has taken some responses."""
+        """Because a request's client is slow, leaves the request out of steps until the client has taken some responses."""
         request = sender.request
         if sender.when_room(lambda: self._batcher.resume(request)):
             self._batcher.pause(request)
 
     def _lose(self, error: BaseException) -> None:
-        """Ends all requests that have a slot with an error: the device's state is lost. Waiting requests run afterwards."""
+        """Ends with an error all requests that have a slot: the device's state is lost. Waiting requests run afterwards."""
         cause = (error.__cause__ or error) if isinstance(error, StateLost) else self._model.lost() and error
         _log.error("%s, and with it all requests that had a slot", self._model.describe(cause), exc_info=cause)
         self.given.clear()

@@ -57,7 +57,7 @@ def _graph(message: ModelConfig) -> EnsembleGraph:
 
 
 def joined(loaded: LoadedModel, models: ModelTable) -> LoadedModel:
-    """Completes a loaded ensemble by what its steps' models are, such as whether they stream. Raises NotFound: one is missing."""
+    """Completes a loaded ensemble by properties of its steps' models, such as streaming. Raises NotFound: a model is missing."""
     assert loaded.ensemble is not None
     members = [models.find(step.model, step.version) for step in loaded.ensemble.steps]
     graph = loaded.ensemble

@@ -81,7 +81,7 @@ def write(
     inputs: Mapping[str, Declared],
     platforms: Sequence[str] | None = None,
 ) -> Path:
-    """Writes a model folder with exported programs and their configuration, to which the tensors are added. Returns the folder.
+    """Adds tensors to a configuration, and writes it to a model folder with exported programs. Returns the folder.
 
     ``function`` takes parameters and a dict of inputs, and returns a dict of outputs. ``platforms``: as jax.export names them;
     None: the default back end's. Raises InvalidArgument: the folder is not empty, or the function cannot be exported.
@@ -205,7 +205,7 @@ def _complete(message: ModelConfig, inputs: Mapping[str, Declared], exported: ex
 
 
 def export_version(load: Load, device: jax.Device, folder: Path, platforms: str) -> None:
-    """Writes a model version that has a model.py as a new model into ``folder``. Raises ServingError if it cannot be exported.
+    """Writes into ``folder``, as a new model, a model version that has a model.py. Raises ServingError if that fails.
 
     ``platforms``: comma-separated, as jax.export names them; "": the platform of the device.
     """

@@ -64,7 +64,7 @@ def _line(error: BaseException, folders: Sequence[Path]) -> str:
 
 
 def bounded(text: str, limit: int) -> str:
-    """Returns a text cut to ``limit`` characters, and how many more there are; a text that is not longer is returned as it is."""
+    """Returns a text cut to ``limit`` characters, with a note of how many are left out; a shorter text as it is."""
     more = len(text) - limit
     return text if more <= 0 else f"{text[:limit]}... ({more} more characters)"
 

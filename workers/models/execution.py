@@ -103,7 +103,7 @@ class Execution:
         return self.parameters
 
     def time(self, request: Request) -> None:
-        """Writes into a request when its batch ran, and the request's share of the bytes that were copied for the batch."""
+        """Writes into a request the time of its batch's run, and the request's share of the bytes copied for the batch."""
         gathered = 0
         if self.copied_byte_size:
             gathered = self.copied_byte_size * request.rows // sum([each.rows for each in self.requests])
@@ -242,7 +242,7 @@ def own_failure(
 
 
 def _log_failure(sentence: str, error: BaseException | None, requests: Sequence[Request]) -> None:
-    """Logs that a model failed, with the stack trace of ``error``, unless too many failures were logged in this second."""
+    """Logs ``sentence``, about a failed model, with the stack trace of ``error``, unless this second had too many failures."""
     left_out = _FAILURES.admit()
     if left_out is not None:
         _log.error("%s%s", sentence, left_out, exc_info=error, extra=traced(requests))

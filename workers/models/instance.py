@@ -207,7 +207,7 @@ class Instance:
             del job, execution, done
 
     def _done(self, execution: Execution, done: Callable[[Execution], None]) -> None:
-        """Removes an execution that has ended from ``given`` and calls its ``done``; runs on the worker's loop."""
+        """Removes from ``given`` an execution that has ended, and calls its ``done``; runs on the worker's loop."""
         self.given.popleft()
         done(execution)
 

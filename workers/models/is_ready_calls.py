@@ -24,7 +24,7 @@ _SECONDS = 5.0
 
 
 class IsReadyCalls:
-    """Calls ``is_ready()`` of a version's instances. Instance threads use ``join`` and ``leave``; the loop the other methods."""
+    """Calls ``is_ready()`` of a version's instances. Instance threads use ``join`` and ``leave``, the loop all other methods."""
 
     def __init__(self, name: str, inbox: Inbox) -> None:
         self._name = name

@@ -91,7 +91,7 @@ class ModelTable:
         self._drain(version, lambda: None)
 
     def find(self, name: str, number: int) -> ModelVersion:
-        """Returns the version for a request (0: the newest). Raises NotFound: there is none; InvalidArgument: it is passive."""
+        """Returns the version for a request; number 0: the newest. Raises NotFound, or InvalidArgument: it takes no requests."""
         version = self._found.get((name, number))
         if version is not None:
             return version

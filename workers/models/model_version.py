@@ -201,7 +201,7 @@ class ModelVersion:
         return [request for request in batch if request.chosen is batch[0].chosen]
 
     def commit(self, parameters: ParameterSet, moves: bool) -> Unused:
-        """Puts parameters that were prepared for a push into use. Returns what is to be freed then.
+        """Puts into use the parameters that were prepared for a push. Returns what is to be freed then.
 
         ``moves``: whether requests and sequences that have begun go on with the new parameters, or keep the former ones.
         """
@@ -285,7 +285,7 @@ class ModelVersion:
         return [*self.loaded.instances, *self.loaded.passive]
 
     def join_programs(self) -> None:
-        """Raises the batch limit of each shape that is not configured to the rows of the largest program compiled for it."""
+        """For shapes that are not configured, raises the batch limit to the rows of the largest program compiled for them."""
         if self.jitted is not None:
             executables = self.jitted.executables
             for shapes in executables.unexpected:

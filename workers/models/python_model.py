@@ -377,7 +377,7 @@ class DeclaredOutputs:
 
 
 class ResponseWriter:
-    """Hands the responses that a Triton Python model sends to one request to the worker's ``ResponseSender``."""
+    """Hands to the worker's ``ResponseSender`` the responses that a Triton Python model sends to one request."""
 
     def __init__(
         self,

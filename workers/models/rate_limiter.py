@@ -64,14 +64,14 @@ class RateLimiter:
         self._limits.update(self._given)
 
     def may_run(self, instance: Instance) -> bool:
-        """Reserves an instance's resources until ``done``. Returns False if some are in use; retry once ``moved`` is True."""
+        """Reserves an instance's resources until ``done``. Returns False if too few are free; retry once ``moved`` is True."""
         if instance not in self._running:
             self._waiting[instance] = None
             self._grant()
         return instance in self._running
 
     def done(self, instance: Instance, again: bool = False) -> None:
-        """Frees the resources of an instance that has run; else ends its wait for them. ``again``: it waits for another run."""
+        """Frees the resources of an instance that has run, else ends its wait for some. ``again``: it waits for another run."""
         if instance in self._running:
             del self._running[instance]
             for name, count in instance.needs.items():

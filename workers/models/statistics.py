@@ -362,7 +362,7 @@ class VersionStatistics:
         self.failures[why] += 1
 
     def found(self, request: Request, began_ns: int, now_ns: int) -> None:
-        """Counts a request that the response cache answered; ``began_ns``: when it was looked up there."""
+        """Counts a request that the response cache answered; ``began_ns``: when looking for the answer began."""
         self.success_count += 1
         self.request_ns += now_ns - request.arrived_ns
         waited_ns = max(0, began_ns - request.arrived_ns)
@@ -393,7 +393,7 @@ class VersionStatistics:
         return total(former, self.durations.counted())
 
     def counts(self) -> Counts:
-        """Returns the version's counts for metrics since it was first loaded."""
+        """Returns the version's counts since it was first loaded, for metrics."""
         former = self._inherited if self._former is None else self._former.counts()
         slow = self.slow_requests if self.slow is None else {self.slow: self.success_count + self.fail.count}
         return former + Counts(

@@ -153,8 +153,8 @@ def _sample(setting: Any, described: Signature, folder: Path, room: int, more: M
 def _tensor(what: str, given: Any, spec: TensorSpec, lead: tuple[int, ...], folder: Path, room: int) -> Array:
     """Returns one input of a warmup sample as the model takes it. ``given``: the input in ``model_warmup``.
 
-    ``lead``: the batch dimension, or (). ``room``: the most bytes that it may have. Raises InvalidArgument: it does not fit
-    the model, is too large, or cannot be read.
+    ``what``: names the input in errors. ``lead``: the batch dimension, or (). ``room``: the most bytes of the input. Raises
+    InvalidArgument: the input does not fit the model, is too large, or cannot be read.
     """
     datatype, dims = datatypes.from_model_config(data_type_name(given)), tuple(given.dims)
     if datatype != spec.datatype or not spec.fits(dims):

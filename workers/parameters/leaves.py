@@ -80,7 +80,7 @@ class Leaves:
         return len(self._leaves)
 
     def byte_size_of(self, named: bool) -> int:
-        """Returns how many bytes a parameter set takes on the device. ``named``: it is not ``main``, and has no shared leaves."""
+        """Returns how many bytes a parameter set takes on the device. ``named``: whether to leave out leaves that sets share."""
         return sum([leaf.byte_size for leaf in self._leaves if not (named and leaf.shared)])
 
     def check_named(self) -> None:

@@ -226,7 +226,7 @@ class ParameterSet:
                 self.sets.room.pinned.give_back(self.placed_byte_size)
 
     def fill(self, host: Sequence[Array | None]) -> None:
-        """Stores the set's leaves, which are in host memory, before ``prepare`` copies them to the device."""
+        """Stores ``host``, the set's leaves in host memory. To be called before ``prepare``, which copies them to the device."""
         self._host = host
         self.placed_byte_size -= self.sets.placer.byte_size_in_place(host)
 
@@ -425,7 +425,7 @@ class ParameterSets:
         raise NotFound(f"number {number} of parameter set '{name}' of model '{self.leaves.model}' is not kept")
 
     def figures(self) -> ParameterFigures:
-        """Returns figures for metrics."""
+        """Returns the parameter sets and the counts of their use, for metrics."""
         sets = [self.main, *self.named.values()]
         return ParameterFigures(
             tuple([SetFigures(each.name, each.number, each.byte_size, each.on_device) for each in sets]),

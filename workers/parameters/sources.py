@@ -51,7 +51,7 @@ _BYTES = np.dtype(np.uint8)
 
 
 class Making:
-    """Copies one push's parameters into sealed memory. Its owner calls ``make``, and ``close`` at the end, in the loop."""
+    """Copies one push's parameters into sealed memory. Its owner calls ``make``; at the end the loop calls ``close``."""
 
     def __init__(
         self, operation: MakeParameters, pool: MemoryPool, limit: int, leaves: Leaves, base: ParameterSet | None
@@ -111,7 +111,7 @@ class Making:
         }
 
     def copied(self, byte_size: int, copy: Copy) -> int:
-        """Copies a source that is in safetensors' layout as one piece. Returns the file descriptor of the sealed memory.
+        """Copies, as one piece, a source in safetensors' layout. Returns the file descriptor of the sealed memory.
 
         Spaces are added behind the header so that the tensors are aligned: XLA then uses them without a copy on a processor.
         The header is read first; nothing else is copied if it is malformed or names other leaves than the model's.
@@ -153,7 +153,7 @@ class Making:
             return memory.sealed()
 
     def _contents(self, memory: NewMemory, places: Sequence[tuple[LaidLeaf, Copy]]) -> Iterator[Array]:
-        """Yields the content of each leaf, which is copied to new memory, in the order of the push."""
+        """Copies the content of each leaf into ``memory``, which is new, and yields the content, in the order of the push."""
         found = layout.read(memory.content.data, self.what)
         for leaf, _ in places:
             if leaf.byte_size:
@@ -177,7 +177,7 @@ class Making:
             raise InvalidArgument(f"{self.what}: their {kind} is {found}, {wanted[:128]} was given")
 
     def close(self) -> None:
-        """Lets the regions be closed that ``make`` has read, and closes the file descriptor. May be called more than once."""
+        """Ends the leases of the regions that ``make`` has read, and closes the file descriptor. May be called more than once."""
         for region in self._regions:
             region.unlease()
         self._regions = []

@@ -145,7 +145,7 @@ class Executables:
     ) -> tuple[CompiledProgram, bool]:
         """Returns a program from the cache, or made by ``make``, and whether it was made.
 
-        ``parts``: what distinguishes the program from the others of this version. ``what``: names it in the log.
+        ``parts``: what distinguishes the program from the others of this version. ``what``: names the program in the log.
         Raises Cancelled: the load was given up; or whatever ``make`` raises.
         """
         key = self._cache.key((*self._identity, *parts, f"{self._small} {self._usual.several}"))
@@ -171,7 +171,7 @@ class Executables:
     def _place(self, planned: Sequence[Wanted]) -> None:
         """Chooses one device for all programs, because they share sequence state or a stack of parameter sets.
 
-        It is the single-thread device if the program of the largest bucket, the last of ``planned``, is small and can run there.
+        This is the single-thread device if the program of the largest bucket, the last of ``planned``, is small and runs there.
         """
         small, self._small = self._small, None
         if small is not None and planned:

@@ -116,7 +116,7 @@ class Packing:
         return tuple([jnp.concatenate(tensors_of_row) for tensors_of_row in rows])
 
     def unpack(self, rows: Any) -> dict[str, Any]:
-        """Returns the tensors in these rows, by name. In numpy rows the tensors are views; the rows may also be traced."""
+        """Returns the tensors in these rows, by name: views if the rows are numpy arrays. The rows may also be traced by JAX."""
         return {part.name: rows[part.row][part.start : part.stop].reshape(part.shape) for part in self.parts}
 
 
@@ -406,7 +406,7 @@ class _Shape:
 
 
 class GroupedCalls:
-    """Compiles and finds a version's programs for several requests in one call. Any thread may ``compile`` and ``prepare``."""
+    """Compiles and finds a version's programs for several requests in one call. ``compile`` and ``prepare`` suit any thread."""
 
     def __init__(self, signature: Signature, apply: Apply) -> None:
         self._signature = signature

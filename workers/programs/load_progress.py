@@ -73,7 +73,7 @@ class LoadProgress:
         self._part_byte_size = sum(_part(leaf) for leaf in leaves)
 
     def made(self, what: object, program: CompiledProgram, compiled: bool) -> None:
-        """Adds the program that ``through`` yielded last to the sums, and logs it as ``what`` if it was compiled."""
+        """Adds to the sums the program that ``through`` yielded last, and logs it as ``what`` if it was compiled."""
         if compiled:
             self._compiled += 1
             seconds = (time.monotonic_ns() - self._began_ns) / 1e9
@@ -98,7 +98,7 @@ class LoadProgress:
 
 
 def _part(leaf: Any) -> int:
-    """Returns the number of bytes of an array that lie on one of its devices."""
+    """Returns how many bytes of an array lie on each of its devices."""
     if not isinstance(leaf, jax.Array):
         return int(leaf.nbytes)
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

@@ -85,7 +85,7 @@ class PipelineProgram:
         return {name: GatherBuffer(name, array, self._batches) for name, array in self._inputs.arrays.items()}
 
     def takes(self, requests: Sequence[RequestTensors]) -> bool:
-        """Returns whether the host should gather these requests' inputs; on a GPU, if they are small and outputs leave it."""
+        """Returns whether the host should gather these requests' inputs: on a GPU only small ones, if no output stays there."""
         return not self._device.remote or all(request.small and not request.stays for request in requests)
 
     @property

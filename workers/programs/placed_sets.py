@@ -217,7 +217,7 @@ def _stacked(
 
 
 class StackPlacer(Placer):
-    """Copies the parameter arrays that all sets of a model share to the device; a ``SetStack`` has those that differ by set."""
+    """Copies to the device the parameter arrays that all sets of a model share; a ``SetStack`` has those that differ by set."""
 
     def __init__(
         self, signature: Signature, described: Leaves, leaves: Sequence[Any], structure: jax.tree_util.PyTreeDef

@@ -198,7 +198,7 @@ def controls_of(own: RequestRecord) -> Controls:
 
 
 def named(client_id: str) -> str:
-    """Returns the beginning of a log line about a request, which names the client's id for it; "": the client gave no id."""
+    """Returns the beginning of a log line about a request, with the client's id of the request; "": the client gave no id."""
     return label(client_id) if client_id else ""
 
 

@@ -77,7 +77,7 @@ def describe(
 
 
 class ResponseKind:
-    """Encodes small responses of one model version to one submitter. All have the same output datatypes and shapes."""
+    """Encodes small responses of one model version to one submitter, all with the same output datatypes and shapes."""
 
     __slots__ = ("_number", "_parts", "_sizes", "byte_size", "numbered")
 
@@ -434,7 +434,7 @@ class ResponseSender:
         request.version.statistics.responded_more(self, len(records), now_ns)
 
     def ahead(self, byte_size: int) -> None:
-        """Adds a number of bytes that the loop has sent to the bytes that the client has not taken yet."""
+        """Counts ``byte_size`` more bytes, which the loop has sent, as not yet taken by the client."""
         self._posted += byte_size
 
     @property
@@ -487,7 +487,7 @@ class ResponseSender:
 
 
 def _own(result: dict[str, Array]) -> int:
-    """Replaces arrays to which the model may still write by copies. Returns the number of bytes of all arrays."""
+    """Replaces by copies the arrays to which the model may still write. Returns the number of bytes of all arrays."""
     size = 0
     for name, array in result.items():
         size += array.nbytes

@@ -70,7 +70,7 @@ class SubmitterLink(Generic[R]):
         protocol: str = "http",
         owner: LaneOwner | None = None,
     ) -> None:
-        """Connects a submitter.
+        """Connects the worker with a submitter.
 
         Args:
           peer: the number that the supervisor gave this submitter.
@@ -271,7 +271,7 @@ class LaneOwner(Budget):
         return (2 * self.max_byte_size - self.used - self.waiting_byte_size) // max(1, len(self.submitters))
 
     def check(self, submitter: SubmitterLink[Any]) -> None:
-        """Raises Unavailable if the user's answers exceed the allowed bytes, and the lane's own answers the lane's share."""
+        """Raises Unavailable if the user's answers exceed the allowed bytes and this lane's answers exceed the lane's share."""
         held = self.used + self.waiting_byte_size
         if held > self.max_byte_size and submitter.answers_byte_size >= self.share:
             raise Unavailable(

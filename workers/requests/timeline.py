@@ -165,7 +165,7 @@ class RequestTimeline:
 
 
 def begun(own: RequestRecord, context: TraceContext | None, queued_ns: int) -> RequestTimeline:
-    """Begins a traced request's timeline. ``context``: from the submitter; it is ignored if it names another request."""
+    """Begins a traced request's timeline. ``context``: the submitter's trace context; None, or of another request: ignored."""
     timeline = RequestTimeline(own.trace & ~TIMING, queued_ns)
     if context is not None and context.request_id == own.request_id:
         timeline.context = context

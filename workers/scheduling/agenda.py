@@ -55,7 +55,7 @@ class Agenda(Generic[P]):
             self._clean()
 
     def take(self, now_ns: int) -> list[P]:
-        """Returns the parts to ask now and forgets their times: first parts that have work, then due ones, earliest first."""
+        """Returns the parts of the loop to ask now, and forgets their times: first parts that have work, then the earliest."""
         taken, self.woken = self.woken, {}
         if self._due and not self._due.keys().isdisjoint(taken):
             for part in taken:

@@ -158,7 +158,7 @@ class EnsembleRun(Generic[T]):
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def _due(self, number: int, tensor: str, iteration: int) -> list[int]:
-        """Returns the iterations (a stream's response numbers) in which a step may run now that ``tensor`` has a value in one."""
+        """Returns the iterations (a stream's response numbers) in which a step may run, given ``tensor`` in ``iteration``."""
         if self._needed.origins[number] is None:
             return [0]
         if self._dynamic(tensor):

@@ -118,7 +118,7 @@ class Planner(ABC, Generic[P]):
 
     @abstractmethod
     def restore(self, requests: list[P], now_ns: int) -> list[tuple[P, ServingError]]:
-        """Puts requests that were taken but could not run back into the queue. Returns requests that fail, with their errors."""
+        """Puts back into the queue requests that were taken but could not run. Returns those that fail, with their errors."""
 
     def limit(self, key: Hashable, rows: int) -> None:
         """Sets how many rows of requests with this batching key may share a batch from now on; 0: as many as the rules allow."""

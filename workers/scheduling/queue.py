@@ -152,8 +152,8 @@ class Shares(dict[Hashable, int]):
     def below(self, owner: Hashable, waiting: int, most: int) -> bool:
         """Returns whether an owner may queue another request although ``waiting`` requests fill all ``most`` places.
 
-        It may if the queue also holds requests of other owners, and if the owner has less than an equal part of the places that
-        are left when the number of places is doubled.
+        The owner may if the queue also holds requests of other owners, and if this owner has less than an equal part of the
+        places that are left when the number of places is doubled.
         """
         others = len(self) - (owner in self)
         return others > 0 and self.get(owner, 0) < max(1, (2 * most - waiting) // (others + 1))
@@ -286,7 +286,7 @@ class RequestQueue(Generic[W]):
             waiting.move_to_end(sequence)
 
     def restore(self, requests: list[W]) -> list[Replacement[W]]:
-        """Puts requests that were taken but could not run back into the queue, ahead of later ones, even if the queue is full.
+        """Puts back into the queue requests that were taken but could not run, ahead of later ones, even if the queue is full.
 
         ``requests`` must be in the order of their arrival, and older than all waiting requests with their keys. Of two requests
         with one replace key the newer stays, in the older one's place. Returns such pairs; the older requests are discarded.
@@ -454,7 +454,7 @@ class RequestQueue(Generic[W]):
         return [request for each in owners for waiting in each.values() for request in waiting.values()]
 
     def _forget(self, request: W) -> None:
-        """Removes a request that has left the queue from the table of replace keys."""
+        """Removes from the table of replace keys a request that has left the queue."""
         if self._replaceable.get(request.replace_key) is request:
             del self._replaceable[request.replace_key]
 
@@ -485,7 +485,7 @@ class RequestQueue(Generic[W]):
             waiting.move_to_end(request.sequence, last=False)
 
     def _end(self, number: int, line: dict[Hashable, _Waiters[W]], key: Hashable) -> None:
-        """Removes a batching key that has no requests from ``line``. Removes the line, too, if it is empty and not line 0."""
+        """Removes from ``line`` a batching key that has no requests. Removes the line, too, if it is empty and not line 0."""
         del line[key]
         if not line and number:
             del self._lines[number]

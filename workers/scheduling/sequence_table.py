@@ -332,7 +332,7 @@ class SequenceTable(Generic[S]):
         return None
 
     def restore(self, request: S) -> LiveSequence[S] | None:
-        """Puts a request that was taken but could not run back to the front of its sequence, and returns the sequence.
+        """Puts back at the front of its sequence a request that was taken but could not run, and returns the sequence.
 
         Returns None if the sequence was cancelled. The request is not queued then, and the caller has to call ``done`` for it.
         """

@@ -58,7 +58,7 @@ class SlotHolder(Generic[W]):
 
 
 class Step(NamedTuple, Generic[W]):
-    """One step of the device: the requests that take part, the slots that end with it, and the slots that are left out."""
+    """One step of the device: the requests that take part, the slots for which it is the last step, and slots left out."""
 
     #: Requests that take part, and slots for which it is the last step.
     holders: Sequence[SlotHolder[W]]
