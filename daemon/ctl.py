@@ -114,7 +114,7 @@ class _Daemon:
         sys.exit(status)
 
     def do(self, command: str, **words: Any) -> None:
-        """Sends a command and prints the answer as JSON, but no empty answer unless ``as_json`` is true. Exits after an error."""
+        """Sends a command and prints the answer as JSON; an empty answer only if ``as_json`` is true. Exits after an error."""
         result = self.ask(command, **words)
         if result is not None or self.as_json:
             _print_json({} if result is None else result)

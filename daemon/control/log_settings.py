@@ -29,7 +29,7 @@ class LogSettings:
         self._publish = publish
 
     def change(self, wanted: ChangeLog) -> bytes:
-        """Applies a client's changes of the log settings, which the front has checked. Returns all settings then, as JSON."""
+        """Applies a client's changes of the log settings, which the front has checked. Returns the new settings as JSON."""
         self.replace(msgspec.structs.replace(self._current, **wanted.changes()))
         return msgspec.json.encode(described(self._current))
 

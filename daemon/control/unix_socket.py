@@ -12,7 +12,7 @@ from tensord.daemon.control import runtime_directory
 
 
 def path(configured: str, name: str, environment: Mapping[str, str]) -> Path | None:
-    """Returns ``configured`` or, if it is "", ``name`` in systemd's folder for sockets (by ``environment``); None: no folder."""
+    """Returns the path of a socket: ``configured`` or, if it is "", ``name`` in systemd's folder; None: there is no folder."""
     if configured:
         return Path(configured)
     folder = runtime_directory.of_service(environment)

@@ -163,7 +163,7 @@ class AcceptLimit:
         self._alone = self._skips = 0
 
     def took(self, taken: int, room: int) -> None:
-        """Sets how many connections the next iteration may accept; this one accepted ``taken``, and at most ``room``."""
+        """Sets how many connections the next iteration may accept. The present one accepted ``taken`` of at most ``room``."""
         if taken < room:
             self.room = 1
             self._alone = min(2 * self._alone + 1, _MAX_ALONE) if taken <= 1 else 0

@@ -65,7 +65,10 @@ class DecodedHead:
     is_raw: bool = True
 
     def with_raws(self, raws: Sequence[InputContent]) -> list[InputContent]:
-        """Returns each input's content: from the head or, if the head has none, the next of ``raws`` (``raw_count`` items)."""
+        """Returns the content of each input, in order.
+
+        An input whose content is not in the head takes the next of ``raws``, the ``raw_count`` tensors in ``raw_input_contents``.
+        """
         rest = iter(raws)
         return [next(rest) if content is None else content for content in self.contents]
 

@@ -121,7 +121,10 @@ class UnaryInfer(InferCall):
         self.stream.connection.steps.leave(self, self._asked is not None)
 
     def _begin(self) -> None:
-        """Sends the request or answers with an error; then the sequence's later requests, unless this one waits for memory."""
+        """Sends the request, or answers with an error.
+
+        Then sends the later requests of the sequence, too, unless this request waits for memory.
+        """
         message = self._message
         assert message is not None
         infer, waited_ns = self.infer, self._waits_since

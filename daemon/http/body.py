@@ -172,7 +172,10 @@ class PlacedBody:
         return tuple([Slice(segment, start + part.offset, part.byte_size) for part in parts])
 
     def place(self, head_size: int, part: BinaryPart, inline_byte_size: int) -> Content:
-        """Returns where ``part`` lies, behind ``head_size`` bytes of JSON, or its bytes if at most ``inline_byte_size``."""
+        """Returns where the tensor ``part`` lies in the arena, or a copy if it has at most ``inline_byte_size`` bytes.
+
+        ``head_size``: the number of bytes of JSON before the first tensor.
+        """
         start = self._start + head_size + part.offset
         if part.byte_size <= inline_byte_size:
             return bytes(self.lease.view[start : start + part.byte_size])

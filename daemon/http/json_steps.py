@@ -148,7 +148,7 @@ class JsonArray:
         return values
 
     def _check_nesting(self) -> Generator[None, None, bool]:
-        """Checks nested arrays against the shape, in steps. Returns False if none is nested. Raises InvalidArgument: no fit."""
+        """Checks arrays against the shape, in steps. Returns False if none is nested. Raises InvalidArgument: wrong nesting."""
         if find(self.text, b"[", 1, len(self.text)) < 0:
             return False
         structure = bytearray()

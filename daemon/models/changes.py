@@ -247,7 +247,7 @@ class Models:
         await asyncio.gather(*[self._bring_wanted(model.name, model) for model in changed])
 
     def _forget(self, found: Mapping[str, FoundModel]) -> None:
-        """Drops the models that serve nothing and that are not in ``found`` any more, the models in the repositories."""
+        """Drops the models that serve nothing and have left ``found``, which has the models in the repositories."""
         for name in list(self.lifecycle.models):
             self._begin(self.lifecycle.forget(name, found[name].versions if name in found else ()))
         self._wanted &= self.lifecycle.models.keys() | found.keys() | self._listed
@@ -468,7 +468,7 @@ class Models:
         self._begin(self.lifecycle.loaded(incarnation, answer))
 
     def unloaded(self, incarnation: int, name: str, version: int) -> None:
-        """Logs that a worker process has unloaded a version. The unload ends when every worker that served the version has."""
+        """Logs that a worker process has unloaded a version. The unload ends once all workers that served the version have."""
         _log.info("model '%s' version %d is unloaded", name, version)
         self._begin(self.lifecycle.unloaded(incarnation, name, version))
 

@@ -162,7 +162,7 @@ class Ensembles:
             self._built[found.name].down = not self._whole(found)
 
     def returned(self) -> list[FoundModel]:
-        """Returns the ensembles to load again since the last call: missing members serve again, or a member was replaced."""
+        """Returns the ensembles that have to be loaded again now: missing members serve again, or a member was replaced."""
         found: list[FoundModel] = []
         for name, built in self._built.items():
             now = self._fingerprints(built.found)

@@ -98,7 +98,7 @@ class GivenModels:
             self._coming.discard(folder)
 
     def serves(self, name: str, needed: Collection[str]) -> bool:
-        """Returns whether ``needed``, folders that the versions of the model ``name`` use, has one with a client's files."""
+        """Returns whether one of ``needed``, folders that the versions of the model ``name`` use, has a client's files."""
         return any(str(folder) in needed for folder in self._folders.get(name, ()))
 
     def drop_unused(self, name: str, needed: Collection[str]) -> None:

@@ -230,7 +230,7 @@ async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
 
 
 async def recent_errors(fronts: Iterable[Child], workers: Iterable[Child]) -> list[dict[str, Any]]:
-    """Returns the latest errors that clients got, newest first. The key ``front`` has the name of the process that sent it."""
+    """Returns the latest errors that clients got, newest first, each with the process that sent the error as ``front``."""
     asked = [*fronts, *workers]
     told = await asyncio.gather(*(records(child, RecentErrors()) for child in asked))
     rows = [{**row, "front": child.name} for child, found in zip(asked, told, strict=True) for row in found]

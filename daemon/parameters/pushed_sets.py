@@ -125,7 +125,10 @@ class PushedSets:
         self._take(content)
 
     def revert(self, key: VersionKey, name: str) -> None:
-        """Makes the former values of the set ``name`` of ``key`` those in force, and drops the newest. Former ones must exist."""
+        """Makes the former values of the parameter set ``name`` those in force again, and drops the newest values.
+
+        ``key``: the model's version. The set must have former values.
+        """
         there = self._sets[key][name]
         assert there.former is not None
         self._drop(there.newest)

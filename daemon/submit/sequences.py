@@ -208,7 +208,10 @@ def _rank(key: Key, worker: WorkerLink) -> int:
 
 
 def _spare(worker: WorkerLink, slots: Key) -> int:
-    """Returns how many more sequences a worker can run (published under ``slots``), less those sent since; below 0: some wait."""
+    """Returns how many more sequences a worker can run; below 0: so many sequences wait for the worker.
+
+    It is the number that the worker published under the key ``slots``, less the sequences that were sent there since.
+    """
     published = worker.sequences.slots(slots)
     if published is None:
         return 0

@@ -541,7 +541,7 @@ class Submitter:
         self._model_changed = asyncio.Event()
 
     async def loaded(self, model: str, version: int) -> None:
-        """Waits until a model version's load has ended. Raises Unavailable: ``requests.worker_wait`` seconds have passed."""
+        """Waits until a model version's load has ended. Raises Unavailable: that takes over ``requests.worker_wait`` seconds."""
         try:
             async with asyncio.timeout(self._worker_wait):
                 while self.is_loading(model, version):
@@ -656,7 +656,7 @@ class Submitter:
         return late
 
     def _no_worker(self, prepared: PreparedRequest) -> Unavailable:
-        """Returns the error for a request, with the repeated part ``prepared``, that has waited too long for a worker."""
+        """Returns the error for a request that has waited too long for a worker. ``prepared``: the part of it that repeats."""
         gpu = self._routing.gpu_of(prepared)
         where = f" on GPU {number_of(gpu)}, where its regions are," if gpu else ""
         state = self._routing.state_of(prepared)
