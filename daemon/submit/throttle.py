@@ -60,10 +60,7 @@ class Throttle:
         return True
 
     def fills_connection(self, account: Account) -> bool:
-        """Returns whether a connection's answers have just filled the share of ``account``.
-
-        Call it once an answer was counted.
-        """
+        """Returns whether unread answers have just filled the share of ``account``. Call it once an answer was counted."""
         if not account.is_full or account in self.full:
             return False
         self.full.add(account)
