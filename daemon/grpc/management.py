@@ -189,7 +189,7 @@ def _maker(request: type[Message], answer: Any, for_peer: bool) -> Callable[[Str
 
 
 def _filled(message: Message, fields: dict[str, Any]) -> Any:
-    """Fills a protobuf message from JSON values and returns it. Values for which the message has no field are left out."""
+    """Fills a protobuf message from JSON values and returns the message. Values for which it has no field are left out."""
     return json_format.ParseDict(fields, message, ignore_unknown_fields=True)
 
 

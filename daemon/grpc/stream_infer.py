@@ -151,7 +151,7 @@ class StreamInfer(InferCall):
         """Sends the client an error for a request that could not be sent to a worker. The other requests of the stream go on.
 
         If the answers to earlier requests must come first, the error is sent after them. ``trace``: the request's trace; None:
-        the request is not traced. ``asked``: the request as logs name it; None: its model is unknown.
+        the request is not traced. ``asked``: stands for the request in logs; None: the request's model is unknown.
         """
         code, message, sent = INTERNAL, DEFECT, None
         if isinstance(error, ServingError):

@@ -252,7 +252,7 @@ class Lifecycle:
         return [self._publish(number, version)]
 
     def _finish(self, name: str, model: ModelEntry) -> list[Instruction]:
-        """Ends the model's running load or unload if every worker has answered. Returns instructions.
+        """Ends the model's running load or unload if every worker has answered. Returns instructions for the caller.
 
         If a load replaced versions, they are unloaded before the load ends.
         """
@@ -391,7 +391,7 @@ class Lifecycle:
         return out
 
     def loaded(self, worker: int, answer: Loaded) -> list[Instruction]:
-        """Notes that worker number ``worker`` serves a version, or failed to load it. Returns instructions.
+        """Records that worker number ``worker`` serves a version, or failed to load it. Returns instructions for the caller.
 
         If the version is not wanted on that worker any more, the worker unloads it again.
         """
@@ -437,7 +437,7 @@ class Lifecycle:
         return out + self._send_postponed(worker) + self._after_answer(answer.name)
 
     def unloaded(self, worker: int, name: str, number: int) -> list[Instruction]:
-        """Notes that a worker has unloaded a version. The unload ends when the last worker has unloaded. Returns instructions."""
+        """Records that a worker has unloaded a version. The last worker that unloads ends the unload. Returns instructions."""
         version = self.version(name, number)
         if version is None or worker not in version.unloading:
             return []

@@ -438,7 +438,7 @@ class MissingParts:
     """Logs which optional parts child processes lack. The same list is logged only once, as all processes run the same files."""
 
     def __init__(self, what: str = IN_C) -> None:
-        """Begins with nothing logged. ``what``: the beginning of each warning, before the names of the missing parts."""
+        """Begins before any warning is logged. ``what``: the beginning of each warning, before the missing parts' names."""
         self._what = what
         self._said: tuple[str, ...] = ()
 

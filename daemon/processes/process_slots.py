@@ -53,7 +53,7 @@ class ProcessSlots:
     """Replaces dead child processes, each after a delay. Counts deaths and replacements by the process's name."""
 
     def __init__(self, options: Expert, needs: Callable[[Child], bool], gives_up: Callable[[Child], bool]) -> None:
-        """Begins without deaths.
+        """Begins before any process has died.
 
         Args:
           options: the delays before a dead process is replaced.
@@ -154,7 +154,7 @@ class Backoff:
     """Decides how long to wait before a dead process is replaced: first shortly, then twice as long each time. Does no I/O."""
 
     def __init__(self, first: float, maximum: float, chance: random.Random) -> None:
-        """Begins without deaths. Delays are ``first`` to ``maximum`` seconds; ``chance`` shortens each by up to a tenth."""
+        """Sets the bounds of the delays, ``first`` to ``maximum`` seconds. ``chance``: shortens each delay by up to a tenth."""
         self._first = first
         self._maximum = maximum
         self._chance = chance

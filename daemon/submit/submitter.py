@@ -470,7 +470,7 @@ class Submitter:
         self._flush_all_later()
 
     def _may_come_back(self, request: InFlight) -> bool:
-        """Returns whether a request may be withdrawn and run later: its model is repeatable, stateless and does not stream."""
+        """Returns whether a request may be withdrawn and run later: it may run twice, and its model has no state or stream."""
         state = self._routing.state_of(request.prepared)
         return state is not None and state.repeatable and not state.sticky and not state.streams
 
