@@ -195,7 +195,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats each message as a JSON object on one line. ``journal``: whether systemd's priority stands before it."""
+    """Formats each message as a JSON object on one line. ``journal``: whether systemd's priority stands before the object."""
 
     def __init__(self, name: str, journal: bool = False) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ def empty(model_name: str = "") -> ModelConfig:
 
 
 def parse_pbtxt(text: str, model_name: str) -> ModelConfig:
-    """Parses a config.pbtxt. Raises InvalidArgument, with line, column and what protobuf expected, if it is malformed."""
+    """Parses a config.pbtxt. Raises InvalidArgument if the text is malformed, with line, column and what protobuf expected."""
     message = empty()
     try:
         text_format.Parse(text, message)

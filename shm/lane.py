@@ -428,7 +428,7 @@ class WorkerLane(LaneEnd):
         return wanted
 
     def is_announced(self, lease: Lease) -> bool:
-        """Returns whether the submitter was told of the segment of this lease, and of every segment that was closed."""
+        """Returns whether the submitter was told of this lease's segment, and also of every segment that was closed."""
         return lease.place.segment in self.announced and self._closures == self.arena.closures
 
     def complete(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:

@@ -77,7 +77,7 @@ class PreparedTensor(Record, frozen=True, tag="t"):
 
 
 class RequestedOutput(Record, frozen=True, tag="o"):
-    """Names an output that a client asked for. ``region``: where to write it; None: it is sent with the answer."""
+    """Names an output that a client asked for. ``region``: where to write the output; None: the answer contains the output."""
 
     name: str
     region: RegionSlice | None = None

@@ -50,7 +50,7 @@ class ResponseOrder(Generic[K, A]):
         return self._leaving()
 
     def withdrawn(self, request: K) -> list[tuple[K, A]]:
-        """Forgets a request that gets no answer. Returns (request, answer) for the answers that may be sent now, in order."""
+        """Forgets a request that gets no answer. Returns (request, answer) for answers that may be sent now, in request order."""
         self._turns.remove(request)
         return self._leaving()
 

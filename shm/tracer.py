@@ -123,7 +123,7 @@ class Spans:
         self._seldom = Seldom()
 
     def ended(self, trace: EndedTrace) -> None:
-        """Adds an ended trace. It is sent to the supervisor within half a second, together with others."""
+        """Adds an ended trace. The trace is sent to the supervisor within half a second, together with others."""
         self._waiting.append(trace)
         if len(self._waiting) >= _TOGETHER:
             self.flush()
@@ -151,7 +151,7 @@ def _in_loop(seconds: float, call: Callable[[], None]) -> None:
 
 
 def without_tensors(timeline: Timeline) -> Timeline:
-    """Returns a copy of a timeline and its children without their tensors, because spans do not show tensors."""
+    """Returns a copy of a timeline, and of its children, without the tensors, because spans do not show tensors."""
     if timeline.tensors or timeline.children:
         children = tuple(map(without_tensors, timeline.children))
         return msgspec.structs.replace(timeline, tensors=(), children=children)

@@ -219,7 +219,7 @@ def _holds_a_model(repository: Path) -> bool:
 
 
 def _unreachable(path: str, error: OSError) -> Unavailable:
-    """Makes the exception for a path to which connecting failed. If permission is lacking, the text says who has it."""
+    """Makes the exception for a path to which connecting failed. If a permission is lacking, the text says who has it."""
     text = f"{path}: {error.strerror}"
     if not isinstance(error, PermissionError):
         return Unavailable(text)

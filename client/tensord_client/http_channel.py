@@ -248,7 +248,7 @@ class HttpResponse:
     def end(self) -> None:
         """Handles the end of the connection: completes an answer whose body ends with the connection.
 
-        Raises: ConnectionResetError: the answer was cut off: its body has a length or chunks, and not all of it has come.
+        Raises: ConnectionResetError: the body of the answer has a length or chunks, and not all of it has come.
         """
         if not self._to_end:
             raise ConnectionResetError(errno.ECONNRESET, "the connection ended before the answer")

@@ -213,7 +213,7 @@ class HttpRequest(Pending[Any]):
     def keep(self) -> None:
         """Copies the request's bytes, so that its caller may write to the input arrays. Does nothing if the request has ended.
 
-        The bytes are needed until they are sent, and if the request is sent again after a failure.
+        The copy is needed until all bytes are sent, and again if the request is sent once more after a failure.
         """
         # What is small is one piece of ours already.
         if not self.done() and len(self._exchange.pieces) > 1:
@@ -367,7 +367,7 @@ class HttpRequest(Pending[Any]):
     # ----------------------------------------------------------------------------------------------------------- waiting
 
     def fileno(self) -> int:
-        """Returns the descriptor to poll for the events that ``_step`` returned. Call it only if they are not 0."""
+        """Returns the descriptor to poll for the events that ``_step`` returned. Call it only if ``_step`` did not return 0."""
         assert self._channel is not None
         return self._channel.fileno()
 
@@ -476,7 +476,7 @@ class Waiter:
         self._thread.start()
 
     def add(self, request: HttpRequest) -> None:
-        """Hands a request to the thread, which sends and receives for it, and calls its callbacks once it has ended.
+        """Hands a request to the thread. The thread sends and receives for the request, and calls the ended request's callbacks.
 
         If the thread has ended already because the client was closed, the request is ended in the calling thread.
         """
@@ -545,7 +545,7 @@ class Waiter:
                 os.read(self._wakes, 4096)
 
     def _ends(self) -> bool:
-        """Returns whether the thread is to end now: ``close`` was called, and no request was added or dropped since.
+        """Returns whether the thread is to end now: ``close`` was called, and no request waits to be added or dropped.
 
         If so, closes the thread's file descriptors. Call it only when all requests of the thread have ended.
         """
