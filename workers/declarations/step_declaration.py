@@ -44,7 +44,7 @@ class StepDeclaration:
 
 
 def declare_steps(message: ModelConfig, module: ModuleType) -> StepDeclaration | None:
-    """Returns what a stepwise model declares, and marks the model as decoupled; None: the model does not run step by step.
+    """Returns what a model that runs step by step declares, and marks the model as decoupled; None: any other model.
 
     Raises: InvalidArgument: a declaration is malformed.  Unsupported: a host model has no slots.
     """
@@ -85,7 +85,7 @@ def _number(what: str, module: ModuleType, name: str, most: int, default: int | 
 
 
 def check_stepped(message: ModelConfig, described: Signature) -> None:
-    """Raises InvalidArgument or Unsupported if a configuration has what a stepwise model cannot have, such as sequences."""
+    """Raises InvalidArgument or Unsupported if a model that runs step by step has what it cannot have, such as sequences."""
     what = f"model '{message.name}'"
     if message.max_batch_size:
         raise InvalidArgument(
@@ -114,7 +114,7 @@ def check_stepped(message: ModelConfig, described: Signature) -> None:
 
 
 def check_buckets(buckets: Buckets) -> None:
-    """Raises InvalidArgument if an axis of a stepwise model's input varies without buckets, or is named like an input."""
+    """Raises InvalidArgument if an input's axis varies without buckets, or is named like an input. For step by step models."""
     what, axes = f"model '{buckets.signature.model}'", set(buckets.named)
     for spec in buckets.signature.inputs.values():
         for axis, dim in zip(spec.axes, spec.model_dims, strict=True):
@@ -129,7 +129,7 @@ def check_buckets(buckets: Buckets) -> None:
 
 
 def created_steps(model: str, returned: object, asked: RequestInputs | None) -> tuple[StepFunctions, Any]:
-    """Returns the functions and the parameters that ``create`` of a stepwise model returned.
+    """Returns the functions and the parameters that ``create`` of a model that runs step by step returned.
 
     ``asked``: properties of requests that become inputs of ``insert``; None: none do. Raises InvalidArgument: ``create``
     returned something else.

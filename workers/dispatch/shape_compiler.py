@@ -36,7 +36,7 @@ COMPILER_SLOT = 1
 
 
 class ShapeCompiler:
-    """Compiles programs for unexpected shapes in a thread. Requests that need such a program wait here, outside the queue."""
+    """Compiles programs for shapes without a bucket, in a thread. Requests that need one wait here, outside the queue."""
 
     def __init__(
         self,

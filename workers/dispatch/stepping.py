@@ -179,7 +179,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Given(NamedTuple):
-    """Work that was launched on the device and whose results were not read yet: a step, or requests inserted into slots."""
+    """Work that was launched on the device and whose results were not read yet: a call of ``insert`` or of ``step``."""
 
     what: list[Request] | Step[Request]
     run: DeviceRun

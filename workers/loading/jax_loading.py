@@ -159,7 +159,7 @@ def jitted_model(
 def load_stepped(
     load: VersionLoad, declared: DeclaredVersion, steps: StepDeclaration, target: LoadTarget
 ) -> SteppedModel:
-    """Creates a stepwise model and compiles its programs. Raises ServingError, and whatever the model's code raises."""
+    """Creates a model that runs step by step, and compiles it. Raises ServingError, and whatever the model's code raises."""
     message, module, flags, described = load.message, load.module, load.flags, declared.taken
     check_stepped(message, described)
     if device_count(message, module) > 1:
@@ -190,7 +190,7 @@ def _executables(
     functions: StepFunctions,
     parameters: Any,
 ) -> tuple[StepExecutables, Rows]:
-    """Places a stepwise model's parameters. Returns its programs, not compiled yet, and the layout of a row of their results."""
+    """Places a model's parameters. Returns its step programs, not compiled yet, and the layout of a row of their results."""
     described, slots = buckets.signature, steps.rules.slots
     parts = [parted(load.flags.applied(function), parameters) for function in functions]
     rows = Rows(described)

@@ -379,7 +379,7 @@ def by_version(requests: list[Request]) -> dict[ModelVersion, list[Request]]:
 
 
 def _concerned(began: object | None, former: ParameterSet | None, new: ParameterSet, moves: bool) -> bool:
-    """Returns whether a push changes the parameters of a begun sequence or request, or makes it keep the former ones.
+    """Returns whether a push changes the parameters of a sequence or request that has begun, or makes it keep its former ones.
 
     ``began``: the parameters that it has used until now; None: always the newest of ``main``. ``former``: the set that ``new``
     replaces. ``moves``: whether what has begun goes on with ``new``.

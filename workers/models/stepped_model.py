@@ -31,7 +31,7 @@ from tensord.workers.tensors.signature import Signature
 
 
 class DeviceRun(NamedTuple):
-    """A call of a stepwise model's program, perhaps still running on the device: it adds requests or computes a step."""
+    """A call of a program that adds requests to a batch's state or computes a step, perhaps still running on the device."""
 
     made: Any
     #: Arrays that the device may still read.
@@ -98,10 +98,10 @@ class SteppedModel:
     def insert(
         self, requests: Sequence[RequestTensors], slots: Sequence[int], chosen: ParameterSet | None = None
     ) -> DeviceRun:
-        """Starts the insertion of requests with equal batching keys into slots. The returned run has one row for each request.
+        """Starts a call of ``insert`` for requests with equal batching keys. The returned run has one row for each request.
 
-        ``chosen``: the parameter set; None: ``main``. Raises StateLost: the insertion failed and the state of all slots is lost.
-        Any other error leaves all slots unchanged.
+        ``slots``: the requests' indices in the state. ``chosen``: the parameter set; None: ``main``. Raises StateLost: the call
+        failed and the state of all slots is lost. Any other error leaves all slots unchanged.
         """
         key = self._shapes.key(requests[0].arrays)
         inputs, numbers = self.executables.zeros(key)

@@ -30,7 +30,7 @@ INSERT_CARRY, STEP_CARRY = 3, 2
 
 
 class StepFunctions(NamedTuple):
-    """The functions of a stepwise model's author: they make the state, add requests to it, and compute a step of all requests."""
+    """The functions of a model that runs step by step: they make the state, add requests to it, and compute a step of all."""
 
     init: Callable[..., Any]
     insert: Callable[..., Any]
@@ -81,7 +81,7 @@ def _bytes(array: Any) -> Any:
 
 
 class StepPrograms:
-    """The functions that are compiled for a stepwise model: they call the model author's functions and check the results.
+    """The compiled functions of a model that runs step by step: they call the author's functions and check the results.
 
     Each function returns the carry, and a row of results (``Rows``) for each request. Each raises Internal if the author's
     function did not return what is declared.

@@ -289,7 +289,7 @@ class SequenceBatcher(Planner[S]):
             self._look(live)
 
     def lose(self, instance: int, now_ns: int) -> list[tuple[S, ServingError]]:
-        """Ends the sequences of an instance that have begun, because their state is lost.
+        """Ends those sequences of an instance that have begun, because their state is lost.
 
         Returns their waiting requests, each with its error. If no request of a sequence waits or runs, the sequence's next
         request gets the error.
