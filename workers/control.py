@@ -294,7 +294,7 @@ class Control:
             reply(Internal(f"the call failed with {type(error).__name__}"))
 
     def _reply(self, call_id: int, outcome: bytes | ServingError = b"", fd: int | None = None) -> None:
-        """Answers a call of the supervisor with a result or an error. ``fd``: a descriptor to send with it; None: none."""
+        """Answers a call of the supervisor with a result or an error. ``fd``: a descriptor to send with the answer, or None."""
         if isinstance(outcome, ServingError):
             self._channel.put(Reply(call_id, outcome.code, outcome.message))
         else:

@@ -35,7 +35,7 @@ def _given(message: ModelConfig, module: ModuleType, name: str, default: Any = N
 
 
 def device_count(message: ModelConfig, module: ModuleType) -> int:
-    """Returns how many devices a model asks for; 0: it does not say. Raises InvalidArgument: that is no integer above 0."""
+    """Returns how many devices a model asks for, 0 if it does not say. Raises InvalidArgument: no integer above 0 is given."""
     given, where, is_text = _given(message, module, "devices")
     if is_text and given.isdecimal():
         given = int(given)

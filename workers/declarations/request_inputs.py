@@ -132,7 +132,7 @@ class KnownParameters:
 
 
 def request_inputs(message: ModelConfig, module: ModuleType) -> RequestInputs | None:
-    """Returns the properties of requests that model.py asks for; None: none. Raises InvalidArgument: a malformed declaration."""
+    """Returns the properties of requests that model.py asks for, or None. Raises InvalidArgument: a declaration is malformed."""
     declared, host = getattr(module, "request", {}), bool(getattr(module, "host", False))
     model, batches = message.name, message.max_batch_size > 0
     if not isinstance(declared, Mapping):

@@ -531,7 +531,7 @@ class Dispatcher:
 
 
 def _extend(version: ModelVersion, grouped: GroupedCalls, batch: list[Request]) -> GroupedProgram | None:
-    """Adds to ``batch`` waiting requests that can be computed in one call with it. Returns the program; None: there is none."""
+    """Adds to ``batch`` waiting requests that can be computed in one call with it. Returns the program, or None."""
     key = batch[0].key
     waiting = version.queue.rows(key)
     program = grouped.find(shapes_of(key), waiting + 1)

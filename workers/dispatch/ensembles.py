@@ -431,7 +431,7 @@ def told_by(
 
 
 def _has_set(member: ModelVersion, name: str) -> bool:
-    """Returns whether a model has a parameter set with that name; True for an ensemble, whose steps' models check again."""
+    """Returns whether a model has a parameter set with that name; True for an ensemble, because its steps will check that."""
     if member.loaded.ensemble is not None:
         return True
     return member.sets is not None and member.sets.newest(name) is not None

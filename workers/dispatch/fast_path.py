@@ -66,7 +66,7 @@ class _Batch:
     def __init__(
         self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Shapes, runs: SequenceRuns | None = None
     ) -> None:
-        """Finds the program for each number of rows. ``key``: the inputs' shapes. ``runs``: None: a model without sequences."""
+        """Finds the program for each number of rows. ``key``: the inputs' shapes. ``runs``: None if a model has no sequences."""
         self.version = version
         self.model = model
         self._key = key

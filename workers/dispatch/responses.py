@@ -147,7 +147,7 @@ class Responses(ResponseReceiver):
                 self._end_cancelled(sender)
 
     def respond(self, sender: ResponseSender, result: Result | None, final: bool) -> None:
-        """Sends a response that the loop made, after earlier ones. ``result``: None: only says that no more responses follow."""
+        """Sends a response that the loop made, after earlier ones. If ``result`` is None, only says that no response follows."""
         sent = result, final, sender.posted(result, final)
         if sender in self.kept:
             self.kept[sender][0].append(sent)

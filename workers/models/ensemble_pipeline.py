@@ -202,7 +202,7 @@ class EnsemblePipelines:
 
 
 def needs_steps(request: Request) -> bool:
-    """Returns whether an ensemble must run by requests to its models.
+    """Returns whether an ensemble must run as requests to its models, not as a pipeline.
 
     That is so if the request names a parameter set, or asks that the answer names the set that was used.
     """

@@ -114,7 +114,7 @@ class FreeState:
         return self._shapes.lengths({name: array for name, array in arrays.items() if name in self._described.inputs})
 
     def begun(self, arrays: Mapping[str, Array], rows: int) -> dict[str, Array]:
-        """Returns the initial state for a sequence's first inputs. Raises InvalidArgument: they give one axis different sizes."""
+        """Returns the initial state for a sequence's first inputs. Raises InvalidArgument: the inputs give an axis two sizes."""
         lengths = self._lengths(arrays)
         lead = (rows,) if self._described.batches else ()
         found: dict[str, Array] = {}

@@ -71,7 +71,7 @@ class RateLimiter:
         return instance in self._running
 
     def done(self, instance: Instance, again: bool = False) -> None:
-        """Frees the resources of an instance that has run, else ends its wait for some. ``again``: it waits for another run."""
+        """Frees an instance's resources after a run, or ends its wait for resources. ``again``: it waits for another run."""
         if instance in self._running:
             del self._running[instance]
             for name, count in instance.needs.items():

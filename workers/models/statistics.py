@@ -357,7 +357,7 @@ class VersionStatistics:
         self.padded_elements += elements
 
     def failed(self, lasted_ns: int, why: Failure = Failure.REJECTED) -> None:
-        """Counts a request that was accepted and failed ``lasted_ns`` after its arrival. ``why``: the reason to count."""
+        """Counts a request that was accepted and failed ``lasted_ns`` after its arrival. ``why``: the reason to count it for."""
         self.fail.add(lasted_ns)
         self.failures[why] += 1
 

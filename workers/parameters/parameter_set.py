@@ -418,7 +418,7 @@ class ParameterSets:
             self.room.leave_stack(self.stack)
 
     def kept(self, name: str, number: int) -> ParameterSet:
-        """Returns the set with this name and number. Raises NotFound: it is neither in use nor was it in use just before."""
+        """Returns the set with this name and number. Raises NotFound unless the set is in use or was in use just before."""
         for found in (self.newest(name), self._before.get(name)):
             if found is not None and found.number == number:
                 return found

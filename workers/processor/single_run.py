@@ -166,7 +166,7 @@ class SingleRun:
     def _run_into(
         self, arguments: dict[str, Array], chosen: ParameterSet | None, memories: Mapping[str, memoryview]
     ) -> list[Array] | None:
-        """Runs the program so that XLA writes outputs to ``memories``, output name -> memory. ``chosen``: None: the set ``main``.
+        """Runs the program so that XLA writes outputs to ``memories``, output name -> memory. ``chosen`` None: the set ``main``.
 
         Returns the outputs for the answer's record; None: XLA has written an output elsewhere than to its memory.
         """

@@ -178,7 +178,7 @@ class CacheDirectory:
         """Opens the directory, and makes it if it is missing; yields its file descriptor and its mode.
 
         Links in the path were resolved once, when this object was made. If a link is changed later, the directory to
-        which it leads then is checked in the same way. Raises OSError: it belongs to another user, or another user
+        which it leads then is checked in the same way. Raises OSError: the directory belongs to another user, or another user
         could replace a directory above it.
         """
         *above, last = self.path.parts[1:]

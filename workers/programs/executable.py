@@ -262,7 +262,7 @@ class Executable(ABC):
         """
 
     def uncut(self, outputs: RunOutputs) -> BatchOutputs | None:
-        """Returns a run's outputs as bytes, to be cut by each answer; None: they are too large, or stay on a GPU."""
+        """Returns a run's outputs as bytes, which each answer will cut; None: the outputs are too large, or stay on a GPU."""
         if outputs.contents is None:
             return None
         if self._layout is None:

@@ -281,7 +281,7 @@ class JaxCache:
 
 
 def use_persistent_cache(directory: CacheDirectory | None) -> JaxCache | None:
-    """Has JAX store every compiled program in a directory. Returns the cache; None: no directory, or JAX does not allow it."""
+    """Has JAX store every compiled program in ``directory``. Returns the cache; None without directory, or if JAX refuses."""
     if directory is None:
         return None
     try:

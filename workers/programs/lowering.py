@@ -87,7 +87,7 @@ class Lowering:
         return {name: np.zeros(shape, dtype) for name, dtype, shape in wanted}
 
     def check(self, rows: int, shapes: Shapes, lowered: jax.stages.Lowered) -> None:
-        """Checks the outputs of a lowered program, before the model serves. Raises Internal: they are not as declared."""
+        """Checks the outputs of a lowered program, before the model serves. Raises Internal if outputs are not as declared."""
         made = lowered.out_info[0] if self._signature.states else lowered.out_info
         name = self._signature.model
         if not isinstance(made, dict):

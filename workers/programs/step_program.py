@@ -30,7 +30,7 @@ INSERT_CARRY, STEP_CARRY = 3, 2
 
 
 class StepFunctions(NamedTuple):
-    """The functions of a model that runs step by step: they make the state, add requests to it, and compute a step of all."""
+    """The functions of a model that runs step by step: they make the state, add requests, and compute a step of all requests."""
 
     init: Callable[..., Any]
     insert: Callable[..., Any]
@@ -164,9 +164,9 @@ class StepPrograms:
         return Internal(f"model '{self._signature.model}': {which} returned {what}, {expected} expected")
 
     def _check_carry(self, which: str, given: Any, made: Any) -> None:
-        """Compares the state that a function was given with the one that it made.
+        """Compares the state that a function was given with the state that it returned. ``which``: names the function.
 
-        ``which``: names the function. Raises Internal: they differ in structure, shape or datatype.
+        Raises Internal: the two differ in structure, shape or datatype.
         """
         what = f"model '{self._signature.model}': {which} returned"
         before, after = jax.tree_util.tree_leaves_with_path(given), jax.tree_util.tree_leaves_with_path(made)
@@ -202,7 +202,7 @@ class StepPrograms:
         return made
 
     def _flags(self, which: str, name: str, flags: Any, lead: tuple[int, ...]) -> Any:
-        """Returns flags as an array. Raises Internal: they are not BOOL[lead]. ``which``: the function that returned them."""
+        """Returns flags as an array. Raises Internal unless they are BOOL[lead]. ``which``: the function that returned them."""
         array = jnp.asarray(flags)
         if array.shape != lead or array.dtype != jnp.bool_:
             raise Internal(

@@ -117,7 +117,7 @@ class Tensor:
 
 
 class _Capsule:
-    """Wraps a DLPack capsule in an object with the methods that importers of DLPack call."""
+    """Wraps a DLPack capsule in an object with the methods that libraries call to import DLPack."""
 
     def __init__(self, capsule: Any) -> None:
         self._capsule = capsule

@@ -70,7 +70,7 @@ class Places:
         return found
 
     def take_lease(self) -> LeaseKey | None:
-        """Passes the lease of the arena's memory on to the submitter. Returns the key that ends the lease; None: no lease."""
+        """Passes the lease of the arena's memory on to the submitter. Returns the key that ends the lease, or None."""
         lease, self.lease = self.lease, None
         return None if lease is None else lease.key
 

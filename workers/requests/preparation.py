@@ -124,7 +124,7 @@ class Preparation:
     __slots__ = ("checked", "large", "load", "number", "outputs", "own", "plans", "prepared")
 
     def __init__(self, prepared: PreparedRequest, number: int = INLINE) -> None:
-        """``number``: the lane's number for the prepared request; ``INLINE``: it came inside a request, and has no number."""
+        """``number``: the lane's number for the prepared request; ``INLINE`` if it came inside a request and has no number."""
         self.number = number
         self.prepared = prepared
         #: True if all of its tensors are each request's own, and none lies in a region.

@@ -367,7 +367,7 @@ def _quoted(names: list[str]) -> str:
 
 
 def _batch_size(inputs: Sequence[PreparedTensor], own: RequestRecord, signature: Signature) -> int:
-    """Returns the batch size. Raises InvalidArgument: it differs between inputs, or is out of bounds."""
+    """Returns the batch size. Raises InvalidArgument if inputs differ in their batch sizes, or the size is out of bounds."""
     rows: int | None = None
     for tensor in reversed(inputs):
         if not tensor.shape:

@@ -157,7 +157,7 @@ class Request(RequestTensors):
 
     @property
     def is_open(self) -> bool:
-        """True until the last answer to the request is given."""
+        """True until the last answer to the request has been given."""
         return self.submitter.in_flight.get(self.request_id) is self
 
     @property
@@ -255,7 +255,8 @@ def not_kept(request: Request | None) -> None:
 def hand_over(request: Request, result: Result | None, moments: Moments | None = None, final: bool = True) -> None:
     """Passes a response to the sink of a request that was made inside the worker, unless its last response was passed already.
 
-    ``result``: None: no response, and no further one follows. ``moments``: the times of the run; None: the request did not run.
+    ``result``: the response; None if there is none and none follows. ``moments``: the times of the run; None if the request
+    did not run.
     """
     assert isinstance(request, InnerRequest)
     if request.is_open:

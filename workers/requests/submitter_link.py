@@ -228,7 +228,7 @@ class SubmitterLink(Generic[R]):
         return kind
 
     def known_kind(self, version: int, described: Described) -> ResponseKind | None:
-        """Returns the encoder of small responses that are not their request's last; None: none yet. Any thread may call it."""
+        """Returns the encoder of small responses that are not their request's last, or None if none is there. For any thread."""
         return self._response_kinds.get((version, False, described))
 
     def answer(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:

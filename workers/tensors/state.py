@@ -112,7 +112,10 @@ def initial_state(
 
 
 def _fitting(what: str, spec: StateSpec, value: Any) -> Array:
-    """Returns a state's first value in the state's shape; a number fills it. Raises InvalidArgument, naming ``what``: no fit."""
+    """Returns a state's first value in the state's shape; a single number fills the shape.
+
+    ``what``: names the state in errors. Raises InvalidArgument: the value does not fit.
+    """
     made = given = np.asarray(value)
     if given.dtype.kind in "biuf" and (given.ndim == 0 or not hasattr(value, "dtype")):
         # Numbers have no datatype of their own.
