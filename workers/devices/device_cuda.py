@@ -254,10 +254,10 @@ class CudaDevice:
         return GpuArray(self.context, made, made.unsafe_buffer_pointer(), np.dtype(made.dtype), made.shape)
 
     def take(self, made: Sequence[jax.Array], cuts: Sequence[tuple[int, int]] = ()) -> list[bytes] | None:
-        """Copies outputs to host memory and returns the bytes of each. It waits once, also for outputs still being computed.
+        """Copies outputs to host memory and returns the bytes of each. Waits once, also for outputs still being computed.
 
-        None: they are too large for the staging memory. ``cuts``: the ranges of bytes to return of a single output; empty: all.
-        Raises DeviceLost: the GPU failed. An error of the program's run is raised unchanged.
+        None: the outputs are too large for the staging memory. ``cuts``: the ranges of bytes to return of a single output;
+        empty: all. Raises DeviceLost: the GPU failed. An error of the program's run is raised unchanged.
         """
         ends = list(itertools.accumulate([-(-byte_size_of(array) // _LINE) * _LINE for array in made]))
         if ends and ends[-1] > TOGETHER:
@@ -278,7 +278,7 @@ class CudaDevice:
     def deliver(
         self, made: Mapping[str, jax.Array], places: Mapping[str, memoryview | tuple[CudaRegion, int]]
     ) -> dict[str, GpuArray | Array]:
-        """Copies outputs to their places. It waits once, also for outputs still being computed.
+        """Copies outputs to their places, and waits once for all of them, even if outputs are still being computed.
 
         Returns all outputs; those without a place as host arrays if they are small together, else as arrays on the device.
         Raises: InvalidArgument: a region cannot be written any more.  DeviceLost: the GPU failed. An error of the program's

@@ -18,7 +18,7 @@ from tensord.shm.regions import SnapshotRegion
 
 
 class LateTensor:
-    """A tensor of fixed-size elements at an offset of a region. Its bytes are read only when they are needed."""
+    """A tensor of fixed-size elements at an offset of a region. The tensor's bytes are read only when they are needed."""
 
     __slots__ = ("dtype", "nbytes", "offset", "region", "shape")
 

@@ -333,7 +333,7 @@ class Outbox:
         return False
 
     def retry(self, now_ns: int) -> list[Request]:
-        """Retries answers that waited for room; answers that waited too long fail. Returns held requests that may run now."""
+        """Retries answers that waited for room; those that waited too long fail. Returns the held requests that may run now."""
         freed: list[Request] = []
         for submitter in list(self.blocked):
             returned = submitter.returns

@@ -188,7 +188,7 @@ class _Given(NamedTuple):
 
 
 class SteppingRuns:
-    """Runs the steps of all models of a worker whose requests run step by step, one model version after the other."""
+    """Runs the steps of those models of a worker that work step by step, one model version after the other."""
 
     def __init__(self, responses: Responses, page: StatusPage, clock: Callable[[], int], check: CheckDevice) -> None:
         """Begins without any version. ``check``: raises an error if the worker's device has failed."""
@@ -199,7 +199,7 @@ class SteppingRuns:
         self.living: dict[ModelVersion, Stepping] = {}
 
     def join(self, version: ModelVersion) -> None:
-        """Adds a model version to the versions whose steps ``step`` runs. It is removed when it has no more requests."""
+        """Adds a model version to the versions whose steps ``step`` runs. The version is removed when it has no more requests."""
         stepping = self._versions.get(version)
         if stepping is None:
             stepping = self._versions[version] = self._make(version)

@@ -176,7 +176,7 @@ class ParameterSet:
 
     @property
     def may_leave(self) -> bool:
-        """True if the set may leave the device. It has to be in host memory and not waiting to be put into use.
+        """True if the set may leave the device: it is in host memory, and does not wait to be put into use.
 
         ``main`` may leave only if the model's parameters are loaded on demand.
         """

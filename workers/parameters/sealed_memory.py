@@ -197,7 +197,7 @@ class _Memory:
     def fix(self) -> int:
         """Seals the memory so that not even this process can change it. Returns its file descriptor, which the caller closes.
 
-        No array may refer to the memory any more. Raises Unavailable: another process can write to the memory; it is freed then.
+        No array may refer to the memory any more. Raises Unavailable, and frees the memory, if another process can write to it.
         """
         del self.content
         try:

@@ -204,7 +204,7 @@ class Executables:
         return Carry(self._signature, self._initial, self._usual.device)
 
     def _run_once(self) -> None:
-        """Runs the executable of the smallest bucket on zeros, and then those of further buckets while their total work is small.
+        """Runs the executable of the smallest bucket on zeros; then those of further buckets while their total work is small.
 
         A program's first run is slower (measured: the first of a process by 30 ms, the first of each executable by 3 ms), and a
         model that cannot run at all fails before it serves.

@@ -85,7 +85,7 @@ class LaneSegments(ArenaMap):
         self._reasons[name] = reason
 
     def close_segment(self, segment: int) -> None:
-        """Closes a segment for new requests. It stays mapped while requests use it. An unknown number is ignored."""
+        """Closes a segment for new requests. The segment stays mapped while requests use it. An unknown number is ignored."""
         name = f"{_MARK}{segment}"
         self._reasons.pop(name, None)
         region = self._regions.pop(name, None)

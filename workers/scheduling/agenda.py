@@ -35,7 +35,7 @@ class Agenda(Generic[P]):
         self.due_ns = NEVER
 
     def wake(self, part: P) -> None:
-        """Adds a part to the parts that the next iteration asks for work. That iteration does not wait before it begins."""
+        """Makes the next iteration ask a part for work. That iteration does not wait before it begins."""
         self.woken[part] = None
 
     def put(self, part: P, when_ns: int) -> None:

@@ -425,7 +425,7 @@ class RequestQueue(Generic[W]):
         self._shares.leave(owner)
 
     def _forget_taken(self) -> None:
-        """Frees memory: removes requests that no longer wait from the front of the heap of expiry times."""
+        """Frees memory: removes from the front of the heap of expiry times the requests that no longer wait."""
         expiries = self.expiries
         while expiries and expiries[0][3].line < 0:
             heapq.heappop(expiries)

@@ -82,7 +82,7 @@ class Expiries(Generic[S]):
 
 
 class Slots:
-    """Allocates and frees the slots of sequences on all instances. Stores only slots that were ever used, to save memory."""
+    """Allocates and frees the slots of sequences on all instances. Remembers only slots that were ever used, to save memory."""
 
     def __init__(self, of_each: int, instances: int) -> None:
         self._instances = instances
