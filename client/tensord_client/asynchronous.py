@@ -14,10 +14,10 @@ from tensord_client.client import Client, Place, connection
 from tensord_client.common.call import Call, Own, named
 from tensord_client.common.connection import Connection
 from tensord_client.common.latest import Newest
-from tensord_client.common.model import Calls
+from tensord_client.common.model import Calls, SequenceSteps
 from tensord_client.common.results import Answer, Array, Tensor
 from tensord_client.common.scheduling import SequenceId
-from tensord_client.errors import DeadlineExceeded, InvalidArgument
+from tensord_client.errors import DeadlineExceeded
 from tensord_client.parameters import ModelParameters
 
 if TYPE_CHECKING:
@@ -299,20 +299,12 @@ def _end_wait(waits: asyncio.Future[None]) -> None:
         waits.set_result(None)
 
 
-class AsyncModelSequence:
+class AsyncModelSequence(SequenceSteps[AsyncModel]):
     """A sequence of requests to a model that keeps state: the first call begins it, the call with ``end=True`` ends it.
 
     Made by ``AsyncModel.sequence``. If its ``async with`` block is left without an ``end`` call, ``AsyncModel.end_sequence``
     ends the sequence.
     """
-
-    def __init__(self, model: AsyncModel, sequence_id: SequenceId) -> None:
-        self._model = model
-        self.sequence_id = sequence_id
-        self._begun = False
-        self._ended = False
-        #: True if the last step was answered.
-        self._over = False
 
     async def __call__(self, inputs: Mapping[str, Any], *, end: bool = False, **own: Unpack[Own]) -> Answer:
         """Sends the sequence's next request, awaits its answer and returns it.
@@ -321,14 +313,7 @@ class AsyncModelSequence:
 
         Raises: ServingError: the answer is an error.
         """
-        if self._over:
-            raise InvalidArgument(
-                f"sequence {self.sequence_id!r} ended with an earlier step: sequence() begins another"
-            )
-        start, self._begun = not self._begun, True
-        self._ended = end
-        own["sequence_id"], own["sequence_start"], own["sequence_end"] = self.sequence_id, start, end
-        answer = await self._model(inputs, **own)
+        answer = await self._model(inputs, **self._step(own, end))
         self._over = end
         return answer
 
@@ -338,7 +323,7 @@ class AsyncModelSequence:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._begun and not self._ended:
+        if self._open:
             await self._model.end_sequence(self.sequence_id)
 
 

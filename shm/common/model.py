@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from .connection import Connection, Prepared
 
+M = TypeVar("M")
 _NOTHING: dict[str, Any] = {}
 
 
@@ -251,19 +252,34 @@ class Model(Calls):
         self.close()
 
 
-class ModelSequence:
+class SequenceSteps(Generic[M]):
+    """Says of each step of a sequence whether it begins the sequence. Base class of sequences, whichever way they wait."""
+
+    def __init__(self, model: M, sequence_id: SequenceId) -> None:
+        self._model = model
+        self.sequence_id = sequence_id
+        #: True if a step was sent, and no last step was.
+        self._open = False
+        #: True if the last step was answered.
+        self._over = False
+        self._begun = False
+
+    def _step(self, own: Own, end: bool) -> Own:
+        """Adds the fields of the sequence to those of its next request. Raises InvalidArgument: the sequence has ended."""
+        if self._over:
+            raise InvalidArgument(
+                f"sequence {self.sequence_id!r} ended with an earlier step: sequence() begins another"
+            )
+        start, self._begun, self._open = not self._begun, True, not end
+        own["sequence_id"], own["sequence_start"], own["sequence_end"] = self.sequence_id, start, end
+        return own
+
+
+class ModelSequence(SequenceSteps[Model]):
     """A sequence of requests to a model that keeps state: the first call begins it, the call with ``end=True`` ends it.
 
     Made by ``Model.sequence``. If its ``with`` block is left without an ``end`` call, ``Model.end_sequence`` ends the sequence.
     """
-
-    def __init__(self, model: Model, sequence_id: SequenceId) -> None:
-        self._model = model
-        self.sequence_id = sequence_id
-        self._begun = False
-        self._ended = False
-        #: True if the last step was answered.
-        self._over = False
 
     def __call__(self, inputs: Mapping[str, Any], *, end: bool = False, **own: Unpack[Own]) -> Answer:
         """Sends the sequence's next request, waits for its answer and returns it.
@@ -272,14 +288,7 @@ class ModelSequence:
 
         Raises: ServingError: the answer is an error.
         """
-        if self._over:
-            raise InvalidArgument(
-                f"sequence {self.sequence_id!r} ended with an earlier step: sequence() begins another"
-            )
-        start, self._begun = not self._begun, True
-        self._ended = end
-        own["sequence_id"], own["sequence_start"], own["sequence_end"] = self.sequence_id, start, end
-        answer = self._model(inputs, **own)
+        answer = self._model(inputs, **self._step(own, end))
         self._over = end
         return answer
 
@@ -289,7 +298,7 @@ class ModelSequence:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._begun and not self._ended:
+        if self._open:
             self._model.end_sequence(self.sequence_id)
 
 
