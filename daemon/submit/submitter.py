@@ -19,28 +19,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import count, takewhile
 
 from tensord.config.options import Options
 from tensord.daemon.control.refusals import OnRefusal, Refusals, uncounted
-from tensord.daemon.submit.accounts import Account, Accounts, ClientAccount, part
+from tensord.daemon.submit.accounts import Account, Accounts, part
 from tensord.daemon.submit.arena_space import ArenaSpace, OnLease
 from tensord.daemon.submit.busy_poll import BusyPoll
 from tensord.daemon.submit.in_flight import InFlight, WorkerLink
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.routing import Routing
 from tensord.daemon.submit.throttle import Throttle
-from tensord.shm.arena import Arena, LeaseKey, taken_by
+from tensord.shm.arena import Arena, LeaseKey
 from tensord.shm.channel import ChannelClosed
 from tensord.shm.common.submission import load, lost_sequence
 from tensord.shm.control_records import LaneOpened, ModelGone, ModelState, WorkerFenced
 from tensord.shm.device_names import number_of
 from tensord.shm.errors import DEFECT, Cancelled, Internal, InvalidArgument, ServingError, Unavailable, from_code
 from tensord.shm.lane import SubmitterLane, response_byte_size
-from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, Slice, TraceContext
+from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, TraceContext
 from tensord.shm.prepared import Numbers, OnNumber
 from tensord.shm.refusals import Refusal
 from tensord.shm.sequence_page import SequencePage
@@ -111,10 +110,6 @@ class Submitter:
         self.loan, self.arrived, self.give_back = self._space.loan, self._space.arrived, self._space.give_back
         #: Whom the connections belong to, and what they hold.
         self.accounts = Accounts(arenas, self._arena.small_byte_size, self._arena.shared_byte_size)
-        #: Leases of workers' response arenas that are outstanding, from the answer that brought one until its bytes have left:
-        #: whose it is, how large, and the worker's whose it was.
-        self._outstanding: dict[tuple[SubmitterLane, LeaseKey], tuple[Account, int, WorkerLink]] = {}
-        self._nobody = Account(ClientAccount("nobody", sys.maxsize, (0, 0, 0)), sys.maxsize)
         #: A request's responses that were taken are acknowledged when they are so many bytes.
         self._acknowledged_at = options.expert.max_ahead // 4
         #: Workers to be flushed when this iteration of the loop ends; and whether anything is to be done then.
@@ -365,7 +360,7 @@ class Submitter:
                 continue
             request = in_flight.pop(own.request_id, None)
             if own.lease is not None:
-                self._note_lease(worker, own.lease, request, own)
+                self._hold(worker, own.lease, request, own)
                 if request is None or request.cancelled:
                     self.release(worker.lane, own.lease)
             if request is None:
@@ -391,7 +386,7 @@ class Submitter:
         take = worker.in_flight.pop if prepared.final else worker.in_flight.get
         request, lease = take(own.request_id, None), own.lease
         if lease is not None:
-            self._note_lease(worker, lease, request, own)
+            self._hold(worker, lease, request, own)
         if request is not None and request.recalled and own.code == Cancelled.code:
             # It was called back and had not begun.
             request.recalled, request.worker = False, None
@@ -434,31 +429,10 @@ class Submitter:
         else:
             self._fail(request, from_code(answer.code, answer.message))
 
-    def _note_lease(self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, own: AnswerRecord) -> None:
-        """Counts the lease ``key`` of the answer ``own`` for its connection and client, until ``release`` is called.
-
-        If the connection or the client now holds its share of response memory, its other requests are throttled. ``request``:
-        the request that was answered; None: it is not in flight any more, and the lease counts for nobody.
-        """
-        size = 0
-        for content in own.contents:
-            if type(content) is Slice:
-                size += content.byte_size
-        # What of the arena it takes, which is more than it is.
-        size = taken_by(key[0], size)
-        account = (None if request is None else request.account) or self._nobody
-        self._outstanding[worker.lane, key] = account, size, worker
-        client, account.last = account.client, size
-        account.answers += size
-        client.answers += size
-        if account.answers < account.limit and client.answers < client.limit:
-            return
-        if request is not None and account is not self._nobody:
-            throttle = self._throttle
-            if throttle.fills_client(account, request):
-                self._recall(throttle.is_too_much)
-            if throttle.fills_connection(account):
-                self._recall(lambda other: other.account is account)
+    def _hold(self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, own: AnswerRecord) -> None:
+        """Counts the lease ``key`` of the answer ``own`` until ``release`` is called, and withdraws what is throttled by that."""
+        for concerned in self._throttle.hold(worker, key, request, own):
+            self._recall(concerned)
 
     def _recall(self, concerned: Callable[[InFlight], bool]) -> None:
         """Asks workers to withdraw the requests for which ``concerned`` returns True. Those that no model runs yet wait again."""
@@ -476,20 +450,15 @@ class Submitter:
 
     def release(self, lane: SubmitterLane, key: LeaseKey) -> None:
         """Gives an answer's lease, ``key``, back to its worker because the bytes were sent. A second call changes nothing."""
-        found = self._outstanding.pop((lane, key), None)
-        if found is None:
+        left = self._throttle.leave(lane, key)
+        if left is None:
             return
         lane.release(key)
-        account, byte_size, worker = found
-        account.answers -= byte_size
-        account.client.answers -= byte_size
-        throttle = self._throttle
-        if throttle.full:
-            throttle.taken(account)
+        account, worker = left
         if not worker.dirty and not worker.closed:
             self._flush_later(worker)
-        if throttle.lines:
-            for request in throttle.let_go(account):
+        if self._throttle.lines:
+            for request in self._throttle.let_go(account):
                 self._send_again(request)
 
     def taken(self, lane: SubmitterLane, response: AnswerRecord) -> None:
@@ -682,7 +651,7 @@ class Submitter:
         """Returns counts for operators: requests in flight and waiting, prepared requests, leases of answers, arena memory."""
         waiting = {"waiting_for_worker": len(self._waiting), "throttled": len(self._throttle)}
         prepared = {"prepared_numbered": self.numbers.assigned, "prepared_evicted": self.numbers.evicted}
-        held = {"answers_held": len(self._outstanding), **self._arena.statistics()}
+        held = {"answers_held": self._throttle.held, **self._arena.statistics()}
         return {"in_flight": len(self._in_flight), **waiting, **prepared, **held}
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Throttles the requests of connections and clients whose unread answers fill their share of response memory.
+"""Counts the leases of answers, and throttles requests of connections and clients that hold their share of response memory.
 
     an answer comes ─▶ its connection holds its share ─▶ the connection's other requests are withdrawn from workers ─▶ they wait
     its client holds its share ─▶ requests of all its connections that would have answers as large are withdrawn and wait, too
@@ -9,13 +9,17 @@ The requests of one connection wait in their order. This module only decides: th
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tensord.daemon.submit.accounts import Account, ClientAccount, Holdings
-from tensord.daemon.submit.in_flight import InFlight
+from tensord.daemon.submit.in_flight import InFlight, WorkerLink
+from tensord.shm.arena import LeaseKey, taken_by
 from tensord.shm.errors import Unavailable
+from tensord.shm.lane import SubmitterLane
+from tensord.shm.messages import AnswerRecord, Slice
 
 
 @dataclass(slots=True)
@@ -39,10 +43,61 @@ class Throttle:
         self.lines: dict[Account, _Line] = {}
         #: Those that wait for what others of their client hold, in order.
         self._barred: dict[ClientAccount, dict[Account, None]] = {}
+        #: Leases of workers' response arenas that are outstanding, from the answer that brought one until its bytes have left:
+        #: the account that it counts for, its size, and the worker.
+        self._outstanding: dict[tuple[SubmitterLane, LeaseKey], tuple[Account, int, WorkerLink]] = {}
+        self._nobody = Account(ClientAccount("nobody", sys.maxsize, (0, 0, 0)), sys.maxsize)
 
     # ---------------------------------------------------------------------------------------------------- who holds its share
 
-    def fills_client(self, account: Account, request: InFlight) -> bool:
+    def hold(
+        self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, own: AnswerRecord
+    ) -> Sequence[Callable[[InFlight], bool]]:
+        """Counts the lease ``key`` of the answer ``own`` for its connection and client, until ``leave`` is called.
+
+        If the connection or the client now holds its share of response memory, its other requests are to be withdrawn: returns
+        a function for each, which returns whether it concerns a request. ``request``: the request that was answered; None: it is
+        not in flight any more, and the lease counts for nobody.
+        """
+        size = 0
+        for content in own.contents:
+            if type(content) is Slice:
+                size += content.byte_size
+        # What of the arena it takes, which is more than it is.
+        size = taken_by(key[0], size)
+        account = (None if request is None else request.account) or self._nobody
+        self._outstanding[worker.lane, key] = account, size, worker
+        client, account.last = account.client, size
+        account.answers += size
+        client.answers += size
+        if (account.answers < account.limit and client.answers < client.limit) or request is None:
+            return ()
+        full: list[Callable[[InFlight], bool]] = []
+        if account is not self._nobody:
+            if self._fills_client(account, request):
+                full.append(self._is_too_much)
+            if self._fills_connection(account):
+                full.append(lambda other: other.account is account)
+        return full
+
+    def leave(self, lane: SubmitterLane, key: LeaseKey) -> tuple[Account, WorkerLink] | None:
+        """Counts a lease no more, because the answer's bytes were sent. Returns its account and worker; None: it was not held."""
+        found = self._outstanding.pop((lane, key), None)
+        if found is None:
+            return None
+        account, byte_size, worker = found
+        account.answers -= byte_size
+        account.client.answers -= byte_size
+        if self.full:
+            self.full -= {each for each in (account, account.client) if each.answers < each.limit}
+        return account, worker
+
+    @property
+    def held(self) -> int:
+        """Returns the number of leases that are outstanding."""
+        return len(self._outstanding)
+
+    def _fills_client(self, account: Account, request: InFlight) -> bool:
         """Returns whether the client of an answered request has just reached its share of response memory.
 
         If the client holds its share and the answer is large, this also records that requests like ``request`` (with the same
@@ -59,19 +114,14 @@ class Throttle:
         self.full.add(client)
         return True
 
-    def fills_connection(self, account: Account) -> bool:
+    def _fills_connection(self, account: Account) -> bool:
         """Returns whether unread answers have just filled the share of ``account``. Call it once an answer was counted."""
         if not account.is_full or account in self.full:
             return False
         self.full.add(account)
         return True
 
-    def taken(self, account: Account) -> None:
-        """Notes that memory of an answer was given back, so that the connection or its client may be below its share again."""
-        if self.full:
-            self.full -= {each for each in (account, account.client) if each.answers < each.limit}
-
-    def is_too_much(self, request: InFlight) -> bool:
+    def _is_too_much(self, request: InFlight) -> bool:
         """Returns whether ``request`` would get a large answer while its client's unread answers fill the client's share."""
         account = request.account
         if account is None:
