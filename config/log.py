@@ -18,8 +18,6 @@ import logging
 import os
 import re
 import sys
-import threading
-import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from logging.handlers import WatchedFileHandler
@@ -125,33 +123,6 @@ class _StandardError(logging.StreamHandler[TextIO]):
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
-
-
-class LineRate:
-    """Limits the log lines that clients can cause at will to ``lines`` a second, and counts those left out. Thread-safe."""
-
-    def __init__(self, lines: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        """Starts with no line counted. ``lines``: the most log lines a second. ``clock``: returns a time in nanoseconds."""
-        self._most = lines
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._window_ns = self._lines = self._left_out = 0
-
-    def admit(self) -> str | None:
-        """Returns the text to append to the caller's log line; None if the line must be left out.
-
-        The text says how many lines were left out before this line; it is empty if none was.
-        """
-        with self._lock:
-            now_ns = self._clock()
-            if now_ns - self._window_ns >= 10**9:
-                self._window_ns, self._lines = now_ns, 0
-            self._lines += 1
-            if self._lines > self._most:
-                self._left_out += 1
-                return None
-            left_out, self._left_out = self._left_out, 0
-        return f" ({left_out} such lines before it were left out)" if left_out else ""
 
 
 class _LevelFilter(logging.Filter):

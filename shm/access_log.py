@@ -13,13 +13,13 @@ from collections.abc import Iterable
 import msgspec
 
 from tensord.shm.messages import Content, RequestRecord
+from tensord.shm.seldom import LineRate
 
 _log = logging.getLogger("tensord.access")
 #: Counts never get there.
 _NEVER = 1 << 64
 #: Errors that one process logs in a second at most.
 _MAX_ERRORS = 10
-_SECOND_NS = 10**9
 #: Characters of an error's text, and of names that a client has chosen, in a line.
 MAX_TEXT = 300
 
@@ -33,8 +33,7 @@ class AccessLog:
         self.every = 0
         #: The count of good answers at which the next one is logged.
         self.next = _NEVER
-        #: The time since which errors are counted for their rate, how many were logged, and how many were not.
-        self._window_ns = self._logged = self._left_out = 0
+        self._errors = LineRate(_MAX_ERRORS)
 
     def log_every(self, every: int, count: int) -> None:
         """Sets what is logged: errors, and every ``every``-th answer without an error; ``every`` 0: nothing at all.
@@ -47,14 +46,7 @@ class AccessLog:
 
     def admits_error(self) -> bool:
         """Counts an error. Returns whether the rate limit allows a log line; the next line says how many were left out."""
-        if not self.every:
-            return False
-        now_ns = time.monotonic_ns()
-        if now_ns - self._window_ns >= _SECOND_NS:
-            self._window_ns, self._logged = now_ns, 0
-        self._logged += 1
-        self._left_out += self._logged > _MAX_ERRORS
-        return self._logged <= _MAX_ERRORS
+        return self.every > 0 and self._errors.admits()
 
     def write(
         self,
@@ -96,9 +88,8 @@ class AccessLog:
             line["answer_bytes"] = size
         if error:
             line["error"] = error[:MAX_TEXT]
-        if self._left_out:
-            line["left_out"] = self._left_out
-            self._left_out = 0
+        if left_out := self._errors.take_left_out():
+            line["left_out"] = left_out
         _log.info("%s", msgspec.json.encode(line).decode(), extra={"request": line})
 
     def __repr__(self) -> str:

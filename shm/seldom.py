@@ -1,7 +1,8 @@
-"""Limits how often a failure is logged that may come with every request."""
+"""Limits how often lines are logged that may come with every request."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -25,3 +26,35 @@ class Seldom:
         self._next = {each: due for each, due in list(self._next.items()) if now < due}
         self._next[what] = now + _SELDOM_SECONDS
         return True
+
+
+class LineRate:
+    """Limits the log lines that clients can cause at will to ``lines`` a second, and counts those left out. Thread-safe."""
+
+    def __init__(self, lines: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        """Starts with no line counted. ``lines``: the most log lines a second. ``clock``: returns a time in nanoseconds."""
+        self._most = lines
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._window_ns = self._lines = self._left_out = 0
+
+    def admits(self) -> bool:
+        """Counts a line. Returns whether it may be logged; False: it must be left out."""
+        with self._lock:
+            now_ns = self._clock()
+            if now_ns - self._window_ns >= 10**9:
+                self._window_ns, self._lines = now_ns, 0
+            self._lines += 1
+            self._left_out += self._lines > self._most
+            return self._lines <= self._most
+
+    def take_left_out(self) -> int:
+        """Returns how many lines were left out since the last call."""
+        with self._lock:
+            left_out, self._left_out = self._left_out, 0
+        return left_out
+
+    def say_left_out(self) -> str:
+        """Returns the text to append to a log line, which says how many lines before it were left out; "": none was."""
+        left_out = self.take_left_out()
+        return f" ({left_out} such lines before it were left out)" if left_out else ""

@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from tensord.config.log import LineRate
 from tensord.shm.errors import ServingError
 from tensord.shm.operations import (
     ChangeLog,
@@ -28,6 +27,7 @@ from tensord.shm.operations import (
     UnloadModel,
     UnregisterRegion,
 )
+from tensord.shm.seldom import LineRate
 
 _log = logging.getLogger("tensord.audit")
 #: Lines in a second at most, of regions and of all else: who registers a region for each request shall not fill the log, nor
@@ -55,12 +55,11 @@ class Audit:
         if not what:
             return
         rate = self._regions if isinstance(operation, _REGIONS) else self._others
-        left_out = rate.admit()
-        if left_out is None:
+        if not rate.admits():
             return
         refused = f", refused: {error.message[:_MAX_TEXT]}" if error is not None else ""
         now = _in_force(operation, result) if error is None else ""
-        _log.info("audit: %s by %s%s%s%s", what, _named(peer), now, refused, left_out)
+        _log.info("audit: %s by %s%s%s%s", what, _named(peer), now, refused, rate.say_left_out())
 
 
 def _described(operation: Operation) -> str:

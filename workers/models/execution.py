@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tensord.config.log import LineRate
 from tensord.shm.cuda_regions import CudaError
 from tensord.shm.errors import Internal, ServingError, Unavailable
+from tensord.shm.seldom import LineRate
 from tensord.workers.calls.caller import Caller, ModelPort
 from tensord.workers.parameters.parameter_set import ParameterSet, ParameterSets
 from tensord.workers.parameters.set_stack import BatchSets
@@ -243,6 +243,5 @@ def own_failure(
 
 def _log_failure(sentence: str, error: BaseException | None, requests: Sequence[Request]) -> None:
     """Logs ``sentence``, about a failed model, with the stack trace of ``error``, unless this second had too many failures."""
-    left_out = _FAILURES.admit()
-    if left_out is not None:
-        _log.error("%s%s", sentence, left_out, exc_info=error, extra=traced(requests))
+    if _FAILURES.admits():
+        _log.error("%s%s", sentence, _FAILURES.say_left_out(), exc_info=error, extra=traced(requests))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import time
@@ -16,7 +17,9 @@ from tensord.daemon.control.shared_counters import CODES, SharedCounters
 from tensord.daemon.front import answered
 from tensord.daemon.front.answered import Answered
 from tensord.daemon.submit.in_flight import InFlight
+from tensord.shm import access_log
 from tensord.shm.messages import RequestRecord, Slice
+from tensord.shm.seldom import LineRate
 
 
 class Asked(InFlight):
@@ -110,7 +113,7 @@ async def test_refusals_are_logged_up_to_a_rate(
     """
     caplog.set_level(logging.INFO)
     now = [10**12]
-    monkeypatch.setattr(answered.time, "monotonic_ns", lambda: now[0])
+    monkeypatch.setattr(access_log, "LineRate", functools.partial(LineRate, clock=lambda: now[0]))
     made = of(page, 1000)
     for _ in range(30):
         made.failed("503", "full", Asked(client_id="y"))

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tensord.config.log import LineRate
 from tensord.shm.errors import Internal, InvalidArgument
+from tensord.shm.seldom import LineRate
 from tensord.workers.models import execution
 from tensord.workers.models.execution import Execution, run
 from tests.workers.made_requests import request_of
