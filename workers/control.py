@@ -115,7 +115,7 @@ class Control:
         self._running: dict[tuple[str, int], deque[tuple[Cancellation, Callable[[], None]]]] = {}
 
     def handle(self, record: Any, fds: list[int]) -> None:
-        """Carries out a record from the supervisor, and closes those descriptors of the record that are not needed any more.
+        """Carries out a record from the supervisor, and closes those of its descriptors ``fds`` that are not needed any more.
 
         Raises InvalidArgument: the supervisor does not send such a record to a worker.
         """

@@ -87,7 +87,7 @@ class ModelCall:
         return self._asked > self._answered
 
     def answered(self, result: Result | None, final: bool) -> None:
-        """Hands a response to whoever waits for it; the worker's loop calls this. ``result`` None: there is no response."""
+        """Hands a response, or None, to whoever waits for it; the worker's loop calls this. ``final``: whether it is the last."""
         self._answered += 1
         self._came.put((result, final))
         first, self._first = self._first, None

@@ -140,7 +140,7 @@ class MetricRegistry:
             return value
 
     def increment(self, kind: MetricKind, value: Value, by: float) -> None:
-        """Adds to a counter or gauge. Raises: InvalidArgument: a counter would decrease.  Unsupported: this is a histogram."""
+        """Adds ``by`` to a counter or gauge. Raises InvalidArgument: a counter would decrease; Unsupported: a histogram."""
         if kind is MetricKind.HISTOGRAM:
             raise _unsupported()
         if kind is MetricKind.COUNTER and not by >= 0:
@@ -158,7 +158,7 @@ class MetricRegistry:
             value.sum = to
 
     def observe(self, kind: MetricKind, value: Value, observed: float) -> None:
-        """Adds a value to a histogram. Raises InvalidArgument: the value is NaN; Unsupported: the metric is not a histogram."""
+        """Adds ``observed`` to a histogram. Raises InvalidArgument: it is NaN; Unsupported: the metric is not a histogram."""
         if kind is not MetricKind.HISTOGRAM:
             raise _unsupported()
         if math.isnan(observed):

@@ -175,7 +175,7 @@ def _zero(spec: TensorSpec) -> Parameter:
 
 
 def _element(what: str, spec: TensorSpec, given: Any) -> Any:
-    """Returns a value as an element of the input's datatype. Raises InvalidArgument, naming ``what``: it does not fit."""
+    """Returns ``given`` as an element of the input's datatype. Raises InvalidArgument, naming ``what``: it does not fit."""
     kind = spec.dtype.kind
     if spec.datatype == "BYTES":
         if isinstance(given, str):

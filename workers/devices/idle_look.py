@@ -68,6 +68,7 @@ class IdleLook:
           idle: returns whether the loop has nothing else to do.
           post: asks the loop to call a function; any thread may call it.
           patience: seconds after which a GPU that has not reached the last recorded event counts as failed; 0: never.
+          interval: seconds between two checks.
         """
         self._idle, self._post, self._patience_ns = idle, post, int(patience * 1e9)
         try:

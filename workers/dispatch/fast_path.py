@@ -497,5 +497,5 @@ def _take_back(submitter: SubmitterLink[Request], datagram: bytes) -> bool:
 
 
 def _address(place: RegionSlice | None, byte_size: int, regions: Regions) -> int:
-    """Returns a tensor's address in a region; 0: the tensor is in the record. Raises InvalidArgument: it is not in the region."""
+    """Returns the address of a tensor in a region; 0 if it is in the record. Raises InvalidArgument: it is not in the region."""
     return 0 if place is None else address_of(regions[place.region].view(place.offset, byte_size))

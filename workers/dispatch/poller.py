@@ -64,7 +64,7 @@ class Poller:
         return 0
 
     def let_pass(self, most: int, joins: bool) -> None:
-        """Sets how many more client requests ``wait`` may answer. ``joins``: whether it must leave out those marked as traced."""
+        """Sets to ``most`` how many more client requests ``wait`` may answer. ``joins``: whether to leave out those traced."""
 
     def close(self) -> None:
         """Releases everything that ``learn`` has stored, before the worker's loop ends."""

@@ -95,7 +95,7 @@ class StepRows:
         self._lanes: list[_Lane] = []
 
     def join(self, slot: int, sender: ResponseSender) -> None:
-        """Has a request get its responses together with others from the next step on, unless they must be sent separately."""
+        """Has the request in ``slot`` get its responses together with others from the next step on, unless that is impossible."""
         room = sender.room
         if room <= 0 or not self._responses.takes_small(sender):
             return

@@ -140,7 +140,7 @@ class JaxModel:
         self.free_state = free_state
 
     def for_instances(self, count: int, alone: bool) -> JaxModel:
-        """Returns a model of the same programs, without state, for ``count`` threads. ``alone``: requests share no calls."""
+        """Returns a model of the same programs, without state, for ``count`` threads. ``alone``: no two requests share a call."""
         return JaxModel(self._version, self._signature, self._buckets, self.executables, count, alone)
 
     def wanted_by(self, requests: Sequence[Request]) -> Wanted:

@@ -175,7 +175,7 @@ class ModelVersion:
         now_ns: int,
         instance: int = 0,
     ) -> list[Request]:
-        """Takes the next batch, but only requests with the parameters of its first request; the others go back to the queue.
+        """Takes the next batch, but only requests with the parameters of the first request; the others go back to the queue.
 
         A request of a sequence uses the parameters that its sequence began with. ``take``: takes a batch from the queue.
         """

@@ -94,18 +94,18 @@ class RegisteredSequences:
             self._register.page.publish_slots(self._keys.slots, self._table.free_slots, self._table.backlog)
 
     def waiting(self, correlation_id: int | str, generation: int) -> None:
-        """Registers a sequence that waits for a slot. Raises Unavailable, and registers nothing, if too many are live."""
+        """Registers a new sequence, which waits for a slot. Raises Unavailable, and registers nothing, if too many are live."""
         self._register.add()
         key = self._keys.key(correlation_id)
         self._entries[generation] = key, self._register.page.admit(key, time.monotonic_ns())
         self._register.changed.add(self)
 
     def begun(self, correlation_id: int | str, generation: int) -> None:
-        """Writes to the sequence page that a sequence's first request is about to run."""
+        """Writes to the sequence page that the first request of a sequence of this ``generation`` is about to run."""
         self._register.page.begin(*self._entries[generation])
 
     def gone(self, correlation_id: int | str, generation: int) -> None:
-        """Writes to the sequence page that a sequence has ended: none of its requests waits or runs."""
+        """Writes to the sequence page that a sequence of this ``generation`` has ended: none of its requests waits or runs."""
         self._register.page.end(*self._entries.pop(generation))
         self._register.live -= 1
         self._register.ended = True

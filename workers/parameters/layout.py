@@ -212,6 +212,6 @@ def laid_out(leaves: Sequence[tuple[LaidLeaf, Copy]], limit: int, what: str) -> 
 
 
 def check_size(byte_size: int, limit: int, what: str) -> None:
-    """Raises InvalidArgument if pushed parameters have more than ``limit`` bytes. ``what``: names the parameters."""
+    """Raises InvalidArgument if pushed parameters have ``byte_size`` bytes, which exceeds ``limit``. ``what``: names them."""
     if byte_size > limit:
         raise InvalidArgument(f"{what} would have {byte_size} bytes, workers.max_parameter_byte_size allows {limit}")

@@ -59,7 +59,7 @@ class Placer:
         return 0
 
     def lay(self, host: Sequence[Array | None]) -> Any:
-        """Returns a tree of the leaves in memory that programs use without a copy. All programs must run on a processor."""
+        """Returns ``host`` as a tree in memory that programs use without a copy. All programs must run on a processor."""
         raise NotImplementedError
 
     def pin(self, tree: Any) -> Sequence[Any] | None:
@@ -246,7 +246,7 @@ class ParameterSet:
             self.on(1)
 
     def moved(self, tree: Any) -> None:
-        """Replaces the parameters' arrays, while the model loads, by equal arrays on the devices that its first program uses."""
+        """Replaces the arrays, while the model loads, by ``tree``: equal arrays on the devices that its first program uses."""
         self._trees = [tree, _ABSENT]
 
     def said(self) -> dict[str, Parameter]:

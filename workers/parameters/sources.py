@@ -111,7 +111,7 @@ class Making:
         }
 
     def copied(self, byte_size: int, copy: Copy) -> int:
-        """Copies, as one piece, a source in safetensors' layout. Returns the file descriptor of the sealed memory.
+        """Copies, as one piece, a source of ``byte_size`` bytes in safetensors' layout. Returns the sealed memory's descriptor.
 
         Spaces are added behind the header so that the tensors are aligned: XLA then uses them without a copy on a processor.
         The header is read first; nothing else is copied if it is malformed or names other leaves than the model's.
@@ -160,7 +160,7 @@ class Making:
                 yield found[leaf.name].reshape(-1).view(_BYTES)
 
     def check_sum(self, contents: Iterable[Any]) -> None:
-        """Compares the push's checksum, if any, with that of the source's bytes in order. Raises InvalidArgument: they differ."""
+        """Compares the push's checksum, if any, with that of ``contents``, the bytes. Raises InvalidArgument: they differ."""
         kind, _, wanted = self._checksum.partition(":")
         if not kind:
             return
@@ -326,7 +326,7 @@ def _place(making: Making, name: str, place: LeafPlace, regions: RegionTable) ->
 
 
 def _copy_of(making: Making, region: AnyRegion, offset: int, byte_size: int) -> Copy:
-    """Leases a region, and returns a function that copies from a range of it. Raises InvalidArgument: no such range exists."""
+    """Leases a region, and returns a function that copies from this range of it. Raises InvalidArgument: it has no such range."""
     check_range(offset, byte_size, region.byte_size, region.name)
     making.lease(region)
     if isinstance(region, Region):

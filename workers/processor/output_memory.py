@@ -147,7 +147,7 @@ class OutputMemory:
 
 
 def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[dict[str, Any], OutputMemory]:
-    """Runs a program. Returns its outputs, and the object by which later runs write the outputs ``names`` to given memory."""
+    """Runs a program by ``call``. Returns the outputs, and the object by which later runs write ``names`` to given memory."""
     _native.watch_allocations()
     try:
         made = call()

@@ -172,7 +172,7 @@ class ExecutableCache:
 
     @staticmethod
     def key(parts: Iterable[str | bytes]) -> str:
-        """Returns the key of an executable: a digest of this platform and of texts that together determine the program."""
+        """Returns the key of an executable: a digest of this platform and of ``parts``, texts that determine the program."""
         digest = hashlib.sha256(_platform().encode())
         for part in parts:
             content = part.encode() if isinstance(part, str) else part

@@ -132,7 +132,7 @@ def check_output(
 ) -> None:
     """Checks the datatype and shape of a computed output. Raises Internal: they are not the declared ones.
 
-    ``rows``: the expected batch size. ``shape``: of the computed output, with the batch.
+    ``rows``: the expected batch size. ``shape``: of the computed output, with the batch if ``batches``.
     """
     inner = shape[1:] if batches else shape
     fits = spec.fits_model(inner) and (not batches or (len(shape) > 0 and shape[0] == rows))

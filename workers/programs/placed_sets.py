@@ -231,7 +231,7 @@ class StackPlacer(Placer):
         return self.shared(host)
 
     def shared(self, host: Sequence[Any]) -> Any:
-        """Places on the worker's device the leaves that all sets share. Returns their tree, with None in place of all others.
+        """Places on the worker's device those leaves of ``host`` that all sets share. Returns their tree, with None elsewhere.
 
         Raises Internal: the device has no memory left.
         """

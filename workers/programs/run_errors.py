@@ -33,7 +33,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def memory_needed(program: Any) -> int | None:
-    """Returns the bytes of the outputs and temporary memory of a ``jax.stages.Compiled`` together; None: not known."""
+    """Returns how many bytes the outputs and temporary memory of ``program``, a ``jax.stages.Compiled``, take; None: unknown."""
     try:
         found: Any = program.memory_analysis()
         return int(found.temp_size_in_bytes + found.output_size_in_bytes)

@@ -107,7 +107,7 @@ def checked_parameters(parameters: Any) -> dict[str, Parameter]:
 
 
 def _value(key: str, value: Any) -> Parameter:
-    """Returns a parameter's value as a plain bool, int or str; a subclass, such as an enumeration or numpy's, is converted.
+    """Returns the value of parameter ``key`` as a plain bool, int or str; a subclass, such as numpy's, is converted.
 
     Raises TritonModelException: the value is of another type, or cannot be sent.
     """
@@ -414,7 +414,7 @@ class InferenceRequest:
     def _call(self, decoupled: bool) -> ModelCall | InferenceResponse:
         """Prepares the call for this request; the caller sends it. If two inputs have the same name, returns an error response.
 
-        Raises TritonModelException: the request is malformed, or the running code may not call models.
+        ``decoupled``: as for ``exec``. Raises TritonModelException: the request is malformed, or the code may not call models.
         """
         if not self._model_name:
             raise TritonModelException("A request to a model needs its model_name.")

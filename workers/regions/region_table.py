@@ -334,7 +334,7 @@ def _group_may(found: os.stat_result) -> bool:
 
 
 def _may_use(peer: Peer, found: os.stat_result) -> bool:
-    """Returns whether the kernel would let the client's process read and write shared memory with this owner, group and mode."""
+    """Returns whether the kernel would let the client read and write shared memory with owner, group and mode as in ``found``."""
     if peer.uid == 0:
         return True
     if peer.uid == found.st_uid:

@@ -256,7 +256,7 @@ def hand_over(request: Request, result: Result | None, moments: Moments | None =
     """Passes a response to the sink of a request that was made inside the worker, unless its last response was passed already.
 
     ``result``: the response; None if there is none and none follows. ``moments``: the times of the run; None if the request
-    did not run.
+    did not run. ``final``: whether this is the last response.
     """
     assert isinstance(request, InnerRequest)
     if request.is_open:

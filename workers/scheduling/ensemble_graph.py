@@ -55,7 +55,7 @@ class EnsembleGraph:
         self._needed: dict[frozenset[str], NeededSteps] = {}
 
     def origin_of(self, number: int) -> int | None:
-        """Returns the streaming step on which a step's inputs depend, directly or through others; None: on none."""
+        """Returns the streaming step on which the inputs of step ``number`` depend, directly or through others; None: on none."""
         found = (self.origin[tensor] for tensor in self.steps[number].inputs.values() if tensor in self.origin)
         return next(found, None)
 

@@ -64,7 +64,7 @@ class EnsembleRun(Generic[T]):
         self.running = 0
 
     def begun(self, tensors: Mapping[str, T]) -> list[StepStart[T] | EnsembleAnswer[T]]:
-        """Starts the run with the client's inputs, by name. Returns the steps to run now, and answers that are complete."""
+        """Starts the run with ``tensors``, the client's inputs. Returns the steps to run now, and answers that are complete."""
         self._keep({name: tensors.get(name) for name in self._graph.inputs}, 0)
         out: list[StepStart[T] | EnsembleAnswer[T]] = [
             start for number in self._needed.numbers if (start := self._start(number, 0)) is not None

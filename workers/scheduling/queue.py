@@ -485,7 +485,7 @@ class RequestQueue(Generic[W]):
             waiting.move_to_end(request.sequence, last=False)
 
     def _end(self, number: int, line: dict[Hashable, _Waiters[W]], key: Hashable) -> None:
-        """Removes from ``line`` a batching key that has no requests. Removes the line, too, if it is empty and not line 0."""
+        """Removes from ``line``, which is line ``number``, a key without requests. Removes an empty line, except line 0."""
         del line[key]
         if not line and number:
             del self._lines[number]
@@ -585,7 +585,7 @@ class ParkedRequests(Generic[W]):
         return None
 
     def extend(self, batch: Iterable[W]) -> list[Replacement[W]]:
-        """Adds requests from the queue, without a limit. Returns replaced requests, each with the one that replaced it."""
+        """Adds requests from the queue, ``batch``, without a limit. Returns replaced requests, each with what replaced it."""
         replacements: list[Replacement[W]] = []
         for request in batch:
             at = self._at.get(request.replace_key)

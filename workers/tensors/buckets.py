@@ -170,7 +170,7 @@ def _ragged_axis(spec: TensorSpec) -> str | None:
 
 
 def _most_of(spec: TensorSpec) -> str:
-    """Returns the key under which the sizes of axes have the size of a ragged input's largest request. No axis is named so."""
+    """Returns the key, among the sizes of axes, for the size of a ragged input's largest request. No axis is named so."""
     return f"most of {spec.name}"
 
 
