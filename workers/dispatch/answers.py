@@ -41,7 +41,10 @@ _INLINE_TENSORS = 8
 
 
 def failure(request_id: int, error: ServingError, version: int = 0, final: bool = True) -> AnswerRecord:
-    """Returns the answer record for an error; a long message is cut off. ``version``: 0: unknown. ``final``: none follows."""
+    """Returns the answer record that reports an error; a long message is cut off.
+
+    ``version``: the model's; 0 if it is not known. ``final``: whether this is the request's last answer.
+    """
     message = bounded(error.message, _MAX_MESSAGE)
     if not message.isascii():
         message = message.encode("utf-8", "replace").decode()
