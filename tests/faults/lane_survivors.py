@@ -5,11 +5,15 @@ small and large tensors, in records, in slots and in memory of the connection, a
 several requests at once, in batches with other clients'. It compares every byte that it gets.
 
 Each line of standard input is a question: has each client been answered anew since the last line, twice, and is what it can read,
-its own memory and all of its workers', made of its own byte? The answer is a line: ``right``, or what was wrong.
+its own memory and all of its workers', made of its own byte? The answer is a line: ``right``, or what was wrong. If the question
+is ``rest``, clients then give back the answers that they hold, and ask nothing until the next line; so what the process holds
+does not depend on how far each has come.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import random
 import sys
 import threading
@@ -88,6 +92,15 @@ class Survivor:
         found = output.reshape(-1).view(np.uint8)
         assert (found == self.byte).all(), f"among {found.size} bytes are {set(found.tolist())}, not {self.byte} alone"
 
+    def rest(self) -> None:
+        """Gives back the answers that it holds. Nothing is asked until ``go_on``."""
+        self._may_ask.clear()
+        with self._asking:
+            self._held.clear()
+
+    def go_on(self) -> None:
+        self._may_ask.set()
+
     def look(self) -> str:
         """Returns what it can read and may not; "": nothing. No request of it is in flight meanwhile."""
         self._may_ask.clear()
@@ -125,8 +138,17 @@ def waited(survivors: list[Survivor]) -> str:
 def main(path: str, count: int, first: int, seed: int) -> None:
     chance = random.Random(seed)
     survivors = [Survivor(path, first + number, chance.randrange(1 << 30)) for number in range(count)]
-    for _ in sys.stdin:
-        print(repr(wrong) if (wrong := waited(survivors)) else "right", flush=True)
+    allocator = ctypes.CDLL(None)
+    for question in sys.stdin:
+        for survivor in survivors:
+            survivor.go_on()
+        wrong = waited(survivors)
+        if question == "rest\n":
+            for survivor in survivors:
+                survivor.rest()
+            gc.collect()
+            allocator.malloc_trim(0)
+        print(repr(wrong) if wrong else "right", flush=True)
 
 
 if __name__ == "__main__":
