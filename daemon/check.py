@@ -52,7 +52,7 @@ class Verdict:
     """The result of checking one model: whether it can be served, and what its load printed and needed."""
 
     model: FoundModel
-    #: Why it cannot be served; "": every chosen version can.
+    #: The reason why it cannot be served; "": every chosen version can.
     reason: str
     #: The end of what its process printed while it was loaded.
     printed: str = ""

@@ -61,7 +61,8 @@ class Readiness(Record, frozen=True, tag="readiness"):
     at: str = ""
     #: True if the daemon is being drained: it is not ready then, whatever is served.
     draining: bool = False
-    #: Why processes that die cannot be replaced, other files being installed by now: which process said so; "": they can.
+    #: The reason why processes that die cannot be replaced, other files being installed by now: which process said so; "": they
+    #: can.
     outdated: str = ""
 
     def sentence(self) -> str:

@@ -31,7 +31,7 @@ Parameter = bool | int | float | str
 TIMING = 4
 #: The request parameter with which answers say which parameter set they are of.
 TELLING_PARAMETER = "tensord_parameters"
-#: Which sequence a request belongs to; 0 and "": to none. 5 and "5" are two.
+#: The id of the sequence that a request belongs to; 0 and "": it belongs to none. 5 and "5" are two.
 SequenceId = Annotated[int, msgspec.Meta(ge=0)] | Annotated[str, msgspec.Meta(max_length=MAX_SEQUENCE_ID)]
 #: An integer that cannot be negative, in records whose sender need not be one of ours.
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -149,7 +149,7 @@ class Timeline(Record, frozen=True, tag="tl"):
     #: one.
     model: str = ""
     version: int = 0
-    #: Those of requests that were made for this one.
+    #: The timelines of requests that were made for this one.
     children: tuple[Timeline, ...] = ()
     #: Name and number of the pushed parameter set that it was computed with; None: of none.
     parameters: tuple[str, int] | None = None

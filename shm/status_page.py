@@ -52,7 +52,7 @@ class Outputs(enum.IntEnum):
     UNKNOWN = 0
     #: XLA writes them there.
     IN_PLACE = 1
-    #: They are copied there.
+    #: The tensors are copied there.
     COPIED = 2
 
 

@@ -77,7 +77,7 @@ _MAX_SHOWN = 500
 #: An iteration takes no longer than that if nothing happens: its beat is what the supervisor sees of an idle worker.
 _BEAT_NS = 1_000_000_000
 
-#: So many lines about lanes of clients that sent what is malformed are logged in so much time.
+#: The most lines, in a time, about lanes of clients that sent what is malformed.
 _MAX_LINES = 10
 _LOG_WINDOW_NS = 10_000_000_000
 
@@ -137,7 +137,7 @@ class Worker:
         self._clients: dict[int, SubmitterLink[Request]] = {}
         #: The users of these, by their names.
         self._owners: dict[str, LaneOwner] = {}
-        #: Those that have something to be flushed.
+        #: The submitters that something is to be flushed to.
         self._unflushed: list[SubmitterLink[Request]] = []
         self._received = new_buffer()
         #: Clients that have sent a part of a record and not yet its end: which of their records, and since when; oldest first.

@@ -311,7 +311,7 @@ class Sender:
         #: who compares their number with the limit: a garbage collection, which may begin in there, may give a request up.
         self.laneless: weakref.WeakSet[LaneRequest] = weakref.WeakSet()
         self.laneless_lock = threading.Lock()
-        #: Those that a thread is sending again.
+        #: The requests that a thread is sending again.
         self.claimed: set[LaneRequest] = set()
         self.deadlines = Deadlines()
         #: Opened models by name and version; version 0 stands for the newest.

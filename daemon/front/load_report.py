@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: The request's header, in lower case.
 ASKED = "endpoint-load-metrics-format"
-#: Its values; anything else asks for nothing.
+#: The values of the header; anything else asks for nothing.
 FORMATS = frozenset(("text", "json", "bin"))
 #: Field 9 of the message, a double; fields 1 and 2 of an entry of field 8, a map from string to double.
 _APPLICATION_UTILIZATION, _NAMED_METRICS, _KEY, _VALUE = b"\x49", b"\x42", b"\x0a", b"\x11"

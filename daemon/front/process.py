@@ -75,7 +75,7 @@ _MAX_WAITING = 64
 _MAX_CONNECTIONS = 1000
 _CHECK_SECONDS = 1.0
 _DRAIN_POLL_SECONDS = 0.02
-#: Once a front is to stop, a request may still be on its way on a connection that looks idle: for so long it is waited for.
+#: Nanoseconds in which a request may still be on its way on a connection that looks idle, once a front is to stop.
 _LAST_CALL_NS = 250_000_000
 
 

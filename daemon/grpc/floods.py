@@ -29,7 +29,7 @@ _FRAMES_A_SECOND = 1_000
 _FRAMES_AN_ANSWER = 32
 _BYTES_A_FRAME = 256
 _MAX_FRAMES = 100_000
-#: The same in resets.
+#: Credit in resets: to begin with, each second, and at most.
 _RESETS_AT_FIRST = 1_000
 _RESETS_A_SECOND = 200
 _MAX_RESETS = 10_000

@@ -29,7 +29,7 @@ _LONGEST_NS = 1 << 62
 _BAD_NAME = re.compile(rb"[\x00-\x20:A-Z\x7f-\xff]|^$", re.DOTALL)
 _bad_value = re.compile(rb"[\x00\r\n]").search
 _REQUIRED = (b":method", b":scheme", b":path")
-#: They are about one connection of HTTP/1.1, or about what ``:authority`` says.
+#: Fields that are about one connection of HTTP/1.1, or about what ``:authority`` says.
 _IGNORED = frozenset({b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"host"})
 
 

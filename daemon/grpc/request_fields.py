@@ -16,7 +16,7 @@ from tensord.shm.tracer import Trace
 
 #: More raw tensors than any model takes; each costs two bytes on the wire and far more here.
 MAX_RAWS = MAX_ENTRIES
-#: There are seven fields that are known, and unknown ones.
+#: The most fields: seven are known, and others may come.
 MAX_FIELDS = 8 * MAX_ENTRIES
 #: Tag bytes of the fields 1 to 7, all length-delimited.
 ID, RAW = 0x1A, 0x3A

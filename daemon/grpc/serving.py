@@ -46,9 +46,9 @@ class GrpcServing:
     connections: set[Http2Connection] = field(default_factory=set)
     #: Bytes of incomplete messages, all connections together.
     collected: int = 0
-    #: Who goes when there are too many of them.
+    #: Chooses the connection that is closed when there are too many.
     longest_idle: LongestIdle = field(init=False)
-    #: Those that are over, until their clients have closed as well.
+    #: The connections that are over, until their clients have closed as well.
     lingering: LingeringClose = field(init=False)
     max_message: int = field(init=False)
     max_collected: int = field(init=False)

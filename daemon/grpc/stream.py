@@ -114,7 +114,7 @@ class Stream:
     _blocked_since = 0.0
     _taken = 0
     _pace: DrainRate | None = None
-    #: Who waits for all of that to have left.
+    #: Functions that are called once all of that has left.
     _on_sent: list[Callable[[], None]] | None = None
     _trailers = b""
 

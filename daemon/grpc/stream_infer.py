@@ -44,7 +44,7 @@ class StreamInfer(InferCall):
     def __init__(self, infer: Infer, stream: Stream) -> None:
         self.infer = infer
         self.stream = stream
-        #: Those whose last answer was not sent; an object for a request of which nothing is known.
+        #: Requests whose last answer was not sent; an object for a request of which nothing is known.
         self._in_flight: set[object] = set()
         #: Requests with one response, in their order, and answers that wait for earlier ones.
         self._order: ResponseOrder[object, _Waiting] = ResponseOrder()
@@ -52,7 +52,7 @@ class StreamInfer(InferCall):
         self._kept_size = 0
         #: Messages that came before there was room for them; bounded by the stream's window.
         self._waiting: deque[Message] = deque()
-        #: Its last request waits for room: what comes later is sent later.
+        #: True while the last request waits for room: what comes later is sent later.
         self._placing = False
         self._half_closed = False
         #: Nothing more is taken.

@@ -49,7 +49,7 @@ class UnaryInfer(InferCall):
     def __init__(self, infer: Infer, stream: Stream) -> None:
         self.infer = infer
         self.stream = stream
-        #: Once it is here or, where it is large, has begun to arrive.
+        #: The request's message, once it is here or, where it is large, has begun to arrive.
         self._message: Message | None = None
         #: The number of bytes in which the sequence was looked for, and the sequence that was found.
         self._sequence: tuple[int, Sequence | None] = 0, None

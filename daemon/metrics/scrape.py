@@ -39,7 +39,7 @@ Describe = Callable[[], Awaitable[Mapping[str, Any]]]
 class _ScrapeAnswer(NamedTuple):
     status: int
     body: bytes
-    #: Those besides Content-Length and Connection.
+    #: The headers besides Content-Length and Connection.
     headers: tuple[tuple[str, str], ...]
 
     def encoded(self, without_body: bool) -> bytes:

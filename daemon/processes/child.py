@@ -35,7 +35,8 @@ from tensord.shm.status_page import StatusPage
 IN_C = "parts of tensord that are written in C are off"
 OF_JAX = "this JAX lacks interfaces that are not public"
 
-#: Why a process died, as a label of metrics: closed, so that each count exists before the first death. "signal": another signal.
+#: The reasons why a process died, as a label of metrics: closed, so that each count exists before the first death. "signal":
+#: another signal.
 CAUSES = (
     *("memory", "hung", "version", "exit", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGKILL", "SIGSEGV", "SIGTERM"),
     "signal",

@@ -53,7 +53,7 @@ class ArenaSpace:
         #: Bytes of all leases of what is not whole.
         self._arriving_byte_size = 0
         self._lines: tuple[deque[_Waiter], ...] = (deque(), deque(), deque())
-        #: Those in all lines.
+        #: The number of requests in all lines.
         self._count = 0
         self._serving = self._again = False
 

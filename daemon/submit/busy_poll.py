@@ -11,7 +11,7 @@ from tensord.shm.spin import Spin
 
 #: Four connections gain from it; sixteen keep a front busy by themselves.
 _FEW = 4
-#: So many requests, one after the other, are one client's that waits for each.
+#: The number of requests, one after the other, that shows a client which waits for each.
 _MANY = 16
 
 T = TypeVar("T")

@@ -84,14 +84,14 @@ class Submitter:
         arenas = options.arenas
         #: Tensors up to this size travel inside their record.
         self.inline_byte_size = arenas.inline_byte_size
-        #: Those of the kinds of requests that its clients repeat.
+        #: The numbers of prepared requests, which clients repeat.
         self.numbers: Numbers[PreparedRequest] = Numbers(on_number, options.expert.max_prepared)
         #: An id for the next request; never used again.
         self.next_id: Callable[[], int] = count(1).__next__
         self._arena = Arena(arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
         #: All that are in flight, in order of arrival.
         self._in_flight: dict[int, InFlight] = {}
-        #: Those that no worker can run now, in order of arrival, each with the time it gives up.
+        #: The requests that no worker can run now, in order of arrival, each with the time at which it gives up.
         self._waiting: dict[InFlight, float] = {}
         self._worker_wait = options.requests.worker_wait
         #: Set, and replaced, with every change of a model.
@@ -108,7 +108,7 @@ class Submitter:
         self._space = ArenaSpace(self._arena, arenas.wait, part(arenas, arenas.arriving_share), self._flush_all_later)
         #: Room for inputs; see there.
         self.loan, self.arrived, self.give_back = self._space.loan, self._space.arrived, self._space.give_back
-        #: Whom the connections belong to, and what they hold.
+        #: The accounts: to whom connections belong, and what they hold.
         self.accounts = Accounts(arenas, self._arena.small_byte_size, self._arena.shared_byte_size)
         #: A request's responses that were taken are acknowledged when they are so many bytes.
         self._acknowledged_at = options.expert.max_ahead // 4

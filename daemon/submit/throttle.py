@@ -41,7 +41,7 @@ class Throttle:
         self.full: set[Holdings] = set()
         #: The lines of requests that wait, by connection; empty: nobody waits.
         self.lines: dict[Account, _Line] = {}
-        #: Those that wait for what others of their client hold, in order.
+        #: The connections that wait for what others of their client hold, in order.
         self._barred: dict[ClientAccount, dict[Account, None]] = {}
         #: Leases of workers' response arenas that are outstanding, from the answer that brought one until its bytes have left:
         #: the account that it counts for, its size, and the worker.

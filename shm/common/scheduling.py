@@ -70,7 +70,7 @@ class Kind(enum.Enum):
 
     #: An integer of 64 bits without a sign.
     NUMBER = "number"
-    #: The same, in microseconds; over gRPC it is an integer with a sign, as for Triton.
+    #: An integer like NUMBER, of microseconds; over gRPC it has a sign, as for Triton.
     DURATION = "duration"
     #: True or false.
     FLAG = "flag"

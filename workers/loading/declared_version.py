@@ -81,7 +81,7 @@ class DeclaredVersion:
     known_parameters: KnownParameters | None
     #: Slots and steps of a stepped model; None: it is none.
     steps: StepDeclaration | None
-    #: Which parameters differ between parameter sets; None: a batch has one set.
+    #: The parameters that differ between parameter sets; None: a batch has one set.
     mixed: SetDeclaration | None
     #: True if the model's parameters may leave the device to make room for those of others.
     on_demand: bool

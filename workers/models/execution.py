@@ -58,7 +58,7 @@ class Execution:
     #: True if requests may be answered by senders, and by which.
     by_senders: bool = False
     senders: list[ResponseSender] = field(default_factory=list)
-    #: Those of ``requests`` that senders answer, once the model has returned.
+    #: The requests of ``requests`` that senders answer, once the model has returned.
     streamed: Sequence[Request] = ()
     #: Has the thread that runs this call something later.
     resume: Callable[[Callable[[], None]], None] | None = None

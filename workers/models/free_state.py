@@ -29,7 +29,7 @@ class Unfit:
     """The batching key of a request whose inputs do not fit its state. It equals no other key, so the request joins no batch."""
 
     def __init__(self, error: InvalidArgument) -> None:
-        #: Why the request cannot run.
+        #: The error for which the request cannot run.
         self.error = error
 
 

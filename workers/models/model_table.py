@@ -19,7 +19,7 @@ class ModelTable:
         self._serving: dict[tuple[str, int], ModelVersion] = {}
         #: (name, 0) is the newest version: what a request without a version gets.
         self._found: dict[tuple[str, int], ModelVersion] = {}
-        #: Those that only hold their model.
+        #: The versions that only hold their model.
         self._passive: set[tuple[str, int]] = set()
         #: Versions that were loaded and that no request finds before their parameters are restored.
         self.held: dict[tuple[str, int], ModelVersion] = {}

@@ -37,7 +37,7 @@ from tensord.workers.scheduling.sequence_batcher import SequenceBatcher
 from tensord.workers.scheduling.step_batcher import StepBatcher
 from tensord.workers.tensors.buckets import shapes_key
 
-#: So many requests an instance is given at a time, the one that runs among them, where it is given some ahead.
+#: The most requests that an instance is given at a time, the one that runs among them, where it is given some ahead.
 _AHEAD = 3
 #: A part of the agenda of a worker's loop: a version with requests, or a function that is called with the time.
 AgendaPart: TypeAlias = "ModelVersion | Callable[[int], object]"
@@ -86,7 +86,7 @@ class ModelVersion:
         self.batcher = DynamicBatcher(loaded.batch_rules, self.queue)
         #: The sequences of a model that has any; it has no use for the queue.
         self.sequences: SequenceBatcher[Request] | None = None
-        #: Who decides what runs.
+        #: The planner, which decides what runs.
         self.planner: Planner[Request] = self.batcher
         #: The state of a jitted model whose state varies in size; None: it has no such state.
         self.free_state = None if self.jitted is None else self.jitted.free_state

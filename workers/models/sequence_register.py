@@ -23,7 +23,7 @@ class SequenceRegister:
         self.live = 0
         #: True if any has ended whose answers may not have left.
         self.ended = False
-        #: Those that new sequences join, by the key of their model version.
+        #: The registers that new sequences join, by the key of their model version.
         self.serving: dict[Key, RegisteredSequences] = {}
         #: Loads whose slots differ from what the page says.
         self.changed: set[RegisteredSequences] = set()

@@ -190,11 +190,11 @@ class VersionStatistics:
         self.cache_hit = Duration()
         self.cache_miss = Duration()
         self.fail = Duration()
-        #: The same requests by reason.
+        #: The failed requests by reason.
         self.failures: Counter[Failure] = Counter()
         #: Requests that got 503 for want of room: they are in no statistics, as in Triton, but in metrics.
         self.refused: Counter[Refusal] = Counter()
-        #: Why no request is answered in C; None: some may be, and the others are counted by reason.
+        #: The reason why no request is answered in C; None: some may be, and the others are counted by reason.
         self.slow: SlowReason | None = None
         self.slow_requests: Counter[SlowReason] = Counter()
         #: Sequences whose state went with a run that failed.

@@ -92,9 +92,9 @@ class FastPath:
         number: int,
         batch: Batch,
         rows: int,
-        #: Which argument, byte size, address: 0 in the record.
+        #: The number of the argument, byte size, address: 0 in the record.
         inputs: tuple[tuple[int, int, int], ...],
-        #: Which result, start, step, byte size, address: 0 into the record.
+        #: The number of the result, start, step, byte size, address: 0 into the record.
         outputs: tuple[tuple[int, int, int, int, int], ...],
         answer_number: int,
         intact: Callable[[], None] | None,
@@ -112,7 +112,7 @@ class FastPath:
         rows: int,
         #: Byte sizes.
         inputs: tuple[int, ...],
-        #: Which small output, start in it, byte size; -1: in the lease.
+        #: The number of the small output, start in it, byte size; -1: in the lease.
         outputs: tuple[tuple[int, int, int], ...],
         answer_number: int,
         #: Called with the inputs, and the parameter set if the request names one.

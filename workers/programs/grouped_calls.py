@@ -125,7 +125,7 @@ class _Place(NamedTuple):
 
     name: str
     array: Array
-    #: The same memory.
+    #: The memory of the array, as bytes.
     content: memoryview
 
 

@@ -34,7 +34,7 @@ class LaneSegments(ArenaMap):
         self.byte_size = 0
         self._table = table
         self._regions: dict[str, Region] = {}
-        #: Why segments were refused.
+        #: The reasons why segments were refused, by the name of the region.
         self._reasons: dict[str, str] = {}
 
     def open(self, segment: int, byte_size: int, fd: int) -> None:

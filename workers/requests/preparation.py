@@ -30,7 +30,7 @@ class PlannedOutput(NamedTuple):
     it begins at byte ``start`` of the lease instead, and the program writes all its rows there.
     """
 
-    #: Which of the run's contents.
+    #: The number of the content among those of the run.
     content: int
     start: int
     step: int

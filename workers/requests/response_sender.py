@@ -219,7 +219,7 @@ class ResponseSender:
         self._again = False
         #: Bytes that were sent, and of them those that were taken or dropped. Each is written by one side.
         self._posted = self._settled = 0
-        #: Who waits for room, if anybody: whoever takes it out of here, the thread or the loop, decides.
+        #: Functions of those who wait for room: whoever takes one out of here, the thread or the loop, decides.
         self._on_room: deque[Callable[[], None]] = deque()
         #: The final mark is on its way to the client: nothing of it is looked at any more.
         self.ended = False
@@ -233,7 +233,7 @@ class ResponseSender:
         )
         #: The kind of the last response that was encoded. Belongs to whoever sends.
         self._kind: ResponseKind | None = None
-        #: Those that the last one was put with.
+        #: The encoded responses that the last one was put with.
         self._encoded: EncodedResponses | None = None
         #: Responses that were placed, and whether the first of them was an error.
         self.count = 0

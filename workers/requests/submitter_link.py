@@ -101,7 +101,7 @@ class SubmitterLink(Generic[R]):
         self.blocked_byte_size = 0
         #: Bytes of records that the socket of a client's lane did not take.
         self.unsent_byte_size = 0
-        #: Both together, as the owner knows them.
+        #: The bytes of both together, as the owner knows them.
         self._waiting_byte_size = 0
         #: The kinds of requests (version and key) whose answers were too large while any was blocked.
         self.bulky: set[tuple[Hashable, Hashable]] = set()
@@ -115,11 +115,11 @@ class SubmitterLink(Generic[R]):
         self._sizes: dict[int, int] = {}
         self.request_byte_size = 0
         self._half_size = 0
-        #: Something was queued since the last flush.
+        #: True if something was queued since the last flush.
         self.unflushed = False
         #: How often a number of answers had come to stand for another one when this was last looked at.
         self.renumbered = 0
-        #: Which trace the next request belongs to, if it has that id and is traced.
+        #: The trace that the next request belongs to, if that request has its id and is traced.
         self.context: TraceContext | None = None
         #: The trace that a client's next request belongs to, as the client said; and the client's requests that are traced, by
         #: their ids.

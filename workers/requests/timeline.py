@@ -83,7 +83,7 @@ class RequestTimeline:
         self._within: list[Span | None] = []
         #: The spans that the model's code has named, in whatever threads.
         self._spans: list[Span] = []
-        #: Which trace it belongs to; None: its submitter has not said so.
+        #: The trace that the request belongs to; None: its submitter has not said so.
         self.context: TraceContext | None = None
         #: The number of the children and of theirs, and of the characters in what their tensors say.
         self._count = self._characters = 0

@@ -44,7 +44,7 @@ class Company(NamedTuple):
 
     #: How long the oldest request may wait.
     delay_ns: int
-    #: So many rows do not wait for more, and run without what is more.
+    #: The number of rows that do not wait for more, and run without what is more.
     full: int
     #: Rows that run together once the oldest request has waited so long.
     most: int

@@ -54,7 +54,7 @@ class Waiting:
     #: Set by the queue: the line in which the request waits (-1: none), and its place in the order of arrival.
     line: int = -1
     sequence: int = 0
-    #: Whose it is, of those who take turns.
+    #: The owner of the request, among those who take turns.
     owner: Hashable = None
 
     def __post_init__(self) -> None:

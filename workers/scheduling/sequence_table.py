@@ -149,7 +149,7 @@ class SequenceTable(Generic[S]):
         self._idle: dict[LiveSequence[S], int] = {}
         self.expiries: Expiries[S] = Expiries()
         self._waiting = 0
-        #: Whose requests wait.
+        #: The owners whose requests wait, and their turns.
         self._shares = Shares()
         #: Ids whose state went with a run that failed -> since when; kept until a client was told, or the idle time is over.
         self._lost: dict[int | str, int] = {}

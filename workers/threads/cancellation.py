@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from tensord.shm.errors import Cancelled
 
-#: Why there is no result.
+#: The reason that is told when there is no result.
 REASON = "it was unloaded, or another load of it came, before it was ready"
 
 
