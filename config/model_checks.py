@@ -27,6 +27,8 @@ STRICT_OUTPUTS = "strict_outputs"
 PARALLEL_INITIALIZE = "parallel_initialize"
 #: The parameter of a model whose waiting requests without a replace key replace one another.
 REPLACE_WAITING = "replace_waiting"
+#: The parameter of a model whose function combines the rows of a batch: no requests share one, and none is padded with rows.
+ROWS_MAY_MIX = "rows_may_mix"
 #: The parameters that give a model workers which serve no other, and each of these a fraction of its GPU's memory.
 ISOLATED = "isolated"
 ISOLATED_FRACTION = "isolated_memory_fraction"
@@ -82,6 +84,9 @@ def check(message: ModelConfig, *, whole: bool = False, scalars: Collection[str]
         raise InvalidArgument(
             f"model '{name}': parameter {REPLACE_WAITING} is true, and the requests of a sequence cannot replace one another"
         )
+    shares = message.HasField("sequence_batching") or any(tensor.allow_ragged_batch for tensor in message.input)
+    if wants(message, ROWS_MAY_MIX) and shares:
+        raise InvalidArgument(f"model '{name}': {ROWS_MAY_MIX}: requests of sequences and ragged inputs share batches")
     _check_isolation(message)
 
 

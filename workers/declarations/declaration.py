@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from tensord.config import model_checks
-from tensord.config.model_checks import REPLACE_WAITING
+from tensord.config.model_checks import REPLACE_WAITING, ROWS_MAY_MIX
 from tensord.config.model_config import ModelConfig, wants
 from tensord.config.model_folder import regular
 from tensord.shm.errors import InvalidArgument
@@ -52,6 +52,9 @@ def declare_tensors(message: ModelConfig, module: ModuleType) -> dict[str, tuple
         )
     if cached and not message.HasField("response_cache"):
         message.response_cache.enable = True
+    mixes = getattr(module, ROWS_MAY_MIX, False)
+    if mixes and ROWS_MAY_MIX not in message.parameters:
+        message.parameters[ROWS_MAY_MIX].string_value = str(mixes)
     return {name: tensor.axes for group in tensors.values() for name, tensor in group.items()}
 
 
@@ -89,6 +92,8 @@ def choose_buckets(message: ModelConfig, module: ModuleType, described: Signatur
         batch = model_checks.batch_buckets(message)
         if not batch and hasattr(module, "batch_buckets"):
             batch = check_sizes(f"model '{message.name}': batch_buckets", module.batch_buckets, limit)
+        if wants(message, ROWS_MAY_MIX):
+            batch = tuple(range(1, limit + 1))
         # With ragged inputs a row more costs next to nothing, but each number of rows needs a program for each length.
         batch = batch or ((limit,) if described.ragged else powers_of_two(limit))
         if batch[-1] < limit:
@@ -183,11 +188,13 @@ def _policy(policy: Any, workers: int) -> QueuePolicy:
 
 
 def batch_rules(message: ModelConfig) -> BatchRules:
-    """Returns the rules by which requests form batches. Generators never batch; Python models only with dynamic batching."""
+    """Returns the rules by which requests form batches. Generators and what mixes rows never batch; Python models if asked to."""
     asked = message.HasField("dynamic_batching")
     yields = message.backend != "python" and message.model_transaction_policy.decoupled
     if message.max_batch_size < 1 or yields or (message.backend == "python" and not asked):
         return BatchRules(joins=False)
+    if wants(message, ROWS_MAY_MIX):
+        return BatchRules(message.max_batch_size, joins=False)
     batching = message.dynamic_batching
     delay_ns = batching.max_queue_delay_microseconds * 1000
     return BatchRules(message.max_batch_size, delay_ns, tuple(sorted(set(batching.preferred_batch_size))))

@@ -141,7 +141,8 @@ def _programs(
     except Exception:
         if not message.max_batch_size or any(-1 in tensor.dims for tensor in inputs.values()):
             raise
-        sizes = model_checks.batch_buckets(message) or powers_of_two(message.max_batch_size)
+        most, mixes = message.max_batch_size, model_config.wants(message, model_checks.ROWS_MAY_MIX)
+        sizes = model_checks.batch_buckets(message) or (range(1, most + 1) if mixes else powers_of_two(most))
         return {f"rows{rows}": exported(rows) for rows in sizes}
 
 

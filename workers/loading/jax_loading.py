@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from tensord.config import model_config
+from tensord.config.model_checks import ROWS_MAY_MIX
 from tensord.shm.errors import Unsupported
 from tensord.workers.declarations import artifact
 from tensord.workers.declarations.created import Created, create
@@ -151,6 +152,7 @@ def jitted_model(
         device,
         initial,
         several,
+        not model_config.wants(load.message, ROWS_MAY_MIX),
     )
     alone = plan.threads or plan.alone or several is not None
     return JaxModel(load.record.version, buckets.signature, buckets, executables, plan.count, alone, free)

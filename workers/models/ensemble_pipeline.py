@@ -222,6 +222,7 @@ def _program(step: _Step, batches: bool, rows: int) -> Executable | None:
         member.cache is not None
         or not loaded.repeatable
         or member.signature.batches != batches
+        or (batches and not loaded.batch_rules.joins)
         or member.batcher.delays
     ):
         return None

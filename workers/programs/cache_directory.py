@@ -42,7 +42,7 @@ _LOCK = ".lock"
 #: How often a process that waits for a lock tries it.
 _LOCK_SECONDS = 0.02
 #: Suffixes of the cache's files; no others are ever touched.
-SUFFIXES = (".executable", ".program")
+SUFFIXES = (".executable", ".program", ".rows")
 #: Permissions that other users must not have: a user who can write to the directory could run code as this user.
 _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 #: Errors of opening a link, a socket, and a file that this user may not read.

@@ -222,6 +222,13 @@ class ExecutableCache:
             return program
         return program._replace(byte_size=len(content))
 
+    def good_rows(self, key: str, *, found: bool = False) -> bool:
+        """Returns whether it is noted that a model version's rows are independent; ``found``: notes it now."""
+        if self._directory is not None and found:
+            with contextlib.suppress(OSError):
+                self._directory.write(f"{key}.rows", b"good")
+        return self._directory is not None and self._directory.read(f"{key}.rows") is not None
+
 
 def _name(key: str) -> str:
     return f"{key}.executable"

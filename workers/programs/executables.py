@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,8 @@ from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.programs.lowering import Lowering, warn_of_constants, warn_of_undeclared
 from tensord.workers.programs.placement import CompiledProgram, Placement
+from tensord.workers.programs.row_probe import probe
+from tensord.workers.programs.row_reading import combining
 from tensord.workers.programs.weight import work_of
 from tensord.workers.tensors.buckets import Buckets, Shapes
 from tensord.workers.tensors.signature import Signature
@@ -37,6 +40,7 @@ from tensord.workers.threads.cancellation import Cancellation
 
 #: Floating-point operations and bytes in the first runs of a version's executables; a core takes some milliseconds for as much.
 _WARM_WORK = 1 << 26
+_log = logging.getLogger(__name__)
 Apply = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
 
@@ -55,6 +59,7 @@ class Executables:
         device: ExecutionDevice,
         initial: Mapping[str, Array] | None = None,
         several: SeveralDevices | None = None,
+        rows_apart: bool = False,
     ) -> None:
         """
         Args:
@@ -64,6 +69,7 @@ class Executables:
         device: the worker's device, as the thread uses it that runs the executables.
         initial: the initial state of a model with state; None: the model has no state.
         several: the devices of a model that runs on several; None: the worker's device.
+        rows_apart: whether ``warm`` refuses a function that does not treat each row of a batch by itself.
         """
         self._initial = initial
         self.device = device
@@ -75,6 +81,7 @@ class Executables:
         self._max_unexpected = max_unexpected
         self.apply = apply
         self._lowering = Lowering(signature, apply, device.remote)
+        self._rows_apart = rows_apart
         self.sets = sets
         self._usual = Placement(sets, None, several)
         self._small = device.small_programs(signature, sets)
@@ -92,7 +99,7 @@ class Executables:
     def warm(self, progress: LoadProgress) -> None:
         """Compiles the executable of every bucket, or loads it from the cache, and runs the smallest one.
 
-        Raises Internal if outputs are not as declared or memory is too small, and Cancelled if the load was given up.
+        Raises Internal if outputs are not as declared, rows mix or memory is too small, and Cancelled if the load was given up.
         """
         planned = [Wanted(rows, shapes) for rows, shapes in self._buckets.planned()]
         if self._signature.states or self.sets.stack is not None:
@@ -111,12 +118,42 @@ class Executables:
         if first is not None:
             warn_of_undeclared(self._signature, first)
         self._identity = (self.source, program, repr(self._signature))
+        noted = self._cache.key((*self._identity, "rows"))
+        if self._rows_apart and not self._cache.good_rows(noted):
+            # A ragged batch has fewer elements than rows where it is small.
+            order = -1 if self._signature.ragged else 1
+            self._lowering.kept = next((each for each in planned[::order] if each.rows > 1), None)
         self._make(planned, first, progress)
         taken, several = progress.footprint(), self._usual.several
         what = f"besides its parameters, its program for {taken.largest} needs"
         devices = jax.local_devices()[:1] if several is None else several.devices
         device_memory.check(self._signature.model, what, taken.batch_byte_size, devices)
         self._run_once()
+        if self._lowering.kept is not None:
+            self._cache.good_rows(noted, found=self._check_rows(self._lowering.kept, progress.cancellation))
+
+    def _check_rows(self, wanted: Wanted, cancellation: Cancellation) -> bool:
+        """Finds out whether the function treats each row of a batch by itself, by running its programs on generated inputs.
+
+        Returns False if another start may say more, as there was too little memory. Raises Internal: it does not; Cancelled: the
+        load was given up; DeviceLost: the device has failed.
+        """
+        if self._lowering.traced is None:
+            self._lowering.lower(*wanted, self._usual)
+        traced, self._lowering.kept, self._lowering.traced, fault = self._lowering.traced, None, None, None
+        assert traced is not None
+        others = [each for each in self._planned if each.shapes == wanted.shapes and each != wanted]
+        asked = [self._planned[each] for each in (wanted, *others[:1])]
+        try:
+            fault = probe(self._signature, asked, traced, self.device.remote, cancellation.check)
+        except Exception as error:  # inputs that nobody would send say nothing about a model
+            cancellation.check()
+            self.device.check()
+            _log.debug("model '%s': it cannot be run on generated inputs: %r", self._signature.model, error)
+            return not isinstance(error, (jax.errors.JaxRuntimeError, MemoryError))
+        if fault is not None:
+            raise fault.error(self._signature.model, combining(traced.jaxpr.jaxpr, wanted.rows))
+        return True
 
     def _make(self, planned: Sequence[Wanted], first: jax.stages.Lowered | None, progress: LoadProgress) -> None:
         """Compiles the executables of all buckets, or loads them. ``first``: the lowered program of the first bucket, if known.

@@ -48,6 +48,9 @@ class Lowering:
         self._tracing = threading.Lock()
         #: Bytes of constants in the last program that was traced.
         self.constant_byte_size = 0
+        #: The program that is kept as it was traced, and that; None: there is none.
+        self.kept: Wanted | None = None
+        self.traced: jax.stages.Traced | None = None
 
     def lower(self, rows: int, shapes: Shapes, placement: Placement) -> jax.stages.Lowered:
         """Traces and lowers the program for a batch size, shapes and the device of ``placement``. Raises what tracing raises."""
@@ -59,6 +62,8 @@ class Lowering:
             with precision(self._signature.wide), self._tracing:
                 traced: jax.stages.Traced = self._jitted().trace(placement.parameter_specs(rows), *specs)
                 self.constant_byte_size = constant_byte_size(traced)
+                if self.kept == (rows, shapes):
+                    self.traced = traced
                 lowered: jax.stages.Lowered = traced.lower()
                 return lowered
         except KeyError as error:

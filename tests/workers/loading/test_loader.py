@@ -160,7 +160,7 @@ LEAKS = """
 
     def create(path, config, device):
         def apply(params, inputs):
-            y = WITH inputs["x"].sum()
+            y = WITH inputs["x"].sum(1, keepdims=True)
             kept.append(y)
             return {"y": inputs["x"] + y}
         return apply, None
@@ -321,6 +321,49 @@ def test_refused(load: Loading, source: str, config: str, kind: type[ServingErro
     assert "/tmp" not in caught.value.message
     assert not {name for name in set(sys.modules) - before[0] if name.startswith("tensord_model")}
     assert sys.path == before[1]
+
+
+MIXING = """
+    inputs = {"x": "FP32[4]"}
+    outputs = {"y": "FP32[4]"}
+    max_batch_size = 5
+
+    def create(path, config, device):
+        def apply(params, inputs):
+            x = inputs["x"]
+            return {"y": x - x.mean(0)}
+        return apply, None
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "config"),
+    [
+        ("rows_may_mix = True", ""),
+        ("", 'parameters { key: "rows_may_mix" value { string_value: "true" } }'),
+        ("rows_may_mix = True; batch_buckets = (1, 5)", ""),
+    ],
+)
+def test_rows_may_mix_if_the_model_says_so(load: Loading, more: str, config: str) -> None:
+    """Then requests share no batch, and each number of rows has a program of its own."""
+    model = load(MIXING + "\n    " + more + "\n", config)
+    assert model.batch_rules == BatchRules(5, joins=False)
+    assert model.jitted is not None
+    assert [rows for rows, _ in model.jitted.executables._planned] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("more", "config", "words"),
+    [
+        ("rows_may_mix = 'often'", "", "parameter rows_may_mix is 'often'; expected true or false"),
+        ("rows_may_mix = True; max_batch_size = 1000", "", "its buckets need 1000 executables"),
+        ("rows_may_mix = True", "sequence_batching { }", "requests of sequences and ragged inputs share batches"),
+    ],
+)
+def test_what_rows_that_mix_exclude(load: Loading, more: str, config: str, words: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        load(MIXING + "\n    " + more + "\n", config)
+    assert words in caught.value.message
 
 
 def test_no_model_sees_another(load: Loading, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from tensord.workers.programs.executable_cache import ExecutableCache, cache_dir
 from tensord.workers.programs.executables import Executables
 from tensord.workers.programs.gather_buffer import aligned
 from tensord.workers.programs.load_progress import LoadProgress
+from tensord.workers.programs.lowering import Lowering
 from tensord.workers.programs.placed_sets import placed_sets
+from tensord.workers.programs.row_probe import RowFault, probe
 from tensord.workers.tensors.buckets import Buckets
 from tensord.workers.tensors.signature import Signature, declare, parse_declaration, signature
 from tests.generated import examples
@@ -51,12 +54,14 @@ def model_of(
     cache: ExecutableCache | None = None,
     max_unexpected: int = 4,
     single_thread: SingleThreadDevice | None = None,
+    rows_apart: bool = False,
 ) -> JaxModel:
     made = of(inputs, outputs, max_batch_size)
     buckets = Buckets(made, batch, axes or {})
     cache = cache or ExecutableCache(None)
     sets = placed_sets(made, parameters)
-    executables = Executables(made, buckets, apply, sets, cache, b"", max_unexpected, Processor(single_thread))
+    device = Processor(single_thread)
+    executables = Executables(made, buckets, apply, sets, cache, b"", max_unexpected, device, rows_apart=rows_apart)
     model = JaxModel(1, made, buckets, executables)
     executables.warm(LoadProgress("m", 1))
     return model
@@ -200,9 +205,62 @@ def test_a_second_start_finds_everything_in_the_cache(tmp_path: Path) -> None:
     assert (third.compiles.figures().cache_hits, third.compiles.figures().count, value) == (0, 2, 7.0)
 
 
+def test_what_is_known_of_rows_is_kept_with_the_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second start neither asks the programs again nor traces more of them: the first one is part of the key."""
+    folder = cache_directory(str(tmp_path / "cache"))
+    asked: list[int] = []
+    traced: list[int] = []
+    lower = Lowering.lower
+
+    def probed(signature: Any, executables: Any, *others: Any) -> RowFault | None:
+        asked.extend(each.rows for each in executables)
+        return probe(signature, executables, *others)
+
+    def lowered(self: Lowering, rows: int, *others: Any) -> Any:
+        traced.append(rows)
+        return lower(self, rows, *others)
+
+    monkeypatch.setattr("tensord.workers.programs.executables.probe", probed)
+    monkeypatch.setattr(Lowering, "lower", lowered)
+
+    def start() -> tuple[list[int], list[int]]:
+        asked.clear()
+        traced.clear()
+        apply = lambda _, inputs: {"y": jnp.sin(inputs["x"])}  # noqa: E731
+        shapes = {"x": "FP32[3]"}, {"y": "FP32[3]"}
+        model = model_of(apply, *shapes, 4, (1, 2, 4), cache=ExecutableCache(folder), rows_apart=True)
+        assert run(model, {"x": np.zeros((1, 3), np.float32)})
+        return sorted(traced), list(asked)
+
+    assert start() == ([1, 2, 4], [2, 1])
+    assert start() == ([1], [])
+    for note in (tmp_path / "cache").glob("*.rows"):
+        note.unlink()
+    assert start() == ([1, 2], [2, 1])
+
+
+def test_a_function_whose_rows_mix_is_refused_each_time(tmp_path: Path) -> None:
+    folder = cache_directory(str(tmp_path / "cache"))
+
+    def centred(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {"z": inputs["x"] * 2, "y": inputs["x"] - inputs["x"].mean(0)}
+
+    for cache in (ExecutableCache(folder), ExecutableCache(folder)):
+        with pytest.raises(Internal) as caught:
+            model_of(
+                centred, {"x": "FP32[3]"}, {"y": "FP32[3]", "z": "FP32[3]"}, 4, (1, 4), cache=cache, rows_apart=True
+            )
+        assert re.match(
+            r"model 'm': a row of output 'y' depends on the other rows of its batch: generated inputs gave -?[\d.e-]+ and "
+            r"-?[\d.e-]+ for the same row; probably by reduce_sum \(test_executables.py, line \d+, in centred\)",
+            caught.value.message,
+        )
+
+
 def test_what_was_traced_is_given_back() -> None:
     """JAX keeps it for as long as the function lives that it was traced from: megabytes for each program."""
     kept = pxla._cached_lowering_to_hlo.cache_info
+    gc.collect()
     before = kept().currsize
     model = model_of(lambda _, inputs: {"y": jnp.sin(inputs["x"])}, {"x": "FP32[3]"}, {"y": "FP32[3]"}, 8, (1, 2, 4, 8))
     gc.collect()

@@ -1,0 +1,115 @@
+"""Rows of a batch as clients meet them: a model that mixes them is refused, and one that may mix them gets each request alone."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import tensord_client
+
+from tests.daemon_process import PATIENCE, DaemonProcess
+from tests.repositories import of_x, write_model
+
+BATCHES = "max_batch_size: 8\ndynamic_batching { max_queue_delay_microseconds: 20000 }\n"
+MAY = 'parameters { key: "rows_may_mix" value { string_value: "true" } }'
+#: Adds what it finds in the rows that it gets, and how many they are.
+MIXING = "x * 0 + x.sum(0) + 10 * len(x)"
+FIRST_SEED = """
+    import jax
+
+    inputs, outputs, request = {"x": "FP32[4]"}, {"y": "FP32[4]"}, {"seed": "INT32"}
+
+
+    def create(path, config, device):
+        def apply(params, inputs, request):
+            return {"y": inputs["x"] + jax.random.normal(jax.random.key(request["seed"][0, 0]), (4,))}
+
+        return apply, None
+"""
+REFUSED = {
+    "mixing": (of_x(MIXING), "output 'y' depends on the other rows of its batch"),
+    "first_seed": (FIRST_SEED, "(model.py, line 9, in apply)"),
+    "remembers": (
+        """
+    inputs, outputs, state = {"x": "FP32[4]"}, {"y": "FP32[4]"}, {"kept": "FP32[4]"}
+
+    def create(path, config, device):
+        def apply(params, inputs, state):
+            return {"y": state["kept"] * 2}, {"kept": inputs["x"] - inputs["x"].mean(0)}
+        return apply, None
+        """,
+        "output 'kept' depends on the other rows of its batch",
+    ),
+    "ragged": (
+        """
+    import jax
+
+    inputs, outputs, ragged = {"x": "FP32[length]"}, {"y": "FP32[1]"}, ["x"]
+    buckets, batch_inputs = {"length": (64,)}, {"of": ("SEGMENT_IDS", "INT32", "x")}
+
+    def create(path, config, device):
+        def apply(params, inputs):
+            x = inputs["x"]
+            return {"y": jax.ops.segment_sum(x / abs(x).max(), inputs["of"], 8)[:, None]}
+        return apply, None
+        """,
+        "output 'y' depends on the other rows of its batch",
+    ),
+    "sets": (
+        """
+    import jax, numpy as np
+
+    inputs, outputs, batch_sets = {"x": "FP32[4]"}, {"y": "FP32[4]"}, True
+
+    def create(path, config, device):
+        def apply(params, inputs, sets):
+            return {"y": inputs["x"] * params["w"][sets] + inputs["x"][:1]}
+        return apply, {"w": np.ones(4, np.float32)}
+        """,
+        "output 'y' depends on the other rows of its batch",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    repository = tmp_path_factory.mktemp("repository")
+    write_model(repository, "may", of_x(MIXING), BATCHES + MAY)
+    for name, (source, _) in REFUSED.items():
+        more = "sequence_batching { oldest { } }" if name == "remembers" else ""
+        write_model(repository, name, source, "max_batch_size: 8\n" + more)
+    with DaemonProcess(
+        tmp_path_factory.mktemp("daemon"), [repository], {"repository": {"strict_readiness": False}}
+    ) as running:
+        yield running
+
+
+def test_requests_that_may_mix_share_no_call_and_meet_no_padding(daemon: DaemonProcess) -> None:
+    """Twelve clients ask at the same time, with one row to eight."""
+    daemon.wait_ready()
+
+    def ask(seed: int) -> None:
+        choose = random.Random(seed)
+        with tensord_client.connect(daemon.url, patience=PATIENCE) as client:
+            model = client.model("may", timeout=PATIENCE)
+            for _ in range(20):
+                rows, value = choose.randint(1, 8), float(choose.randint(0, 9))
+                y = model({"x": np.full((rows, 4), value, np.float32)})["y"]
+                assert y.tolist() == [[rows * value + 10 * rows] * 4] * rows
+
+    with ThreadPoolExecutor(12) as threads:
+        list(threads.map(ask, range(12)))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_mixes_is_refused_with_what_it_did(daemon: DaemonProcess, name: str) -> None:
+    daemon.wait_ready()
+    status, answer = daemon.request("POST", "/v2/repository/index", b"{}")
+    states = {model["name"]: model for model in json.loads(answer)}
+    assert (status, states[name]["state"]) == (200, "UNAVAILABLE")
+    assert REFUSED[name][1] in states[name]["reason"]
+    assert "rows_may_mix = True" in states[name]["reason"]

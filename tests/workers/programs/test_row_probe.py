@@ -1,0 +1,139 @@
+"""Asking a program about its rows: it is found out if they mix, and never accused if they do not, whatever its numbers are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tensord.shm.arrays import datatype_of
+from tensord.workers.programs.executable import Wanted
+from tensord.workers.programs.row_probe import RowFault, find_fault, probe
+from tensord.workers.programs.row_reading import combining
+from tensord.workers.tensors.signature import Signature, TensorSpec
+from tests.workers.programs.row_corpus import MIXED, ROW_WISE, Case
+
+_SINGLE, _BFLOAT16 = 2.0**-23, 2.0**-7
+
+
+def spec(name: str, dtype: np.dtype[Any], dims: tuple[int, ...]) -> TensorSpec:
+    return TensorSpec(name, datatype_of(dtype) or "", dtype, dims, dims, (None,) * len(dims))
+
+
+def asked(case: Case, rows: int) -> tuple[RowFault | None, str]:
+    """Asks a compiled function of the corpus. Returns what was found, and the operation that seems to combine rows."""
+    inputs = {name: spec(name, dtype, shape[1:]) for name, dtype, shape in case.inputs(rows)}
+    executables, traced = {}, {}
+    for count in (1, rows):
+        arguments = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype, shape in case.inputs(count)}
+        traced[count] = jax.jit(lambda _, given: case.apply(given)).trace((), arguments)
+        call, shapes = traced[count].lower().compile(), tuple(each.dims for each in inputs.values())
+        executables[count] = SimpleNamespace(
+            wanted=Wanted(count, shapes), rows=count, call=call, program=call, parameters=tuple
+        )
+    outputs = {name: spec(name, np.dtype(made.dtype), made.shape[1:]) for name, made in traced[rows].out_info.items()}
+    both: Any = [executables[rows], executables[1]]
+    found = probe(Signature("m", inputs, outputs, 8), both, traced[rows], False, lambda: None)
+    return found, combining(traced[rows].jaxpr.jaxpr, rows)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", ROW_WISE, ids=lambda case: case.name)
+def test_no_row_wise_function_is_accused(case: Case) -> None:
+    assert asked(case, 5)[0] is None
+
+
+#: Of these the output of a row is the same beside any others, but not in another place, or beside another number of them.
+_ELSEWHERE = {"one_noise": "place", "dropout": "place", "positions_of_rows": "place", "by_number_of_rows": "number"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", MIXED, ids=lambda case: case.name)
+def test_functions_that_mix_rows_are_found_out(case: Case) -> None:
+    found, operation = asked(case, 5)
+    assert found is not None
+    assert found.one != found.other
+    assert _ELSEWHERE.get(case.name, "") in found.on
+    message = found.error("m", operation).message
+    assert message.startswith(f"model 'm': a row of output '{found.output}' depends on ")
+    assert "rows_may_mix = True" in message
+
+
+def of(function: Callable[[Any], Any], dtype: Any = np.float32, epsilon: float = _SINGLE) -> RowFault | None:
+    """Asks a function of numpy's arrays."""
+    run = lambda given: {"y": np.asarray(function(given["x"]))}  # noqa: E731
+    return find_fault(dict.fromkeys((4, 1), run), [("x", np.dtype(dtype), (4, 3))], 4, epsilon, {})
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_coarse_numbers_are_no_fault_and_no_excuse(dtype: Any) -> None:
+    shifted = lambda x: jnp.exp(x - x.max()) / jnp.exp(x - x.max()).sum(1, keepdims=True)  # noqa: E731
+    assert of(shifted, dtype, _BFLOAT16) is None
+    assert of(lambda x: x - x.mean(0), dtype, _BFLOAT16) is not None
+
+
+def test_what_is_not_finite_says_nothing() -> None:
+    assert of(lambda x: np.log(x) / 0) is None
+    assert of(lambda x: np.where(x > 0, np.nan, x)) is None
+    assert of(lambda x: np.full(x.shape, np.nan) * x.sum()) is None
+
+
+def test_noise_says_nothing() -> None:
+    draws, calls = np.random.default_rng(), itertools.count()
+    assert of(lambda x: draws.normal(size=x.shape)) is None
+    assert of(lambda x: draws.integers(0, 9, x.shape)) is None
+    assert of(lambda x: np.full(x.shape, next(calls))) is None
+    # Sums in another order each time, as a GPU may have them.
+    assert of(lambda x: x + draws.normal(size=x.shape) * 1e-6) is None
+
+
+def test_what_another_program_rounds_otherwise_says_nothing() -> None:
+    """Programs for other numbers of rows compute with other code, in which a sum may be a little more and a whole number jump."""
+    assert of(lambda x: x * (1 + 1e-6 * len(x))) is None
+    jumps = np.arange(300) == 7
+    assert of(lambda x: np.repeat(x, 100, 1) + (jumps if len(x) == 1 else 0)) is None
+    assert of(lambda x: x * (1 + 0.01 * len(x))) is not None
+
+
+def test_rows_without_elements_and_single_numbers_are_compared() -> None:
+    assert of(lambda x: np.zeros((len(x), 0))) is None
+    assert of(lambda x: x[:, 0] * 2) is None
+    assert of(lambda x: x[:, 0] - x[0, 0]) is not None
+    assert of(lambda x: x > x.mean(0)) is not None
+    assert of(lambda x: x + 1j * x[::-1]) is not None
+
+
+def test_a_difference_has_to_show_each_time() -> None:
+    """A function whose result jumps now and then, for another reason than the rows beside it, is not accused."""
+    calls = itertools.count()
+    assert of(lambda x: x + (next(calls) == 3)) is None
+
+
+def test_inputs_are_small_integers_and_ordinary_numbers() -> None:
+    seen: list[Any] = []
+    inputs = [
+        ("i", np.dtype(np.uint8), (2, 50)),
+        ("b", np.dtype(np.bool_), (2, 50)),
+        ("w", jnp.dtype("bfloat16"), (2, 50)),
+    ]
+
+    def run(given: Mapping[str, Any]) -> dict[str, Any]:
+        seen.append(given)
+        return {"y": given["w"]}
+
+    assert find_fault({2: run}, inputs, 2, _SINGLE, {}) is None
+    for given in seen:
+        assert given["i"].dtype == np.uint8
+        assert given["i"].max() < 4
+        assert given["b"].dtype == np.bool_
+        assert given["w"].dtype == jnp.dtype("bfloat16")
+        assert np.abs(given["w"].astype(float)).max() < 10
+    # Once as it is, one row at each end beside others and zeros, and all at other places.
+    assert len(seen) == 6

@@ -1,0 +1,141 @@
+"""Reads traced programs: whether they may be run on generated inputs, how exactly they compute, and what combines their rows."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+#: The most iterations of a loop whose end depends on values, which might never come with inputs that no client would send.
+MOST_ITERATIONS = 100
+#: Operations that call Python or foreign code, which may do harm with such inputs.
+_UNTRIED = re.compile("callback|ffi_call|custom_call|pallas")
+#: Files in these folders are not the author's: JAX, and the worker.
+_LIBRARIES = ("<", *(os.path.dirname(file) + os.sep for file in (jax.__file__, os.path.dirname(__file__))))
+
+
+def _equations(program: Any) -> Iterator[Any]:
+    """Yields the operations of a program and of all programs inside it, in their order."""
+    for equation in program.eqns:
+        yield equation
+        for inner in _programs(list(equation.params.values())):
+            yield from _equations(inner)
+
+
+def _programs(value: Any) -> Iterator[Any]:
+    """Yields the programs in a parameter of an operation."""
+    if isinstance(value, tuple | list):
+        for each in value:
+            yield from _programs(each)
+    elif hasattr(value, "eqns"):
+        yield getattr(value, "jaxpr", value)
+
+
+class Reading(NamedTuple):
+    """Tells whether a program may be run on any inputs, as it calls no foreign code, and whether it has loops without an end."""
+
+    may_be_tried: bool
+    loops: bool
+    #: The relative rounding error of the coarsest floating-point numbers that it computes.
+    rounding: float
+
+
+def read(program: Any) -> Reading:
+    """Reads a program (a ``Jaxpr``)."""
+    equations, finfo = list(_equations(program)), cast("Any", jnp.finfo)
+    exported = [each.params["exported"].mlir_module_serialized for each in equations if "exported" in each.params]
+    names = [each.primitive.name for each in equations]
+    dtypes = {getattr(each.aval, "dtype", jnp.dtype(bool)) for equation in equations for each in equation.outvars}
+    rounding = [float(finfo(dtype).eps) for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
+    untried = program.effects or any(map(_UNTRIED.search, names)) or any(b"while" in each for each in exported)
+    return Reading(not untried, "while" in names, max(rounding, default=0.0))
+
+
+def combining(program: Any, rows: int, line: str = "") -> str:
+    """Returns the first operation that seems to combine the rows of a batch, with its line in the author's code; "": none does.
+
+    Rows are looked for in the first axis of arrays, which may also have ``rows`` elements for another reason. ``line``: of the
+    operation that calls the program, as a library's own program has the lines of whoever called it first.
+    """
+    for equation in program.eqns:
+        where = line or _line_of(equation)
+        before, after = (
+            [getattr(each.aval, "shape", ()) for each in them] for them in (equation.invars, equation.outvars)
+        )
+        if any(shape[:1] == (rows,) for shape in before) and _combines(equation, before, after[0], rows):
+            return f"{equation.primitive.name} ({where})" if where else str(equation.primitive.name)
+        for inner in _programs(list(equation.params.values())):
+            if found := combining(inner, rows, where):
+                return found
+    return ""
+
+
+def _combines(equation: Any, before: Sequence[Sequence[int]], after: Sequence[int], rows: int) -> bool:
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+        gone, shared = params["dimension_numbers"]
+        free = [{*range(len(shape))} - {*one, *two} for shape, one, two in zip(before, gone, shared, strict=True)]
+        both = all(any(shape[at] == rows for at in axes) for shape, axes in zip(before, free, strict=True))
+        return both or any(shape[:1] == (rows,) and 0 in axes for shape, axes in zip(before, gone, strict=True))
+    if name in ("slice", "dynamic_slice", "gather"):
+        return before[0][:1] == (rows,) and after[:1] != (rows,)
+    along = [params.get(each) for each in ("axes", "axis", "dimension", "dimensions")]
+    return any(0 in each if isinstance(each, tuple) else each == 0 for each in along) or params.get("length") == rows
+
+
+def _line_of(equation: Any) -> str:
+    """Returns the line of the author's code that an operation comes from, as ``model.py, line 7, in apply``; "": not known."""
+    traceback = equation.source_info.traceback
+    for frame in [] if traceback is None else traceback.frames:
+        if not frame.file_name.startswith(_LIBRARIES) and f"{os.sep}site-packages{os.sep}" not in frame.file_name:
+            function = frame.function_name.rpartition(".")[2]
+            where = f", in {function}" if function.isidentifier() else ""
+            return f"{os.path.basename(frame.file_name)}, line {frame.line_num}{where}"
+    return ""
+
+
+def ending(program: Any, consts: Sequence[Any], *given: Any) -> list[Any]:
+    """Computes a program's outputs with a bounded number of iterations of its loops; to be traced.
+
+    Raises NotImplementedError: there is such a loop in a ``scan`` or a ``cond``.
+    """
+    known = dict(zip((*program.constvars, *program.invars), (*consts, *given), strict=True))
+    for equation in program.eqns:
+        operands = [each.val if isinstance(each, core.Literal) else known[each] for each in equation.invars]
+        inner = [each for each in equation.params.values() if hasattr(each, "eqns")]
+        if equation.primitive.name == "while":
+            made = _ended(equation.params, operands)
+        elif not any(read(each).loops for each in _programs(list(equation.params.values()))):
+            own = list({id(each): each for each in equation.invars if not isinstance(each, core.Literal)}.values())
+            alone = program.replace(constvars=[], invars=own, outvars=equation.outvars, eqns=[equation])
+            made = core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*(known[each] for each in own))
+        elif equation.primitive.name in ("scan", "cond") or len(inner) != 1:
+            raise NotImplementedError(equation.primitive.name)
+        else:
+            made = ending(getattr(inner[0], "jaxpr", inner[0]), getattr(inner[0], "consts", ()), *operands)
+        known.update(zip(equation.outvars, made, strict=True))
+    return [each.val if isinstance(each, core.Literal) else known[each] for each in program.outvars]
+
+
+def _ended(params: Any, operands: list[Any]) -> list[Any]:
+    first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    condition, body = params["cond_jaxpr"], params["body_jaxpr"]
+
+    def more(carry: tuple[Any, list[Any]]) -> Any:
+        return ending(condition.jaxpr, condition.consts, *operands[:first], *carry[1])[0]
+
+    def step(carry: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+        made, goes_on = ending(body.jaxpr, body.consts, *operands[first:second], *carry[1]), more(carry)
+        # Under ``vmap`` each row has an end of its own.
+        goes_on = [jax.lax.broadcast_in_dim(goes_on, old.shape, range(goes_on.ndim)) for old in carry[1]]
+        return carry[0] + 1, list(map(jax.lax.select, goes_on, made, carry[1]))
+
+    def unfinished(carry: tuple[Any, list[Any]]) -> Any:
+        return (carry[0] < MOST_ITERATIONS) & more(carry).any()
+
+    return list(jax.lax.while_loop(unfinished, step, (0, operands[second:]))[1])
