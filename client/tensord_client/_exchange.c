@@ -19,6 +19,8 @@
 
 /* A datagram has at most one descriptor; there is room for what is wrong with it, too. */
 #define ANCILLARY CMSG_SPACE(4 * sizeof(int))
+/* A datagram of at most so many bytes waits for others of its event loop's iteration, to leave with them. */
+#define KEPT (TENSORD_MAX_DATAGRAM / 4)
 
 /* Objects that are kept. Those with a length are containers of the lane. */
 enum {
@@ -87,10 +89,16 @@ static int told(PyObject *object, PyObject *method) {
     return said == NULL;
 }
 
-/* Returns whether a request may be sent now, and nothing has to be sent before; -1 with an exception. */
+/* Returns whether nothing has to be sent before a request. */
+static int is_first_to_leave(const exchange_t *self) {
+    PyObject *const *object = self->object;
+    return !(PyList_Size(object[OUTGOING]) || PyObject_Size(object[BACKLOG]) || PyObject_Size(object[RELEASES]));
+}
+
+/* Returns whether a request may be sent, after what has to be sent before it; -1 with an exception. */
 static int may_send(const exchange_t *self) {
     PyObject *const *object = self->object;
-    if (PyDict_Size(object[QUEUED]) || PyDict_Size(object[IN_FLIGHT]) >= self->most || PyList_Size(object[OUTGOING]) || PyObject_Size(object[BACKLOG]) || PyObject_Size(object[RELEASES]))
+    if (PyDict_Size(object[QUEUED]) || PyDict_Size(object[IN_FLIGHT]) >= self->most)
         return 0;
     int is = is_true(object[SOCKET], attr.closing);
     if (is == 0)
@@ -171,13 +179,40 @@ static int write_request(const exchange_t *self, PyObject *placed, PyObject *own
     return is;
 }
 
-/* Sends a request and notes that it is in flight. Returns its id; NULL: nothing was done, and there may be an exception. */
-static PyObject *send_request(const exchange_t *self, PyObject *placed, PyObject *own, uint64_t deadline, uint64_t *id) {
+/* Keeps what was written of a request until the event loop's iteration ends. Returns whether it was kept. */
+static int keep(const exchange_t *self, PyObject *loop, PyObject *key, const tensord__writer *to) {
+    PyObject *outgoing = self->object[OUTGOING];
+    if (PyList_Size(outgoing) == 0) {
+        PyObject *flush = PyObject_GetAttr(self->object[LANE], attr.flush);
+        PyObject *said = flush == NULL ? NULL : PyObject_CallMethodObjArgs(loop, attr.call_soon, flush, NULL);
+        Py_XDECREF(flush);
+        Py_XDECREF(said);
+        if (said == NULL)
+            return 0;
+    }
+    /* Two bytes begin a datagram of one record. */
+    PyObject *item = Py_BuildValue("y#O", to->begin + 2, (Py_ssize_t)(to->at - to->begin) - 2, key);
+    int wrong = item == NULL || PyList_Append(outgoing, item);
+    Py_XDECREF(item);
+    return !wrong;
+}
+
+/* Sends a request and notes that it is in flight, for ``taker``. With an event loop that has others in flight, keeps a small one until the
+ * loop's iteration ends. Returns its id; NULL: nothing was done, and there may be an exception. */
+static PyObject *send_request(const exchange_t *self, PyObject *placed, PyObject *own, uint64_t deadline, PyObject *taker, PyObject *loop, uint64_t *id) {
+    int may_keep = loop != Py_None && PyDict_Size(self->object[IN_FLIGHT]) > 0;
+    if (!may_keep && !is_first_to_leave(self))
+        return NULL;
     PyObject *key = PyIter_Next(self->object[IDS]);
     *id = key == NULL ? 0 : PyLong_AsUnsignedLongLong(key);
     WRITER(to);
-    if (key != NULL && !PyErr_Occurred() && write_request(self, placed, own, *id, deadline, &to) > 0 && PyDict_SetItem(self->object[IN_FLIGHT], key, Py_None) == 0) {
-        if (send(self->fd, to.begin, (size_t)(to.at - to.begin), MSG_DONTWAIT | MSG_NOSIGNAL) >= 0) {
+    if (key != NULL && !PyErr_Occurred() && write_request(self, placed, own, *id, deadline, &to) > 0 && PyDict_SetItem(self->object[IN_FLIGHT], key, taker) == 0) {
+        int sent = 0;
+        if (may_keep && to.at - to.begin <= KEPT)
+            sent = keep(self, loop, key, &to);
+        else if (is_first_to_leave(self))
+            sent = send(self->fd, to.begin, (size_t)(to.at - to.begin), MSG_DONTWAIT | MSG_NOSIGNAL) >= 0;
+        if (sent) {
             free(to.grown);
             return key;
         }
@@ -275,7 +310,16 @@ static int copy_attribute(PyObject *from, PyObject *to, PyObject *attribute) {
     return wrong;
 }
 
-/* Returns the Answer of an answer, but for its times; NULL: Python has to make it, or there is an exception. It is the one of the last answer
+/* Returns a new Answer of an answer, but for its times; NULL: Python has to make it, or there is an exception. */
+static PyObject *fresh_of(const exchange_t *self, tensord__answer *answer, PyObject *kind, PyObject *call) {
+    PyObject *made = PyObject_CallFunctionObjArgs(self->object[ANSWER], NULL);
+    if (made == NULL || put_outputs(made, answer, kind, call) <= 0 || copy_attribute(kind, made, attr.version) ||
+        copy_attribute(kind, made, attr.parameters))
+        Py_CLEAR(made);
+    return made;
+}
+
+/* As fresh_of. It is the one of the last answer
  * where that was of the same kind, and has nothing of its own. */
 static PyObject *made_of(const exchange_t *self, tensord__answer *answer, PyObject *kind, PyObject *call, PyObject *placed) {
     PyObject *kept = PyObject_GetAttr(placed, attr.answer), *made = NULL;
@@ -286,10 +330,7 @@ static PyObject *made_of(const exchange_t *self, tensord__answer *answer, PyObje
     Py_XDECREF(kept);
     if (made != NULL || PyErr_Occurred())
         return made;
-    made = PyObject_CallFunctionObjArgs(self->object[ANSWER], NULL);
-    if (made == NULL || put_outputs(made, answer, kind, call) <= 0 || copy_attribute(kind, made, attr.version) ||
-        copy_attribute(kind, made, attr.parameters))
-        Py_CLEAR(made);
+    made = fresh_of(self, answer, kind, call);
     if (made != NULL && answer->count == 0) {
         kept = PyTuple_Pack(2, kind, made);
         if (kept == NULL || PyObject_SetAttr(placed, attr.answer, kept))
@@ -305,6 +346,64 @@ static int put_times(PyObject *made, const tensord__answer *answer) {
     int wrong = times == NULL || PyObject_SetAttr(made, attr.times, times);
     Py_XDECREF(times);
     return wrong;
+}
+
+/* Answers that were read, for their requests: of each its id, its request and its Answer. */
+typedef struct {
+    const exchange_t *exchange;
+    PyObject *list;
+} ready_t;
+
+/* Makes the Answer of a request's last answer. Returns whether that was possible; -1 with an exception. */
+static int make_ready(void *given, const tensord__answer *answer) {
+    const ready_t *ready = given;
+    PyObject *const *object = ready->exchange->object;
+    if (answer->has_lease || answer->code.size || !answer->numbered)
+        return 0;
+    PyObject *key = PyLong_FromUnsignedLongLong(answer->request_id);
+    PyObject *request = key == NULL ? NULL : PyDict_GetItemWithError(object[IN_FLIGHT], key);
+    PyObject *kind = request == NULL || request == Py_None ? NULL : find_prepared(object[KNOWN], answer->number);
+    int is = PyErr_Occurred() ? -1 : kind == NULL ? 0 : is_true(kind, attr.final);
+    PyObject *call = is > 0 ? PyObject_GetAttr(request, attr.call) : NULL;
+    if (call != NULL) {
+        tensord__answer read = *answer;
+        PyObject *made = fresh_of(ready->exchange, &read, kind, call);
+        if (made != NULL && (put_times(made, answer) || PyList_Append(ready->list, key) || PyList_Append(ready->list, request) || PyList_Append(ready->list, made)))
+            Py_CLEAR(made);
+        is = made != NULL;
+        Py_XDECREF(made);
+    }
+    if (PyErr_Occurred())
+        is = -1;
+    Py_XDECREF(call);
+    Py_XDECREF(kind);
+    Py_XDECREF(key);
+    return is;
+}
+
+static PyObject *records(exchange_t *self, PyObject *given) {
+    Py_ssize_t size = PyLong_AsSsize_t(given);
+    if (PyErr_Occurred())
+        return NULL;
+    if (size < 1 || size > PyByteArray_Size(self->object[RECEIVED])) {
+        PyErr_SetString(PyExc_ValueError, "a datagram is cut off");
+        return NULL;
+    }
+    ready_t ready = {self, PyList_New(0)};
+    tensord__reader from = tensord__read_from(PyByteArray_AsString(self->object[RECEIVED]) + 1, (size_t)size - 1);
+    PyObject *found = ready.list == NULL ? NULL : records_of(&from, self->object[KNOWN], self->object[PREPARED], make_ready, &ready);
+    for (Py_ssize_t i = 0; found != NULL && i < PyList_Size(ready.list); i += 3) {
+        PyObject *key = PyList_GetItem(ready.list, i), *request = PyList_GetItem(ready.list, i + 1), *said = NULL;
+        if (PyDict_GetItemWithError(self->object[IN_FLIGHT], key) != request && !PyErr_Occurred())
+            continue; /* It has had its last answer. */
+        if (!PyErr_Occurred() && PyDict_DelItem(self->object[IN_FLIGHT], key) == 0)
+            said = PyObject_CallMethodObjArgs(request, attr.finish, self->object[LANE], PyList_GetItem(ready.list, i + 2), NULL);
+        if (said == NULL)
+            Py_CLEAR(found);
+        Py_XDECREF(said);
+    }
+    Py_XDECREF(ready.list);
+    return found;
 }
 
 /* Lets others read the lane. An exception stays. Not 0: there is one. */
@@ -344,6 +443,22 @@ static void leave(const exchange_t *self, PyObject *sender, PyObject *call, PyOb
     end_reading(self);
 }
 
+static PyObject *submit(exchange_t *self, PyObject *arguments) {
+    PyObject *request, *loop, *key = NULL;
+    uint64_t id;
+    if (!PyArg_ParseTuple(arguments, "OO", &request, &loop))
+        return NULL;
+    if (may_send(self) > 0) {
+        PyObject *placed = PyObject_GetAttr(request, attr.placed), *own = placed == NULL ? NULL : PyObject_GetAttr(request, attr.own);
+        key = own == NULL ? NULL : send_request(self, placed, own, 0, request, loop, &id);
+        Py_XDECREF(own);
+        Py_XDECREF(placed);
+    }
+    if (key == NULL && !PyErr_Occurred())
+        Py_RETURN_NONE;
+    return key;
+}
+
 static PyObject *ask(exchange_t *self, PyObject *arguments) {
     if (PyTuple_Size(arguments) != 5) {
         PyErr_SetString(PyExc_TypeError, "ask takes five arguments");
@@ -363,12 +478,12 @@ static PyObject *ask(exchange_t *self, PyObject *arguments) {
     }
     int is = may_send(self);
     if (is > 0)
-        is = truth(self->object[ACQUIRE], Py_False);
+        is = is_first_to_leave(self) ? truth(self->object[ACQUIRE], Py_False) : 0;
     if (is < 0)
         return NULL;
     if (is == 0)
         Py_RETURN_NONE;
-    PyObject *key = set_timeout(self, deadline ? deadline - now : 0) ? NULL : send_request(self, placed, own, deadline, &id), *answer = NULL;
+    PyObject *key = set_timeout(self, deadline ? deadline - now : 0) ? NULL : send_request(self, placed, own, deadline, Py_None, Py_None, &id), *answer = NULL;
     if (key == NULL) {
         if (end_reading(self))
             return NULL;
@@ -470,6 +585,8 @@ static void drop(exchange_t *self) {
 
 /* It is described in _lane.pyi. */
 static PyMethodDef methods[] = {
+    {"records", (PyCFunction)(void (*)(void))records, METH_O, NULL},
+    {"submit", (PyCFunction)(void (*)(void))submit, METH_VARARGS, NULL},
     {"ask", (PyCFunction)(void (*)(void))ask, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

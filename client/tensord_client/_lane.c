@@ -442,13 +442,9 @@ static PyObject *learned(tensord__reader *from, PyObject *known, PyObject *prepa
     return found;
 }
 
-static PyObject *read_record(tensord__reader *from, PyObject *known, PyObject *prepared) {
-    uint64_t fields = tensord__take_array(from), read[2] = {0, 0};
-    tensord__text tag = tensord__take_text(from);
-    if (tensord__is(tag, "c")) {
-        tensord__answer answer = tensord__take_answer(from, fields);
-        return from->bad ? NULL : answer_of(&answer, known, prepared);
-    }
+/* Returns a record that is no answer. */
+static PyObject *read_record(tensord__reader *from, tensord__text tag, uint64_t fields, PyObject *known, PyObject *prepared) {
+    uint64_t read[2] = {0, 0};
     if (tensord__is(tag, "C+") && fields == 3)
         return learned(from, known, prepared);
     int count = tensord__take_numbers(from, tag, fields, read);
@@ -456,6 +452,32 @@ static PyObject *read_record(tensord__reader *from, PyObject *known, PyObject *p
         return NULL;
     return count == 1 ? Py_BuildValue("NK", str_of(tag), (unsigned long long)read[0])
                       : Py_BuildValue("NKK", str_of(tag), (unsigned long long)read[0], (unsigned long long)read[1]);
+}
+
+PyObject *records_of(tensord__reader *from, PyObject *known, PyObject *prepared, int (*take)(void *, const tensord__answer *), void *taker) {
+    PyObject *found = PyList_New(0);
+    for (uint64_t left = tensord__take_array(from); found != NULL && left > 0 && !from->bad; left--) {
+        uint64_t fields = tensord__take_array(from);
+        tensord__text tag = tensord__take_text(from);
+        PyObject *record = NULL;
+        if (tensord__is(tag, "c")) {
+            tensord__answer answer = tensord__take_answer(from, fields);
+            int taken = from->bad ? -1 : take == NULL ? 0 : take(taker, &answer);
+            if (taken > 0)
+                continue;
+            record = taken < 0 ? NULL : answer_of(&answer, known, prepared);
+        } else {
+            record = read_record(from, tag, fields, known, prepared);
+        }
+        if (record == NULL || PyList_Append(found, record))
+            Py_CLEAR(found);
+        Py_XDECREF(record);
+    }
+    if (!PyErr_Occurred() && (found == NULL || from->bad || from->at != from->end)) {
+        PyErr_SetString(PyExc_ValueError, "a datagram is no array of records");
+        Py_CLEAR(found);
+    }
+    return found;
 }
 
 /* Sets a reader to bytes of a bytes or bytearray. Not 0: there is an exception. */
@@ -481,18 +503,7 @@ static PyObject *records(PyObject *module, PyObject *arguments) {
     (void)module;
     if (!PyArg_ParseTuple(arguments, "OnnO!O", &content, &at, &end, &PyDict_Type, &known, &prepared) || read_of(content, at, end, &from))
         return NULL;
-    PyObject *found = PyList_New(0);
-    for (uint64_t left = tensord__take_array(&from); found != NULL && left > 0 && !from.bad; left--) {
-        PyObject *record = read_record(&from, known, prepared);
-        if (record == NULL || PyList_Append(found, record))
-            Py_CLEAR(found);
-        Py_XDECREF(record);
-    }
-    if (!PyErr_Occurred() && (found == NULL || from.bad || from.at != from.end)) {
-        PyErr_SetString(PyExc_ValueError, "a datagram is no array of records");
-        Py_CLEAR(found);
-    }
-    return found;
+    return records_of(&from, known, prepared, NULL, NULL);
 }
 
 /* --------------------------------------------------------------------------------------------------------- inputs of requests */
@@ -585,9 +596,9 @@ static int is_like(PyObject *place, PyObject *shape, PyObject *dtype) {
 }
 
 int put_array(PyObject *answer, PyObject *output, PyObject *places, const char *content, Py_ssize_t size) {
-    PyObject *name, *shape, *dtype, *array;
-    Py_ssize_t byte_size;
-    if (!PyArg_ParseTuple(output, "OOOn", &name, &shape, &dtype, &byte_size))
+    PyObject *name = PyTuple_GetItem(output, 0), *shape = PyTuple_GetItem(output, 1), *dtype = PyTuple_GetItem(output, 2), *array;
+    Py_ssize_t byte_size = dtype == NULL ? -1 : PyLong_AsSsize_t(PyTuple_GetItem(output, 3));
+    if (PyErr_Occurred())
         return -1;
     PyObject *place = PyDict_GetItemWithError(places, name);
     if (byte_size < 0 || place != NULL) {

@@ -26,9 +26,10 @@ extern PyObject *spin_type, *ndarray;
 
 /* Names of attributes, as Python's strings. */
 #define NAMES(NAME)                                                                                                               \
-    NAME(advance) NAME(answer) NAME(base) NAME(begun) NAME(cancel) NAME(closing) NAME(closures) NAME(contents) NAME(dtype)        \
-    NAME(final) NAME(known_closures) NAME(nbytes) NAME(own_count) NAME(parameters) NAME(places) NAME(plan) NAME(prepared)         \
-    NAME(promote) NAME(segments) NAME(shape) NAME(spin) NAME(timeout_ms) NAME(times) NAME(tobytes) NAME(version)
+    NAME(advance) NAME(answer) NAME(base) NAME(begun) NAME(call) NAME(call_soon) NAME(cancel) NAME(closing) NAME(closures)        \
+    NAME(contents) NAME(dtype) NAME(final) NAME(finish) NAME(flush) NAME(known_closures) NAME(nbytes) NAME(own) NAME(own_count)   \
+    NAME(parameters) NAME(placed) NAME(places) NAME(plan) NAME(prepared) NAME(promote) NAME(segments) NAME(shape) NAME(spin)      \
+    NAME(timeout_ms) NAME(times) NAME(tobytes) NAME(version)
 #define DECLARED(text) PyObject *text;
 extern struct names {
     NAMES(DECLARED)
@@ -45,6 +46,10 @@ void put_each(tensord__writer *to, PyObject *given, void (*put)(tensord__writer 
 void put_content(tensord__writer *to, PyObject *content);
 /* Writes what is encoded already. */
 void put_encoded(tensord__writer *to, PyObject *encoded);
+
+/* Reads an array of records. Returns a list of them; NULL with an exception. ``take``: where there is one, is given each answer first: it
+ * returns whether it has taken it; -1 with an exception. */
+PyObject *records_of(tensord__reader *from, PyObject *known, PyObject *prepared, int (*take)(void *, const tensord__answer *), void *taker);
 
 /* Returns a prepared answer: an instance of the class ``prepared``, or the one that has a number. NULL: there is an exception. */
 PyObject *prepared_of(tensord__prepared_answer *read, PyObject *prepared);

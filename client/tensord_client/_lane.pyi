@@ -161,7 +161,7 @@ class Spin:
     def end(self, now_ns: int) -> None: ...
 
 class Exchange:
-    """Sends requests of threads that wait, and receives their answers, on one lane."""
+    """Sends requests of threads that wait, and receives answers, on one lane."""
 
     def __init__(self, lane: Any, prepared: type[Any], answer: type[Answer], fd: int, most: int, /) -> None:
         """Takes what it needs of a ``ClientLane`` from the lane's attributes.
@@ -170,6 +170,22 @@ class Exchange:
           prepared: the class PreparedAnswer.
           fd: the lane's socket.
           most: the most requests that the worker takes at a time.
+        """
+
+    def submit(self, request: Any, loop: Any, /) -> int | None:
+        """Sends a request, or keeps it in the lane's ``_outgoing``; returns the request's id. None: nothing was done.
+
+        ``loop``: the event loop that runs in this thread; None: none. A small request that it submits while others are in flight
+        is kept, and the loop's next iteration calls the lane's ``flush``.
+        """
+
+    def records(self, size: int, /) -> list[Any]:
+        """Decodes the records in the datagram of ``size`` bytes that the lane has received.
+
+        Makes the ``Answer`` of each request's last answer that has all of its outputs in the record or in the caller's places,
+        and gives it to the request's ``finish``, once all records were read. Returns the others, as ``_lane.records`` does.
+
+        Raises: ValueError: the bytes are no records of a worker, or an answer names a number that is not known.
         """
 
     def ask(

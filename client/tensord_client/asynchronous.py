@@ -160,7 +160,7 @@ class AsyncModel(Calls):
           own: the request's other fields, such as ``priority``.
         """
         call = self.call(inputs, outputs or tuple(out or ()), own, out)
-        call.layouts = {}
+        call.repeats = True
         return AsyncPrepared(self._connection, call, self.timeout)
 
     def latest(self) -> AsyncLatest:
@@ -226,7 +226,9 @@ class AsyncPrepared:
         if self._timeout is not None:
             call = copy.copy(call)
             call.deadline = time.monotonic() + self._timeout
-        return await self._connection.ask(call)
+        pending = self._connection.ask(call)
+        self._call.layout = call.layout
+        return await pending
 
 
 class AsyncLatest(Newest[Answer]):

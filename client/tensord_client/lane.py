@@ -310,11 +310,7 @@ class LaneConnection(Sender):
         if len(self.held.sizes) >= self.held.most and (held := self.held.too_many()) is not None:
             raise held
         model = self.models.get((call.model, call.version)) or self.model_of(call)
-        placed = (
-            self.placement.place(call, model)
-            if call.layouts is None
-            else self.placement.place_again(call, model, call.layouts)
-        )
+        placed = self.placement.place_again(call, model) if call.repeats else self.placement.place(call, model)
         is_bare = call.deadline is None and not call.request_id and call.scheduling == UNSCHEDULED
         return self._submit(LaneRequest(self, call, placed, self._bare if is_bare else own_fields(call)))
 
@@ -336,33 +332,36 @@ class LaneConnection(Sender):
           Unavailable: no worker serves the model now, shared memory is full, or too many requests wait.  NotFound: the model is
           not served.
         """
-        known = self.models.get((call.model, call.version))
-        if known is None or call.traceparent or len(self.held.sizes) >= self.held.most:
+        known, held, layout = self.models.get((call.model, call.version)), self.held, call.layout
+        if known is None or len(held.sizes) >= held.most or call.traceparent:
             return self.ask(call)
-        sequence_id = call.scheduling.sequence_id
-        lane = self.lane_for(call) if known.alone is None or sequence_id else known.alone
-        exchange = None if lane is None else lane.exchange or lane.greeted(call.deadline)
-        if lane is None or exchange is None:
-            return self.ask(call)
-        if call.layouts is not None:
-            # It is prepared.
-            layout = call.layouts.get(known)
-            placed = layout.placed if layout is not None else None
-            if placed is None:
-                placed = self.placement.place_again(call, known, call.layouts)
-                layout = call.layouts[known]
-            own: bytes = layout.own  # type: ignore[union-attr]
+        if layout is not None and layout.lane is not None and layout.model is known:
+            lane, placed, exchange = layout.lane, layout.placed, layout.lane.exchange
+            came = None if exchange is None else exchange.ask(self, call, placed, layout.own, call.deadline)
+            if type(came) is Answer:
+                return came
         else:
-            placed = self.placement.place(call, known)
-            is_bare = not call.request_id and call.scheduling == UNSCHEDULED
-            own = self._bare if is_bare else own_fields(call)
-        came = exchange.ask(self, call, placed, own, call.deadline)
-        if sequence_id and came is not None:
-            self.sent(call, lane)
-        if type(came) is Answer:
-            if placed.slot is not None:
-                placed.slot.give_back()
-            return came
+            sequence_id = call.scheduling.sequence_id
+            lane = self.lane_for(call) if known.alone is None or sequence_id else known.alone
+            exchange = None if lane is None else lane.exchange or lane.greeted(call.deadline)
+            if lane is None or exchange is None:
+                return self.ask(call)
+            if call.repeats:
+                placed = self.placement.place_again(call, known)
+                own = call.layout.own
+                if placed is call.layout.placed and lane is known.alone and not sequence_id:
+                    call.layout.lane = lane
+            else:
+                placed = self.placement.place(call, known)
+                is_bare = not call.request_id and call.scheduling == UNSCHEDULED
+                own = self._bare if is_bare else own_fields(call)
+            came = exchange.ask(self, call, placed, own, call.deadline)
+            if sequence_id and came is not None:
+                self.sent(call, lane)
+            if type(came) is Answer:
+                if placed.slot is not None:
+                    placed.slot.give_back()
+                return came
         if came is None:
             return self._submit(LaneRequest(self, call, placed, own_fields(call)))
         request: LaneRequest
@@ -380,7 +379,7 @@ class LaneConnection(Sender):
         """
         pending = LaneRequest(self, call, placed, own_fields(call))
         pending.lane, pending.request_id = lane, request_id
-        if call.layouts is not None:
+        if call.repeats:
             call.last = pending
         return pending
 
@@ -469,14 +468,14 @@ class LaneConnection(Sender):
 
         ``max_waiting``: if as many requests wait for the lane's worker already, raises Unavailable; None: any number may wait.
         """
-        call, loop = pending.call, _running_loop()
+        call, loop, sequence_id = pending.call, _running_loop(), pending.call.scheduling.sequence_id
         while True:
             known = self.models.get((call.model, call.version))
-            lane = None if known is None or call.scheduling.sequence_id else known.alone
+            lane = None if known is None or sequence_id else known.alone
             if lane is None or lane.socket.closing:
                 lane = self.lane_for(call)
-            if lane is None:
-                return False
+                if lane is None:
+                    return False
             pending.lane = lane
             try:
                 pending.request_id = lane.submit(pending, loop, max_waiting)
@@ -486,7 +485,7 @@ class LaneConnection(Sender):
             except ServingError:
                 pending.lane = None
                 raise
-            if call.scheduling.sequence_id:
+            if sequence_id:
                 self.sent(call, lane)
             return True
 

@@ -42,10 +42,7 @@ _ASIDE = 0.005
 class LaneRequest(Submission, Pending[Answer]):
     """A request over a lane. If the lane ends or the worker refuses it, the request has no lane until it is sent again."""
 
-    lane: ClientLane | None = None
-    request_id = 0
-    #: True: its lane ended or its worker refused it, and the thread that waits for the answer has to send it again.
-    astray = False
+    # What most requests neither read nor change is an attribute of the class.
     refusal: ServingError | None = None
     #: When it went astray, in seconds of ``time.monotonic()``.
     astray_at = 0.0
@@ -53,8 +50,6 @@ class LaneRequest(Submission, Pending[Answer]):
     _was_refused = False
     strikes = 0
     answered = False
-    #: Bytes of responses that were read and not acknowledged to the worker yet.
-    _read = 0
 
     def __init__(self, connection: Sender, call: Call, placed: Placed, own: bytes) -> None:
         super().__init__(call.model, call.deadline, connection.deadlines)
@@ -63,6 +58,12 @@ class LaneRequest(Submission, Pending[Answer]):
         self.placed = placed
         #: The request's other fields, encoded.
         self.own = own
+        self.lane: ClientLane | None = None
+        self.request_id = 0
+        #: True: its lane ended or its worker refused it, and the thread that waits for the answer has to send it again.
+        self.astray = False
+        #: Bytes of responses that were read and not acknowledged to the worker yet.
+        self._read = 0
 
     # ------------------------------------------------------------------------------------------- from whoever reads
 
@@ -82,14 +83,25 @@ class LaneRequest(Submission, Pending[Answer]):
                 self.refusal = arrived
                 self._stray()
                 return
-        # What has come is there before its end is seen.
-        if not self._given_up and (not prepared.is_mark or answer.code):
+        if not prepared.is_mark or answer.code:
             self.answered = True
-            self._arrived.append(arrived)
+            self.add(arrived)
         if prepared.final:
-            self.end()
-        self.notify()
-        if self._callbacks and self.done():
+            self.finish(lane)
+        else:
+            self.notify(lane.loop)
+
+    def finish(self, lane: ClientLane, answer: Answer | None = None) -> None:
+        """Ends this request, whose last answer ``lane`` has received, and wakes whoever waits. Called in any thread.
+
+        ``answer``: the last answer, if the C extension has made it already; None: it was stored.
+        """
+        # What has come is there before its end is seen.
+        if answer is not None and not self._given_up:
+            self._arrived.append(answer)
+        self.end()
+        self.notify(lane.loop)
+        if self._callbacks:
             # A callback may wait for another answer on this lane, which this thread reads.
             lane.call_back(self)
 
@@ -98,13 +110,16 @@ class LaneRequest(Submission, Pending[Answer]):
 
         Returns whether this call ended it; False: it had ended already.
         """
-        ended = super().end()
-        if ended:
-            if self.lane is not None and self.lane.watched:
-                self.lane.watched.discard(self.request_id)
-            if self.placed.slot is not None:
-                self.placed.slot.give_back()
-        return ended
+        with self._lock:
+            if self._ended:
+                return False
+            self._ended = True
+        lane, slot = self.lane, self.placed.slot
+        if lane is not None and lane.watched:
+            lane.watched.discard(self.request_id)
+        if slot is not None:
+            slot.give_back()
+        return True
 
     # --------------------------------------------------------------------------------------------- sent once more
 
@@ -265,11 +280,14 @@ class LaneRequest(Submission, Pending[Answer]):
             read, self._read = self._read, 0
             self.lane.say(wire.record("T", self.request_id, read))
 
-    def made(self, arrived: tuple[AnswerRecord, AnswerLease | None]) -> Answer | ServingError:
+    def made(self, arrived: Answer | tuple[AnswerRecord, AnswerLease | None]) -> Answer | ServingError:
         """Converts a received record to an answer; returns an error if the record cannot be read.
 
-        ``arrived``: the record, and the lease of the worker's memory that its outputs lie in, or None.
+        ``arrived``: the record, and the lease of the worker's memory that its outputs lie in, or None. If the C extension has
+        made an answer of the record, that answer, which is returned.
         """
+        if type(arrived) is Answer:
+            return arrived
         answer, lease = arrived
         if not answer.prepared.final:
             self._read += answer.byte_size

@@ -181,13 +181,13 @@ class LaneSocket:
 
     # -------------------------------------------------------------------------------------------------- event loops
 
-    def attach(self, loop: Any, readable: Callable[[], None]) -> None:
-        """Asks an event loop to call ``readable`` when a datagram has come, and to send queued datagrams when there is room.
+    def attach(self, loop: Any, readable: Callable[[Any], None]) -> None:
+        """Asks an event loop to call ``readable(loop)`` when a datagram has come, and to send queued datagrams if there is room.
 
         Call it in the loop's thread, while ``lock`` is held.
         """
         self.loops[loop] = None
-        loop.add_reader(self.sock.fileno(), readable)
+        loop.add_reader(self.sock.fileno(), readable, loop)
         if self.backlog:
             self._watch_room(loop)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -21,7 +21,7 @@ from tensord_client.common.call import Call
 from tensord_client.errors import InvalidArgument, Unavailable
 from tensord_client.memory import Memory, Place
 from tensord_client.native import wire
-from tensord_client.worker_lane import OpenedModel
+from tensord_client.worker_lane import ClientLane, OpenedModel
 
 #: The most bytes of an array that travels inside its request, and of all such arrays of one request together.
 INLINE, _ALL_INLINE = 4096, 32 << 10
@@ -113,26 +113,23 @@ class Slots:
 class Placed:
     """A request whose inputs the worker can read: the fields to send, and the arrays to keep until it is answered."""
 
-    __slots__ = ("answer", "contents", "hold", "prepared", "segments", "slot")
+    hold: Sequence[np.ndarray] = ()
+    #: (prepared answer, Answer) of the last answer if its outputs all lie in the caller's places: the next is the same.
+    answer: Any = None
 
-    def __init__(
-        self,
-        prepared: bytes,
-        contents: list[bytes],
-        segments: tuple[int, ...],
-        slot: Slot | None,
-        hold: Sequence[np.ndarray],
-    ) -> None:
+    def __init__(self, prepared: bytes, contents: list[bytes]) -> None:
         #: The encoded prepared request.
         self.prepared = prepared
         #: The bytes of the inputs that travel inside the request, in their order.
         self.contents = contents
         #: The segments that must be announced to the worker before the request.
-        self.segments = segments
-        self.slot = slot
-        self.hold = hold
-        #: (prepared answer, Answer) of the last answer if its outputs all lie in the caller's places: the next is the same.
-        self.answer: Any = None
+        self.segments: tuple[int, ...] = ()
+        self.slot: Slot | None = None
+
+    def holds(self, segments: Iterable[int], slot: Slot | None, hold: Sequence[np.ndarray]) -> Placed:
+        """Stores the numbers of segments, the memory for copies, and the arrays that the request needs. Returns this object."""
+        self.segments, self.slot, self.hold = tuple(segments), slot, hold
+        return self
 
 
 #: A tensor of a call: name, datatype, shape, and its place; None: inside the request.
@@ -151,6 +148,8 @@ class Layout:
         "hold",
         "inline",
         "kind",
+        "lane",
+        "model",
         "outputs",
         "own",
         "placed",
@@ -159,7 +158,9 @@ class Layout:
         "tensors",
     )
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, model: OpenedModel) -> None:
+        #: The model as it was opened; the process, or the daemon, may have another one later.
+        self.model = model
         self.tensors: list[Tensor] = []
         #: Arrays that travel inside the request, and strings, encoded.
         self.inline: list[np.ndarray | bytes] = []
@@ -180,6 +181,8 @@ class Layout:
         self.placed: Placed | None = None
         #: The other fields of the request, encoded, for a call that is sent many times.
         self.own = b""
+        #: The lane that each such request goes on, with ``placed``; None: that is found for each.
+        self.lane: ClientLane | None = None
 
 
 class Placement:
@@ -204,7 +207,7 @@ class Placement:
                 kind, contents = small
                 prepared = model.small.get(kind)
                 if prepared is not None:
-                    return Placed(prepared, contents, (), None, ())
+                    return Placed(prepared, contents)
         layout = self.lay_out(call, model)
         if kind is not None and not layout.has_strings and all(array.dtype.isnative for array in call.inputs.values()):
             if len(model.small) >= _MAX_KINDS:
@@ -212,24 +215,21 @@ class Placement:
             model.small[kind] = layout.prepared
         return self.fill(call, layout)
 
-    def place_again(self, call: Call, model: OpenedModel, layouts: dict[OpenedModel, Layout]) -> Placed:
+    def place_again(self, call: Call, model: OpenedModel) -> Placed:
         """Puts the inputs where the worker can read them, for a call that is sent many times. Returns the fields to send.
 
-        ``layouts``: the layout of the call's last request, by model. It is used again if it is still valid; otherwise a new one
-        is made and stored there.
+        The layout of the call's last request is used again if it is still valid; otherwise a new one is made.
 
         Raises: InvalidArgument: the request cannot be sent.  Unavailable: there is no room in shared memory now.
         """
-        layout = layouts.get(model)
-        return self.fill(call, self.keep_layout(call, model) if layout is None or layout.has_strings else layout)
+        layout = call.layout
+        if layout is None or layout.model is not model or layout.has_strings:
+            layout = self.keep_layout(call, model)
+        return layout.placed or self.fill(call, layout)
 
     def keep_layout(self, call: Call, model: OpenedModel) -> Layout:
         """Makes and stores the layout of a call that is sent often. Raises: InvalidArgument: the request cannot be sent."""
-        layout = self.lay_out(call, model)
-        # Another model was opened before, or by another process.
-        assert call.layouts is not None
-        call.layouts.clear()
-        call.layouts[model] = layout
+        layout = call.layout = self.lay_out(call, model)
         layout.own = own_fields(call)
         return layout
 
@@ -238,7 +238,7 @@ class Placement:
 
         Copies nothing yet. Raises: InvalidArgument: an input or an output's array cannot be sent.
         """
-        layout = Layout(call)
+        layout = Layout(call, model)
         room = _ALL_INLINE
         for name, array in call.inputs.items():
             datatype = datatype_of(array.dtype, model.datatypes.get(name, ""))
@@ -278,7 +278,7 @@ class Placement:
                 self._prepared[kind] = prepared
             layout.prepared = prepared
             if not layout.inline:
-                layout.placed = Placed(prepared, [], tuple(layout.segments), None, layout.hold)
+                layout.placed = Placed(prepared, []).holds(layout.segments, None, layout.hold)
         return layout
 
     def fill(self, call: Call, layout: Layout) -> Placed:
@@ -288,11 +288,11 @@ class Placement:
         """
         contents = [each if isinstance(each, bytes) else in_host_order(each).tobytes() for each in layout.inline]
         if not layout.copied:
-            return Placed(layout.prepared, contents, tuple(layout.segments), None, layout.hold)
+            return Placed(layout.prepared, contents).holds(layout.segments, None, layout.hold)
         slot = self._slot(layout, call)
         for name, array in layout.copied:
             np.copyto(slot.arrays[name], array)
-        return Placed(slot.prepared, contents, tuple(layout.segments.union(slot.segments)), slot, layout.hold)
+        return Placed(slot.prepared, contents).holds(layout.segments.union(slot.segments), slot, layout.hold)
 
     def outputs(self, call: Call, model: OpenedModel) -> tuple[tuple[str, Place | None], ...]:
         """Returns (name, place) of each output that the request asks for. The place says where the worker is to write the output.

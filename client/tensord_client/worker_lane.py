@@ -99,12 +99,13 @@ class ClientLane:
         self.known_closures = 0
         #: Requests, with their ids, that are sent together when the event loop's iteration ends.
         self._outgoing: list[tuple[bytes, int]] = []
-        self._outgoing_size = 0
         #: Requests, by their ids, that are more than the worker takes at a time; they count as in flight.
         self.queued: dict[int, bytes] = {}
         #: The trace contexts of requests that are not sent yet, by the requests' ids.
         self._contexts: dict[int, bytes] = {}
 
+        #: The event loop that runs in the thread that reads the socket now; None: none is known.
+        self.loop: Any = None
         self._parts = bytearray()
         self._prepared: dict[int, PreparedAnswer] = {}
 
@@ -144,36 +145,36 @@ class ClientLane:
         Raises: LaneEnded: the worker has ended, and the request was not sent.  InvalidArgument: the request is too large for
           one record.  Unavailable: ``max_waiting`` requests are queued already.
         """
-        placed, traceparent = request.placed, request.call.traceparent
-        prepared, segments = placed.prepared, placed.segments
+        placed, traceparent, exchange = request.placed, request.call.traceparent, self.exchange
+        if exchange is not None and not traceparent:
+            request_id = exchange.submit(request, loop)
+            if request_id is not None:
+                return request_id
+        prepared = number = placed.prepared
         with self.lock:
             if self.socket.closing:
                 raise LaneEnded
-            if segments or self.memory.closures != self.known_closures:
-                self.announce(segments)
-            waits = bool(self.queued) or len(self.in_flight) >= self._most
-            if waits and max_waiting is not None and len(self.queued) >= max_waiting:
+            if placed.segments or self.memory.closures != self.known_closures:
+                self.announce(placed.segments)
+            in_turn = not self.queued and len(self.in_flight) < self._most
+            if in_turn:  # What is queued may outlive its number.
+                number = self._numbers.get(prepared) or self._number(prepared)
+            elif max_waiting is not None and len(self.queued) >= max_waiting:
                 raise too_many_waiting(len(self.queued), max_waiting)
-            # What is queued may outlive its number.
-            number = b"" if waits else self._numbers.get(prepared) or self._number(prepared)
             request_id = next(self.ids)
-            record = wire.request(request_id, number or prepared, placed.contents, request.own)
+            record = wire.request(request_id, number, placed.contents, request.own)
             if len(record) >= wire.MAX_RECORD:
                 raise InvalidArgument(f"a request of {len(record)} bytes, at most {wire.MAX_RECORD - 1} are allowed")
-            busy = bool(self.in_flight)
             if traceparent:
                 self._contexts[request_id] = wire.record("tc", request_id, traceparent[3:35], traceparent[36:52])
             self.in_flight[request_id] = request
-            if waits:
+            if not in_turn:
                 self.queued[request_id] = record
                 with contextlib.suppress(LaneEnded):  # which its end tells the request
                     self._advance()
                 return request_id
             try:
-                if loop is not None and busy and not traceparent and len(record) < wire.ROOM // 4:
-                    self._send_later(record, request_id, loop)
-                else:
-                    self._send_now(record, request_id)
+                self._send_now(record, request_id)
             except LaneEnded:
                 self.in_flight.pop(request_id, None)
                 raise
@@ -199,16 +200,16 @@ class ClientLane:
                 self._announced.add(number)
 
     def _number(self, prepared: bytes) -> bytes:
-        """Returns the encoded number that stands for a request's constant part; b"": the part must be sent in full.
+        """Returns the encoded number that stands for a request's constant part, or the part itself if it must be sent in full.
 
-        Many constant parts are used only once. So the first use gives b"", and at the second use the part is sent with its
+        Many constant parts are used only once. So the first use gives the part, and at the second use it is sent with its
         number. ``prepared``: the encoded constant part. The caller holds ``lock``. Raises LaneEnded: the worker has ended.
         """
         if prepared not in self._once:
             if len(self._once) >= wire.MAX_NUMBERS:
                 self._once.clear()
             self._once.add(prepared)
-            return b""
+            return prepared
         self._once.discard(prepared)
         if len(self._numbers) >= wire.MAX_NUMBERS:
             self._numbers.clear()
@@ -236,21 +237,18 @@ class ClientLane:
             self.socket.send(part)
         self.socket.send(parts[-1], -1, (request_id,))
 
-    def _send_later(self, record: bytes, request_id: int, loop: Any) -> None:
-        if self._outgoing_size + len(record) > wire.ROOM:
-            self._flush_outgoing()
-        if not self._outgoing:
-            loop.call_soon(self.flush)
-        self._outgoing.append((record, request_id))
-        self._outgoing_size += len(record)
-
     def _flush_outgoing(self) -> None:
         """Sends the requests that ``submit`` has collected; the caller holds ``lock``. Raises LaneEnded: the worker ended."""
-        if self._outgoing:
-            records = [record for record, _ in self._outgoing]
-            ids = tuple([request_id for _, request_id in self._outgoing])
-            self._outgoing.clear()
-            self._outgoing_size = 0
+        outgoing = self._outgoing
+        while outgoing:
+            count = size = 0
+            for record, _ in outgoing:
+                size += len(record)
+                if size > wire.ROOM:
+                    break
+                count += 1
+            records, ids = zip(*outgoing[:count])
+            del outgoing[:count]
             self.socket.send(wire.datagram(records), -1, ids)
 
     def flush(self) -> None:
@@ -346,6 +344,8 @@ class ClientLane:
                     self._answered(record)
                 else:
                     raise ValueError("an answer came before the version of the wire")
+            if self.queued:
+                self.advance()
         except (ValueError, LookupError, TypeError) as error:
             self.end(Internal(f"the worker sent what is no record of a lane: {error}"))
         finally:
@@ -356,6 +356,8 @@ class ClientLane:
         received = self.socket.received
         kind = received[0]
         if kind == 1 and not self._parts:
+            if self.exchange is not None:
+                return self.exchange.records(size)
             return wire.records(received, 1, size, self._prepared, PreparedAnswer)
         self._parts += received[1:size]
         if kind == 2:
@@ -391,8 +393,6 @@ class ClientLane:
             self.answers.drop(answer)
             return
         request.take(self, answer)
-        if self.queued:
-            self.advance()
 
     # ------------------------------------------------------------------------------------------------------ waiting
 
@@ -554,18 +554,20 @@ class ClientLane:
                 if not self.ended:
                     self.socket.attach(loop, self._readable)
 
-    def _readable(self) -> None:
+    def _readable(self, loop: Any) -> None:
         """Receives datagrams and hands their answers to their requests, unless a thread is reading the socket.
 
-        An event loop calls this when the socket is readable.
+        An event loop calls this, with itself, when the socket is readable.
         """
         if not self.reading.acquire(False):
             return
+        self.loop = loop
         try:
             for _ in range(_TURN):
                 if self.ended or not self.receive(AT_ONCE) or not self.in_flight:
                     break
         finally:
+            self.loop = None
             self.reading.release()
             self.promote()
 

@@ -6,7 +6,7 @@ import math
 import operator
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
@@ -24,8 +24,13 @@ from .scheduling import (
     set_named,
 )
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 #: The most requests that wait in this process for a worker, or for an HTTP connection, beyond those that are sent.
 MAX_WAITING = 1 << 16
+#: An empty mapping that nobody writes to.
+NOTHING: dict[str, Any] = {}
 #: Seconds (31 years) from which on a timeout is no limit.
 FOREVER = 1e9
 
@@ -38,7 +43,9 @@ class Own(Arguments, total=False):
 
 
 def read_arguments(
-    own: Mapping[str, Any], parameter_set: str = "", **others: Callable[[str, Any], Any]
+    own: Mapping[str, Any],
+    scheduling: Scheduling = UNSCHEDULED,
+    others: Mapping[str, Callable[[str, Any], Any]] = NOTHING,
 ) -> tuple[Scheduling, dict[str, Any]]:
     """Checks the keyword arguments of a request. Returns how the request is scheduled, and the other arguments.
 
@@ -46,13 +53,13 @@ def read_arguments(
 
     Args:
       own: the arguments, by the names in ``Arguments``. "parameters" may name a parameter set.
-      parameter_set: the parameter set to use if ``own`` names none; "": ``main``.
+      scheduling: how a request is scheduled of which ``own`` says nothing.
       others: further arguments that a request may have, each with the function that checks its value.
 
     Raises: InvalidArgument: a value is of another type or out of range.  TypeError: a request has no such argument.
     """
     said: dict[str, Any] = {}
-    fields: dict[str, Any] = {"parameter_set": parameter_set}
+    fields: dict[str, Any] = {}
     for name, value in own.items():
         check = _FIELDS.get(name)
         if check is None:
@@ -65,8 +72,9 @@ def read_arguments(
             fields[name] = check(name, value)
     if "parameters" in said:
         said["parameters"], name = set_named(said["parameters"])
-        fields["parameter_set"] = name or parameter_set
-    return Scheduling(**fields), said
+        if name:
+            fields["parameter_set"] = name
+    return scheduling._replace(**fields) if fields else scheduling, said
 
 
 def traced(name: str, value: Any) -> str:
@@ -162,43 +170,40 @@ _FIELDS = {row.field: _CHECKS[row.kind] for row in PARAMETERS.values() if row.ki
 _OTHERS: dict[str, Callable[[str, Any], Any]] = {"parameters": _parameters, "request_id": text}
 
 
+class Seldom(TypedDict, total=False):
+    """What most requests have not, by the attributes of ``Call``."""
+
+    places: Mapping[str, Array]
+    parameters: Mapping[str, Parameter]
+    request_id: str
+    traceparent: str
+    streams: bool
+    detached: bool
+
+
 class Call:
     """One request: the model, the input arrays and everything else that is sent with them."""
 
-    __slots__ = (
-        "deadline",
-        "detached",
-        "inputs",
-        "last",
-        "layouts",
-        "model",
-        "outputs",
-        "parameters",
-        "places",
-        "pure",
-        "request_id",
-        "scheduling",
-        "streams",
-        "traceparent",
-        "version",
-    )
+    # What is seldom read is an attribute of the class.
+    #: True: any number of responses is expected; False: exactly one.
+    streams = False
+    #: True: the caller goes on before the answer has come, and may write to the input arrays meanwhile.
+    detached = False
+    #: True: it is sent many times.
+    repeats = False
+    #: The last request of a call that is sent many times, if its answer did not come at once.
+    last: Any = None
 
     def __init__(
         self,
         model: str,
         inputs: dict[str, Array],
-        *,
         version: int = 0,
         outputs: Sequence[str] = (),
-        places: Mapping[str, Array] | None = None,
-        parameters: Mapping[str, Parameter] | None = None,
-        request_id: str = "",
         scheduling: Scheduling = UNSCHEDULED,
-        traceparent: str = "",
         deadline: float | None = None,
-        streams: bool = False,
         pure: bool = False,
-        detached: bool = False,
+        **seldom: Unpack[Seldom],
     ) -> None:
         """Makes a request; nothing is sent.
 
@@ -207,34 +212,30 @@ class Call:
             connection's ``empty`` are used where they lie; any others are copied, or sent with the request.
           version: the model's version; 0: the newest.
           outputs: names of the outputs to return; empty: all of them.
-          places: output name -> the array that the output is written to; None: no output is.
-          parameters: the request's parameters, for the model; None: it has none.
-          request_id: an id that the server logs with the request; "": none.
           scheduling: when the request is to be run, in which sequence, and with which parameter set.
-          traceparent: the trace that the request belongs to, and the span in it, in the form of W3C Trace Context; "": it
-            belongs to none.
           deadline: seconds of ``time.monotonic()``, after which the caller does not wait any more; None: no deadline.
-          streams: True: any number of responses is expected; False: exactly one.
           pure: True: running the request twice does no harm, so that it may be sent again after a failure.
-          detached: True: the caller goes on before the answer has come, and may write to the input arrays meanwhile.
+          seldom: values of attributes that other requests have not.
         """
         self.model = model
         self.inputs = inputs
         self.version = version
         self.outputs = outputs
-        self.places = places or {}
-        self.parameters = parameters or {}
-        self.request_id = request_id
         self.scheduling = scheduling
-        self.traceparent = traceparent
         self.deadline = deadline
-        self.streams = streams
         self.pure = pure
-        self.detached = detached
-        #: Layouts that a connection keeps for a call that is sent many times; None: the call is sent once.
-        self.layouts: dict[Any, Any] | None = None
-        #: The last request of a call that is sent many times, if its answer did not come at once.
-        self.last: Any = None
+        #: Output name -> the array that the output is written to.
+        self.places: Mapping[str, Array] = NOTHING
+        #: The request's parameters, for the model.
+        self.parameters: Mapping[str, Parameter] = NOTHING
+        #: An id that the server logs with the request; "": none.
+        self.request_id = ""
+        #: The trace that the request belongs to, and the span in it, in the form of W3C Trace Context; "": it belongs to none.
+        self.traceparent = ""
+        #: What a connection keeps of a call that is sent many times; None: nothing yet.
+        self.layout: Any = None
+        for name, value in seldom.items():
+            setattr(self, name, value)
 
     @property
     def is_bare(self) -> bool:

@@ -31,8 +31,7 @@ class Prepared:
         self._exchange = exchange
         self._call = call
         self.timeout = timeout
-        # So that a connection keeps where the arrays lie.
-        call.layouts = {}
+        call.repeats = True
         self.forget()
         forgotten_by_children(self)
 
@@ -50,7 +49,8 @@ class Prepared:
           waiting until this request has ended, so that two requests never write to the same arrays.
         """
         call = self._call
-        timeout = self.timeout if timeout is None else timeout
+        if timeout is None:
+            timeout = self.timeout
         until = None if timeout is None or timeout >= FOREVER else time.monotonic() + timeout
         with self._lock:
             call.deadline = until

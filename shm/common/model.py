@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from . import tensors
-from .call import FOREVER, Call, Own, read_arguments, seconds, traced
+from .call import FOREVER, NOTHING, Call, Own, read_arguments, seconds, traced
 from .errors import InvalidArgument, Unavailable
 from .latest import Latest
 from .pending import Pending
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from .connection import Connection, Prepared
 
 M = TypeVar("M")
-_NOTHING: dict[str, Any] = {}
+#: A further argument of requests, with what checks it.
+_TRACED = {"traceparent": traced}
 
 
 class Calls:
@@ -92,34 +93,25 @@ class Calls:
             raise Unavailable("the model was closed")
         if not streams and self._description.streams:
             raise InvalidArgument(f"model '{self.name}' answers a request with several responses: use stream()")
-        scheduling, others = self._scheduling, _NOTHING
-        if own:
-            scheduling, others = read_arguments(own, scheduling.parameter_set, traceparent=traced)
+        scheduling, others = read_arguments(own, self._scheduling, _TRACED) if own else (self._scheduling, NOTHING)
         if isinstance(outputs, str):
             raise InvalidArgument(f"outputs are the text {outputs!r}, a sequence of names is expected")
-        for name, place in (places or {}).items():
-            if not (place.flags.writeable if isinstance(place, np.ndarray) else hasattr(place, "place")):
-                raise InvalidArgument(f"the place of output '{name}' is no array that can be written to")
-        datatypes = self._datatypes
-        arrays = {
-            name: tensors.array(name, value, datatypes.get(name))
-            for name, value in tensors.flat(inputs, datatypes).items()
-        }
-        return Call(
-            self.name,
-            arrays,
-            version=self._asked_version,
-            outputs=outputs,
-            places=places,
-            deadline=None
-            if streams or self.timeout is None or self.timeout >= FOREVER
-            else time.monotonic() + self.timeout,
-            streams=streams,
-            pure=self._description.pure,
-            detached=detached,
-            scheduling=scheduling,
-            **others,
-        )
+        timeout = self.timeout
+        deadline = None if timeout is None or streams or timeout >= FOREVER else time.monotonic() + timeout
+        arrays = tensors.arrays(inputs, self._datatypes)
+        call = Call(self.name, arrays, self._asked_version, outputs, scheduling, deadline, self._description.pure)
+        for name, value in others.items():
+            setattr(call, name, value)
+        if streams:
+            call.streams = True
+        if detached:
+            call.detached = True
+        if places:
+            for name, place in places.items():
+                if not (place.flags.writeable if isinstance(place, np.ndarray) else hasattr(place, "place")):
+                    raise InvalidArgument(f"the place of output '{name}' is no array that can be written to")
+            call.places = places
+        return call
 
     def sequence_id(self) -> int:
         """Returns a new random sequence id of 63 bits, never 0, so that no other client is likely to choose the same id."""

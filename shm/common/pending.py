@@ -18,7 +18,7 @@ import threading
 import time
 import types
 import weakref
-from collections import deque
+from _thread import RLock  # that of threading is a function in Python, which costs more than the lock
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -43,20 +43,6 @@ class Pending(Generic[T]):
     cannot be used.
     """
 
-    # What most requests never change is an attribute of the class.
-    #: False once a response has come or the request has ended.
-    waiting = True
-    #: Wakes the thread that waits for it.
-    waiter: queue.SimpleQueue[None] | None = None
-    #: True if the transport is through with it: nothing more comes, and nobody uses its arrays.
-    _ended = False
-    #: True if its caller does not wait any more: what still comes is dropped.
-    _given_up = False
-    _result: T | ServingError | None = None
-    _callbacks: Sequence[Callable[[Any], object]] = ()
-    #: The future, and its event loop, that are told when something comes; None: no task waits.
-    _awaited: tuple[asyncio.Future[None], asyncio.AbstractEventLoop] | None = None
-
     def __init__(self, model: str, deadline: float | None, deadlines: Deadlines) -> None:
         """Starts without a response.
 
@@ -68,10 +54,22 @@ class Pending(Generic[T]):
         self.model = model
         self.deadline = deadline
         self._deadlines = deadlines
-        #: Responses that have come and were not taken yet, and the error that ends the request.
-        self._arrived: deque[Any] = deque()
         # The garbage collector may end a stream of this request in a thread that has the lock.
-        self._lock = threading.RLock()
+        self._lock = RLock()
+        #: False once a response has come or the request has ended.
+        self.waiting = True
+        #: Wakes the thread that waits for it.
+        self.waiter: queue.SimpleQueue[None] | None = None
+        #: True if the transport is through with it: nothing more comes, and nobody uses its arrays.
+        self._ended = False
+        #: True if its caller does not wait any more: what still comes is dropped.
+        self._given_up = False
+        #: Responses that have come and were not taken yet, and the error that ends the request.
+        self._arrived: list[Any] = []
+        self._result: T | ServingError | None = None
+        self._callbacks: Sequence[Callable[[Any], object]] = ()
+        #: The future, and its event loop, that are told when something comes; None: no task waits.
+        self._awaited: tuple[asyncio.Future[None], asyncio.AbstractEventLoop] | None = None
 
     # ----------------------------------------------------------------------------------------------- what a transport does
 
@@ -155,8 +153,11 @@ class Pending(Generic[T]):
         self.notify()
         self.call_back()
 
-    def notify(self) -> None:
-        """Wakes the thread or the event loop's task that waits for a response or the end of this request."""
+    def notify(self, running: Any = None) -> None:
+        """Wakes the thread or the event loop's task that waits for a response or the end of this request.
+
+        ``running``: the event loop that runs in this thread, if the caller knows that there is one.
+        """
         self.waiting = False
         waiter = self.waiter
         if waiter is not None:
@@ -164,8 +165,9 @@ class Pending(Generic[T]):
         awaited = self._awaited
         if awaited is not None:
             future, loop = awaited
-            if sys.modules["asyncio"]._get_running_loop() is loop:
-                _set(future)
+            if running is loop or sys.modules["asyncio"]._get_running_loop() is loop:
+                if not future.done():
+                    future.set_result(None)
             else:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
                     loop.call_soon_threadsafe(_set, future)
@@ -214,10 +216,10 @@ class Pending(Generic[T]):
 
     def forget(self) -> None:
         """Ends a child process's copy of the request after a fork: no callback is called, and ``result`` raises Unavailable."""
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._callbacks, self._awaited, self.waiter = (), None, None
         self.waiting = False
-        self._arrived, self._ended = deque((Unavailable(FORKED),)), True
+        self._arrived, self._ended = [Unavailable(FORKED)], True
 
     # ------------------------------------------------------------------------------------------------- from a thread
 
@@ -313,7 +315,7 @@ class Pending(Generic[T]):
         return self._taken()
 
     def _taken(self) -> T | ServingError:
-        arrived = self._arrived.popleft()
+        arrived = self._arrived.pop(0)
         return arrived if isinstance(arrived, ServingError) else self.made(arrived)
 
     # -------------------------------------------------------------------------------------------- from an event loop
@@ -323,11 +325,13 @@ class Pending(Generic[T]):
 
         Raises: ServingError: the answer is an error.
         """
-        if self._result is None:
-            self._result = self._only((yield from self._next_async(None)))
-        if isinstance(self._result, ServingError):
-            raise self._result
-        return self._result
+        result = self._result
+        if result is None:
+            result = yield from self._next_async(None)
+            result = self._result = self._only(result) if result is None else result
+        if isinstance(result, ServingError):
+            raise result
+        return result
 
     def async_responses(self, timeout: float | None = None) -> AsyncIterator[T]:
         """Returns an asynchronous iterator over the responses, for the running event loop. Ending it early cancels the request.

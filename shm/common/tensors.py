@@ -15,6 +15,7 @@ from .errors import InvalidArgument
 
 #: Kinds of DLPack devices whose memory the processor reads: the processor, and memory that is page-locked for CUDA or ROCm.
 _HOST = (1, 3, 11)
+_ndarray = np.ndarray
 
 
 class Tensor(NamedTuple):
@@ -66,6 +67,25 @@ def check_place(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], place: 
         raise InvalidArgument(f"output '{name}' is {dtype}{list(shape)}, and its place is {given}")
 
 
+def arrays(inputs: Mapping[str, Any], datatypes: Mapping[str, str]) -> dict[str, Array]:
+    """Makes a C-contiguous array of each input of a request, without a copy where that is possible. Returns input name -> array.
+
+    Args:
+      inputs: input name -> value, as ``flat`` and ``array`` take them.
+      datatypes: the datatype of each input of the model, by name.
+    Raises: InvalidArgument: ``inputs`` is no mapping, a name is given twice, or a value cannot be an array.
+    """
+    if type(inputs) is dict:
+        for name, value in inputs.items():
+            if type(value) is not _ndarray or type(name) is not str:
+                break
+            if value.dtype not in NATIVE or not value.flags.c_contiguous:
+                break
+        else:  # Mostly there is nothing to flatten, and nothing to convert.
+            return inputs.copy()
+    return {name: array(name, value, datatypes.get(name)) for name, value in flat(inputs, datatypes).items()}
+
+
 def flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
     """Flattens nested mappings and sequences of inputs. Returns input name -> value.
 
@@ -77,11 +97,6 @@ def flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
     Raises: InvalidArgument: two values have the same name, or ``inputs`` is no mapping.
     """
     found: dict[str, Any] = {}
-    # Mostly there is nothing to flatten.
-    if type(inputs) is dict and not [
-        name for name, value in inputs.items() if type(value) is not np.ndarray or type(name) is not str
-    ]:
-        return inputs
     if not isinstance(inputs, Mapping):
         raise InvalidArgument(f"inputs are {type(inputs).__name__}, a mapping of names to arrays is expected")
     for path, value in _given(inputs.items(), (), known):
@@ -121,8 +136,6 @@ def array(name: str, value: Any, datatype: str | None) -> Array:
       datatype: the input's datatype in the model's metadata; None: the model has no such input, and numpy chooses a dtype.
     Raises: InvalidArgument: the value cannot be an array, or has a dtype that the protocol lacks.
     """
-    if type(value) is np.ndarray and value.dtype in NATIVE and value.flags.c_contiguous:
-        return value
     if isinstance(value, np.ndarray):
         made = value
     elif getattr(value, "place", None) is not None:

@@ -18,6 +18,8 @@ from tensord.workers.calls.call import ModelCall
 from tensord.workers.calls.caller import CallerPhase, asker
 from tensord.workers.requests.result import Result
 
+#: A further argument of calls, with what checks it.
+_VERSION = {"version": natural}
 #: The most files, and bytes of them, of a model that another model loads.
 _MAX_FILES, _MAX_BYTE_SIZE = 256, 128 << 20
 
@@ -91,7 +93,7 @@ def records(number: int, model: str, own: Mapping[str, Any]) -> tuple[PreparedRe
 
     Raises: InvalidArgument: a value is of another type or out of range.  TypeError: requests have no argument of a given name.
     """
-    scheduling, said = read_arguments(own, version=natural)
+    scheduling, said = read_arguments(own, others=_VERSION)
     prepared = PreparedRequest(model, said.get("version", 0), parameters=said.get("parameters", {}))
     return prepared, RequestRecord.scheduled(scheduling, number, prepared, client_id=said.get("request_id", ""))
 
