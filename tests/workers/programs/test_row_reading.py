@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 from tensord.workers.programs.row_reading import MOST_ITERATIONS, combining, ending, read
 
@@ -27,11 +28,11 @@ def test_programs_that_call_python_are_not_tried() -> None:
         jax.debug.print("{}", x[0])
         return x
 
-    exported = jax.export.export(jax.jit(lambda x: jax.lax.while_loop(lambda x: x.sum() > 0, lambda x: x - 1, x)))(X)
+    exported = export.export(jax.jit(lambda x: jax.lax.while_loop(lambda x: x.sum() > 0, lambda x: x - 1, x)))(X)
     for function in (calls, jax.jit(calls), prints, exported.call):
         assert not read(traced(function).jaxpr).may_be_tried
     assert read(traced(jax.jit(jnp.sin)).jaxpr).may_be_tried
-    assert read(traced(jax.export.export(jax.jit(jnp.sin))(X).call).jaxpr).may_be_tried
+    assert read(traced(export.export(jax.jit(jnp.sin))(X).call).jaxpr).may_be_tried
 
 
 def test_a_program_is_as_exact_as_its_coarsest_numbers() -> None:
