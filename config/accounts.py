@@ -6,11 +6,11 @@ import grp
 import pwd
 
 
-def user_id(text: str) -> int:
+def user_id(user: str) -> int:
     """Returns the id of a user of this host, given as a name or a number. Raises KeyError: no user has that name."""
-    return int(text) if text.isascii() and text.isdigit() else pwd.getpwnam(text).pw_uid
+    return int(user) if user.isascii() and user.isdigit() else pwd.getpwnam(user).pw_uid
 
 
-def group_id(text: str) -> int:
+def group_id(group: str) -> int:
     """Returns the id of a group of this host, given as a name or a number. Raises KeyError: no group has that name."""
-    return int(text) if text.isascii() and text.isdigit() else grp.getgrnam(text).gr_gid
+    return int(group) if group.isascii() and group.isdigit() else grp.getgrnam(group).gr_gid

@@ -11,7 +11,7 @@ _PART = re.compile(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", re.ASCII)
 
 
 def parse(text: str) -> tuple[int, ...]:
-    """Returns the numbers of the cores in a list such as ``0-3,8``, ascending. Raises ValueError: the list is malformed."""
+    """Returns the cores' numbers that ``text`` lists, such as ``0-3,8``, ascending. Raises ValueError: it is malformed."""
     cores: set[int] = set()
     for part in text.split(","):
         match = _PART.fullmatch(part.strip())

@@ -24,7 +24,7 @@ def is_ensemble(message: ModelConfig) -> bool:
 
 
 def check(message: ModelConfig) -> None:
-    """Raises InvalidArgument for the first mistake in an ensemble's own configuration. The members are not looked at."""
+    """Raises InvalidArgument for the first mistake in ``message``, an ensemble's configuration. Members are not looked at."""
     name, steps = message.name, message.ensemble_scheduling.step
     if not message.HasField("ensemble_scheduling"):
         raise InvalidArgument(f"ensemble scheduling must be set for ensemble {name} whose platform is {PLATFORM}")
@@ -104,7 +104,7 @@ def _check_tensors(message: ModelConfig) -> None:
 
 
 def in_order(message: ModelConfig) -> list[int]:
-    """Returns the numbers of the steps that can run, in an order in which each step comes after those whose outputs it reads."""
+    """Returns the indices of an ensemble's steps that can run, so that each step follows those whose outputs it reads."""
     there = {field.name for field in message.input}
     waiting, ordered = dict(enumerate(message.ensemble_scheduling.step)), list[int]()
     while ready := [number for number, step in waiting.items() if there.issuperset(step.input_map.values())]:

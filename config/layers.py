@@ -138,7 +138,7 @@ def worded(key: str) -> str:
 
 
 def _bounded(wanted: msgspec.inspect.IntType | msgspec.inspect.FloatType) -> str:
-    """Describes a type of numbers with its bounds, such as "int from 1 to 64". An upper bound of 2**20 or more is left out."""
+    """Describes ``wanted``, a type of numbers with bounds, as "int from 1 to 64". An upper bound from 2**20 is left out."""
     name = "int" if isinstance(wanted, msgspec.inspect.IntType) else "number"
     if wanted.gt is not None:
         name += f" above {wanted.gt:g}"
@@ -293,7 +293,7 @@ _PATHS = """
 
 
 def _at_home(setting: Setting, value: Any) -> Any:
-    """Replaces ``~`` at the start of a path, or of each path in a list, by the home directory. Returns the result.
+    """Returns ``value``, a path or a list of paths, with the home directory in place of ``~`` at the start of each path.
 
     Raises ConfigurationError: the home directory is not known. ``setting``: where the path was given, for the error's message.
     """

@@ -42,7 +42,7 @@ def empty(model_name: str = "") -> ModelConfig:
 
 
 def parse_pbtxt(text: str, model_name: str) -> ModelConfig:
-    """Parses a config.pbtxt. Raises InvalidArgument if the text is malformed, with line, column and what protobuf expected."""
+    """Parses ``text``, a model's config.pbtxt. Raises InvalidArgument, with line and column, if the text is malformed."""
     message = empty()
     try:
         text_format.Parse(text, message)
@@ -57,7 +57,7 @@ def parse_pbtxt(text: str, model_name: str) -> ModelConfig:
 
 
 def parse_json(text: str, model_name: str) -> ModelConfig:
-    """Parses a configuration in JSON; a single value may stand for a list of one. Raises InvalidArgument: malformed JSON."""
+    """Parses ``text``, a configuration in JSON; a value may stand for a list of one. Raises InvalidArgument: malformed JSON."""
     # The import comes late: only processes that take overrides pay for it.
     from google.protobuf import json_format
 

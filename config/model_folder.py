@@ -74,7 +74,7 @@ def walk(path: Path) -> Iterator[tuple[str, os.stat_result | None]]:
 
 
 def regular(path: str, flags: int) -> int:
-    """Opens a regular file, for ``open(path, opener=regular)``. Raises OSError: it cannot be opened, or is not regular."""
+    """Opens a regular file with ``flags``, as the ``opener`` of ``open``. Raises OSError: this fails, or it is not regular."""
     descriptor = os.open(path, flags | os.O_NONBLOCK)
     try:
         mode = os.fstat(descriptor).st_mode

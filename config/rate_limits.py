@@ -24,7 +24,7 @@ class Limit(NamedTuple):
 
 
 def parse(texts: Iterable[str]) -> tuple[Limit, ...]:
-    """Parses amounts of resources, each ``NAME:COUNT`` or ``NAME:COUNT:DEVICE``. Raises ValueError: an entry has another form."""
+    """Parses ``texts``, amounts as ``NAME:COUNT`` or ``NAME:COUNT:DEVICE``. Raises ValueError: a text has another form."""
     limits: list[Limit] = []
     for text in texts:
         match = _LIMIT.fullmatch(text)
@@ -43,7 +43,7 @@ def limits(options: RateLimit, gpu: int | None) -> dict[str, int] | None:
 
 
 def of_device(limits: Iterable[Limit], device: int) -> dict[str, int]:
-    """Returns the amounts on a device by the resource's name. An amount for just this device goes before one for every device."""
+    """Returns, by resource, the amounts on ``device``. Of ``limits``, one for just this device goes before one for all."""
     found: dict[str, int] = {}
     for limit in sorted(limits, key=lambda limit: limit.device is not None):
         if limit.device in (None, device):

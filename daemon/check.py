@@ -200,7 +200,7 @@ def _tried(
 
 
 def _wait(running: Sequence[_Attempt]) -> None:
-    """Waits up to 0.25 s for one of the processes to end. Ends the attempts whose process has ended or is past its deadline."""
+    """Waits up to 0.25 s for a process of the ``running`` attempts to end. Ends those whose process has ended or is late."""
     poll = select.poll()
     for attempt in running:
         poll.register(attempt.pidfd, select.POLLIN)

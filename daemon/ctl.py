@@ -106,7 +106,7 @@ class _Daemon:
             self._fail(str(error), 2)
 
     def _fail(self, message: str, status: int) -> NoReturn:
-        """Prints an error to standard error, or to standard output as {"error": message} if JSON is wanted, and exits."""
+        """Prints an error, to standard output as {"error": message} if JSON is wanted, else to stderr; exits with ``status``."""
         if self.as_json:
             _print_json({"error": message})
         else:
@@ -147,7 +147,7 @@ class _Refused(Exception):
 
 
 def _ask(path: Path | None, question: Mapping[str, Any]) -> Any:
-    """Sends a command to a daemon and returns its result, as decoded JSON. ``path`` None: the daemon is searched for.
+    """Sends the command ``question`` to a daemon and returns its result, decoded JSON. ``path`` None: a daemon is looked for.
 
     Raises _Unreachable: no daemon answers, or several do; _Refused: the daemon answered with an error.
     """

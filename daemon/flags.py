@@ -190,7 +190,7 @@ class FlagCommand(click.Command):
         return [*super().get_params(ctx), *_options()]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses the words of a command line into click's context. Returns an empty list.
+        """Parses ``args``, the words of a command line, into ``ctx``, click's context. Returns an empty list.
 
         While a shell completes the command line, the words that are not parsed are returned instead. Raises ConfigurationError:
         a flag or an argument is refused; the message says why.
@@ -265,7 +265,7 @@ _SETTINGS = f"{__name__}.settings"
 
 
 def _collect(ctx: click.Context, option: click.Parameter, value: Any) -> None:
-    """Adds a flag from the command line to the settings in click's context. click calls it for each flag."""
+    """Adds the flag ``option`` of the command line with its ``value`` to the settings in click's context ``ctx``."""
     if value is None or value == () or ctx.resilient_parsing:
         return
     assert isinstance(option, FlagOption)

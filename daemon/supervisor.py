@@ -461,11 +461,11 @@ class Supervisor:
         self._slots.died(worker, lambda: self.workers.start(worker.name, device), doing)
         self._shutdown.child_died()
 
-    def _look(self, dead: Child) -> None:
+    def _look(self, child: Child) -> None:
         """Finds out why a child process has died. If another version of tensord is installed by now, the readiness says so."""
-        self._slots.look(dead)
-        if dead.is_of_other_version:
-            self.models.outdated(f"{dead.name} {dead.describe_exit()}")
+        self._slots.look(child)
+        if child.is_of_other_version:
+            self.models.outdated(f"{child.name} {child.describe_exit()}")
 
     def isolate(self, wanted: Mapping[str, float]) -> None:
         """Starts the workers that are wanted for isolated models, and stops the other workers of such models.

@@ -122,10 +122,10 @@ class ClientLanes:
         return self._options.lanes and not self._restricted
 
     async def find(self, connection: ClientConnection, wanted: OpenLanes) -> ModelState:
-        """Waits until a worker serves the model's version that a client wants, and returns the version's state.
+        """Waits until a worker serves the version that a client asks for (``wanted``), and returns the version's state.
 
-        Before that it waits until the lanes that the client reports as ended are closed. A client may know earlier than the
-        supervisor that a worker has died, and would otherwise be given another lane to that worker.
+        Before that it waits until the lanes of ``connection`` that the client reports as ended are closed. A client may know
+        earlier than the supervisor that a worker has died, and would otherwise be given another lane to that worker.
 
         Raises:
           Unsupported: clients get no lanes from this server.
@@ -171,10 +171,10 @@ class ClientLanes:
     def open(
         self, connection: ClientConnection, wanted: OpenLanes, state: ModelState
     ) -> tuple[OpenAnswer, list[socket.socket]]:
-        """Opens a lane to each worker that serves a version, unless the client has a lane to that worker already.
+        """Opens a lane to each worker that serves a version, unless the client of ``connection`` has a lane to it already.
 
-        ``state``: the state of the version. Returns the answer for the client, and the client's ends of the new lanes, which the
-        caller must close.
+        ``wanted``: the client's question. ``state``: the state of the version. Returns the answer for the client, and the
+        client's ends of the new lanes, which the caller must close.
 
         Raises Unavailable: too many lanes or no free descriptor; Unsupported: the description is too large. No lane is opened
         then.
@@ -226,7 +226,7 @@ class ClientLanes:
         return made
 
     def withdraw(self, connection: ClientConnection, answer: OpenAnswer) -> None:
-        """Ends the lanes that were opened for ``answer``. Call it if the answer could not be sent to the client."""
+        """Ends the lanes of ``connection`` that were opened for ``answer``. Call it if the answer could not be sent."""
         for entry in answer.lanes:
             if entry.new and entry.lane in connection.lanes.values():
                 self._end(entry.lane)
@@ -250,14 +250,14 @@ class ClientLanes:
         )
 
     def _homes(self, state: ModelState) -> list[WorkerProcess]:
-        """Returns the workers that serve a version and do not stop; at most 253, as many as a message has descriptors."""
+        """Returns the workers that serve the version of ``state`` and do not stop; at most 253, as one message allows."""
         found = (self._supervisor.workers.by_incarnation.get(incarnation) for incarnation in state.workers)
         return [worker for worker in found if worker is not None and worker.alive and not worker.stopping][
             :_MAX_NEW_LANES
         ]
 
     def _expected(self, state: ModelState) -> int:
-        """Returns how many workers should serve a version, whether they run now or not."""
+        """Returns how many workers should serve the version of ``state``, whether they run now or not."""
         workers = self._supervisor.workers
         wanted = {*(state.devices or workers.devices)} & {*workers.usable}
         return sum(device in wanted for device in workers.slots.values())
@@ -297,7 +297,7 @@ class ClientLanes:
             del self._owned[lane.owner]
 
     def model_changed(self, record: ModelState | ModelGone | Readiness) -> None:
-        """Stores or removes a version's state, and wakes the clients that wait for a model. ``Readiness`` is ignored."""
+        """Stores or removes a version's state, as ``record`` says, and wakes waiting clients. ``Readiness`` is ignored."""
         if isinstance(record, Readiness):
             return
         if isinstance(record, ModelState):

@@ -314,7 +314,7 @@ class ClientSocket:
         await self._fronts.settled()
 
     def _say(self, peer: Peer, what: str, error: ServingError) -> None:
-        """Logs that ``what``, such as a connection, was refused to a client. For each user at most one line in 10 s is logged."""
+        """Logs that ``what``, such as a connection, was refused to ``peer``, and the ``error``: a line in 10 s per user."""
         now = asyncio.get_running_loop().time()
         if now - self._said.get(peer.owner, -_QUIET) >= _QUIET:
             if len(self._said) >= _MAX_QUIET:
@@ -324,7 +324,7 @@ class ClientSocket:
 
 
 def _operation(question: ClientQuestion, fds: list[int]) -> Operation:
-    """Returns the operation that a question on regions or parameters asks for. Raises InvalidArgument: it is malformed."""
+    """Returns the operation on regions or parameters that ``question`` asks for. Raises InvalidArgument: it is malformed."""
     if question.unregister is not None:
         return UnregisterRegion("system", question.unregister.name)
     if (listed := question.parameters) is not None:
@@ -351,7 +351,7 @@ def _refuse(client: socket.socket, error: ServingError) -> None:
 
 
 async def _receive(client: socket.socket) -> tuple[bytes, list[int]] | None:
-    """Receives a message and its file descriptors, which the caller must close; None: the connection has ended.
+    """Receives a message and its descriptors, which the caller must close, from ``client``; None: the connection has ended.
 
     Raises ConnectionError: the message is too long or has too many descriptors.
     """
@@ -370,7 +370,7 @@ async def _receive(client: socket.socket) -> tuple[bytes, list[int]] | None:
 
 
 async def _send(client: socket.socket, content: bytes, fds: list[int]) -> None:
-    """Sends an answer with descriptors once there is room. Raises OSError: the client is gone, or the host lacks memory."""
+    """Sends ``content``, an answer, to ``client`` with descriptors. Raises OSError: the client is gone, or memory is short."""
     loop = asyncio.get_running_loop()
     while True:
         try:

@@ -74,7 +74,7 @@ class Certificates:
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
-    """Returns numbers that change when a file, or the target of a link, is replaced or written; None: there is no such file."""
+    """Returns numbers that change when the file at ``path``, or its link's target, is replaced or written; None: no file."""
     try:
         found = os.stat(path)
     except OSError:

@@ -50,7 +50,7 @@ class Refusals:
         self._settle_later()
 
     def mistaken(self, model: str, code: str, message: str) -> None:
-        """Counts a request that failed by its client's mistake, for the next line of the log but not for the metrics."""
+        """Counts a request to ``model`` that failed by its client's mistake, for the log's next line but not the metrics."""
         self._mistakes.note(model, code, time.monotonic_ns(), message)
         self._settle_later()
 

@@ -61,7 +61,7 @@ def searched(environment: Mapping[str, str]) -> list[Path]:
 
 
 def further(name: str, pid: int) -> str:
-    """Returns the name for the socket of a user's second daemon, such as ``control-4711.sock``. ``name``: the first daemon's."""
+    """Returns the socket name of a user's second daemon, process ``pid``, as ``control-4711.sock``. ``name``: the first's."""
     stem, dot, suffix = name.rpartition(".")
     return f"{stem}-{pid}{dot}{suffix}"
 

@@ -80,7 +80,7 @@ class SharedCounters:
         return self._words[row * _WORDS + 1]
 
     def prepared_requests(self, row: int) -> tuple[int, int, int]:
-        """Returns how many prepared requests of a front have a number now, ever got one, and lost it to another request."""
+        """Returns how many prepared requests of front ``row`` have a number, ever got one, and lost it to another request."""
         at = row * _WORDS + _PREPARED
         return self._words[at], self._words[at + 1], self._words[at + 2]
 
@@ -122,7 +122,7 @@ class FrontCounters:
         self._at = row * _WORDS
 
     def serve(self, serving: bool) -> None:
-        """Sets whether this front accepts connections. While it accepts them, other fronts leave some connections to it."""
+        """Sets whether this front is ``serving``: whether it accepts connections. Other fronts then leave some to it."""
         self._serves[self._row] = serving
 
     def count(self, connections: int) -> None:
@@ -137,7 +137,7 @@ class FrontCounters:
         self._words[at + 2] += evicted
 
     def refuse(self, refusal: Refusal) -> None:
-        """Counts a request that this front refuses."""
+        """Counts a request that this front refuses, under the reason ``refusal``."""
         self._words[self._at + _REFUSED + OF_FRONTS.index(refusal)] += 1
 
     def drop_traces(self, count: int) -> None:

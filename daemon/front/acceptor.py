@@ -122,7 +122,7 @@ class Acceptor:
         self._most = max(self._most, self._counters.own() + len(self._opening))
 
     def _take(self, listener: ListeningSocket) -> bool:
-        """Accepts a waiting connection. Returns False if none waits. Also returns False, and pauses, if descriptors run out."""
+        """Accepts a waiting connection of ``listener``; False: none waits, or this object pauses for lack of descriptors."""
         try:
             connection, address = listener.accept()
         except (BlockingIOError, InterruptedError):

@@ -83,7 +83,7 @@ class Access:
     """Knows which calls of one protocol need an access key in a header. Calls are restricted by groups, such as "inference"."""
 
     def __init__(self, restrictions: Mapping[str, Restriction], sentence: str, prefix: str = "") -> None:
-        """Makes a rule for each restricted group of calls.
+        """Makes a rule for each restricted group of calls. ``restrictions``: a header and its value by the group's name.
 
         ``sentence``: the error message, to which the header's quoted name is added. ``prefix``: put before each header's name.
         """

@@ -80,6 +80,7 @@ class Answered:
 
         Args:
           code: the HTTP status in digits, or the name of the gRPC status.
+          message: the text of the error.
           request: the inference request; None: it was another request, or could not be decoded.
           account: the account of the client, if ``request`` does not have it.
         """

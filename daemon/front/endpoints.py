@@ -176,7 +176,7 @@ class Endpoints:
     async def register_system(
         self, name: str, key: str, offset: int, byte_size: int, peer: Peer = ANONYMOUS, end: int = -1
     ) -> None:
-        """Registers a part of the POSIX shared-memory object ``key`` as a region. Raises ServingError: the region was refused.
+        """Registers a part of the POSIX shared-memory object ``key`` as region ``name``. Raises ServingError: it was refused.
 
         ``offset`` and ``byte_size`` are unsigned. ``end``: a file descriptor that becomes readable when the region is to be
         removed, and that the caller closes; -1: the region stays until it is unregistered.

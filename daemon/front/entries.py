@@ -9,6 +9,6 @@ MAX_ENTRIES = 1024
 
 
 def check_count(count: int, what: str) -> None:
-    """Raises InvalidArgument if there are more than ``MAX_ENTRIES`` entries, which the error calls ``what``."""
+    """Raises InvalidArgument if ``count`` exceeds ``MAX_ENTRIES``, the most entries; the error calls the entries ``what``."""
     if count > MAX_ENTRIES:
         raise InvalidArgument(f"{count} {what} are given, at most {MAX_ENTRIES} are allowed")

@@ -69,7 +69,7 @@ class LingeringClose:
                 lingering.cut()
 
     def forget(self, lingering: Lingering) -> None:
-        """Stops waiting for the client of a connection, because the connection is closed."""
+        """Stops waiting for the client of ``lingering``, a connection, because the connection is closed."""
         self._lingering.pop(lingering, None)
 
     def __len__(self) -> int:
@@ -100,7 +100,7 @@ class Lingering(asyncio.Protocol):
         self._lingering_close.forget(self)
 
     def is_late(self, now: float, min_rate: int) -> bool:
-        """Returns whether the client received at most ``min_rate`` bytes a second, on average over ``LINGER_SECONDS``."""
+        """Returns whether the client received at most ``min_rate`` bytes a second in ``LINGER_SECONDS`` before ``now``."""
         untaken = _waiting(self._transport, termios.TIOCOUTQ)
         return self._pace.is_slow(self._since, untaken, now, LINGER_SECONDS, min_rate)
 
@@ -111,7 +111,7 @@ class Lingering(asyncio.Protocol):
 
 
 def is_quiet(transport: asyncio.Transport) -> bool:
-    """Returns whether the client has received all bytes written to it, and no bytes of the client wait to be read."""
+    """Returns whether the client took all bytes written to ``transport``, and no bytes of the client wait to be read."""
     return not (_waiting(transport, termios.TIOCOUTQ) or _waiting(transport, termios.FIONREAD))
 
 

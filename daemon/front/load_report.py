@@ -34,7 +34,7 @@ def asked(value: str) -> str:
 
 
 def header(submitter: Submitter, wanted: str) -> tuple[bytes, bytes]:
-    """Returns name and value of the header that reports the present load. ``wanted``: the format, one of FORMATS."""
+    """Returns name and value of the header that reports the load that ``submitter`` sees now. ``wanted``: one of FORMATS."""
     in_flight, utilization = submitter.load
     if wanted == "text":
         value = f"TEXT application_utilization={utilization:.3f}, named_metrics.in_flight={in_flight}".encode()

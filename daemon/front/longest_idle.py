@@ -44,7 +44,7 @@ class LongestIdle:
         self._search_at = self._log_at = 0.0
 
     def make_room(self, now: float) -> bool:
-        """Closes the connection that has been idle longest. Returns False if no connection is idle."""
+        """Closes the connection that has been idle longest at ``now``. Returns False if no connection is idle."""
         for _ in range(2):
             while self._found:
                 used_at, guest = self._found.popleft()
@@ -75,8 +75,8 @@ class LongestIdle:
 def described(connection: IdleConnection, account: Account | None, now: float) -> dict[str, Any]:
     """Returns a description of a connection for operators: its client, the arena memory it holds, and how long it is idle.
 
-    The keys: owner; idle_s, the seconds since the connection was used (None: it is in use); request_bytes and answer_bytes, the
-    bytes that the connection holds of each arena. ``account``: counts these bytes; None: owner is "" and the bytes are 0.
+    The keys: owner; idle_s, the seconds from its last use to ``now`` (None: it is in use); request_bytes and answer_bytes,
+    the bytes that the connection holds of each arena. ``account``: counts these bytes; None: owner is "" and the bytes are 0.
     """
     return {
         "owner": "" if account is None else account.client.owner,

@@ -27,8 +27,8 @@ class Opening:
     ) -> None:
         """Stores how connections are opened. ``make``: makes a protocol for the client of the given name (``Peer.owner``).
 
-        Connections are encrypted if ``certificates`` have a TLS context. Timeouts are in seconds: of a TLS handshake, and of the
-        end of a TLS connection.
+        Connections are encrypted if ``certificates`` have a TLS context. ``handshake_timeout``, ``shutdown_timeout``: how
+        many seconds the handshake and the end of a TLS connection may take; None: asyncio's defaults.
         """
         self._make = make
         self._certificates = certificates
@@ -38,7 +38,7 @@ class Opening:
         self.pending: set[Coroutine[Any, Any, object]] = set()
 
     def open(self, taken: socket.SocketType, owner: str) -> None:
-        """Begins to open a connection on an accepted socket. ``owner``: the name of its client (``Peer.owner``)."""
+        """Begins to open a connection on ``taken``, an accepted socket. ``owner``: its client's name (``Peer.owner``)."""
         make, connection = functools.partial(self._make, owner), socket.socket(fileno=taken.detach())
         context = self._certificates.context
         timeouts = {} if context is None else self._timeouts

@@ -155,7 +155,7 @@ class Front(ABC):
         """Starts to accept connections, and to check the deadlines of connections.
 
         ``certificates``: are read again when their files change. ``counters``: counts the open connections of all fronts.
-        ``open_``: opens an accepted socket; its second argument is the client's name (``Peer.owner``).
+        ``opening``: holds the openings under way. ``open_``: opens an accepted socket of a client's name (``Peer.owner``).
         """
         self._certificates = certificates
         self._acceptor = Acceptor(self.place.listeners, counters, open_, opening.pending)
@@ -202,7 +202,7 @@ class Front(ABC):
         """Yields a description of each open connection for operators, as ``longest_idle.described`` makes it."""
 
     def _record(self, record: Any, fds: list[int]) -> None:
-        """Applies a message from the supervisor, and its descriptors ``fds``, mostly by passing them to the part concerned."""
+        """Applies ``record``, a supervisor's message with descriptors ``fds``, mostly by handing it to the part concerned."""
         match record:
             case Start():
                 child_process.enable_stack_report(*fds)
@@ -286,7 +286,7 @@ class Front(ABC):
 
 
 def main(program: str, description: str, make: Callable[[socket.socket, FrontPlace], Front]) -> None:
-    """Runs the front process ``program``, which ``make`` creates from its socket to the supervisor, until the front stops."""
+    """Runs the front process ``program`` until it stops. ``make``: creates the front from its socket to the supervisor."""
     child_process.end_if_other_version()
     child_process.die_with_parent()
     child_process.keep_freed_memory(_KEPT_BYTE_SIZE)

@@ -254,7 +254,7 @@ class CallRefused(Exception):
 
 
 def inflated(content: Buffer, encoding: str, limit: int) -> bytes:
-    """Decompresses a message that is encoded as gzip or deflate, and returns its bytes.
+    """Decompresses ``content``, a message whose ``encoding`` is "gzip" or "deflate", and returns its bytes.
 
     Raises CallRefused: the compressed bytes are invalid, or the decompressed message exceeds ``limit`` bytes.
     """

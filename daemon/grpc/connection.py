@@ -316,7 +316,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         return self._used_at
 
     def check(self, now: float) -> None:
-        """Ends the connection if one of its deadlines has passed. Called about once a second."""
+        """Ends the connection if a deadline of it has passed at ``now``, the event loop's time. Called about every second."""
         options, http2 = self.serving.options, self.http2
         assert self._transport is not None
         left = self._transport.get_write_buffer_size()
@@ -336,7 +336,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         return self._check_age(now)
 
     def _is_alive(self, now: float) -> bool:
-        """Returns whether the client still answers. Sends the client a PING if nothing has come from the client for long."""
+        """Returns whether the client still answers. Sends it a PING if nothing has come from it for long at ``now``."""
         options, heard_at = self.serving.options, self.http2.heard_at
         if self._asked_at:
             if heard_at >= self._asked_at:

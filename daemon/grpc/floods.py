@@ -80,7 +80,7 @@ class Floods:
         self._resets_given -= max(0, left - _MAX_RESETS)
 
     def ping(self, now: float, busy: bool, answers: int) -> None:
-        """Counts a ping of the client. Raises Violation: too many pings in a row came too soon after the ping before.
+        """Counts a ping that came at ``now``. Raises Violation: too many pings in a row came too soon after the ping before.
 
         No ping is too soon while a call is open (``busy``) or after an answer: clients measure the connection then. ``answers``:
         how many answers have been sent since the connection began.

@@ -59,13 +59,13 @@ class Violation(Exception):
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """Returns a complete HTTP/2 frame of type ``kind``."""
+    """Returns a complete HTTP/2 frame of type ``kind`` with ``flags`` and ``payload``, on the stream number ``stream``."""
     size = len(payload)
     return write_head(size >> 16, size & 0xFFFF, kind, flags, stream) + payload
 
 
 def head(kind: int, flags: int, stream: int, size: int) -> bytes:
-    """Returns the nine-byte header of a frame of type ``kind`` whose payload has ``size`` bytes."""
+    """Returns the nine-byte head of a ``kind`` frame with ``flags`` on ``stream``. The payload has ``size`` bytes."""
     return write_head(size >> 16, size & 0xFFFF, kind, flags, stream)
 
 
@@ -75,12 +75,12 @@ def window_update(stream: int, increment: int) -> bytes:
 
 
 def rst_stream(stream: int, code: int) -> bytes:
-    """Returns an RST_STREAM frame, which ends a stream at once."""
+    """Returns an RST_STREAM frame, which ends ``stream`` at once with the error ``code``."""
     return frame(RST_STREAM, 0, stream, number(code))
 
 
 def goaway(last_stream: int, code: int, reason: str = "") -> bytes:
-    """Returns a GOAWAY frame. It says that no stream with an identifier above ``last_stream`` was or will be processed."""
+    """Returns a GOAWAY frame with the error ``code`` and ``reason``: no stream above ``last_stream`` is ever processed."""
     return frame(GOAWAY, 0, 0, number(last_stream) + number(code) + reason.encode())
 
 

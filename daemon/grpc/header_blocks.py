@@ -178,7 +178,7 @@ def check_own(fields: Iterable[Field]) -> int | None:
 
 
 def check_trailers(fields: Iterable[Field]) -> None:
-    """Checks the trailers of a request. Raises Malformed: a name or value is invalid."""
+    """Checks ``fields``, the trailers of a request. Raises Malformed: a name or value is invalid."""
     for name, value in fields:
         _check_name(name)
         if _bad_value(value):
@@ -254,7 +254,7 @@ TRAILERS_OK = _literal(b"grpc-status", b"0")
 
 
 def trailers(status: int, message: str) -> bytes:
-    """Returns a response's encoded trailers; the message is percent-encoded and cut to the size that clients accept."""
+    """Returns encoded trailers with the gRPC ``status`` and the message, percent-encoded and cut to what clients accept."""
     text = urllib.parse.quote(message[:_MAX_MESSAGE], safe=" !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~").encode()[:_MAX_MESSAGE]
     cut = text.rfind(b"%", max(0, len(text) - 2))
     if cut >= 0 and len(text) == _MAX_MESSAGE:
@@ -264,12 +264,12 @@ def trailers(status: int, message: str) -> bytes:
 
 
 def with_field(block: bytes, name: bytes, value: bytes) -> bytes:
-    """Returns an encoded header block with one more field appended."""
+    """Returns the encoded header block ``block`` with the field ``name`` of ``value`` appended."""
     return block + _literal(name, value)
 
 
 def trailers_only(status: int, message: str) -> bytes:
-    """Returns the encoded header block of a response without any message: headers and trailers in one block."""
+    """Returns the encoded header block of a response without messages: headers, and trailers with the gRPC ``status``."""
     return RESPONSE + _ACCEPT + trailers(status, message)
 
 

@@ -30,7 +30,7 @@ _SIZES = struct.Struct("=II")
 
 
 def parted(decoded: Iterable[Field]) -> tuple[bytes, Fields]:
-    """Returns the fields that many calls share (``COMMON``), packed as bytes that ``fields`` unpacks, and all others."""
+    """Parts ``decoded`` fields. Returns those that many calls share (``COMMON``), packed for ``fields``, and all others."""
     common: list[bytes] = []
     own: Fields = []
     for name, value in decoded:
@@ -42,7 +42,7 @@ def parted(decoded: Iterable[Field]) -> tuple[bytes, Fields]:
 
 
 def fields(common: bytes) -> Fields:
-    """Unpacks the header fields that many calls share, which ``LibraryDecoder.decode`` has packed."""
+    """Unpacks ``common``, the header fields that many calls share, which ``LibraryDecoder.decode`` has packed."""
     found, at = [], 0
     while at < len(common):
         name_size, value_size = _SIZES.unpack_from(common, at)

@@ -151,7 +151,7 @@ class Http2:
         ) + frames.window_update(0, CONNECTION_WINDOW - frames.DEFAULT_WINDOW)
 
     def receive(self, data: bytes, now: float) -> bool:
-        """Parses received bytes, but no more frames than one iteration of the event loop may handle.
+        """Parses ``data``, received bytes, but no more frames than one iteration of the event loop may handle.
 
         Returns True if that limit was reached: then the caller must call again in the next iteration, even without new bytes.
         ``now``: seconds of the event loop's clock.
@@ -224,9 +224,9 @@ class Http2:
         return False
 
     def _preface(self, data: bytes) -> int:
-        """Checks the client's connection preface. Returns the offset of the frame after it; 0 if more bytes must arrive first.
+        """Checks the client's connection preface at the start of ``data``. Returns the offset of the frame after it.
 
-        Raises Violation: the bytes are no such preface, or SETTINGS does not follow it.
+        Returns 0 if more bytes must arrive first. Raises Violation: there is no such preface, or SETTINGS does not follow.
         """
         size = min(len(data), len(frames.PREFACE))
         if data[:size] != frames.PREFACE[:size]:
@@ -239,7 +239,7 @@ class Http2:
         return size
 
     def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> int:
-        """Handles a complete frame of type ``kind`` on the stream ``number`` (0: the connection).
+        """Handles a frame of type ``kind`` with ``flags`` and ``payload`` on the stream ``number`` (0: the connection).
 
         Returns the cost of handling the frame, as a multiple of the cost of receiving one, so that the frames of one iteration
         can be limited.
@@ -272,7 +272,7 @@ class Http2:
     # --------------------------------------------------------------------------------------------------- 6.1: DATA
 
     def _data(self, number: int, flags: int, data: bytes, start: int, end: int) -> None:
-        """Passes ``data[start:end]``, the payload of a complete DATA frame without padding, to the stream ``number``."""
+        """Passes ``data[start:end]``, the payload of a DATA frame with ``flags`` but no padding, to the stream ``number``."""
         stream = self.streams.get(number)
         if stream is not None and not stream.half_closed:
             ungranted = stream.ungranted + end - start
@@ -287,7 +287,7 @@ class Http2:
         self._any_data(number, flags, data[start:end])
 
     def _any_data(self, number: int, flags: int, payload: bytes) -> None:
-        """Passes the payload of a complete DATA frame to its stream. If the stream has ended, counts and discards the payload."""
+        """Passes the ``payload`` of a DATA frame to the stream ``number``. If the stream has ended, counts and drops it."""
         stream = self._data_target(number, len(payload))
         if stream is None:
             return
@@ -357,7 +357,7 @@ class Http2:
     # -------------------------------------------------------------------------- 6.2: HEADERS, 6.10: CONTINUATION, 8.1
 
     def _headers(self, number: int, flags: int, payload: bytes) -> int:
-        """Handles a HEADERS frame. Returns the cost of decoding it, as a multiple of the cost of receiving a frame."""
+        """Handles a HEADERS frame on the stream ``number``. Returns the cost of decoding it; 1 is that of receiving a frame."""
         if not number:
             raise Violation(frames.PROTOCOL_ERROR, "HEADERS for stream 0")
         if flags & frames.PADDED:
@@ -419,7 +419,7 @@ class Http2:
         return cost
 
     def _trailers(self, number: int, flags: int, block: bytes) -> None:
-        """Ends the request of the stream ``number`` by its trailers. Resets the stream if they are malformed."""
+        """Ends the request of stream ``number`` by the trailers in ``block``. Resets the stream if they are malformed."""
         stream = self.streams.get(number)
         if stream is None:
             past = self.numbers.past(number)
@@ -550,7 +550,7 @@ class Http2:
     # ---------------------------------------------------------------------------------------------------------- sending
 
     def write(self, piece: Buffer) -> None:
-        """Queues bytes for the client. All bytes that are queued in one iteration of the event loop are sent together."""
+        """Queues ``piece``, bytes for the client. All bytes queued in one iteration of the event loop are sent together."""
         self.out.append(piece)
         self.room -= len(piece)
         if not self.is_flushing:
@@ -566,12 +566,12 @@ class Http2:
             self.connection.loop.call_soon(self.connection.flush)
 
     def rst_stream(self, number: int, code: int) -> None:
-        """Sends RST_STREAM for the stream ``number``. Frames that the client still sends on that stream are ignored."""
+        """Sends RST_STREAM with the error ``code`` for the stream ``number``; frames that still come on it are ignored."""
         self.numbers.remember(number, Past.CUT)
         self.write(frames.rst_stream(number, code))
 
     def reset(self, stream: Stream, code: int) -> None:
-        """Ends a stream with RST_STREAM because the client broke a rule on this stream, a stream error (RFC 9113, 5.4.2)."""
+        """Ends a stream with RST_STREAM and ``code``, as the client broke a rule on it, a stream error (RFC 9113, 5.4.2)."""
         stream.abandon()
         self.rst_stream(stream.id, code)
 
@@ -595,7 +595,7 @@ class Http2:
             self.write(frames.goaway(self._last_told, frames.NO_ERROR))
 
     def stop(self, now: float) -> None:
-        """Ends the connection because the server stops. Each stream ends once its accepted requests are answered."""
+        """Ends the connection, as the server stops at ``now``. Each stream ends once its accepted requests are answered."""
         self.end()
         for stream in list(self.streams.values()):
             stream.stop(now, self._read_of(stream))
@@ -623,7 +623,7 @@ class Http2:
         return self.data_read if stream is self.data_stream else 0
 
     def check(self, now: float, seconds: float, unread: bool) -> None:
-        """Checks how much, how often and how slowly the client sends. Called about once a second.
+        """Checks how much, how often and how slowly the client sends, at ``now``. Called about once a second.
 
         ``seconds``: the seconds since the last check. ``unread``: whether reading is paused, so that the client is not blamed.
         Raises Violation: the client sends too many frames, or a frame or header block takes too long to arrive.

@@ -159,7 +159,8 @@ class Infer:
         """Sends a request whose tensors are in their places to a worker, and returns the request. ``known``: its cached part.
 
         From the call on, the submitter owns ``leases``, even if this raises. ``client_id``: the request's id, empty if there is
-        none; ``text``: the decoded id. ``contents``: the bytes of each input, or their place in the arena.
+        none; ``text``: the decoded id. ``contents``: the bytes of each input, or their place in the arena. ``state``: that of
+        the model's version; None: it is looked up.
         """
         submitter, numbered, deadline_ns = self.submitter, known.numbered, call.stream.deadline_ns
         if not client_id and self._makes_ids:
@@ -206,7 +207,7 @@ class Infer:
         sampled: Trace | None = None,
         lease: Lease | None = None,
     ) -> CallRequest:
-        """Sends a request that was decoded in full to a worker, and returns the request.
+        """Sends ``understood``, a request that was decoded in full, to a worker, and returns the sent request.
 
         ``waited_ns`` and ``read_ns``: since when the call waited for the message, and when the message was complete
         (CLOCK_MONOTONIC). ``sampled``: the request's trace, if it was begun before. ``lease``: the arena memory with the
@@ -274,9 +275,10 @@ class Infer:
             refused.trace = sampled
 
     def _sample(self, model: str, head: CallHead, waited_ns: int, read_ns: int) -> Trace | None:
-        """Decides whether a request is traced. Returns its new trace, or None if it is not traced.
+        """Decides whether a request for ``model`` is traced. Returns its new trace, or None if it is not traced.
 
-        ``waited_ns``, ``read_ns``: when the call began to wait for the message, and when it was complete, in CLOCK_MONOTONIC ns.
+        ``head``: its call's headers. ``waited_ns``, ``read_ns``: when the call began to wait for the message, and when the
+        message was complete, in CLOCK_MONOTONIC ns.
         """
         metadata = head.metadata
         parent = dict(metadata).get("traceparent", "") if metadata and self.tracer.joins else ""
@@ -371,7 +373,7 @@ class CallRequest(InFlight):
         self.call.several(self)
 
     def _written(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> list[Buffer]:
-        """Encodes an answer, ``prepared`` with the rest ``own``, as pieces without copying tensors; [] if it has no message."""
+        """Encodes an answer of ``lane``, ``prepared`` with ``own``, in pieces that copy no tensor; [] if it has no message."""
         streamed = self.call.streams
         if self.decoupled and is_mark(prepared, own):
             return []

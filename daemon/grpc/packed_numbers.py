@@ -21,7 +21,7 @@ _MAX_VARINT = 10
 
 
 def of_contents(contents: Any, dtype: np.dtype[Any]) -> Numbers:
-    """Returns the numbers in the one field of an InferTensorContents that is filled, as an array of ``dtype``."""
+    """Returns the numbers in the one filled field of ``contents``, an InferTensorContents, as an array of ``dtype``."""
     contents.DiscardUnknownFields()
     written: bytes = contents.SerializeToString()
     at = 1
@@ -34,7 +34,7 @@ def of_contents(contents: Any, dtype: np.dtype[Any]) -> Numbers:
 
 
 def varints(packed: npt.NDArray[np.uint8]) -> Numbers:
-    """Decodes complete varints into an array of unsigned 64-bit numbers; if all are below 128, into an array of bytes."""
+    """Decodes ``packed``, complete varints, to unsigned 64-bit numbers; if all are below 128, to an array of bytes."""
     if not len(packed) or packed.max() < 128:
         return packed
     pieces: list[Numbers] = []
@@ -50,7 +50,7 @@ def varints(packed: npt.NDArray[np.uint8]) -> Numbers:
 
 
 def _joined(packed: npt.NDArray[np.uint8], starts: Numbers, ends: Numbers) -> Numbers:
-    """Decodes varints to unsigned 64-bit numbers. ``starts``, ``ends``: the offsets of each varint's first and last byte."""
+    """Decodes ``packed`` varints to unsigned 64-bit numbers. ``starts``, ``ends``: offsets of their first and last bytes."""
     values = (packed[starts] & 127).astype(np.uint64)
     longer = np.flatnonzero(ends > starts)
     for place in range(1, _MAX_VARINT):

@@ -84,7 +84,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
     __slots__ = ("_schedulings", "_submitter", "_table")
 
     def __init__(self, table: ModelStates, submitter: Submitter, count: int = MAX_NUMBERS) -> None:
-        """Makes an empty cache. ``count``: how many messages are cached, at least; 0: no message is cached."""
+        """Makes an empty cache of at least ``count`` messages; 0: none is cached. ``table``: has the states of all models."""
         super().__init__(count)
         self._table = table
         self._submitter = submitter

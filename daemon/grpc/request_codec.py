@@ -132,7 +132,7 @@ def decode_head(head: bytes, has_raw: bool, table: ModelStates) -> tuple[Decoded
 
 
 def model_of(head: bytes) -> str:
-    """Returns the model that a request names, cut to a length for logs; "" if it names none. Other fields may be malformed."""
+    """Returns the model that ``head``, a request, names, cut to a length for logs; "": none. The rest may be malformed."""
     name = b""
     for tag, _, begin, size in fields(head, len(head)):
         if tag == _MODEL_NAME:
@@ -164,7 +164,7 @@ def read_version(model: str, text: str) -> int:
 
 
 def _content(entry: Any, datatype: str, has_raw: bool, model: str) -> InputContent | None:
-    """Returns the content of an input: its typed values as bytes, or its slice of a region.
+    """Returns the content of ``entry``, an input of ``datatype``: its typed values as bytes, or its slice of a region.
 
     Returns None if the input's content is in ``raw_input_contents``. ``has_raw``: whether the request has
     ``raw_input_contents``. ``model``: the model's name, for error messages.
@@ -234,7 +234,7 @@ def _region(name: str, parameters: Any) -> RegionSlice:
 
 
 def _requested(entry: Any) -> RequestedOutput:
-    """Decodes a requested output that has parameters (classification, region). Raises InvalidArgument: a parameter is wrong."""
+    """Decodes ``entry``, a requested output with parameters (class count, region). Raises InvalidArgument: one is wrong."""
     parameters = entry.parameters
     classification = 0
     if "classification" in parameters:

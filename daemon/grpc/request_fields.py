@@ -181,7 +181,7 @@ def _field_start(start: bytes) -> tuple[int, int, int]:
 
 
 def varint(message: Buffer | bytearray, at: int) -> tuple[int, int]:
-    """Decodes the varint at the offset ``at``. Returns its value and the offset behind it.
+    """Decodes the varint at the offset ``at`` of ``message``. Returns its value and the offset behind it.
 
     Raises IndexError: the varint is cut short, or has more bytes than any valid one.
     """

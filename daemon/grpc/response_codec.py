@@ -52,7 +52,7 @@ class AnswerLayout:
     def pieces(
         self, client_id: bytes, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]
     ) -> list[Buffer]:
-        """Encodes one answer as pieces of a ModelInferResponse.
+        """Encodes one answer, to the request with the id ``client_id``, as pieces of a ModelInferResponse.
 
         Tensors in the response arena are not copied: their pieces are views of the arena.
         Args:
@@ -79,7 +79,7 @@ def _output(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
 
 
 def _parameters(given: Mapping[str, Parameter]) -> dict[str, InferParameter]:
-    """Converts parameters to protobuf messages. An integer beyond signed 64 bits keeps only its lower 64 bits."""
+    """Converts ``given`` parameters to protobuf messages. An integer beyond signed 64 bits keeps only its lower 64 bits."""
     found: dict[str, InferParameter] = {}
     for key, value in given.items():
         if isinstance(value, bool):
@@ -100,12 +100,12 @@ _IS_FINAL = [ModelInferResponse(parameters=_parameters({_FINAL: final})).Seriali
 
 
 def streamed(parts: list[Buffer]) -> list[Buffer]:
-    """Puts the pieces of a ModelInferResponse into a ModelStreamInferResponse, and returns the pieces of the latter."""
+    """Puts ``parts``, a ModelInferResponse in pieces, into a ModelStreamInferResponse, and returns the latter's pieces."""
     return [field_start(_INFER_RESPONSE, sum(map(len, parts))), *parts]
 
 
 def streamed_error(message: str, client_id: str, model: str = "", final: bool | None = None) -> bytes:
-    """Encodes a ModelStreamInferResponse that carries an error.
+    """Encodes a ModelStreamInferResponse with the error ``message``, for the request ``client_id`` to ``model``.
 
     ``final``: the value of the parameter ``triton_final_response``; None: the response lacks that parameter.
     """
@@ -130,7 +130,7 @@ def field_start(tag: int, byte_size: int) -> bytes:
 
 
 def varint(value: int) -> bytes:
-    """Encodes a varint: seven bits a byte, the lowest first."""
+    """Encodes ``value`` as a varint: seven bits a byte, the lowest first."""
     pieces = bytearray()
     while value >= 128:
         pieces.append(value & 127 | 128)

@@ -46,7 +46,7 @@ class StandardServices:
             yield f"/{service}/ServerReflectionInfo", functools.partial(_reflecting, reflection, messages)
 
     async def _check(self, request: Any) -> Any:
-        """Answers a health check with the server's readiness. As in Triton, the service that the check names does not matter."""
+        """Answers a health check by the server's readiness. As in Triton, the service that ``request`` names is ignored."""
         return await self._status()
 
     async def _status(self) -> Any:
@@ -141,7 +141,7 @@ class Reflection:
         self._services = sorted(services)
 
     def answer(self, question: Any) -> Any:
-        """Returns the response to a reflection request. For an unknown file or symbol the response is an error."""
+        """Returns the response to ``question``, a reflection request; for an unknown file or symbol that is an error."""
         answer = self._messages.ServerReflectionResponse(valid_host=question.host, original_request=question)
         kind = question.WhichOneof("message_request")
         error = answer.error_response

@@ -304,7 +304,7 @@ class Stream:
         self.partial_since = 0.0
 
     def _arrived(self, arriving: ArrivingMessage) -> None:
-        """Passes the message that is now complete to the call."""
+        """Passes ``arriving``, the message that is now complete, to the call."""
         self.arriving = None
         self.partial_since = 0.0
         self.http2.serving.collected -= self._kept
@@ -456,7 +456,7 @@ class Stream:
         self._on_sent.append(on_sent)
 
     def finish(self, code: int, message: str = "") -> None:
-        """Ends the call with the gRPC status ``code``, which is sent in the trailers after all response bytes."""
+        """Ends the call with the gRPC status ``code`` and ``message``, sent in the trailers after all response bytes."""
         if self._finished:
             return
         self._finished = True
@@ -547,7 +547,7 @@ class Stream:
     # -------------------------------------------------------------------------------------------------- bounds
 
     def check(self, now: float, direct: int) -> None:
-        """Ends the call if its client sends a message or takes a response too slowly. Called about once a second.
+        """Ends the call if its client sends a message or takes a response too slowly at ``now``. Called about once a second.
 
         ``direct``: how many bytes were read into the arriving message's memory and not yet reported by ``advance``.
         """
@@ -564,7 +564,7 @@ class Stream:
                 self.refuse(UNAVAILABLE, f"a message came at fewer than {options.min_rate} bytes a second")
 
     def _is_stalled(self, now: float) -> bool:
-        """Returns whether the client takes response bytes too slowly, so that a window or the socket stops the stream."""
+        """Returns whether at ``now`` a window or the socket stops the stream, because the client takes bytes too slowly."""
         if not self.blocked:
             return False
         if self._pace is None:
@@ -612,7 +612,7 @@ class Stream:
     # -------------------------------------------------------------------------------------------------- ending
 
     def refuse(self, code: int, message: str) -> None:
-        """Ends the call with an error status, and cancels the call's requests that are not answered."""
+        """Ends the call with the gRPC status ``code`` and ``message``, and cancels its requests that are not answered."""
         if not self._finished:
             call = self.call
             try:

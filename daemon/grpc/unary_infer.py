@@ -206,7 +206,7 @@ class UnaryInfer(InferCall):
         self._end(grpc_number(error), error.message, sent)
 
     def _end(self, code: int, message: str, sent: Callable[[], None] | None) -> None:
-        """Ends the call with an error status. ``sent`` is called once the status was written; None: nothing is called."""
+        """Ends the call with status ``code`` and ``message``; calls ``sent``, unless it is None, once they were written."""
         if sent is not None:
             self.stream.send_later(sent)
         try:
@@ -241,7 +241,7 @@ class StepOrder:
         return False
 
     def leave(self, step: UnaryInfer, sent: bool) -> None:
-        """Removes a call from this object, because its request was sent or never will be. If the call is not held, does nothing.
+        """Removes the call ``step``, whose request was sent or never will be, if it is in this object; else does nothing.
 
         ``sent``: True: the call's request was sent to a worker, so the requests that waited for it are sent. False: it will never
         be sent, so the requests of its sequence that waited for it are refused.

@@ -113,10 +113,10 @@ def _address(handle: Any) -> int:
     return ctypes.cast(handle, ctypes.c_void_p).value or 0
 
 
-def _say(what: Look | Event) -> bool:
+def _say(report: Look | Event) -> bool:
     """Writes a report as one line of JSON to standard output. Returns False if nobody reads standard output any more."""
     try:
-        sys.stdout.buffer.write(msgspec.json.encode(what) + b"\n")
+        sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
         sys.stdout.buffer.flush()
     except BrokenPipeError:
         return False
