@@ -35,7 +35,7 @@ from tensord.daemon.processes.devices import Device
 from tensord.daemon.processes.spawned import child_environment
 from tensord.daemon.progress_bar import ProgressBar
 from tensord.shm import device_names
-from tensord.shm.control_records import CheckLoads, Footprint, LoadLine, LoadOutcome, LoadStep
+from tensord.shm.control_records import CheckLoads, LoadLine, LoadOutcome, LoadStep
 from tensord.shm.errors import InvalidArgument
 
 #: The most processes at a time, of different devices: each needs a core.
@@ -58,8 +58,8 @@ class Verdict:
     printed: str = ""
     #: The completed configurations of the versions that can be served.
     configs: Mapping[int, ModelConfig] = field(default_factory=dict)
-    #: The footprints of these versions.
-    footprints: Mapping[int, Footprint] = field(default_factory=dict)
+    #: What was found about each version that was loaded.
+    outcomes: Sequence[LoadOutcome] = ()
 
 
 def placed(models: Iterable[FoundModel], devices: Sequence[Device], options: Options) -> list[FoundModel]:
@@ -87,16 +87,16 @@ def placed(models: Iterable[FoundModel], devices: Sequence[Device], options: Opt
 
 
 def check(
-    models: Sequence[FoundModel], options: Options, devices: Sequence[Device], timeout: float, bar: ProgressBar
+    models: Sequence[FoundModel], options: Options, devices: Sequence[Device], timeout: float, deep: bool = False
 ) -> Iterator[Verdict]:
     """Loads each model in a separate process, and yields a verdict on each: in the order of ``models``, but ensembles last.
 
     A model whose configuration cannot be read is not loaded. ``devices``: the devices of all workers; a model is loaded on the
-    first device that it may use. ``timeout``: how many seconds the load of each version of a model may take. ``bar``: shows the
-    progress; it is cleared before a verdict is yielded.
+    first device that it may use. ``timeout``: how many seconds the load of each version of a model may take. ``deep``: whether
+    each bucket is asked as well.
     """
     tried: dict[str, Verdict] = {}
-    for verdict in _tried([model for model in models if not model.members], options, devices, timeout, bar):
+    for verdict in _tried([model for model in models if not model.members], options, devices, timeout, deep):
         tried[verdict.model.name] = verdict
         yield verdict
     waiting = {model.name: model for model in models if model.members}
@@ -154,12 +154,12 @@ def _ensemble(model: FoundModel, tried: Mapping[str, Verdict]) -> Verdict:
 
 
 def _tried(
-    models: Sequence[FoundModel], options: Options, devices: Sequence[Device], timeout: float, bar: ProgressBar
+    models: Sequence[FoundModel], options: Options, devices: Sequence[Device], timeout: float, deep: bool
 ) -> Iterator[Verdict]:
     """Loads models in several processes, and yields their verdicts in the order of ``models``. No model may be an ensemble.
 
     ``devices``: the devices of all workers; a model is loaded on the first device that it may use. ``timeout``: how many
-    seconds the load of each version of a model may take. ``bar``: shows the progress; it is cleared before a verdict is yielded.
+    seconds the load of each version of a model may take. ``deep``: as for ``check``.
     """
     # A daemon beside this process may have most of a GPU's memory.
     workers = msgspec.structs.replace(options.workers, gpu_preallocate=False)
@@ -174,14 +174,14 @@ def _tried(
         else:
             waiting.setdefault(model.devices[0] if model.devices else devices[0].name, []).append(model)
     running: list[_Attempt] = []
-    yielded = 0
+    yielded, bar = 0, ProgressBar()
     try:
         while yielded < len(models):
             for name in [name for name in waiting if name not in {attempt.device for attempt in running}]:
                 if len(running) < most:
                     device = known[device_names.shared(name)]
                     running.append(
-                        _Attempt(waiting.pop(name), encoded, dataclasses.replace(device, name=name), timeout)
+                        _Attempt(waiting.pop(name), encoded, dataclasses.replace(device, name=name), timeout, deep)
                     )
             while yielded < len(models) and models[yielded].name in verdicts:
                 bar.clear()
@@ -217,11 +217,14 @@ def _wait(running: Sequence[_Attempt]) -> None:
 class _Attempt:
     """A process that loads models on one device: of each model, the versions that its version policy chooses."""
 
-    def __init__(self, models: Sequence[FoundModel], options: bytes, device: Device, timeout: float) -> None:
+    def __init__(
+        self, models: Sequence[FoundModel], options: bytes, device: Device, timeout: float, deep: bool
+    ) -> None:
         self.device = device.name
         #: Models that have no verdict yet, in the order in which they are loaded.
         self.left = list(models)
-        self._timeout = timeout
+        # Each bucket is compiled once more, without us.
+        self._timeout = timeout * (3 if deep else 1)
         #: True if the process was killed because a model exceeded its timeout.
         self.late = False
         self.ended = False
@@ -232,7 +235,7 @@ class _Attempt:
         self._printed = self._files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         loads = tuple(model.load(number) for model in models for number in model.chosen)
         with tempfile.TemporaryFile() as asked:
-            asked.write(msgspec.msgpack.encode(CheckLoads(msgspec.Raw(options), loads)))
+            asked.write(msgspec.msgpack.encode(CheckLoads(msgspec.Raw(options), loads, deep)))
             asked.seek(0)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "tensord.workers.check", "--device", device.name],
@@ -315,8 +318,7 @@ class _Attempt:
         begin = max(self._printed_from, until - _MAX_PRINTED)
         text = os.pread(self._printed.fileno(), until - begin, begin).decode(errors="replace")
         reason = "; ".join(f"version {number}: {reason}" for number, reason in reasons)
-        footprints = {outcome.version: outcome.footprint for outcome in outcomes}
-        return Verdict(model, reason, text, configs, footprints)
+        return Verdict(model, reason, text, configs, outcomes)
 
 
 def export(model: FoundModel, options: Options, device: Device, folder: Path, platforms: str) -> None:

@@ -15,7 +15,7 @@ import re
 import sys
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -29,10 +29,6 @@ from tensord.daemon.processes.devices import MissingDevice, find_devices
 from tensord.daemon.processes.first_signals import FirstSignals
 from tensord.shm import device_names, trace_file
 from tensord.shm.errors import InvalidArgument, ServingError
-
-if TYPE_CHECKING:
-    # Each command imports what only it needs, ``serve`` once its workers import theirs.
-    from tensord.shm.control_records import Footprint
 
 _log = logging.getLogger(__name__)
 #: A change to a model's files is acted upon when it has been there for one look.
@@ -129,7 +125,7 @@ def serve(ctx: click.Context, config: Path | None, watch: bool) -> None:
 @main.command(cls=flags.FlagCommand)
 @_config_file
 @click.option("--read-only", is_flag=True, help="Read configurations and folders; run no code of a model.")
-@click.option("--load", "report", is_flag=True, help="Print what each model takes: time, programs, memory, operations.")
+@click.option("--deep", is_flag=True, help="Ask each bucket as well, compare its answer, show time and memory.")
 @click.option(
     "--timeout", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Seconds for each version."
 )
@@ -145,7 +141,7 @@ def check(
     ctx: click.Context,
     config: Path | None,
     read_only: bool,
-    report: bool,
+    deep: bool,
     timeout: float,
     verbose: bool,
     user: str | None,
@@ -162,8 +158,6 @@ def check(
     from tensord.daemon.check import Verdict
     from tensord.daemon.models import repository
     from tensord.daemon.operator import start_checks
-    from tensord.daemon.progress_bar import ProgressBar
-    from tensord.shm.control_records import Footprint
 
     read, asked_in = file or config, _checked_from(user)
     if asked_in is not None and read is not None:
@@ -184,7 +178,7 @@ def check(
         click.echo(f"'{path}' is no model: {why}", err=True)
     models, bad = model_check.placed(found.values(), devices, options), 0
     unread = (Verdict(model, model.problem) for model in models)
-    for verdict in unread if read_only else model_check.check(models, options, devices, timeout, ProgressBar()):
+    for verdict in unread if read_only else model_check.check(models, options, devices, timeout, deep):
         bad += bool(verdict.reason)
         versions = f"version {', '.join(map(str, verdict.model.chosen))}"
         # One line, whatever a model's exception says.
@@ -198,8 +192,13 @@ def check(
             click.echo(f"    on {there} alone of {len(devices)} workers: models on others cannot call it")
         for sentence in verdict.model.without_effect:
             click.echo(f"    {sentence}", err=bool(verdict.reason))
-        for number in verdict.model.chosen if report and not verdict.reason else ():
-            click.echo(f"    version {number}: {_takes(verdict.footprints.get(number, Footprint()))}")
+        for outcome in (each for each in verdict.outcomes if deep and each.config):
+            taken = outcome.footprint
+            sizes = [tables.scaled(size, 1024, "B") for size in (taken.parameter_byte_size, taken.program_byte_size)]
+            said = "{:.1f} s to load, {} of parameters, {} of programs".format(taken.seconds, *sizes)
+            click.echo(f"    {outcome.name} {outcome.version}: {said}")
+            if outcome.trials:
+                tables.plot(("bucket", "device", "program", "memory_kib", "mflop", "ms"), outcome.trials, "ms")
         if verbose and verdict.reason:
             click.echo(textwrap.indent(verdict.printed, "    "), err=True, nl=False)
     missing = [name for name in options.repository.load if name != "*" and name not in found]
@@ -243,22 +242,6 @@ def _checked_from(name: str | None) -> Path | None:
     except service_user.Unusable as error:
         _fail(str(error))
     return None
-
-
-def _takes(footprint: Footprint) -> str:
-    """Describes what a model's version needs: time, programs, bytes of programs and parameters, and its largest program.
-
-    An example is ``1.3 s; 6 programs (2 compiled) of 210 KiB; parameters 17 KiB; largest 32 rows: 12 KiB``.
-    """
-    said = [f"{footprint.seconds:.1f} s"]
-    if footprint.programs:
-        made = f"{footprint.programs} programs ({footprint.compiled} compiled)"
-        said.append(f"{made} of {tables.scaled(footprint.program_byte_size, 1024, 'B')}")
-        said.append(f"parameters {tables.scaled(footprint.parameter_byte_size, 1024, 'B')}")
-        flops = "" if footprint.flops < 0 else f", {tables.scaled(footprint.flops, 1000, 'flop')}"
-        largest = footprint.largest or "program"
-        said.append(f"largest {largest}: {tables.scaled(footprint.batch_byte_size, 1024, 'B')}{flops}")
-    return "; ".join(said)
 
 
 @main.command(cls=flags.FlagCommand)

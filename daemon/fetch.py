@@ -45,7 +45,6 @@ from tensord.daemon import check, tables
 from tensord.daemon.models import repository
 from tensord.daemon.models.repository import FoundModel
 from tensord.daemon.processes.devices import Device
-from tensord.daemon.progress_bar import ProgressBar
 from tensord.shm.errors import InvalidArgument, NotFound, ServingError, Unavailable
 
 try:
@@ -268,7 +267,7 @@ def _verified(model: Path, beside: Path, options: Options, devices: Sequence[Dev
     reason = found.problem
     if devices and not reason:
         placed = check.placed(models.values(), devices, options)
-        verdicts = check.check(placed, options, devices, timeout, ProgressBar())
+        verdicts = check.check(placed, options, devices, timeout)
         reason = next(verdict.reason for verdict in verdicts if verdict.model.name == found.name)
     if reason:
         raise InvalidArgument(

@@ -49,6 +49,10 @@ Ask it, from another terminal:
 
     curl localhost:8000/v2/models/{name}/infer -d \\
         '{{"inputs": [{{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}}]}}'
+
+Try it without serving it: each bucket is asked, and its answer compared with the function's own:
+
+    {program} check --deep --model-repository={repository}
 """
 
 

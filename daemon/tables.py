@@ -45,6 +45,12 @@ def scaled(number: float, step: int, unit: str) -> str:
     return f"{number:.3g} {name}{unit}"
 
 
+def plot(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], drawn: str) -> None:
+    """Prints a table as ``show`` does, with one more column: bars for the numbers in the column ``drawn``."""
+    most = max(row[drawn] for row in rows) or 1
+    show((*columns, ""), [{**row, "": "#" * round(24 * row[drawn] / most)} for row in rows])
+
+
 def parameters(sets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns a table's row for each parameter set, with the time of the set's last push as text."""
     return [

@@ -44,8 +44,6 @@ class Footprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: Bytes of inputs, outputs and temporaries of the program that takes most; and what that program is for.
     batch_byte_size: int = 0
     largest: str = ""
-    #: Floating-point operations of one run of that program; -1: the back end does not say.
-    flops: float = -1.0
 
 
 class Readiness(Record, frozen=True, tag="readiness"):
@@ -406,6 +404,8 @@ class CheckLoads(Record, frozen=True, tag="check"):
     options: msgspec.Raw
     #: Versions of models, in the order in which a worker would load them.
     loads: tuple[Load, ...]
+    #: Whether to ask each bucket of what was loaded.
+    deep: bool = False
 
 
 class LoadStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="at"):
@@ -424,6 +424,8 @@ class LoadOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     #: The completed configuration as JSON, if it does.
     config: str = ""
     footprint: Footprint = Footprint()
+    #: What was found by asking each bucket: rows of a table, with the columns of ``Executables.trials``.
+    trials: tuple[dict[str, str | float], ...] = ()
     #: How many bytes the process had printed by then.
     printed: int = 0
 

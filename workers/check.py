@@ -115,7 +115,7 @@ def main() -> None:
             target = LoadTarget.configured(options, device, device_name.gpu, alone=bool(device_name.model))
             loader = Loader(target, Inbox(), StatusPage.create(), Apart(explicit))
             kept: list[LoadedModel] = []
-            outcomes = (_tried(loader, load, say, kept) for load in asked.loads)
+            outcomes = (_tried(loader, load, say, kept, asked.deep) for load in asked.loads)
     except NoDevice as error:
         reason = str(error)
         outcomes = (LoadOutcome(load.name, load.version, reason) for load in asked.loads)
@@ -126,18 +126,30 @@ def main() -> None:
     os._exit(0)
 
 
-def _tried(loader: Loader, load: Load, say: Callable[[LoadLine], None], kept: list[LoadedModel]) -> LoadOutcome:
+def _tried(
+    loader: Loader, load: Load, say: Callable[[LoadLine], None], kept: list[LoadedModel], deep: bool
+) -> LoadOutcome:
     def tell(number: int, total: int, compiled: int) -> None:
         say(LoadStep(str(Loading(load.name, load.version, number, total, compiled))))
 
+    # Imported after the environment is set.
+    from tensord.workers.models.warmup import Sample
+
+    trials: list[dict[str, str | float]] = []
     try:
         loaded = loader.load(load, tell)
-    except ServingError as error:
-        return LoadOutcome(load.name, load.version, error.message)
+        model = loaded.jitted
+        if deep and model is not None and not model.ragged:
+            trials += model.executables.trials(
+                lambda inputs, rows: Sample("a generated request", inputs, rows, 1).run_jitted(model, model, load.name)
+            )
+    except Exception as error:  # the function may raise anything when it is traced for other shapes
+        return LoadOutcome(load.name, load.version, str(error))
     kept.append(loaded)
     if loaded.jitted is not None and loaded.jitted.executables.leaks():
         return LoadOutcome(load.name, load.version, f"model '{load.name}': {LEAKED}")
-    return LoadOutcome(load.name, load.version, "", loaded.config.decode(), loaded.footprint)
+    reason = next((f"{trial['bucket']}: {trial['difference']}" for trial in trials if trial["difference"]), "")
+    return LoadOutcome(load.name, load.version, reason, loaded.config.decode(), loaded.footprint, tuple(trials))
 
 
 def _exported(load: Load, device: jax.Device, folder: Path, platforms: str) -> LoadOutcome:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 from tests import prepared, run_folder
 from tests.daemon_process import DaemonProcess, wait_until
-from tests.repositories import ensemble, scale_model, write_model
+from tests.repositories import ensemble, of_x, scale_model, write_model
 
 DECLARED = """
 inputs = {"x": "FP32[4]"}
@@ -340,17 +341,51 @@ def test_what_is_without_effect(tmp_path: Path) -> None:
     assert "defines neither" in done.stderr
 
 
-def test_what_models_take(tmp_path: Path) -> None:
-    scale_model(tmp_path)
-    write_model(tmp_path, "host", DECLARED + "host = True\n" + GOOD)
-    done = prepared.run(["tensord", "check", f"--model-repository={tmp_path}", "--device=cpu", "--load"])
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert [lines[0], lines[2]] == ["host: version 1", "scale: version 1"]
-    assert re.fullmatch(r"    version 1: [\d.]+ s", lines[1])
-    said = r"[\d.]+ s; 4 programs \(\d compiled\) of [\d.]+ KiB; parameters 4 B; largest 8 rows of \[4\]: [\d.]+ B, [\d.]+ flop"
-    assert re.fullmatch(f"    version 1: {said}", lines[3])
-    assert done.stderr == ""
+def deep(repository: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return prepared.run(["tensord", "check", f"--model-repository={repository}", "--device=cpu", "--deep", *words])
+
+
+def test_each_bucket_is_asked(tmp_path: Path) -> None:
+    """A second check finds all programs in the cache. What is not compiled is only loaded."""
+    scale_model(tmp_path / "models")
+    write_model(tmp_path / "models", "host", DECLARED + "host = True\n" + GOOD)
+    buckets = 'max_batch_size = 2\nbuckets = {"n": (4, 8)}\n'
+    source = of_x("x.astype('bfloat16').sum(-1).astype('float32')", "FP32[n,3]", "FP32[n]", buckets)
+    write_model(tmp_path / "models", "named", source)
+    for program in ("compiled", "cached"):
+        done = deep(tmp_path / "models", f"--cache-directory={tmp_path / 'cache'}")
+        assert (done.returncode, done.stderr) == (0, "")
+        host, host_taken, named, _, head, *rows, scale, scale_taken, _, _, _, _, _, summary = done.stdout.splitlines()
+        assert (host, named, scale) == tuple(f"{name}: version 1" for name in ("host", "named", "scale"))
+        assert re.fullmatch(r"    host 1: [\d.]+ s to load, 0 B of parameters, 0 B of programs", host_taken)
+        assert re.fullmatch(r"    scale 1: [\d.]+ s to load, 4 B of parameters, [\d.]+ KiB of programs", scale_taken)
+        assert head.split() == ["bucket", "device", "program", "memory_kib", "mflop", "ms"]
+        asked = [f"{rows} rows of [{n}, 3]" for n in (4, 8) for rows in (1, 2)]
+        for row, bucket in zip(rows, asked, strict=True):
+            assert re.fullmatch(rf"{re.escape(bucket)}  \S+ +{program} +[\d.]+ +[\d.]+ +[\d.]+ *#*", row)
+        assert max(row.count("#") for row in rows) == 24
+        assert summary == "configuration: good; models: 3 good, 0 bad"
+
+
+@pytest.mark.parametrize(
+    ("y", "x"), [("x * numpy.random.random()", "FP32[4]"), ("x + time.time_ns() % 9999", "INT32[4]")]
+)
+def test_answers_that_differ_from_the_function(tmp_path: Path, y: str, x: str) -> None:
+    """Such a function becomes another one each time that it is compiled."""
+    write_model(tmp_path, "odd", of_x(y, x, more="import numpy, time"))
+    done = deep(tmp_path)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (1, "configuration: good; models: 0 good, 1 bad")
+    reason = r"odd: version 1: 1 rows of \[4\]: output 'y' has \S+ where the function alone gives \S+\n"
+    assert re.fullmatch(reason, done.stderr)
+    assert done.stdout.count("1 rows of [4]") == 1
+
+
+def test_a_request_that_fails(tmp_path: Path) -> None:
+    """Its inputs may be such that nobody would send, as of this function, which takes zeros alone."""
+    more = "import jax\ndef f(x):\n    assert not x.any()\n    return x"
+    write_model(tmp_path, "m", of_x("jax.pure_callback(f, x, x)", more=more))
+    done = deep(tmp_path)
+    assert (done.returncode, done.stderr, "bucket" in done.stdout) == (0, "", False)
 
 
 @pytest.mark.parametrize("arguments", [["--read-only"], ["--verbose"]])

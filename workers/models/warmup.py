@@ -57,16 +57,20 @@ class Sample:
         """Adds the initial state of a sequence to the inputs. ``begun``: makes the state for inputs and a number of rows."""
         self._arrays |= begun(self._arrays, self.rows)
 
-    def run(self, model: RunnableModel, model_name: str, check: CheckDevice = works) -> None:
-        """Runs the sample ``count`` times. Raises InvalidArgument: the model failed."""
+    def run(self, model: RunnableModel, model_name: str, check: CheckDevice = works) -> Mapping[str, Array]:
+        """Runs the sample ``count`` times and returns the last outputs. Raises InvalidArgument: the model failed."""
         for _ in range(self.count):
             execution = Execution([self.request(model_name)], time.monotonic_ns())
             run(model, execution, check)
             for result in execution.results:
                 if isinstance(result, ServingError):
                     raise self.failed(result.message)
+                made = result
+        return made
 
-    def run_jitted(self, model: JaxModel, runner: RunnableModel, model_name: str, check: CheckDevice = works) -> None:
+    def run_jitted(
+        self, model: JaxModel, runner: RunnableModel, model_name: str, check: CheckDevice = works
+    ) -> Mapping[str, Array]:
         """Runs the sample on a jitted model, whose program is compiled first if there is none for the sample's shapes.
 
         ``runner``: the model's object for the calling thread. Raises InvalidArgument: the model failed; or what compiling raises.
@@ -75,7 +79,7 @@ class Sample:
         wanted = model.wanted_by([self.request(model_name)])
         if model.executables.find(wanted) is None:
             model.executables.add(model.executables.compile(wanted))
-        self.run(runner, model_name, check)
+        return self.run(runner, model_name, check)
 
     def run_stepped(self, model: SteppedModel, model_name: str) -> None:
         """Runs the sample ``count`` times in slot 0, one step each. Raises InvalidArgument: a run failed, or no program fits."""
@@ -105,7 +109,7 @@ class Sample:
 
     def failed(self, reason: str) -> InvalidArgument:
         """Returns the error for a load that fails because of this sample, for the given reason."""
-        return InvalidArgument(f"warmup sample '{self.name}' failed: {reason}")
+        return InvalidArgument(f"{self.name} failed: {reason}")
 
 
 def samples(
@@ -147,7 +151,7 @@ def _sample(setting: Any, described: Signature, folder: Path, room: int, more: M
     # In the order of the model, as requests have them.
     arrays = {name: arrays[name] for name in described.inputs if name in arrays}
     arrays |= {name: array.repeat(rows, axis=0) if described.batches else array for name, array in more.items()}
-    return Sample(setting.name, arrays, rows if described.batches else 1, setting.count or 1)
+    return Sample(f"warmup sample '{setting.name}'", arrays, rows if described.batches else 1, setting.count or 1)
 
 
 def _tensor(what: str, given: Any, spec: TensorSpec, lead: tuple[int, ...], folder: Path, room: int) -> Array:

@@ -13,26 +13,29 @@ import functools
 import gc
 import logging
 import math
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
+import numpy as np
 
 from tensord.shm.arrays import Array
+from tensord.shm.errors import ServingError
 from tensord.workers.devices import device_memory
 from tensord.workers.devices.several_devices import SeveralDevices
 from tensord.workers.jax_internals.wide import precision
 from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.parameters.set_stack import SetStack, put
 from tensord.workers.programs.carry import Carry, rows_argument
-from tensord.workers.programs.executable import Executable, ExecutionDevice, Wanted
+from tensord.workers.programs.executable import Executable, ExecutionDevice, Wanted, arguments_of
 from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.programs.lowering import Lowering, warn_of_constants, warn_of_undeclared
 from tensord.workers.programs.placement import CompiledProgram, Placement
-from tensord.workers.programs.row_probe import probe
-from tensord.workers.programs.row_reading import combining
+from tensord.workers.programs.row_probe import DEVICE_ROUNDING, distances, generated, nudged, probe
+from tensord.workers.programs.row_reading import combining, read
 from tensord.workers.programs.weight import work_of
 from tensord.workers.tensors.buckets import Buckets, Shapes
 from tensord.workers.tensors.signature import Signature
@@ -40,6 +43,8 @@ from tensord.workers.threads.cancellation import Cancellation
 
 #: Floating-point operations and bytes in the first runs of a version's executables; a core takes some milliseconds for as much.
 _WARM_WORK = 1 << 26
+#: The shortest of so many requests counts, or of as many as take a second.
+_TIMED = 5
 _log = logging.getLogger(__name__)
 Apply = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
@@ -88,6 +93,8 @@ class Executables:
         #: Parts of the cache's keys that all programs of the version share.
         self._identity: tuple[str | bytes, ...] = ()
         self._planned: dict[Wanted, Executable] = {}
+        #: Of these, what the cache had no program for.
+        self._compiled: set[Wanted] = set()
         #: Executables that were compiled for a request, least recently used first.
         self._unexpected: OrderedDict[Wanted, Executable] = OrderedDict()
 
@@ -175,6 +182,7 @@ class Executables:
                 self.sets.main.moved(placed)
                 progress.parameters(self._usual.parameters)
             progress.made(wanted, compiled, is_new)
+            self._compiled |= {wanted} if is_new else set()
             self._planned[wanted] = self.device.executable(wanted, self._signature, compiled)
 
     def _kept(
@@ -270,6 +278,54 @@ class Executables:
         with self._cache.compiles.compiling():
             compiled = self._compile(wanted, None)
         return self.device.executable(wanted, self._signature, compiled)
+
+    def trials(self, ask: Callable[[dict[str, Array], int], Mapping[str, Array]]) -> Iterator[dict[str, str | float]]:
+        """Asks each bucket with generated inputs, of as few rows as it is for, and compares the answers with ``apply`` alone.
+
+        ``ask``: answers a request, given its inputs and number of rows. Yields a row of a table for each bucket, whose
+        ``difference`` is "" if rounding can explain how the answer differs, but not for one that ``ask`` refuses to answer.
+        """
+        for wanted, executable in self._planned.items():
+            smaller = [each.rows for each in self._planned if each.shapes == wanted.shapes and each.rows < wanted.rows]
+            # What runs on several devices may only be divided among them if it is whole.
+            rows = max(smaller, default=0) + 1 if self.several is None else wanted.rows
+            inputs = generated(arguments_of(self._signature, Wanted(rows, wanted.shapes)), 0)
+            here, took = [executable.placement.device or jax.local_devices()[0]], list[float]()
+            try:
+                while len(took) < _TIMED and sum(took) < 1:
+                    began = time.perf_counter()
+                    made = ask(dict(inputs), rows)
+                    took.append(time.perf_counter() - began)
+            except ServingError:  # inputs that nobody would send say nothing about a model
+                continue
+            yield {
+                "bucket": str(wanted),
+                "device": ", ".join(map(str, here if self.several is None else self.several.devices)),
+                "program": "compiled" if wanted in self._compiled else "cached",
+                "memory_kib": round((executable.memory_needed or 0) / 1024, 1),
+                "mflop": round(work_of(executable.program)[0] / 1e6, 3),
+                "ms": round(min(took) * 1e3, 3),
+                "difference": self._difference(inputs, made),
+            }
+
+    def _difference(self, inputs: Mapping[str, Array], made: Mapping[str, Array]) -> str:
+        """Says how an answer differs from what the function alone gives; "": by rounding at most, or the model has state."""
+        if self._initial is not None or self.sets.stack is not None:
+            return ""
+        with precision(self._signature.wide), np.errstate(all="ignore"):
+            traced = jax.jit(self.apply).trace(self._usual.parameters, dict(inputs))
+            alone = functools.partial(traced.lower().compile(), self._usual.parameters)
+            rounding = max(read(traced.jaxpr.jaxpr).rounding, DEVICE_ROUNDING if self.device.remote else 0.0)
+            right, near = alone(dict(inputs)), alone({name: nudged(each, rounding) for name, each in inputs.items()})
+        # Integers may be far apart where the numbers that they follow from are close.
+        for name in [name for name, array in made.items() if array.dtype.kind not in "biu" or not rounding]:
+            given, want = made[name].ravel(), np.ravel(right[name])
+            noise, scale = (np.max(distances(want, each), initial=0.0) for each in (np.ravel(near[name]), 0))
+            apart = distances(given, want)
+            if np.max(apart, initial=0.0) > max(math.sqrt(rounding) * scale, 8 * noise):
+                at = apart.argmax()
+                return f"output '{name}' has {given[at]:.6g} where the function alone gives {want[at]:.6g}"
+        return ""
 
     def leaks(self) -> bool:
         """Traces the smallest program once more. Returns whether values of a trace are left in variables outside of the model."""

@@ -43,8 +43,8 @@ class LoadProgress:
         #: Bytes of the parameters on each device.
         self._part_byte_size = 0
         self._program_byte_size = 0
-        #: Bytes, operations and name of the program that takes most.
-        self._largest: tuple[int, float, str] = (0, -1.0, "")
+        #: Bytes and name of the program that takes most.
+        self._largest: tuple[int, str] = (0, "")
 
     def through(
         self, wanted: Sequence[T], make: Callable[[T], tuple[CompiledProgram, bool]]
@@ -79,12 +79,11 @@ class LoadProgress:
             seconds = (time.monotonic_ns() - self._began_ns) / 1e9
             _log.info("%s: %d of %d compiled in %.1f s: %s", self._what, self._number, self._total, seconds, what)
         self._program_byte_size += program.byte_size
-        byte_size, flops = _takes(program.call, self._part_byte_size)
-        self._largest = max(self._largest, (byte_size, flops, str(what)))
+        self._largest = max(self._largest, (_takes(program.call, self._part_byte_size), str(what)))
 
     def footprint(self) -> Footprint:
         """Returns the load's time, its numbers of programs, the bytes of parameters and programs, and its largest program."""
-        byte_size, flops, what = self._largest
+        byte_size, what = self._largest
         return Footprint(
             (time.monotonic_ns() - self._started_ns) / 1e9,
             self._total,
@@ -93,7 +92,6 @@ class LoadProgress:
             self._program_byte_size,
             byte_size,
             what,
-            flops,
         )
 
 
@@ -104,15 +102,14 @@ def _part(leaf: Any) -> int:
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
-def _takes(program: Any, parameter_byte_size: int) -> tuple[int, float]:
-    """Returns the bytes that a run of a program takes on a device besides the parameters, and its floating-point operations.
+def _takes(program: Any, parameter_byte_size: int) -> int:
+    """Returns the bytes that a run of a program takes on a device besides the parameters; 0: they are not known.
 
-    Returns 0 and -1 if they are unknown. ``parameter_byte_size``: the number of bytes of the parameters on one device.
+    ``parameter_byte_size``: the number of bytes of the parameters on one device.
     """
     try:
         found: Any = program.memory_analysis()
         arguments = max(0, found.argument_size_in_bytes - parameter_byte_size)
-        byte_size = int(arguments + found.output_size_in_bytes + found.temp_size_in_bytes)
-        return byte_size, float((program.cost_analysis() or {}).get("flops", -1.0))
+        return int(arguments + found.output_size_in_bytes + found.temp_size_in_bytes)
     except Exception:  # not every back end has the figures, and another jaxlib may have others
-        return 0, -1.0
+        return 0

@@ -35,7 +35,7 @@ _TRIED_WORK = 1 << 32
 #: The most elements of its inputs and outputs together, which are held several times.
 _TRIED_ELEMENTS = 1 << 23
 #: The relative rounding error of products on a GPU (TF32), whatever their datatype.
-_DEVICE_ROUNDING = 2.0**-10
+DEVICE_ROUNDING = 2.0**-10
 #: How many times inputs are generated before a program is accused.
 _DRAWS = 3
 #: By how many times more than noise, or than what a nudge does, an output has to change.
@@ -114,7 +114,7 @@ def probe(
     inputs = [each for each in arguments_of(signature, asked[0].wanted) if each[0] not in described]
     inputs += [(spec.name, spec.dtype, (rows, *spec.dims)) for spec in states]
     runs = {count: functools.partial(run, *call) for count, call in calls.items()}
-    return find_fault(runs, inputs, rows, max(rounding, _DEVICE_ROUNDING if remote else 0.0), bounds)
+    return find_fault(runs, inputs, rows, max(rounding, DEVICE_ROUNDING if remote else 0.0), bounds)
 
 
 def _divided(signature: Signature, wanted: Wanted) -> tuple[dict[str, Sequence[int]], dict[str, Array]]:
@@ -177,14 +177,14 @@ def _faults(
         for count in runs.keys() - {rows}:
             resized = {name: np.resize(array, (count, *array.shape[1:])) for name, array in base.items()}
             pairs += [(name, _ROWS, made[name][:count], array[:rows]) for name, array in runs[count](resized).items()]
-    if not any(_distance(one, other).any() for _, _, one, other in pairs):
+    if not any(distances(one, other).any() for _, _, one, other in pairs):
         return []
-    noisy = [run(base), run({name: _nudged(array, epsilon) for name, array in base.items()})]
+    noisy = [run(base), run({name: nudged(array, epsilon) for name, array in base.items()})]
     found = []
     for name, on, one, other in pairs:
-        noise = max(np.max(_distance(made[name], each[name]), initial=0.0) for each in noisy)
-        scale = 0.0 if _counts(one.dtype) else np.max(_distance(made[name], 0), initial=0.0)
-        distance = _distance(one, other)
+        noise = max(np.max(distances(made[name], each[name]), initial=0.0) for each in noisy)
+        scale = 0.0 if _counts(one.dtype) else np.max(distances(made[name], 0), initial=0.0)
+        distance = distances(one, other)
         changed = distance > max(math.sqrt(epsilon) * scale, _TIMES * noise)
         if changed.sum() > (0 if on == _BESIDE and scale else _SHARE * changed.size):
             most = distance.argmax()
@@ -196,13 +196,13 @@ def _counts(dtype: np.dtype[Any]) -> bool:
     return bool(dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer))
 
 
-def _nudged(array: Array, epsilon: float) -> Array:
+def nudged(array: Array, epsilon: float) -> Array:
     """Returns an array whose numbers are changed by ``epsilon`` of themselves, up and down in turn; integers stay."""
     signs = 1 + epsilon * (1 - np.arange(array.size).reshape(array.shape) % 2 * 2)
     return array if _counts(array.dtype) else (array * signs).astype(array.dtype)
 
 
-def _distance(one: Any, other: Any) -> Array:
+def distances(one: Any, other: Any) -> Array:
     """Returns how far the elements of two arrays are from each other; 0 where one of them is not finite."""
     wide = np.complex128 if np.iscomplexobj(one) else np.float64
     apart = np.abs(np.asarray(one).astype(wide) - np.asarray(other).astype(wide))
