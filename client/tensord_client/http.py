@@ -78,6 +78,8 @@ class HttpConnection:
         self._max_waiting = max_waiting
         self._patience = patience
         self._heads: dict[Any, tuple[bytes, int]] = {}
+        #: Datatypes of the inputs, by name, of each model and version that was opened.
+        self._declared: dict[tuple[str, int], dict[str, str]] = {}
         #: Arrays on GPUs; None: there were none so far.
         self._on_devices: DeviceMemory | None = None
         self._begin()
@@ -158,6 +160,7 @@ class HttpConnection:
         (metadata, fields), config = self._request("GET", path), self.config(model, version)
         streams = bool(config.get("model_transaction_policy", {}).get("decoupled"))
         sequences = "sequence_batching" in config
+        self._declared[model, version] = {each["name"]: each["datatype"] for each in metadata["inputs"]}
         served = [int(each) for each in metadata.get("versions", ()) if str(each).isdigit()]
         return Description(
             {
@@ -334,10 +337,11 @@ class HttpConnection:
                 parameters[name] = value
         said: dict[str, Any] = {"id": call.request_id} if call.request_id else {}
         said["parameters"] = parameters
+        declared = self._declared.get((call.model, call.version), {})
         said["inputs"] = [
             {
                 "name": name,
-                "datatype": datatype_of(array.dtype),
+                "datatype": datatype_of(array.dtype, declared.get(name, "")),
                 "shape": array.shape,
                 "parameters": _parameters(self._region(array)) or {"binary_data_size": len(part)},
             }

@@ -34,7 +34,6 @@ from tensord.shm.messages import (
 )
 
 _NOTHING = PreparedRequest("")
-_INT64 = (1 << 63) - 1
 #: Bytes of a model's name in logs and traces of a refused request.
 _MAX_NAME = 300
 #: Tag byte of the field ``model_name``.
@@ -314,6 +313,6 @@ def _scheduling(key: str, value: Any, kind: Kind) -> Any:
         if kind is Kind.SEQUENCE_ID and len(given.encode()) > MAX_SEQUENCE_ID:
             raise Unsupported(f"string correlation ID cannot be longer than {MAX_SEQUENCE_ID} characters")
         return checked_set_name(given) if kind is Kind.SET_NAME else given
-    if given < 0 or (kind is Kind.NUMBER and given > _INT64):
+    if given < 0:
         raise InvalidArgument(f"invalid value for '{key}', expected value >= 0.")
     return given

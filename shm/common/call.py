@@ -52,7 +52,7 @@ def read_arguments(
     The returned values are of Python's types and no numpy scalars; arguments that are None are left out.
 
     Args:
-      own: the arguments, by the names in ``Arguments``. "parameters" may name a parameter set.
+      own: the arguments, by the names in ``Arguments``. "parameters" may hold parameters of ``PARAMETERS``, by their names there.
       scheduling: how a request is scheduled of which ``own`` says nothing.
       others: further arguments that a request may have, each with the function that checks its value.
 
@@ -71,9 +71,14 @@ def read_arguments(
         elif value is not None:
             fields[name] = check(name, value)
     if "parameters" in said:
-        said["parameters"], name = set_named(said["parameters"])
+        parameters, name = set_named(said["parameters"])
         if name:
             fields["parameter_set"] = name
+        # Over HTTP and gRPC the names of scheduling parameters mean the same, wherever a client has put them.
+        for key in parameters.keys() & PARAMETERS.keys():
+            row = PARAMETERS[key]
+            fields.setdefault(row.field, _CHECKS[row.kind](f"parameter '{key}'", parameters.pop(key)))
+        said["parameters"] = parameters
     return scheduling._replace(**fields) if fields else scheduling, said
 
 

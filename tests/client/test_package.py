@@ -18,7 +18,7 @@ from tensord_client.native import SOURCES
 
 from tests.daemon_process import ROOT, DaemonProcess
 from tests.installation import Installation, client_made, needs_compiler, ran
-from tests.repositories import scale_model
+from tests.repositories import echo_models, scale_model
 
 CLIENT = ROOT / "client"
 #: Its modules; ``common`` is a link, to what ``tensord`` has too.
@@ -57,6 +57,7 @@ print(json.dumps([sorted(set(sys.modules) - modules), kib() - before, round(took
 #: Asks the model scale of the server that is named.
 _ASK = """
 import asyncio, os, sys
+sys.modules["ml_dtypes"] = None  # BF16 is its bits
 import numpy as np, tensord_client
 
 x = np.arange(8, dtype=np.float32).reshape(2, 4)
@@ -76,6 +77,8 @@ with tensord_client.connect(sys.argv[1]) as client:
         assert "unexpected shape" in error.message
     else:
         raise AssertionError
+    bits, halves = np.array([0x3F80, 0xC040], np.uint16), client.model("echo_bf16", timeout=60)
+    assert all((halves({"x": each})["y"] == bits).all() for each in (bits, [1.0, -3.0]))
 
 async def main():
     async with await tensord_client.connect_async(sys.argv[1]) as client:
@@ -180,7 +183,8 @@ def test_every_python_reads_it(version: str, tmp_path: Path) -> None:
 def daemon(tmp_path: Path) -> DaemonProcess:
     folder = tmp_path / "daemon"
     folder.mkdir()
-    return DaemonProcess(folder, [scale_model(tmp_path)], {"clients": {"socket": str(folder / "clients.sock")}})
+    repository = echo_models(scale_model(tmp_path / "models"), ["BF16"])
+    return DaemonProcess(folder, [repository], {"clients": {"socket": str(folder / "clients.sock")}})
 
 
 def addresses(daemon: DaemonProcess) -> tuple[str, str, str]:

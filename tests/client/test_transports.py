@@ -272,6 +272,15 @@ def test_values_that_no_request_has(client: Any, own: dict[str, Any], text: str)
             ask({"x": X}, **own)
 
 
+def test_a_scheduling_parameter_is_one_wherever_it_stands(client: Any) -> None:
+    model, one = client.model("priorities"), {"x": np.ones((1, 1), np.float32)}
+    for own in ({"priority": 3}, {"parameters": {"priority": 3}}, {"parameters": {"priority": 7}, "priority": 3}):
+        assert model(one, **own)["y"].tolist() == [[3]]
+    for parameters in ({"priority": -1}, {"timeout": "soon"}, {"sequence_start": 1}):
+        with Raises("InvalidArgument", "parameter '..."):
+            model(one, parameters=parameters)
+
+
 def test_numpys_numbers_and_none_are_values(client: Any) -> None:
     own = {
         "priority": np.int64(1),

@@ -43,6 +43,16 @@ def models(repository: Path) -> Path:
     )
     write_model(
         repository,
+        "priorities",
+        """
+        max_batch_size, inputs, outputs, request = 4, {"x": "FP32[1]"}, {"y": "UINT32[1]"}, {"priority": "UINT32"}
+
+        def create(path, config, device):
+            return (lambda params, inputs, request: {"y": request["priority"]}), {}
+        """,
+    )
+    write_model(
+        repository,
         "tree",
         """
         import typing

@@ -193,7 +193,7 @@ def test_numbers_of_sequences(daemon: DaemonProcess, value: int) -> None:
     with grpcclient.InferenceServerClient(daemon.grpc_url) as client:
         request = service_pb2.ModelInferRequest(model_name="told")
         if value:
-            request.parameters["sequence_id"].uint64_param = value
+            request.parameters["sequence_id"].uint64_param = request.parameters["priority"].uint64_param = value
         answer = client._client_stub.ModelInfer(request)
     assert answer.raw_output_contents[0][4:].decode() == text
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from tensord.shm.arrays import DTYPES, Array, datatype_of
@@ -130,7 +129,8 @@ class _Capsule:
 
 
 def _exporter(array: Array) -> Any:
-    if array.dtype != ml_dtypes.bfloat16:
+    # numpy exports its own dtypes alone, and not those that a package has added (2).
+    if array.dtype.isbuiltin != 2:
         return array
     import jax.numpy as jnp
 

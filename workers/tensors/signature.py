@@ -21,7 +21,7 @@ from tensord.shm.arrays import DTYPES, Array, datatype_of, in_slices
 from tensord.shm.common.datatypes import DATATYPES
 from tensord.shm.errors import InvalidArgument
 
-_DECLARATION = re.compile(r"([A-Z0-9]+)\[([^\[\]]*)\]")
+_DECLARATION = re.compile(r"([A-Z0-9_]+)\[([^\[\]]*)\]")
 #: A declaration with other brackets, an open one or none.
 _NEARLY = re.compile(r"(\w+)([\[({<]?)([^\[\](){}<>]*)[\])}>]?")
 #: Datatypes by their names elsewhere: in Triton's configurations, in files of parameters, in C. numpy knows its own.
