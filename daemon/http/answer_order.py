@@ -106,7 +106,7 @@ class AnswerOrder:
             self.times.idle_since = monotonic()
 
     def answer_pieces(self, pieces: list[Buffer]) -> bool:
-        """Writes the whole answer to the oldest request, removes the request, and lets the next request be answered.
+        """Writes ``pieces``, the whole answer to the oldest request, removes it, and lets the next request be answered.
 
         Returns True if the transport no longer needs the memory of the answer. Returns False if the transport's buffer is full:
         then the request's ``written`` is called once the buffer has drained.
@@ -293,7 +293,7 @@ class AnswerOrder:
         return True
 
     def refuse(self, status: int, message: str) -> None:
-        """Refuses the arriving request with an error response, and closes the connection after that response.
+        """Refuses the arriving request with an error, ``status`` and ``message``, and closes the connection after it.
 
         The response is written after the answers to earlier requests. Bytes that still arrive are discarded.
         """

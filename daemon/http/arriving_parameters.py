@@ -31,7 +31,7 @@ class ArrivingParameters:
 
     @contextlib.asynccontextmanager
     async def receive(self, request: Request, limit: int) -> AsyncIterator[tuple[bytes, int]]:
-        """Receives one push of parameters. Yields the JSON of the push, and a descriptor of read-only memory with the parameters.
+        """Receives the push in ``request``. Yields the push's JSON, and a descriptor of read-only memory with the parameters.
 
         The descriptor is -1 if no parameters follow the JSON. It is open inside the ``with`` block only.
         Args:

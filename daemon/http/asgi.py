@@ -63,7 +63,7 @@ class AsgiRequest:
     # ------------------------------------------------------------------------------------------- the connection's side
 
     def receive(self, chunk: bytes) -> None:
-        """Adds a piece of the body to what the application will read; discards it if the answer is complete."""
+        """Adds ``chunk``, a piece of the body, to what the application will read; drops it if the answer is complete."""
         self.received += len(chunk)
         if not self._answered:
             self._body += chunk
@@ -125,7 +125,7 @@ class AsgiRequest:
             raise RuntimeError(f"the ASGI message '{kind}' is out of place, or has a part of an answer")
 
     def _write(self, status: int, fields: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
-        """Writes the whole answer to the client and ends the request.
+        """Writes the whole answer, with ``status``, header ``fields`` and ``body``, to the client and ends the request.
 
         Raises RuntimeError: a header field is malformed, or the Content-Length differs from the size of ``body``.
         """
@@ -152,7 +152,7 @@ class AsgiRequest:
         self._finish(status, body)
 
     def _finish(self, status: int, body: bytes) -> None:
-        """Ends the request, which was answered with ``body``: counts it, logs an error, and lets the next request be answered."""
+        """Ends the request, answered with ``status`` and ``body``: counts it, logs an error, lets the next request go on."""
         self._answered = True
         self._news.set()
         # A probe that hears "not ready" has made no mistake.

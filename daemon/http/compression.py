@@ -47,7 +47,7 @@ class Inflation:
         self.received = 0
 
     def feed(self, chunk: bytes) -> None:
-        """Stores a piece of the compressed body. Later calls of ``step`` decompress it."""
+        """Stores ``chunk``, a piece of the compressed body. Later calls of ``step`` decompress it."""
         self.received += len(chunk)
         view = memoryview(chunk)
         self._pending.extend(view[at : at + _INFLATE_IN] for at in range(0, len(view), _INFLATE_IN))
@@ -148,7 +148,7 @@ class Deflation:
 
 
 def request_coding(value: bytes) -> str | None:
-    """Returns the coding that a Content-Encoding header names: "gzip", "deflate", or "" for identity; None for any other."""
+    """Returns the coding that Content-Encoding: ``value`` names: "gzip", "deflate", or "" for identity; None for any other."""
     name = value.decode("latin-1").lower()
     if name == "identity":
         return ""
@@ -174,7 +174,7 @@ def answer_coding(accept: bytes) -> str:
 
 
 def _quality(parameter: bytes) -> float:
-    """Returns the weight of a coding in Accept-Encoding, such as 0.8 of ``q=0.8``; 0 (not accepted) if it is malformed."""
+    """Returns the weight of a coding in Accept-Encoding: 0.8 if ``parameter`` is ``q=0.8``; 0 (refused) if it is malformed."""
     name, _, value = parameter.partition(b"=")
     try:
         quality = float(value) if name.strip() == b"q" else 0.0

@@ -147,7 +147,7 @@ class Http1Connection(asyncio.Protocol):
         )
 
     def _take_large(self, head: InferHead, first: bytes) -> bool:
-        """Begins a request with a large body, whose first bytes are ``first``, and reads the rest straight into shared memory.
+        """Begins the request of ``head`` with a large body, which begins with ``first``; reads the rest into shared memory.
 
         Returns False, with no effect, if that is not possible now: there is no room, reading is paused, the connection is
         encrypted, or the request is refused.
@@ -169,7 +169,7 @@ class Http1Connection(asyncio.Protocol):
         return True
 
     def _parse(self, data: bytes, between: bool) -> None:
-        """Feeds bytes to the parser. ``between``: True if the bytes begin a request, as no other was arriving or unanswered."""
+        """Feeds ``data`` to the parser. ``between``: True if it begins a request, as no other was arriving or unanswered."""
         order, feed = self.order, self._feed
         if feed is None:
             feed = self._feed = ParserFeed(self._serving, self.transport, order)

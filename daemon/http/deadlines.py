@@ -43,7 +43,7 @@ class ClientDeadlines:
         self._came, self._silent_since = -1, 0.0
 
     def stopped(self, now: float, came: int) -> bool:
-        """Returns whether no more bytes of the arriving request have come for more than ``SILENCE_SECONDS``.
+        """Returns whether at ``now`` no bytes of the arriving request have come for more than ``SILENCE_SECONDS``.
 
         Call it again and again while the server stops. The time counts from the first call with the same ``came``. ``came``: how
         many bytes of the request were received; below 0: no request is arriving, and the method returns False.
@@ -53,7 +53,7 @@ class ClientDeadlines:
         return came >= 0 and now - self._silent_since > SILENCE_SECONDS
 
     def held_up(self, now: float) -> None:
-        """Restarts the deadlines of the arriving head and body, because the server, not the client, delays the request."""
+        """Restarts the deadlines of the arriving head and body at ``now``, because the server delays the request."""
         if self.head_since:
             self.head_since = now
         if self.body_since:

@@ -153,7 +153,7 @@ class Exchange(InFlight):
             trace.stamp(trace_stamps.HTTP_RECV_START)
 
     def receive(self, chunk: bytes) -> None:
-        """Receives a piece of the body. Raises BodyTooLarge: the body has more bytes than ``http.max_body_byte_size``."""
+        """Receives ``chunk``, a piece of the body. Raises BodyTooLarge: the body exceeds ``http.max_body_byte_size``."""
         reception = self._reception
         if reception is None:
             self._small_body += chunk
@@ -356,7 +356,7 @@ class Exchange(InFlight):
     def _place(
         self, scheduling: Scheduling, inputs: list[InputContent | Unconverted], lease: Lease | ServingError
     ) -> None:
-        """Copies a request's input tensors to the memory of ``lease``, and sends the request to a worker.
+        """Copies the ``inputs`` of a request to the memory of ``lease``, and sends the request to a worker.
 
         Large JSON arrays are converted in steps, after which the request is sent. If ``lease`` is an error, the error is raised.
         """
@@ -519,7 +519,7 @@ class Exchange(InFlight):
             self.written()
 
     def _deflate(self, deflation: Deflation, json_size: int, tail_size: int) -> None:
-        """Compresses the answer in steps, releases the shared memory of its tensors, then writes the answer.
+        """Compresses the answer with ``deflation`` in steps, releases its tensors' shared memory, then writes the answer.
 
         ``json_size`` and ``tail_size``: the number of bytes of the JSON and of the binary tensors, both before compression.
         """

@@ -113,7 +113,7 @@ class Generation(InFlight):
     # -------------------------------------------------------------------------------------------------- body
 
     def receive(self, chunk: bytes) -> None:
-        """Receives a piece of the body. If the request is already submitted or refused, the piece is counted and discarded."""
+        """Receives ``chunk``, a piece of the body; only counts it if the request is already submitted or refused."""
         if self._reception is not None:
             self._reception.receive(chunk)
         else:
@@ -293,7 +293,7 @@ class Generation(InFlight):
         self._blocked = not self._order.answer_part(part)
 
     def _write_whole(self, status: int, body: bytes, media_type: bytes = _JSON) -> None:
-        """Writes a complete HTTP response with a status and a body, and ends the request."""
+        """Writes a complete HTTP response with a status and a body of ``media_type``, and ends the request."""
         if self._order.stop_direct(self):
             self.keep_alive = False
         self._write(self._response_head(status, b"content-length: %d\r\n" % len(body), media_type) + body)
@@ -312,7 +312,7 @@ class Generation(InFlight):
         )
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answers the request with an error response and ends the request. Call it only before a part of an answer is written."""
+        """Answers with the error ``status`` and ``message`` and ends the request. No part of an answer may be written yet."""
         if self._trace is not None:
             self._trace.failed(str(status), message)
             self._trace.end()
@@ -338,7 +338,7 @@ class Generation(InFlight):
             self._trace.end()
 
     def _finish(self, status: int, said: bytes = b"") -> None:
-        """Ends the request, answered with the text ``said``: counts and logs the answer, frees memory, goes on to the next."""
+        """Ends the request, answered with ``status`` and ``said``: counts and logs it, frees memory, goes on to the next."""
         if status == 200:
             self._serving.answered.good(self, 0 if self._state is None else self._state.version, said)
         else:

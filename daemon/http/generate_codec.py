@@ -130,7 +130,7 @@ class JoinedAnswers:
         }
 
     def add(self, prepared: PreparedAnswer, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]) -> None:
-        """Adds the next response, whose outputs are copied. Raises InvalidArgument: all responses together exceed the limit.
+        """Adds the response ``prepared``, whose outputs are copied. Raises InvalidArgument: all responses exceed the limit.
 
         ``contents``: the bytes of each output, or their place in the response arena. ``view``: returns the memory of a place.
         """

@@ -80,7 +80,7 @@ class Heads(BoundedCache[bytes, InferHead]):
         return meaning
 
     def learn(self, head: bytes, meaning: InferHead) -> None:
-        """Caches a parsed head, unless it is long, refused, has a ``traceparent``, or belongs to a chunked body."""
+        """Caches ``meaning``, the parsed ``head``, unless it is long, refused, traced, or the head of a chunked body."""
         if len(head) > MAX_HEAD or not head.startswith(b"POST ") or head.find(END) != len(head) - len(END):
             return
         if meaning.content_length is None or meaning.error is not None or meaning.trace_parent:

@@ -75,7 +75,7 @@ class Cut:
 
 
 def cut(document: bytes | memoryview) -> Cut | None:
-    """Cuts large values of ``data`` keys out of a JSON text, in one go. Returns None if there are no such values.
+    """Cuts large values of ``data`` keys out of ``document``, a JSON text, in one go. Returns None if there are none.
 
     Raises InvalidArgument: the rest of the text is longer than ``MAX_TEXT``.
     """
@@ -89,7 +89,7 @@ def cut(document: bytes | memoryview) -> Cut | None:
 
 
 def steps(document: bytes | memoryview) -> Generator[None, None, Cut | None]:
-    """Cuts large values of ``data`` keys out of a JSON text, and yields between steps of a few milliseconds.
+    """Cuts large values of ``data`` keys out of ``document``, a JSON text, and yields between steps of a few milliseconds.
 
     Returns None if there are no such values. Raises InvalidArgument: the rest of the text is longer than ``MAX_TEXT``.
     """
@@ -149,7 +149,7 @@ def _placeholder(number: int) -> bytes:
 
 
 def _end_of(view: memoryview, start: int, opening: re.Match[bytes]) -> Generator[None, None, int]:
-    """Finds the end of the value of a ``data`` key in a JSON text. The value begins at ``start``. Yields between short steps.
+    """Finds the end of the value of a ``data`` key that begins at ``start`` of ``view``, a JSON text. Yields between steps.
 
     Returns the offset behind the value; ``start`` or less if the value is not to be cut out; _UNCLOSED if the value does not end.
     ``opening``: the match of the key, whose groups are the first characters of the value.
@@ -171,7 +171,7 @@ def _end_of(view: memoryview, start: int, opening: re.Match[bytes]) -> Generator
 
 
 def _end_of_strings(view: memoryview, start: int) -> Generator[None, None, int]:
-    """Finds the end of a JSON array whose first element is a string that begins at ``start``. Yields after each piece.
+    """Finds the end of a JSON array whose first element is a string at offset ``start`` of ``view``. Yields after each piece.
 
     Returns the offset behind the array; ``start`` if the array also has elements that are no strings; _UNCLOSED if the array does
     not end.

@@ -42,7 +42,7 @@ MISMATCH = "Unable to parse 'data': Shape does not match true shape of 'data' fi
 
 
 def quick(text: msgspec.Raw, datatype: str, count: int) -> bytes:
-    """Converts the JSON text of a flat array of ``count`` values, or of a base64 string, to a tensor's bytes.
+    """Converts the JSON text of a flat array of ``count`` values, or of a base64 string, to bytes of a ``datatype`` tensor.
 
     Raises: UnusualText: the text is neither of the two, and ``exact`` must convert it; InvalidArgument: the text is a base64
       string that is malformed or has a wrong size.
@@ -90,7 +90,7 @@ def exact(value: Any, datatype: str, shape: list[int], count: int, name: str) ->
 
 
 def flat(leaves: list[Any], datatype: str, name: str) -> bytes:
-    """Converts a flat list of values of the input ``name`` to a tensor's bytes. Raises InvalidArgument: a value does not fit."""
+    """Converts ``leaves``, values of input ``name``, to bytes of ``datatype``. Raises InvalidArgument: a value does not fit."""
     for leaf in leaves:
         _check(leaf, datatype)
     try:
@@ -110,7 +110,7 @@ def refuse_half_floats(datatype: str, count: int, name: str) -> None:
 
 
 def _wire_bytes(values: list[Any], datatype: str) -> bytes:
-    """Converts numbers, booleans or strings to a tensor's bytes. Raises OverflowError: a number is too large for ``datatype``."""
+    """Converts ``values``, such as numbers, to a tensor's bytes. Raises OverflowError: one is too large for ``datatype``."""
     if datatype == "BYTES":
         return encoded(values)
     dtype = DTYPES[datatype]
@@ -170,7 +170,7 @@ def of_wrong_kind(datatype: str) -> InvalidArgument:
 
 
 def _check(leaf: Any, datatype: str) -> None:
-    """Checks a JSON value against a datatype. Raises InvalidArgument: the value is not of the kind that the datatype needs.
+    """Checks ``leaf``, a JSON value, against a datatype. Raises InvalidArgument: it is not of the kind that is needed.
 
     Only 64-bit numbers are checked for their range here; numpy checks the others.
     """

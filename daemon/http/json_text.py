@@ -51,7 +51,7 @@ def writer(tensor: PreparedTensor) -> Callable[[bytes | memoryview], bytes]:
 
 
 def pieces(tensor: PreparedTensor, content: bytes | memoryview) -> Iterator[bytes]:
-    """Yields a tensor's JSON in pieces of about 1 ms. Raises InvalidArgument, in any piece: JSON cannot express a value."""
+    """Yields a tensor's ``content`` as JSON, about 1 ms a piece. Raises InvalidArgument at a value that JSON cannot express."""
     separator = b"["
     for text in _string_pieces(tensor, content) if tensor.datatype == "BYTES" else _number_pieces(tensor, content):
         yield separator + text[1:-1]

@@ -154,7 +154,7 @@ def path_and_query(target: bytes) -> tuple[str, bytes, bytes]:
 
 
 def scope(method: bytes, target: bytes, version: str, fields: Fields) -> dict[str, Any]:
-    """Returns the ASGI scope of an HTTP request."""
+    """Returns the ASGI scope of an HTTP request: its method, target, HTTP version and header fields."""
     path, raw_path, query = path_and_query(target)
     return {
         "type": "http",
@@ -172,9 +172,10 @@ def scope(method: bytes, target: bytes, version: str, fields: Fields) -> dict[st
 def infer_head(
     route: InferRoute, version: str, keep_alive: bool, fields: Fields, compresses: bool = False
 ) -> InferHead:
-    """Interprets the head of an inference request. If a header field is wrong, the result's ``error`` says so; nothing is raised.
+    """Interprets the head of a request to ``route``. The result's ``error`` says if a header field is wrong; nothing is raised.
 
-    ``version``: the version of HTTP, such as "1.1". ``compresses``: whether answers are compressed for clients that accept it.
+    ``version``: the version of HTTP, such as "1.1". ``keep_alive``: whether the connection stays open after the answer.
+    ``compresses``: whether answers are compressed for clients that accept it.
     """
     length: int | None = 0
     json_size: int | None = None
@@ -222,7 +223,7 @@ def infer_head(
 
 
 def generate_head(route: InferRoute, version: str, keep_alive: bool, fields: Fields) -> InferHead:
-    """Interprets the head of a request to generate or generate_stream, whose whole body is JSON.
+    """Interprets the head of a request to ``route``, generate or generate_stream, whose whole body is JSON.
 
     If the body is compressed, the result's ``coding`` is not empty, and the request is refused later.
     ``keep_alive``: whether the connection stays open after the answer.

@@ -164,7 +164,7 @@ class Messages:
             self._begin_generation(read(route, version, keep_alive, self.headers), _ENDPOINTS[route.endpoint])
 
     def _refusal(self, version: str) -> tuple[int, str] | None:
-        """Checks a complete request head. Returns None if it is good, otherwise the status and text of the error response."""
+        """Checks a complete request head of HTTP ``version``. Returns None if it is good, else the error's status and text."""
         http = self._serving.options.http
         self.head_size = sum([len(name) + len(value) + 4 for name, value in self.headers], len(self.url))
         if self.head_size > http.max_head_byte_size:
@@ -245,7 +245,7 @@ class Messages:
             generation.take_turn()
 
     def _begin_asgi_request(self, version: str, keep_alive: bool) -> None:
-        """Begins a request other than inference. ``keep_alive``: whether the connection stays open after the answer."""
+        """Begins a request of HTTP ``version``, no inference. ``keep_alive``: the connection stays open after the answer."""
         order = self._order
         if any(name == b"transfer-encoding" for name, _ in self.headers):
             # Each of them bounds its body itself; that of pushed parameters may be larger than any request's.
@@ -301,7 +301,7 @@ class ParserFeed:
         self._half_line = False
 
     def receive(self, data: bytes, between: bool) -> None:
-        """Parses bytes that the client has sent, and caches the head of a request that they contain.
+        """Parses ``data``, bytes that the client has sent, and caches the head of a request that they contain.
 
         ``between``: True if no request was arriving or unanswered when the bytes came, so that they begin a request.
         """

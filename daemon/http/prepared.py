@@ -62,7 +62,7 @@ class PreparedRequests:
     def read(
         self, head: InferHead, text: bytes | memoryview, tail_size: int, apart: Cut | None = None
     ) -> ParsedRequest:
-        """Parses the JSON of an inference request, or takes the parsed request from the cache.
+        """Parses ``text``, the JSON of an inference request with HTTP ``head``, or takes the parsed request from the cache.
 
         Args:
           tail_size: the number of bytes of all binary tensors that follow the JSON.
@@ -76,7 +76,7 @@ class PreparedRequests:
         return self.texts[key] or self.meet(head, key)
 
     def meet(self, head: InferHead, key: tuple[TextKey, bytes]) -> ParsedRequest:
-        """Parses the JSON of a request that is not in the cache ``texts``, where it would have the key ``key``.
+        """Parses a request with the HTTP ``head`` whose JSON is not in the cache ``texts``, where its key would be ``key``.
 
         The parsed request is cached if it holds no tensor values, and if the last request that differed at most in id, scheduling
         and values had the same id and scheduling. Parameter sets are not compared.
@@ -146,7 +146,7 @@ class PreparedRequests:
 
 
 def _values(prepared: PreparedKind, said: RequestHead, apart: Cut | None) -> list[Source]:
-    """Returns where each input's value is: in the body, in a region, or as bytes that were converted from the JSON.
+    """Returns where each input of ``prepared`` has its value: in the body, in a region, or as bytes converted from the JSON.
 
     ``said``: the parsed JSON of the request. ``apart``: the large data that was cut out of the JSON; None: nothing is cut out.
     Raises InvalidArgument: a value is wrong; UnusualText: only the exact parser can convert the data.
@@ -227,7 +227,8 @@ class PreparedKind:
     def answer(self, prepared: PreparedAnswer, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> AnswerText:
         """Returns the encoder of answers to this kind of request that share ``prepared``. The first call creates the encoder.
 
-        ``own``: the record of the present answer. Raises: InvalidArgument: a tensor of the answer is outside the arena.
+        ``own``: the record of the present answer. ``view``: returns a tensor's bytes. Raises: InvalidArgument: a tensor of the
+        answer is outside the arena.
         """
         known = self._answers.get(id(prepared))
         if known is None or known.prepared is not prepared:
@@ -292,7 +293,7 @@ class AnswerText:
         self._id = client_id
 
     def whole(self, client_id: str, own: AnswerRecord) -> bytes | None:
-        """Returns the answer ``own`` as one piece of bytes: HTTP head, JSON and tensors. No tensor may lie in shared memory.
+        """Returns the answer ``own`` to ``client_id``, HTTP head, JSON and tensors, as bytes. No tensor may be in shared memory.
 
         Returns None if there is no cached head, or if the tensors' sizes differ from those of the first answer.
         """
@@ -304,9 +305,9 @@ class AnswerText:
         return b"".join((self._head, *contents))
 
     def pieces(self, client_id: str, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> list[Buffer] | None:
-        """Returns the answer ``own``, with tensors in shared memory, as pieces: HTTP head and JSON, then each tensor.
+        """Returns the answer ``own`` to the request ``client_id`` in pieces: HTTP head and JSON, then each tensor.
 
-        Tensors in shared memory are not copied: their pieces are views of that memory.
+        Tensors in shared memory are not copied: their pieces are views of that memory, which ``view`` makes of slices.
         Returns None if there is no cached head, or if the tensors' sizes differ from those of the first answer.
         Raises InvalidArgument: a tensor is outside the arena.
         """

@@ -152,7 +152,7 @@ class Reception(Receiver):
     # -------------------------------------------------------------------------------------------------------- receive
 
     def receive(self, chunk: bytes) -> None:
-        """Receives a piece of the body. If the request is refused, the piece is counted and discarded."""
+        """Receives ``chunk``, a piece of the body. If the request is refused, the piece is counted and discarded."""
         if self._inflation is not None:
             if self.error is None:
                 self._inflation.feed(chunk)

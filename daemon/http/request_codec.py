@@ -136,7 +136,7 @@ def decode_head(
 
 
 def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | None) -> Source:
-    """Returns where one input's data is: its place among the binary tensors, its shared memory region, or its JSON values.
+    """Returns where the data of ``entry``, an input, is: among the binary tensors, in a region, or in the JSON.
 
     ``offset``: where the data lies if it is binary, in bytes from the first binary tensor. ``apart``: the large data cut out of
     the JSON, or None. Raises: InvalidArgument: datatype or shape is wrong, or there is not exactly one source; UnusualText: only
@@ -174,7 +174,7 @@ def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | No
 
 
 def read_values(entry: InputHead | ExactInput, apart: json_cut.Cut | None) -> Values:
-    """Converts the JSON ``data`` of an input to a tensor's bytes. The input's shape must have been checked.
+    """Converts the JSON ``data`` of ``entry``, an input, to a tensor's bytes. The input's shape must have been checked.
 
     Large data is not converted here: the returned object converts the data later, in steps.
     Args:
@@ -201,7 +201,7 @@ def read_values(entry: InputHead | ExactInput, apart: json_cut.Cut | None) -> Va
 
 
 def _count(entry: InputHead | ExactInput, text: memoryview | None) -> int:
-    """Counts the values in the JSON ``data`` of an input. ``text``: the data if it was cut out of the JSON, else None."""
+    """Counts the values in the JSON ``data`` of ``entry``, an input. ``text``: the data if it was cut out, else None."""
     what = f"input '{entry.name}' shape"
     if text is None and not isinstance(entry, InputHead):
         return count_in_value(entry.data, entry.datatype, what)
@@ -299,7 +299,7 @@ def _fill(model: str, shape: list[Any], element_size: int, byte_size: int) -> No
 
 
 def count_in_text(text: bytes | memoryview, datatype: str, what: str) -> int:
-    """Returns the number of values in the text of a JSON array, or of elements in the text of a base64 string.
+    """Returns the number of values in the text of a JSON array, or of elements of ``datatype`` in that of a base64 string.
 
     ``what``: the beginning of error messages.
     Raises: InvalidArgument: the text is too long to count, or the string is no base64 of whole elements.
@@ -321,7 +321,7 @@ def count_in_text(text: bytes | memoryview, datatype: str, what: str) -> int:
 
 
 def count_in_value(value: Any, datatype: str, what: str) -> int:
-    """Returns the number of values in a parsed nested list, or of elements in a base64 string.
+    """Returns the number of values in a parsed nested list, or of elements of ``datatype`` in a base64 string.
 
     ``what``: the beginning of error messages. Raises InvalidArgument: the string is no base64 of whole elements.
     """
@@ -399,7 +399,7 @@ def _unsigned(key: str, value: Any) -> int:
 
 
 def read_parameters(given: dict[str, Any], decoded: DecodedRequest) -> None:
-    """Decodes the parameters of a request and stores them in ``decoded``.
+    """Decodes ``given``, the parameters of a request, and stores them in ``decoded``.
 
     Raises: InvalidArgument: a parameter has a wrong type or a reserved name; Unsupported: a sequence id that is a string is too
       long.
@@ -415,7 +415,7 @@ def read_parameters(given: dict[str, Any], decoded: DecodedRequest) -> None:
 
 
 def part(given: dict[str, Any]) -> tuple[Scheduling, dict[str, Any]]:
-    """Separates the parameters that schedule a request, such as its priority, from the others. Returns both.
+    """Separates those ``given`` parameters that schedule a request, such as its priority, from the others. Returns both.
 
     A malformed parameter for scheduling is returned among the others, where ``read_parameters`` will refuse it.
     """

@@ -121,7 +121,7 @@ _UNCOUNTED = 4 * MAX_ENTRIES
 
 
 def quick(head: bytes | memoryview) -> RequestHead:
-    """Parses the JSON of an inference request with a typed decoder, which accepts JSON as clients usually write it.
+    """Parses ``head``, the JSON of an inference request, with a typed decoder for JSON as clients usually write it.
 
     Raises: UnusualText: the text is no JSON, or not in the protocol's format; InvalidArgument: a list has too many entries.
     """

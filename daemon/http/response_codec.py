@@ -93,7 +93,7 @@ def encode_in_steps(
     asked: DecodedRequest,
     view: Callable[[Slice], memoryview],
 ) -> Generator[None, None, tuple[list[Buffer], list[Buffer]]]:
-    """Encodes an answer as ``encode`` does, and yields after each piece of a large tensor's JSON.
+    """Encodes an answer as ``encode`` does, with the same arguments, and yields after each piece of a large tensor's JSON.
 
     Returns the pieces of the JSON head, and the binary tensors. ``asked``: the request, which says which outputs are binary.
     Raises: InvalidArgument: an output cannot be written as JSON.
@@ -140,7 +140,7 @@ def status_line(status: int) -> bytes:
 
 
 def error_response(status: int, message: str, lines: bytes = b"") -> bytes:
-    """Returns a complete error response with the message as JSON. ``lines``: further header lines, with line ends."""
+    """Returns a response with ``status`` and the message as JSON. ``lines``: more header lines, with line ends."""
     body = _encode({"error": message})
     retry = b"Retry-After: 1\r\n" if status == 503 else b""
     return (

@@ -347,7 +347,7 @@ async def _fields(request: Request, required: bool = False) -> dict[str, Any]:
 
 
 def _answer(value: Any, status: int = 200) -> Response:
-    """Returns a JSON response. If ``value`` is bytes, they are already JSON; anything else is encoded as JSON."""
+    """Returns a JSON response with ``status``. If ``value`` is bytes, they are JSON; anything else is encoded as JSON."""
     body = value if isinstance(value, bytes) else msgspec.json.encode(value)
     return Response(body, status, media_type="application/json")
 
@@ -442,7 +442,7 @@ def _allowed(request: Request) -> list[str]:
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    """Returns a response for a client that disconnected within its request. Nobody reads the response; nothing is logged."""
+    """Returns a response for a client that disconnected within its ``request``. Nobody reads it; nothing is logged."""
     return Response(status_code=400)
 
 

@@ -70,7 +70,7 @@ class BusyPart:
 
 
 def line(draining: bool, unreadiness: str, busy: float) -> bytes:
-    """Returns the state of the daemon as one line for HAProxy's agent-check.
+    """Returns the state of the daemon as one line for HAProxy's agent-check. ``draining``: whether it is being drained.
 
     ``unreadiness``: why the daemon is not ready; "": it is ready. ``busy``: the part of the time in which the workers run models,
     0 to 1. The weight in the line is lower the higher ``busy`` is, but at least 1, because HAProxy takes 0 as an order to drain.

@@ -49,7 +49,7 @@ _INDEX_STATES = [state.value for state in IndexState]
 
 
 def _table(text: str) -> list[tuple[str, str, Callable[[Any], Any]]]:
-    """Parses lines that define metrics: name, attribute, help. Returns for each: name, help, and a function.
+    """Parses ``text``, lines with a metric's name, attribute and help each. Returns for each: name, help, and a function.
 
     The function takes an object and returns the value of the attribute in it. An attribute in ns is converted to seconds, or to
     microseconds if the name of the metric is one of Triton's (``nv_``).
@@ -163,7 +163,7 @@ _REFUSALS: tuple[tuple[Refusal, Callable[[Counts], int]], ...] = (
 
 
 def render(snapshot: MetricsSnapshot, accept: str) -> tuple[bytes, str]:
-    """Returns the metrics as text, and the content type. The text is OpenMetrics if the Accept header names that format."""
+    """Returns ``snapshot`` as text, and the content type: OpenMetrics if ``accept``, the Accept header, names that format."""
     is_openmetrics = wants_openmetrics(accept)
     text = families(snapshot, is_openmetrics) + _durations(snapshot, is_openmetrics)
     if is_openmetrics:
@@ -177,12 +177,12 @@ def wants_openmetrics(accept: str) -> bool:
 
 
 def families(snapshot: MetricsSnapshot, is_openmetrics: bool) -> bytes:
-    """Returns the text of all metrics but durations, in OpenMetrics or the older text format of Prometheus."""
+    """Returns all metrics of ``snapshot`` but durations as text, in OpenMetrics or the older text format of Prometheus."""
     return "".join([family.text(is_openmetrics) for family in _families(snapshot)]).encode()
 
 
 def _durations(snapshot: MetricsSnapshot, exemplars: bool) -> bytes:
-    """Returns the text of the histograms of durations. With many models that is most of the answer.
+    """Returns the text of the histograms of durations in ``snapshot``. With many models that is most of the answer.
 
     ``exemplars``: whether a traced request is added to a bucket as an example.
     """
@@ -462,7 +462,7 @@ class Family:
             self.fill([((), value)])
 
     def fill(self, rows: Iterable[tuple[Sequence[str], float]]) -> Self:
-        """Adds samples, each given as the values of its labels and its own value. Returns this family."""
+        """Adds ``rows``, samples that are each given as the values of its labels and its own value. Returns this family."""
         name, names, lines = self.name, self._labels, self.lines
         for values, value in rows:
             number = f"{value}.0" if type(value) is int and 0 <= value < _EXPONENTS else floatToGoString(value)
@@ -470,11 +470,11 @@ class Family:
         return self
 
     def add(self, names: Sequence[str], values: Sequence[str], value: float, suffix: str = "") -> None:
-        """Adds a sample with its own label names, instead of the family's. ``suffix``: appended to the family's name."""
+        """Adds a sample, ``value``, with labels ``names`` and ``values``. ``suffix``: appended to the family's name."""
         self.lines.append(f"{self.name}{suffix}{_labelled(tuple(names), tuple(values))} {floatToGoString(value)}\n")
 
     def text(self, is_openmetrics: bool) -> str:
-        """Returns the family as text; "" if it has no samples, because a metric that is described is expected to have some."""
+        """Returns the family as text, in OpenMetrics if ``is_openmetrics``, else in the older format; "" without samples."""
         if not self.lines:
             return ""
         name, kind, said = self.name, self.kind, self._help
@@ -490,7 +490,7 @@ class Family:
     def observe(
         self, names: Sequence[str], values: Sequence[str], buckets: Iterable[tuple[str, int]], total: float
     ) -> None:
-        """Adds a histogram with these labels. ``total``: the sum of all its values.
+        """Adds a histogram with the labels ``names`` and their ``values``. ``total``: the sum of all that was observed.
 
         ``buckets``: upper bounds in rising order, the last one "+Inf", each with the number of values that are at most that
         bound.
@@ -520,7 +520,7 @@ def escaped(label: str) -> str:
 
 @functools.lru_cache(_MAX_LABELS)
 def _labelled(names: tuple[str, ...], values: tuple[str, ...]) -> str:
-    """Returns labels as they follow a sample's name, such as ``{model="m",version="1"}``, sorted by name; "" for no labels."""
+    """Returns label ``names`` and ``values`` as they follow a metric: ``{model="m",version="1"}``, sorted; "": no labels."""
     if not names:
         return ""
     listed = ",".join([f'{name}="{escaped(value)}"' for name, value in sorted(zip(names, values, strict=True))])

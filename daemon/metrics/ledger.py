@@ -59,7 +59,7 @@ class Ledger:
         self._ended: dict[Key, _Ended] = {}
 
     def update(self, incarnation: int, figures: Figures) -> None:
-        """Replaces a worker's counters by ``figures``, which the worker reports now.
+        """Replaces the counters of worker process ``incarnation`` by ``figures``, which the worker reports now.
 
         If the worker has unloaded a version, or loaded it again, the version's counters before that stay in the sums.
         """
@@ -138,7 +138,7 @@ class OwnMetricsLedger:
         self._ended: dict[str, OwnMetrics] = {}
 
     def update(self, incarnation: int, worker: str, families: Sequence[OwnMetrics]) -> None:
-        """Replaces the metrics of a worker's models by ``families``, which the worker reports now.
+        """Replaces the metrics of the models of worker process ``incarnation`` by ``families``, which the worker reports now.
 
         ``worker``: the worker's name, which the process that replaces it will have too.
         """

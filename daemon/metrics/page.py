@@ -181,7 +181,7 @@ def _owners(found: Mapping[str, Mapping[str, Any]]) -> list[Sequence[Any]]:
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Returns an HTML table with its title above it; "" if there are no rows."""
+    """Returns an HTML table with the title above it and ``columns`` as its head; "" if there are no rows."""
     found = list(rows)
     if not found:
         return ""

@@ -61,7 +61,7 @@ class _Request:
         self.method = self.path = b""
 
     async def read(self, reader: asyncio.StreamReader) -> bool:
-        """Reads the head; what follows the head in the same read is dropped. Returns False if the client sent nothing."""
+        """Reads the head from ``reader``; what follows it in the same read is dropped. Returns False if nothing was sent."""
         left = _MAX_HEAD
         while self.refusal is None and left and (data := await reader.read(left)):
             left -= len(data)
@@ -164,6 +164,6 @@ def _refused(status: int, reason: str, *headers: tuple[str, str]) -> _ScrapeAnsw
 
 
 def _rendered(taken: MetricsSnapshot, accept: str, compressed: bool) -> tuple[bytes, str]:
-    """Returns the metrics as text, gzip-compressed if ``compressed``, and the content type. Runs in the executor's thread."""
+    """Returns ``taken`` metrics as text, gzip if ``compressed``, and its type by the header ``accept``. Runs in a thread."""
     text, content_type = exposition.render(taken, accept)
     return gzip.compress(text, _LEVEL, mtime=0) if compressed else text, content_type

@@ -100,7 +100,7 @@ class Models:
             self._given.drop_unused(request.name, self.lifecycle.folders(request.name))
 
     async def _load_found(self, name: str, config: str) -> None:
-        """Loads a model from its repository, because a client asked for it.
+        """Loads the model ``name`` from its repository, because a client asked for it.
 
         ``config``: the configuration in JSON that the client sent. If it is "", the configuration that a client sent with an
         earlier load of the same files holds; if there is no such configuration, config.pbtxt holds.
@@ -122,7 +122,7 @@ class Models:
         self._overrides.keep(found, given)
 
     async def _load_given(self, name: str, files: Mapping[str, bytes], config: str) -> None:
-        """Loads a model from a client's files. ``files``: contents by path in the model's folder. ``config``: JSON, not empty."""
+        """Loads model ``name`` from a client's ``files``: contents by path in its folder. ``config``: JSON, not empty."""
         if not config:
             raise InvalidArgument(repository.given_error(name, "files are given without a 'config'"))
         if not repository.NAME.fullmatch(name):
@@ -255,7 +255,7 @@ class Models:
             self._dismiss(name)
 
     def _bring_wanted(self, name: str, found: FoundModel | None) -> asyncio.Task[str]:
-        """Begins to load a model. The task's result is the reason why the load failed, or "" if it succeeded.
+        """Begins to load the model ``name``. The task's result is the reason why the load failed, or "" if it succeeded.
 
         ``found``: the model; None if it must be looked for in the repositories.
         """
@@ -281,7 +281,7 @@ class Models:
     async def _bring(
         self, found: FoundModel, within: tuple[str, ...] = (), again: bool = False, asked: bool = False
     ) -> str:
-        """Loads a model and waits for the outcome. Returns the reason why the load failed, or "" if it succeeded.
+        """Loads the model ``found`` and waits for the outcome. Returns the reason why the load failed, or "" if it succeeded.
 
         ``within``: the ensembles for which this model is loaded as a member, the outermost ensemble first. ``again``: True if
         the model is an ensemble that is loaded again because a member changed; its members are not loaded then. ``asked``: True
@@ -324,7 +324,7 @@ class Models:
         return await outcome
 
     async def _with_members(self, found: FoundModel, within: tuple[str, ...], again: bool) -> FoundModel:
-        """Loads the members of an ensemble that do not serve yet, or waits for loads of them that are already running.
+        """Loads the members of the ensemble ``found`` that do not serve yet, or waits for loads of them that already run.
 
         ``within``: the ensembles for which this ensemble is loaded as a member, the outermost ensemble first. ``again``: True if
         the ensemble is loaded again because a member changed; members are then only checked, not loaded. Returns the ensemble
@@ -403,7 +403,7 @@ class Models:
         return readiness.standings(wanted, self._options.required, refused, self.lifecycle)
 
     def drain(self, draining: bool) -> None:
-        """Notes whether the daemon is being drained, and publishes its readiness. A daemon that is drained is not ready."""
+        """Notes if the daemon is ``draining``, and publishes its readiness. A daemon that is drained is not ready."""
         self._readiness.draining = draining
         self._check_readiness()
 
@@ -440,23 +440,23 @@ class Models:
         self._begin([*left, *self.lifecycle.stranded(usable, self._readiness.outdated)])
 
     def worker_dismissed(self, incarnation: int) -> None:
-        """Notes that the worker process with this number is stopped on purpose, so that no version counts as served by it.
+        """Notes that worker process ``incarnation`` is stopped on purpose, so that no version counts as served by it.
 
         Unlike a crash, such a stop does not count against the models that the process is loading.
         """
         self._begin(self.lifecycle.worker_left(incarnation, dismissed=True))
 
     def fill(self, name: str, number: int) -> None:
-        """Loads a version again on the workers that failed to load it for lack of a client's parameters, which have come now."""
+        """Loads version ``number`` on the workers that failed to do so for lack of parameters, which a client has sent now."""
         self._begin(self.lifecycle.fill(name, number))
 
     def loading(self, incarnation: int, at: Loading) -> None:
-        """Stores the record ``at``, which says how far a worker process is with a load, for the daemon's readiness to report."""
+        """Stores ``at``, how far the worker process ``incarnation`` is with a load, for the daemon's readiness to report."""
         self._readiness.loads(incarnation, at)
         self._check_readiness()
 
     def loaded(self, incarnation: int, answer: Loaded) -> None:
-        """Logs whether the worker process with this number has loaded a version, and tells the fronts if it serves now."""
+        """Logs the ``answer`` of worker process ``incarnation`` to a load, and tells the fronts if the version serves now."""
         self._readiness.loads(incarnation, None)
         if answer.cancelled:
             _log.info("the load of model '%s' version %d was given up: %s", answer.name, answer.version, answer.reason)
@@ -468,7 +468,7 @@ class Models:
         self._begin(self.lifecycle.loaded(incarnation, answer))
 
     def unloaded(self, incarnation: int, name: str, version: int) -> None:
-        """Logs that a worker process has unloaded a version. The unload ends once all workers that served the version have."""
+        """Logs that worker process ``incarnation`` unloaded a version. The unload ends when all that served it have."""
         _log.info("model '%s' version %d is unloaded", name, version)
         self._begin(self.lifecycle.unloaded(incarnation, name, version))
 
@@ -521,7 +521,7 @@ class Models:
 
 
 def _refused_state(name: str, reason: str) -> ModelState:
-    """Builds the record that tells fronts why a model was refused without asking a worker. Version 0 means no version."""
+    """Builds the record that tells fronts the ``reason`` why a model was refused without asking a worker; version 0: none."""
     return ModelState(name, 0, "UNAVAILABLE", reason)
 
 

@@ -54,7 +54,7 @@ class Ensembles:
     def check(
         self, found: FoundModel, devices: Sequence[str], reasons: Mapping[str, str] = MappingProxyType({})
     ) -> FoundModel:
-        """Checks that an ensemble's members are loaded. Returns the ensemble with configuration, devices and fingerprint set.
+        """Checks that the members of ensemble ``found`` are loaded. Returns it with configuration, devices and fingerprint.
 
         ``devices``: the devices of all workers. ``reasons``: why members failed to load, by the member's name. Raises
         InvalidArgument: a member is not loaded (the message is Triton's), or no worker has all members.
@@ -93,7 +93,7 @@ class Ensembles:
         return model_config.parse_json(version.described.config.decode(), name)
 
     def _devices(self, found: FoundModel) -> tuple[str, ...]:
-        """Returns the devices of workers that have all members; () means every worker. Raises InvalidArgument: none has all."""
+        """Returns devices whose workers have all members of ``found``; (): every worker. Raises InvalidArgument: none has all."""
         places = {name: self._ready(name, number) for name, number in found.members}
         named = {name: version.devices for name, version in places.items() if version is not None and version.devices}
         if not named:
@@ -154,7 +154,7 @@ class Ensembles:
         return self.take_down(dict.fromkeys(each for name in gone for each in (*self.users(name), name)))
 
     def failed(self, found: FoundModel) -> None:
-        """Notes that an ensemble could not be loaded again. If members are missing, it is loaded again when all of them serve.
+        """Notes that ``found`` could not be loaded again. If members are missing, it is loaded again when all of them serve.
 
         If no member is missing, the ensemble is not loaded again until a member is replaced.
         """
@@ -294,7 +294,7 @@ class Coming:
 
     @contextlib.contextmanager
     def published(self, found: FoundModel, known: ModelEntry | None) -> Iterator[None]:
-        """Publishes to the fronts that an ensemble is LOADING; the caller loads the ensemble's members in the ``with`` block.
+        """Publishes to the fronts that the ensemble ``found`` is LOADING; the caller loads its members in the ``with`` block.
 
         Nothing is published if a version of the ensemble is in use. If the block raises, the ensemble's former state is
         published again. Otherwise the ensemble's own load, which follows, publishes its state. ``known``: the ensemble's former
