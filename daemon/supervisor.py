@@ -359,7 +359,7 @@ class Supervisor:
         _log.log(logging.INFO if self.models.readiness.ready else logging.WARNING, "%s", line)
 
     def model_changed(self, record: ModelState | ModelGone | Readiness) -> None:
-        """Publishes a model's new state, or the daemon's readiness, to all fronts and to ``ClientLanes``.
+        """Publishes ``record``, a model's new state or the daemon's readiness, to all fronts and to ``ClientLanes``.
 
         Readiness is also shown on the terminal, in the log and to the service manager.
         """
@@ -428,13 +428,13 @@ class Supervisor:
         worker.send(await self._operations.reply_to_model(call))
 
     def _traces_changed(self, record: TraceChanged | TraceCleared, *fds: int) -> None:
-        """Sends changed trace settings to every front and worker, with duplicates of the descriptors of shared counters."""
+        """Sends ``record``, trace settings, to every front and worker, with duplicates of the counters' descriptors ``fds``."""
         self.fronts.publish(record, *fds)
         for worker in self.workers:
             worker.send(record, *fds)
 
     def _log_changed(self, options: Log) -> None:
-        """Applies changed log settings to this process, to every front and worker, and to processes that are started later."""
+        """Applies ``options``, changed log settings, to this process, every front and worker, and processes started later."""
         self.configuration.take_log(options)
         log.configure(options, "supervisor", self._environment)
 
@@ -651,7 +651,7 @@ class Tasks:
         self._tasks: set[asyncio.Task[object]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, object]) -> None:
-        """Runs a coroutine as a background task, on the running event loop."""
+        """Runs ``work``, a coroutine, as a background task, on the running event loop."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)

@@ -97,5 +97,5 @@ class AccessLog:
 
 
 def _size(contents: Iterable[Content]) -> int:
-    """Returns the number of bytes of a request's input tensors together, without those in clients' shared-memory regions."""
+    """Returns the number of bytes of ``contents``, a request's inputs, without those in clients' shared-memory regions."""
     return sum(len(content) if isinstance(content, bytes) else content.byte_size for content in contents)

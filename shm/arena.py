@@ -317,7 +317,7 @@ class Arena:
         return None if offset is None else (number, offset, BLOCK << order)
 
     def _make(self, number: int, byte_size: int) -> bool:
-        """Creates a segment; returns False if the budget has no room now. Raises Unavailable: the host has no memory left."""
+        """Creates segment ``number``; returns False if the budget has no room. Raises Unavailable: the host has no memory."""
         if self._budget is not None and not self._budget.take(byte_size, self.held_byte_size):
             return False
         try:
@@ -458,7 +458,7 @@ class ArenaMap:
             gone.close()
 
     def view(self, place: Slice) -> memoryview:
-        """Returns a range of a segment as a read-only view, without a copy.
+        """Returns ``place``, a range of a segment, as a read-only view, without a copy.
 
         Raises: InvalidArgument: the segment is not open, or the range is not wholly inside it.  Unavailable: the segment could
           not be mapped (``refuse``).

@@ -62,7 +62,7 @@ def array(
 
 
 def byte_content(values: Array) -> bytes:
-    """Encodes an array of bytes or str (as UTF-8) as the content of a BYTES tensor, in row-major order."""
+    """Encodes ``values``, an array of bytes or str (as UTF-8), as the content of a BYTES tensor, in row-major order."""
     if isinstance(values, Strings):
         return values.content
     flat = values.ravel()
@@ -136,7 +136,7 @@ def encoded_strings(array: Array) -> Array:
 
 
 def encoded(values: list[Any]) -> bytes:
-    """Encodes a list of bytes or str (as UTF-8) as the content of a BYTES tensor."""
+    """Encodes ``values``, bytes or str (as UTF-8), as the content of a BYTES tensor."""
     try:
         return strings.encode(values)
     except TypeError:

@@ -260,7 +260,7 @@ class Channel:
         return self.read(bytes(received[:size]), descriptors_in(ancillary) if ancillary else [], flags)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> tuple[list[Any], list[int]]:
-        """Decodes a datagram that the caller has received. Returns its records and its file descriptors.
+        """Decodes ``content``, a datagram that the caller has received. Returns its records and its file descriptors.
 
         The list of records is empty if the datagram is one part of a large record that is not complete yet.
 
@@ -304,7 +304,7 @@ class Channel:
         return records, fds
 
     def _keep_part(self, content: bytes) -> None:
-        """Appends a part of a large record to the parts received before. Raises InvalidArgument: the record is too large."""
+        """Adds ``content``, a part of a large record, to the parts before. Raises InvalidArgument: the record is too large."""
         self._parts += memoryview(content)[1:]
         if len(self._parts) > self._max_record:
             raise InvalidArgument(
@@ -355,7 +355,7 @@ class Channel:
 
 
 def _is_shortage(error: OSError) -> bool:
-    """Returns whether a send failed only because the socket or the host has no room; False: the other end is gone."""
+    """Returns whether ``error``, of a send, means that the socket or the host has no room; False: the other end is gone."""
     return isinstance(error, BlockingIOError) or error.errno in _SHORTAGES
 
 
@@ -365,7 +365,7 @@ def _array_head(count: int) -> bytes:
 
 
 def _duplicated(fds: tuple[int, ...]) -> tuple[int, ...]:
-    """Duplicates descriptors. If this process may open no more, raises OSError and closes the duplicates."""
+    """Duplicates the descriptors ``fds``. If this process may open no more, raises OSError and closes the duplicates."""
     made: list[int] = []
     try:
         for fd in fds:

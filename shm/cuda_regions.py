@@ -242,7 +242,7 @@ class Context:
         self.call(self._lasting.free, pointer)
 
     def pin(self, address: int, byte_size: int) -> None:
-        """Page-locks host memory, so that the driver copies to it and from it without a staging buffer.
+        """Page-locks host memory at ``address``, so that the driver copies to it and from it without a staging buffer.
 
         This process must be allowed to write to the memory: many drivers refuse read-only memory, even with the flag for such
         memory.
@@ -251,7 +251,7 @@ class Context:
         self.call(self._lasting.register_host, address, byte_size, int(self.driver.CU_MEMHOSTREGISTER_PORTABLE))
 
     def unpin(self, address: int) -> None:
-        """Ends the page-lock that ``pin`` began. Call it before the memory is unmapped."""
+        """Ends the page-lock that ``pin`` began at ``address``. Call it before the memory is unmapped."""
         self.enter()
         self.call(self._lasting.unregister_host, address)
 
@@ -348,7 +348,7 @@ class CudaRegion(Leased):
     def __init__(
         self, name: str, context: Context, raw_handle: bytes, byte_size: int, elsewhere: tuple[int, int] | None = None
     ) -> None:
-        """Opens a client's allocation by its IPC handle.
+        """Opens a client's allocation, the region ``name``, by its IPC handle.
 
         Args:
           context: the context of the GPU that the worker uses.
@@ -380,14 +380,14 @@ class CudaRegion(Leased):
         self._start: int | None = pointer
 
     def pointer(self, offset: int, byte_size: int) -> int:
-        """Returns a range's device address. Raises InvalidArgument: the range is outside the region, or the region is closed."""
+        """Returns the device address of ``offset``. Raises InvalidArgument: the range is outside, or the region is closed."""
         check_range(offset, byte_size, self.byte_size, self.name)
         if self._start is None:
             raise InvalidArgument(f"shared memory region '{self.name}' is not registered any more")
         return self._start + offset
 
     def read(self, address: int, offset: int, byte_size: int) -> None:
-        """Copies a range of the region to host memory at ``address``, and waits until it is copied."""
+        """Copies a range of the region, from ``offset``, to host memory at ``address``, and waits until it is copied."""
         pointer = self.pointer(offset, byte_size)
         with self.guarded():
             self.context.enter()
@@ -395,14 +395,14 @@ class CudaRegion(Leased):
             self.context.synchronize()
 
     def write(self, offset: int, address: int, byte_size: int) -> None:
-        """Queues a copy from host memory to the region. Call ``settle`` before the client learns of the new bytes."""
+        """Queues a copy of host memory at ``address`` to ``offset``. Call ``settle`` before the client learns of it."""
         pointer = self.pointer(offset, byte_size)
         with self.guarded():
             self.context.enter()
             self.context.to_device(pointer, address, byte_size)
 
     def copy(self, offset: int, pointer: int, byte_size: int) -> None:
-        """Queues a copy of device memory at ``pointer`` to the region. Call ``settle`` before the client learns of the copy."""
+        """Queues a copy of device memory at ``pointer`` to ``offset``. Call ``settle`` before the client learns of it."""
         target = self.pointer(offset, byte_size)
         with self.guarded():
             self.context.enter()

@@ -108,7 +108,7 @@ def closed(shape: Sequence[int], count: int, what: str) -> tuple[int, ...]:
 
 
 def elements(datatype: str, content: bytes | memoryview, what: str) -> int:
-    """Returns how many elements there are in a tensor's content as it came over the protocol.
+    """Returns how many elements of ``datatype`` there are in a tensor's content as it came over the protocol.
 
     An incomplete element of BYTES at the end counts as one. ``what`` names the tensor in errors. Raises InvalidArgument: the
     content ends within an element of fixed size.

@@ -311,7 +311,7 @@ class SubmitterLane(LaneEnd):
         return answers
 
     def _unreachable(self, request_id: int, lease: LeaseKey) -> AnswerRecord:
-        """Returns an error in place of an answer whose segment could not be mapped. Queues a Release of the answer's lease."""
+        """Returns an error for ``request_id``, whose answer's segment could not be mapped. Queues a Release of ``lease``."""
         self.channel.put(Release((lease,)))
         self.unsaid = True
         try:
@@ -445,7 +445,7 @@ class WorkerLane(LaneEnd):
         self.channel.put(record)
 
     def complete_encoded(self, numbered: Numbered[PreparedAnswer], records: list[bytes]) -> None:
-        """Queues encoded answers (``AnswerRecord``), which contain their outputs and all have the same prepared answer.
+        """Queues ``records``, encoded answers that contain their outputs and all have the same prepared answer.
 
         ``numbered``: the prepared answer with its number. If the submitter does not know it yet, it is sent first.
         """
@@ -454,7 +454,7 @@ class WorkerLane(LaneEnd):
         self.channel.put_encoded(records)
 
     def _announced(self, request_id: int, lease: LeaseKey) -> AnswerRecord | None:
-        """Announces a lease's segment and returns None. If no descriptor is left, releases the lease and returns an error."""
+        """Announces the segment of ``lease``; None: done. If no descriptor is left, releases the lease and returns an error."""
         try:
             self.announce(lease[0])
         except Unavailable as error:

@@ -154,7 +154,7 @@ class _ObjectRegion(Leased):
     """Base class of regions in a shared-memory object. It owns the object's descriptor. Offsets count from the region's start."""
 
     def __init__(self, name: str, fd: int, offset: int, byte_size: int) -> None:
-        """Takes ownership of ``fd``; closes it and raises InvalidArgument if the range is empty or not inside the object."""
+        """Takes ownership of ``fd``; closes it and raises InvalidArgument if the range at ``offset`` is not in the object."""
         found = os.fstat(fd)
         if byte_size <= 0 or offset < 0 or offset + byte_size > found.st_size:
             os.close(fd)
@@ -174,7 +174,7 @@ class Region(_ObjectRegion):
     """A client's registered range that this process maps to read and write (access modes "guarded" and "sealed")."""
 
     def __init__(self, name: str, fd: int, offset: int, byte_size: int, populate: int = _POPULATE_LIMIT) -> None:
-        """Maps a range of the object, and takes ownership of its descriptor ``fd``, which is closed if this raises.
+        """Maps the range at ``offset`` of an object, and takes ownership of its descriptor ``fd``, closed if this raises.
 
         ``populate``: if the region has at most this number of bytes, its existing pages are mapped at once; otherwise they are
         mapped when a request first uses the region.
@@ -216,7 +216,7 @@ class Region(_ObjectRegion):
         return mapping
 
     def view(self, offset: int, byte_size: int) -> memoryview:
-        """Returns a range as a writable view, without a copy. Raises InvalidArgument if the range is outside the region."""
+        """Returns the range at ``offset`` as a writable view, without a copy. Raises InvalidArgument if it is outside."""
         check_range(offset, byte_size, self.byte_size, self.name)
         return self._whole[offset : offset + byte_size]
 
@@ -246,13 +246,13 @@ class Region(_ObjectRegion):
             self._guard.hold(held)
 
     def write(self, offset: int, content: memoryview | bytes) -> None:
-        """Writes contiguous bytes at an offset. Raises InvalidArgument: the range is not wholly inside the region."""
+        """Writes ``content`` at an offset. Raises InvalidArgument: the range is not wholly inside the region."""
         byte_size = len(content)
         check_range(offset, byte_size, self.byte_size, self.name)
         self._whole[offset : offset + byte_size] = content
 
     def read(self, offset: int, byte_size: int) -> bytes:
-        """Returns a copy of a range, which the owner cannot change. Raises InvalidArgument if the range is outside the region."""
+        """Returns a copy of the range at ``offset``, safe from its owner's changes. Raises InvalidArgument if it is outside."""
         return bytes(self.view(offset, byte_size))
 
     def close(self) -> None:
@@ -300,14 +300,14 @@ class SnapshotRegion(_ObjectRegion):
             done += count
 
     def read(self, offset: int, byte_size: int) -> bytes:
-        """Returns a copy of a range. Raises InvalidArgument: the range is outside the region, or the object was truncated."""
+        """Returns a copy of the range at ``offset``. Raises InvalidArgument: it is outside, or the object was truncated."""
         check_range(offset, byte_size, self.byte_size, self.name)
         made = bytearray(byte_size)
         self.read_into(offset, memoryview(made))
         return bytes(made)
 
     def write(self, offset: int, content: memoryview | bytes) -> None:
-        """Writes contiguous bytes at an offset.
+        """Writes ``content`` at an offset.
 
         Raises InvalidArgument: the range is outside the region, the object was truncated, or the host has no memory left for it.
         """

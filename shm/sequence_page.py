@@ -160,7 +160,7 @@ class SequencePage:
     # ---------------------------------------------------------------------------------------------------------- reading
 
     def find(self, key: Key) -> tuple[SequenceState, int] | None:
-        """Returns a sequence's state, and when it was admitted (CLOCK_MONOTONIC ns); None: the sequence is not on the page."""
+        """Returns the state of sequence ``key``, and when it was admitted (CLOCK_MONOTONIC ns); None: it is not on the page."""
         value = self.value(key)
         return (_STATES[value & 3], value >> 2) if value & 3 else None
 
@@ -207,7 +207,7 @@ class SequencePage:
     # ---------------------------------------------------------------------------------------------------------- writing
 
     def admit(self, key: Key, now_ns: int) -> int:
-        """Adds a sequence to the page in the state WAITING. Returns the time of its admission, CLOCK_MONOTONIC ns.
+        """Adds the sequence ``key`` to the page in the state WAITING. Returns the time of its admission, CLOCK_MONOTONIC ns.
 
         The returned time may be later than ``now_ns``, so that no earlier sequence has the same time.
         """
@@ -251,7 +251,7 @@ class SequencePage:
             self._models += self._store(key, self._edition << 42 | free << 22 | backlog << 2)
 
     def withdraw_slots(self, key: Key) -> None:
-        """Removes a version's number of free slots, so that fronts send no new sequence of the version to this worker."""
+        """Removes the number of free slots of version ``key``, so that fronts send no new sequence of it to this worker."""
         self._models -= self._remove(key)
 
     def __len__(self) -> int:

@@ -66,7 +66,7 @@ class Running(NamedTuple):
 
 
 def model_key(name: str, version: int) -> int:
-    """Returns a hash of a model version, of 64 bits. A process that knows all models can find the version by the hash."""
+    """Returns a 64-bit hash of version ``version`` of model ``name``. A process that knows all models can find it by that."""
     return int.from_bytes(hashlib.blake2b(f"{name}/{version}".encode(), digest_size=8).digest(), "little")
 
 
@@ -104,7 +104,7 @@ class StatusPage:
         self._words[2] = now_ns
 
     def beat(self, now_ns: int) -> None:
-        """Writes the time of the main loop's last iteration; the supervisor checks how long ago it was."""
+        """Writes ``now_ns`` as the time of the main loop's last iteration; the supervisor checks how long ago it was."""
         self._words[2] = now_ns
 
     @property

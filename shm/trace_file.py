@@ -106,7 +106,7 @@ class TraceFiles:
 
 
 def append(path: str, traces: bytes) -> None:
-    """Appends traces to the JSON array in a file. Raises OSError: writing failed. ValueError: the file ends with no array."""
+    """Appends traces to the JSON array in file ``path``. Raises OSError: writing failed. ValueError: it ends with no array."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -122,7 +122,7 @@ def append(path: str, traces: bytes) -> None:
 
 
 def _put(fd: int, content: bytes, at: int) -> None:
-    """Writes all of ``content`` at offset ``at``. If the disk is full, restores the file's end and raises OSError."""
+    """Writes ``content`` at ``at`` in the file ``fd``. If the disk is full, restores the file's end and raises OSError."""
     written = 0
     try:
         written = os.pwrite(fd, content, at)
@@ -136,5 +136,5 @@ def _put(fd: int, content: bytes, at: int) -> None:
 
 
 def begin(path: str) -> None:
-    """Makes or empties a trace file, when the server starts. Raises OSError: the file cannot be written."""
+    """Makes or empties the trace file ``path``, when the server starts. Raises OSError: the file cannot be written."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _MODE))

@@ -69,7 +69,7 @@ class Exemplars:
         self._versions: dict[tuple[str, int], dict[tuple[int, int], tuple[str, float, float]]] = {}
 
     def note(self, model: str, version: int, trace_id: str, moments: Mapping[str, int]) -> None:
-        """Makes a request the exemplar of the buckets that its durations fall into. ``moments``: timestamp's name -> ns."""
+        """Makes request ``trace_id`` the exemplar of the buckets of its durations. ``moments``: timestamp's name -> ns."""
         found = self._versions.pop((model, version), {})
         while len(self._versions) >= MAX_EXEMPLARS:
             del self._versions[next(iter(self._versions))]
@@ -196,7 +196,7 @@ class Tracer:
         self._last_id = incarnation << _ID_BITS
 
     def changed(self, record: TraceChanged, fds: list[int]) -> None:
-        """Sets a model's trace settings (model "": those of all models without their own). Takes ownership of ``fds``."""
+        """Sets a model's trace settings to ``record`` (model "": those without their own). Takes ownership of ``fds``."""
         self._forget(record.model)
         self._samplers[record.model] = Sampler(record, fds, self._files)
         self._look()
@@ -274,7 +274,7 @@ class Sampler:
     """Decides by the trace settings of one model, or of all models, which requests are traced, and writes their traces."""
 
     def __init__(self, settings: TraceChanged, fds: list[int], files: TraceFiles) -> None:
-        """Takes ownership of ``fds``, the descriptors of the shared counters that came with ``settings``."""
+        """Takes ownership of ``fds``, the shared counters that came with ``settings``. ``files``: where traces are written."""
         self.level = settings.level
         #: None: nothing is traced.
         self.turn = SampleCounter(fds[0], settings.rate) if fds else None
@@ -446,7 +446,7 @@ class Trace:
 
 
 def _ends(timeline: Timeline) -> list[tuple[int, str]]:
-    """Returns the timestamps of the spans that the model's code has named: (ns, NAME_START) and (ns, NAME_END) for each."""
+    """Returns the timestamps of each span in ``timeline``, named by a model's code: (ns, NAME_START) and (ns, NAME_END)."""
     return [
         end
         for span in timeline.spans

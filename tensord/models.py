@@ -178,7 +178,7 @@ def load_model(name: str, config: str = "", files: Mapping[str, bytes] | None = 
 
 
 def unload_model(name: str, dependents: bool = False) -> None:
-    """Has the server begin to unload another model, and does not wait until it is unloaded.
+    """Has the server begin to unload the model ``name``, and does not wait until it is unloaded.
 
     ``dependents``: True: if the model is an ensemble, its members that no other ensemble uses are unloaded too. False: they stay.
     Raises ServingError: the server refused, and why; or this code is not run by a model on a server.
@@ -189,7 +189,7 @@ def unload_model(name: str, dependents: bool = False) -> None:
 
 
 def is_ready(name: str, version: int = 0) -> bool:
-    """Returns whether the server answers requests for this version of a model. ``version`` 0: for any version.
+    """Returns whether the server answers requests for this version of the model ``name``. ``version`` 0: for any version.
 
     Raises ServingError: the server could not say; or this code is not run by a model on a server.
     """

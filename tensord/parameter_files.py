@@ -73,14 +73,14 @@ def _load(path: Path, sharding: Any) -> Any:
 
 
 def _check_folder(path: Path) -> None:
-    """Checks the folder of a checkpoint. Raises ValueError: it contains something that is neither a file nor a folder."""
+    """Checks ``path``, the folder of a checkpoint. Raises ValueError: it contains what is neither a file nor a folder."""
     for name, status in itertools.islice(model_folder.walk(path), model_folder.MAX_ENTRIES):
         if status is not None and not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
             raise ValueError(f"{path.name} is no Orbax checkpoint: '{name}' in it is no regular file")
 
 
 def flat(tree: Any) -> dict[str, Any]:
-    """Returns the leaves of nested mappings and sequences as a flat dict.
+    """Returns the leaves of ``tree``, nested mappings and sequences, as a flat dict.
 
     A name is the leaf's keys, joined by dots: ``layers.0.w``. Leaves that are None are left out. Raises ValueError: two leaves
     have the same name.

@@ -131,9 +131,9 @@ def _load(
 
 
 def _found(path: Path, version: int) -> list[tuple[FoundModel, int]]:
-    """Returns the models to load with their version numbers, in the order of loading.
+    """Returns the models to load for the folder ``path``, with their version numbers, in the order of loading.
 
-    An ensemble comes after all models that its steps need.
+    An ensemble comes after all models that its steps need. ``version``: the model's; 0 or less: its newest.
     Raises NotFound: a model or version does not exist or cannot be read; InvalidArgument: ensembles contain each other.
     """
     found: dict[tuple[str, int], FoundModel] = {}
@@ -231,7 +231,7 @@ class _Loaded(Model):
 
 
 def _array(value: Array) -> Array:
-    """Returns a read-only copy of an input, as an array of a dtype that requests can have.
+    """Returns a read-only copy of ``value``, an input, as an array of a dtype that requests can have.
 
     Raises InvalidArgument: an element of a BYTES tensor is None or is no valid Unicode.
     """

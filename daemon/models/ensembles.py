@@ -93,7 +93,7 @@ class Ensembles:
         return model_config.parse_json(version.described.config.decode(), name)
 
     def _devices(self, found: FoundModel) -> tuple[str, ...]:
-        """Returns devices whose workers have all members of ``found``; (): every worker. Raises InvalidArgument: none has all."""
+        """Returns devices whose workers have all members of ``found``; (): every worker. Raises InvalidArgument: none has."""
         places = {name: self._ready(name, number) for name, number in found.members}
         named = {name: version.devices for name, version in places.items() if version is not None and version.devices}
         if not named:

@@ -232,7 +232,7 @@ class Lifecycle:
         return [i for number in sorted(model.versions) for i in self._retire(name, number)]
 
     def _retire(self, name: str, number: int) -> list[Instruction]:
-        """Begins to unload a version if it serves; else leaves it in the repository index, as in Triton. Returns instructions."""
+        """Begins to unload version ``number`` if it serves; else leaves it in the repository index. Returns instructions."""
         version = self.models[name].versions[number]
         was_awaited = bool(version.given_up)
         version.wanted, version.postponed = False, set()
@@ -316,7 +316,7 @@ class Lifecycle:
         return {worker for worker, device in self._workers.items() if version.belongs(device)}
 
     def fill(self, name: str, number: int) -> list[Instruction]:
-        """Returns instructions to load a version on the workers that failed to load it for lack of parameters from clients.
+        """Returns instructions to load version ``number`` on workers that failed to load it for lack of clients' parameters.
 
         Call it when a push has brought the parameters. The list is empty while the version is being loaded.
         """
@@ -334,7 +334,7 @@ class Lifecycle:
         return out
 
     def retry(self, name: str, number: int, deaths: int) -> list[Instruction]:
-        """Returns the instruction that has an idle worker load a version whose loads were given up because workers died.
+        """Returns the instruction that has an idle worker load version ``number``, given up because workers died.
 
         Call it when the time of a ``Retry`` has come. ``deaths``: the number of deaths when the ``Retry`` was made. Returns an
         empty list if the version has another number of deaths now. Returns an empty list also if every worker is loading
@@ -391,7 +391,7 @@ class Lifecycle:
         return out
 
     def loaded(self, worker: int, answer: Loaded) -> list[Instruction]:
-        """Records that worker number ``worker`` serves a version, or failed to load it. Returns instructions for the caller.
+        """Records by ``answer`` that worker number ``worker`` serves a version, or failed to load it. Returns instructions.
 
         If the version is not wanted on that worker any more, the worker unloads it again.
         """
@@ -437,7 +437,7 @@ class Lifecycle:
         return out + self._send_postponed(worker) + self._after_answer(answer.name)
 
     def unloaded(self, worker: int, name: str, number: int) -> list[Instruction]:
-        """Records that a worker has unloaded a version. The last worker that unloads ends the unload. Returns instructions."""
+        """Records that worker ``worker`` unloaded version ``number``. The last worker ends the unload. Returns instructions."""
         version = self.version(name, number)
         if version is None or worker not in version.unloading:
             return []
@@ -574,7 +574,7 @@ class Lifecycle:
         }
 
     def reason(self, name: str, number: int) -> str:
-        """Returns the reason why loads of a version were given up for the time being; "" if they were not given up."""
+        """Returns the reason why loads of version ``number`` were given up for the time being; "" if they were not."""
         version = self.version(name, number)
         return "" if version is None else version.given_up
 
@@ -632,7 +632,7 @@ class Lifecycle:
                     assert version.wanted
 
     def version(self, name: str, number: int) -> VersionEntry | None:
-        """Returns the lifecycle's entry of a model's version; None if there is none."""
+        """Returns the lifecycle's entry of a model's version ``number``; None if there is none."""
         model = self.models.get(name)
         return None if model is None else model.versions.get(number)
 

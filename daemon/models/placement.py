@@ -87,7 +87,7 @@ def _shared(message: ModelConfig, devices: Sequence[str], rate_limited: bool, ea
 
 
 def say_kinds(message: ModelConfig, devices: Sequence[str]) -> bool:
-    """Sets KIND_GPU in a model's instance groups without a kind, if ``devices`` has GPUs and CPUs. Returns whether it set any."""
+    """Sets KIND_GPU in instance groups without a kind, if ``devices`` has GPUs and CPUs. Returns whether any was set."""
     changed = False
     if any(map(gpu_of, devices)) and not all(map(gpu_of, devices)):
         for group in message.instance_group:

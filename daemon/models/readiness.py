@@ -53,7 +53,7 @@ class Standing:
 def standings(
     wanted: Collection[str], required: Iterable[str], refused: Mapping[str, str], lifecycle: Lifecycle
 ) -> list[Standing]:
-    """Returns the readiness of each model that is ``wanted`` or ``required``, sorted by name.
+    """Returns the readiness, by ``lifecycle``, of each model that is ``wanted`` or ``required``, sorted by name.
 
     ``refused``: why models were refused before a worker was asked to load them, by name.
     """
@@ -85,10 +85,10 @@ def _standing(name: str, refused: str, lifecycle: Lifecycle) -> Standing:
 
 
 def readiness(standing: Iterable[Standing], strict: bool, counted: Collection[str]) -> Readiness:
-    """Decides whether the daemon is ready, which it is if every model that counts is served. Also names unserved models.
+    """Decides by the ``standing`` of each model whether the daemon is ready, which it is if every model that counts is served.
 
-    ``counted``: the names of the models that count. A model whose devices are broken does not count unless the devices of all
-    models are broken. ``strict``: if True, models that failed to load count as well.
+    Also names unserved models. ``counted``: the names of the models that count. A model whose devices are broken does not
+    count unless the devices of all models are broken. ``strict``: if True, models that failed to load count as well.
     """
     every = list(standing)
     unserved = [model for model in every if not model.served]

@@ -55,7 +55,7 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def fingerprints(path: Path, config: bytes) -> tuple[str, str, list[str]]:
-    """Computes two digests of the files that can be reached from a model's folder, and lists dangling links.
+    """Computes two digests of the files that can be reached from a model's folder, ``path``, and lists dangling links.
 
     The first digest changes with any file and with ``config``, the serialised configuration. The second one does not depend on
     ``config`` or config.pbtxt. A file counts by its name, inode, size and time of modification; its content is not read.
@@ -126,7 +126,7 @@ def _no_folder(others: Sequence[str]) -> str:
 
 
 def placed(found: FoundModel, devices: Sequence[str], options: Options) -> FoundModel:
-    """Returns a copy of the model with the ``devices`` on which it is loaded. Raises InvalidArgument: no device can load it.
+    """Returns a copy of model ``found`` with the ``devices`` on which it is loaded. Raises InvalidArgument: none can load it.
 
     ``devices``: the devices of all workers.
     """
@@ -143,13 +143,13 @@ def isolated_fraction(config: bytes, options: Workers) -> float:
 
 
 def isolated(found: FoundModel, options: Workers) -> dict[str, float]:
-    """Returns the devices of the workers that serve this model alone, each with its fraction (0 to 1) of a GPU's memory."""
+    """Returns the devices of workers that serve model ``found`` alone, each with its fraction (0 to 1) of a GPU's memory."""
     devices = [device for device in found.devices if model_of(device) == found.name]
     return dict.fromkeys(devices, isolated_fraction(found.config, options)) if devices else {}
 
 
 def check_isolated(found: FoundModel, taken: Mapping[str, float], options: Workers) -> None:
-    """Checks that there is room for the workers that would serve this model alone; does nothing if the model is not isolated.
+    """Checks that there is room for the workers that would serve model ``found`` alone; does nothing if it is not isolated.
 
     ``taken``: the devices of all isolated models' workers, each with its fraction (0 to 1) of a GPU's memory. Raises
     InvalidArgument: there are too many isolated models, or a GPU has not enough memory.
@@ -212,12 +212,12 @@ def folders(repositories: Sequence[Path], known: Collection[str] = ()) -> list[P
 
 
 def others(repositories: Sequence[Path]) -> dict[Path, str]:
-    """Returns the folders that hold no model, each with the reason. Raises InvalidArgument: a repository cannot be read."""
+    """Returns the folders in ``repositories`` without a model, with the reason. Raises InvalidArgument: one is unreadable."""
     return {path: why for path in _all_folders(repositories) if (why := no_model(path))}
 
 
 def no_model(path: Path) -> str:
-    """Returns why a folder in a repository does not hold a model; "": it holds one, perhaps one with an error."""
+    """Returns why ``path``, a folder in a repository, does not hold a model; "": it holds one, perhaps one with an error."""
     try:
         versions, others = _versions(path)
         if versions or os.path.lexists(path / "config.pbtxt"):
@@ -241,7 +241,7 @@ def _all_folders(repositories: Sequence[Path]) -> list[Path]:
 
 
 def find(repositories: Sequence[Path], name: str) -> FoundModel:
-    """Reads the model ``name``. If no repository has it, or two have it, the result has an empty path and an ``error``."""
+    """Reads the model ``name``. If none or two of ``repositories`` have it, the result has an empty path and an ``error``."""
     # Only a well-formed name may become part of a path.
     if NAME.fullmatch(name):
         places = [path / name for path in repositories if (path / name).is_dir()]
@@ -253,7 +253,7 @@ def find(repositories: Sequence[Path], name: str) -> FoundModel:
 
 
 def poll(path: Path) -> FoundModel:
-    """Reads one model's folder. A mistake of the operator in the folder becomes the result's ``error`` and is not raised."""
+    """Reads the model in the folder ``path``. A mistake of the operator there becomes the result's ``error``, never raised."""
     name = path.name
     try:
         if not NAME.fullmatch(name):
@@ -268,7 +268,7 @@ def poll(path: Path) -> FoundModel:
 
 
 def readable_folders(paths: Sequence[Path]) -> list[Path]:
-    """Returns the models' folders in those repositories that can be read; other repositories are ignored."""
+    """Returns the models' folders in those repositories, of ``paths``, that can be read; others are ignored."""
     gone = unreadable(paths)
     return folders([path for path in paths if path not in gone])
 
@@ -321,14 +321,14 @@ def _found(path: Path, message: ModelConfig) -> FoundModel:
 
 
 def _versions(path: Path) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Returns the numbers of the version folders in a model's folder, and the names of the other folders there; both sorted."""
+    """Returns the numbers of the version folders in ``path``, a model's folder, and the names of other folders; both sorted."""
     names = sorted(entry.name for entry in os.scandir(path) if is_folder(entry))
     others = [name for name in names if not _VERSION.fullmatch(name) and not model_folder.is_passed_over(name)]
     return tuple(sorted(int(name) for name in names if _VERSION.fullmatch(name))), tuple(others)
 
 
 def _choose(message: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the versions, of ``versions`` (ascending), that the model's version policy chooses; without a policy the latest."""
+    """Returns those of ``versions`` (ascending) that the version policy of ``message`` chooses; without a policy the last."""
     policy = message.version_policy
     match policy.WhichOneof("policy_choice"):
         case "all":
@@ -342,7 +342,7 @@ def _choose(message: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _guess_backend(path: Path, message: ModelConfig, version: int) -> str:
-    """Guesses a model's backend from the names in its code file, which is parsed and not imported: only workers import it."""
+    """Guesses a model's backend from the names in the code file of ``version``, in ``path``: it is parsed and not imported."""
     file = message.default_model_filename or "model.py"
     code = _read(path / str(version) / file, _MAX_CODE_BYTE_SIZE)
     if code is None:

@@ -57,7 +57,7 @@ class ServedModels:
 
 
 def summary(models: Models, devices: Iterable[str]) -> str:
-    """Describes the models in one line, which begins with "ready" or "not ready", as ``/v2/health/ready`` reports it."""
+    """Describes the models on ``devices`` in a line, as ``/v2/health/ready`` does; it begins with "ready" or "not ready"."""
     # A version whose worker has died is READY as well, until another worker has it.
     books = models.lifecycle.models
     found = {
@@ -197,7 +197,7 @@ def _since(model: str, version: int, since_ns: int, now_ns: int) -> dict[str, An
 
 
 def _cores(pid: int) -> dict[str, Any]:
-    """Returns which CPU cores a process may use, its number of threads and resident memory in MiB; {} if it has ended."""
+    """Returns the CPU cores that process ``pid`` may use, its number of threads and resident memory in MiB; {}: it ended."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         values = dict(line.split(":", 1) for line in lines if ":" in line)

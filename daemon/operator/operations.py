@@ -87,7 +87,7 @@ class Operations:
             return Reply(call_id, Internal.code, FAILED)
 
     async def reply_to_model(self, call: ControlCall) -> Reply:
-        """Carries out a model's request to load, unload or check a model, and replies; refuses others with Unsupported."""
+        """Carries out ``call``, a model's request to load, unload or check a model, and replies; refuses other calls."""
         if isinstance(call.operation, LoadModel | UnloadModel | ModelReady):
             return await self.reply(call, by_model=True)
         return Reply(call.call_id, Unsupported.code, f"a model may not ask for {type(call.operation).__name__}")

@@ -87,7 +87,7 @@ class OperatorCommands:
         self._operations = operations
 
     async def answer(self, question: OperatorQuestion) -> bytes:
-        """Carries out a command of tensorctl and returns its result as JSON. Raises ServingError: the command has failed."""
+        """Carries out ``question``, a command of tensorctl. Returns its result as JSON. Raises ServingError: it failed."""
         match question.command:
             case "status":
                 return msgspec.json.encode(self._supervisor.describe())
@@ -128,7 +128,7 @@ class OperatorCommands:
         return await self._operations.answer(_operation(question), _OPERATOR) or b"null"
 
     async def _load_or_unload(self, question: OperatorQuestion) -> bytes:
-        """Loads or unloads a model by name, and returns the result as JSON.
+        """Loads or unloads a model by name, as ``question`` says, and returns the result as JSON.
 
         Raises InvalidArgument: ``repository.control_mode`` is not "explicit"; any other ServingError: the operation failed.
         """
@@ -222,7 +222,7 @@ def _operation(question: OperatorQuestion) -> Operation:
 
 
 async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
-    """Asks a child process for a list, such as of its connections. Returns an empty list if no answer comes in time."""
+    """Returns the list that ``operation`` asks a child process for, as of its connections; empty if no answer comes in time."""
     try:
         return msgspec.json.decode(await child.result_of(operation, _LIST_SECONDS), type=list[dict[str, Any]])
     except ServingError:
@@ -230,7 +230,7 @@ async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
 
 
 async def recent_errors(fronts: Iterable[Child], workers: Iterable[Child]) -> list[dict[str, Any]]:
-    """Returns the latest errors that clients got, newest first, each with the process that sent the error as ``front``."""
+    """Returns the latest errors that ``fronts`` and ``workers`` sent, newest first, each with the sender as ``front``."""
     asked = [*fronts, *workers]
     told = await asyncio.gather(*(records(child, RecentErrors()) for child in asked))
     rows = [{**row, "front": child.name} for child, found in zip(asked, told, strict=True) for row in found]

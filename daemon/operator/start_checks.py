@@ -100,7 +100,7 @@ def _sockets(options: Options) -> Iterator[tuple[str, str]]:
 
 
 def _unwritable(path: Path, made_at_start: tuple[str, ...]) -> str:
-    """Returns why this user cannot write or create a file; "" if the user can.
+    """Returns why this user cannot write or create the file ``path``; "" if the user can.
 
     ``made_at_start``: the folders below which the service manager may still create missing ones.
     """

@@ -89,12 +89,12 @@ def check_size(byte_size: int, most: int) -> None:
 
 
 def is_sealed(memory: int) -> bool:
-    """Returns whether a memfd is sealed, so that no process can change its content or size any more."""
+    """Returns whether ``memory``, a memfd, is sealed, so that no process can change its content or size any more."""
     return fcntl.fcntl(memory, fcntl.F_GET_SEALS) & _SEALED == _SEALED
 
 
 def check_owner(owners: Sequence[str], peer: Peer) -> None:
-    """Raises Unsupported unless a client may change parameters.
+    """Raises Unsupported unless ``peer``, a client, may change parameters.
 
     A client on a Unix socket may if its user is one of ``owners``, root, or the daemon's own user. If ``owners`` is empty,
     every client may. Clients on other connections are not checked here.

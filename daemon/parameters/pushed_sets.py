@@ -63,7 +63,7 @@ class Content:
 
 
 def words_of(peer: Peer) -> str:
-    """Returns text that names a client: its user and process if it came over a Unix socket, else its address."""
+    """Returns text that names ``peer``, a client: its user and process if it came over a Unix socket, else its address."""
     if peer.kind == "unix":
         return f"uid {peer.uid}, process {peer.pid}" if peer.pid else f"uid {peer.uid}"
     return peer.address or peer.kind
@@ -107,7 +107,7 @@ class PushedSets:
         }
 
     def put(self, key: VersionKey, name: str, content: Content) -> None:
-        """Stores new values, ``content``, of a set as the values in force. The values before them become the former values.
+        """Stores ``content`` as the values in force of set ``name`` of version ``key``. The values before become the former.
 
         This object owns the memory of ``content`` from now on. If all sets take more than ``limit`` bytes, former values lose
         their memory, the oldest first. If that is not enough, the new values lose theirs, too.
@@ -147,7 +147,7 @@ class PushedSets:
             self._drop(content)
 
     def _drop(self, content: Content) -> None:
-        """Closes the memory of a set's values. The push, and the file from which the values came, are still remembered."""
+        """Closes the memory of ``content``, a set's values. The push, and the file they came from, are still remembered."""
         if content.memory >= 0:
             self.byte_size -= content.byte_size
             content.close()

@@ -106,7 +106,7 @@ class Parameters:
     # ------------------------------------------------------------------------------------------------ clients' operations
 
     async def push(self, wanted: PushParameters, peer: Peer, memory: int) -> bytes:
-        """Sends new values of a parameter set to every worker that serves a version. All workers use them, or none does.
+        """Sends the ``wanted`` values of a parameter set to every worker that serves a version. All use them, or none does.
 
         ``peer``: the client. ``memory``: the descriptor of the memory that the client sent, which the caller must close; -1: it
         sent none. Returns JSON: model, version, set, number of the push and size in bytes.
@@ -141,7 +141,7 @@ class Parameters:
         return _answer(key, wanted.set, content)
 
     async def revert(self, wanted: RevertParameters, peer: Peer) -> bytes:
-        """Has every worker that serves the version use the former values of a parameter set again.
+        """Has every worker that serves the version use the former values of the ``wanted`` parameter set again.
 
         ``peer``: the client. Returns JSON: model, version, set, number of the push and size in bytes. Raises NotFound: the set
         has no former values; another ServingError: the change was refused. After an error nothing has changed.
@@ -170,7 +170,7 @@ class Parameters:
         return _answer(key, name, content)
 
     async def drop(self, wanted: DropParameters, peer: Peer) -> bytes:
-        """Removes a parameter set of a version, also on the workers. Later requests that name the set fail.
+        """Removes the ``wanted`` parameter set of a version, also on the workers. Later requests that name the set fail.
 
         ``peer``: the client. Returns b"". Raises NotFound: the version or the set does not exist; InvalidArgument: the set is
         ``main``; Unsupported: the client may not change parameters.
@@ -246,7 +246,7 @@ class Parameters:
         return version is not None and version.state is IndexState.LOADING
 
     def _claim(self, key: VersionKey, wanted: PushParameters) -> int:
-        """Reserves the number of a push, so that no later push into the set gets the same number, and returns the number.
+        """Reserves the number of the ``wanted`` push, so that no later push into its set gets it, and returns the number.
 
         ``key``: the model's version. If the client gave no number, it is the set's highest plus one. Raises Replaced: another
         push has the same number or a higher one; InvalidArgument: no number is left; Unavailable: the version has too many sets.
@@ -269,10 +269,10 @@ class Parameters:
         return number
 
     async def _pushed(self, key: VersionKey, wanted: PushParameters, number: int, peer: Peer, memory: int) -> Content:
-        """Gives the values of a push to every worker that serves the version ``key``, and brings the values into force.
+        """Gives the ``wanted`` values to every worker that serves the version ``key``, and brings the values into force.
 
-        ``number``: the push's number. ``memory``: a descriptor of the memory that the client sent; -1: it sent none. Raises
-        ServingError: the push was refused, and nothing has changed.
+        ``number``: the push's number. ``peer``: the client. ``memory``: a descriptor of the memory that it sent; -1: none.
+        Raises ServingError: the push was refused, and nothing has changed.
         """
         content = Content(number, pushed_at=time.time(), pushed_by=peer)
         if isinstance(wanted.source, FileSource) and not wanted.partial:
@@ -306,7 +306,7 @@ class Parameters:
             raise
 
     async def _brought_back(self, key: VersionKey, wanted: PushParameters, content: Content, memory: int) -> Content:
-        """Carries out a push into the version ``key``, which does not serve because earlier values of its sets were lost.
+        """Carries out the ``wanted`` push into version ``key``, which does not serve as earlier values of its sets were lost.
 
         Has the version loaded again, and returns once it serves. ``content``: the push's record, whose memory is set here.
         ``memory``: a descriptor of the memory that the client sent. Raises Unavailable: the push does not bring all values as
@@ -371,10 +371,10 @@ class Parameters:
             descriptors.close(fds)
 
     async def _copied(self, key: VersionKey, name: str, content: Content, worker: WorkerProcess | None = None) -> int:
-        """Returns a descriptor of memory with a set's values, ``content``, for the caller to close; -1: they were not kept.
+        """Returns a descriptor of memory, to be closed, with ``content``, the values of set ``name``; -1: they were not kept.
 
         If the values came from a file that has not changed, a worker reads the file again. ``worker``: the worker that does so;
-        None: any that serves the version. Raises _NoWorker: there is no worker, or it died; ServingError: the worker refused.
+        None: any that serves the version ``key``. Raises _NoWorker: there is no worker, or it died; ServingError: it refused.
         """
         if content.memory >= 0:
             return os.dup(content.memory)
@@ -442,7 +442,7 @@ class Parameters:
         descriptors.close(fds)
 
     async def _obeyed(self, worker: WorkerProcess, operation: Operation) -> bool:
-        """Has a worker carry out a decided step, such as a commit. If the step fails, kills the worker and returns False."""
+        """Has a worker do ``operation``, a step such as a commit. If that fails, kills the worker and returns False."""
         try:
             await self._call(worker, operation)
         except ServingError as error:

@@ -101,7 +101,7 @@ class Child:
         self.calls = ControlCalls(self.send)
 
     def adopt(self, spawned: Spawned, options: bytes) -> None:
-        """Takes over a process that ``spawn`` has started, and sends it a Start record.
+        """Takes over ``spawned``, a process that ``spawn`` has started, and sends it a Start record.
 
         ``options``: the daemon's options as msgpack. Raises OSError: no file descriptor is free, and the process was killed.
         """
@@ -417,7 +417,7 @@ class WorkerProcess(Child):
 
 
 def describe_exit(returncode: int) -> str:
-    """Describes an exit status of ``subprocess.Popen``, such as ``was killed by SIGSEGV`` or ``exited with status 1``."""
+    """Describes ``returncode``, of ``subprocess.Popen``, such as ``was killed by SIGSEGV`` or ``exited with status 1``."""
     if returncode >= 0:
         return f"exited with status {returncode}"
     return f"was killed by {_signal_name(-returncode)}"

@@ -102,7 +102,7 @@ class Fronts:
             raise
 
     def _listen(self, protocol: str, section: Http | Grpc) -> None:
-        """Binds the sockets of a protocol, unless the service manager passed sockets for it.
+        """Binds the sockets of a protocol as the options' ``section`` says, unless the service manager passed sockets for it.
 
         Raises ListenError: a socket cannot be bound, or one was passed although the options disable the protocol.
         """

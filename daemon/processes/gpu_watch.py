@@ -114,7 +114,7 @@ def _address(handle: Any) -> int:
 
 
 def _say(report: Look | Event) -> bool:
-    """Writes a report as one line of JSON to standard output. Returns False if nobody reads standard output any more."""
+    """Writes a ``report`` as one line of JSON to standard output. Returns False if nobody reads standard output any more."""
     try:
         sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
         sys.stdout.buffer.flush()

@@ -37,7 +37,7 @@ class ListenError(Exception):
 
 @contextlib.contextmanager
 def named(section: str, port: str = "port") -> Iterator[None]:
-    """Adds the option's name, such as ``http.port``, to a ListenError that is raised in the ``with`` block."""
+    """Adds ``section`` and key, such as ``http.port``, to a ListenError of the ``with`` block. ``port``: the port's key."""
     try:
         yield
     except ListenError as error:
@@ -85,7 +85,7 @@ class Listener:
 
 
 def listen(address: str, port: int, protocol: str, mode: str = "0660") -> Listener:
-    """Binds a listening socket: a Unix socket if ``address`` is ``unix:PATH``, else a TCP socket.
+    """Binds a listening socket: a Unix socket if ``address`` is ``unix:PATH``, else a TCP socket with the ``port``.
 
     ``protocol``: what clients speak on it, "http" or "grpc". ``mode``: the file mode of a Unix socket, in octal digits. Raises
     ListenError: the socket cannot be bound.
@@ -99,7 +99,7 @@ def listen(address: str, port: int, protocol: str, mode: str = "0660") -> Listen
 
 
 def listen_all(addresses: Sequence[str], port: int, protocol: str, mode: str) -> list[Listener]:
-    """Binds a listening socket for each address, a TCP socket or, if the address is ``unix:PATH``, a Unix socket.
+    """Binds a listening socket for each address, a TCP socket with ``port`` or, if it is ``unix:PATH``, a Unix socket.
 
     ``protocol``: what clients speak on them, "http" or "grpc". ``mode``: the file mode of Unix sockets, in octal digits. Raises
     ListenError: a socket cannot be bound; the sockets that were already bound are closed.
@@ -129,7 +129,7 @@ def _listen_unix(path: str, mode: int) -> socket.socket:
 
 
 def _listen_tcp(address: str, port: int) -> socket.socket:
-    """Binds a listening TCP socket to the first address of a host that can be bound. Raises ListenError: no address can be."""
+    """Binds a listening TCP socket at ``port`` of the first of a host's addresses that can be bound. Raises ListenError: none."""
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -171,7 +171,7 @@ def _never_pace(sock: socket.socket) -> None:
 
 
 def url(sock: socket.socket, protocol: str = "http") -> str:
-    """Returns the URL of a bound socket, as ``http://127.0.0.1:8000``, ``unix:/path`` or (abstract address) ``unix:@name``."""
+    """Returns a bound socket's URL, as ``PROTOCOL://127.0.0.1:8000``, ``unix:/path`` or (abstract address) ``unix:@name``."""
     if sock.family == socket.AF_UNIX:
         name = sock.getsockname()
         return f"unix:{name}" if isinstance(name, str) else f"unix:@{name[1:].decode(errors='replace')}"

@@ -73,7 +73,7 @@ def spawn(
 
 
 def spawn_worker(module: str, device: Device) -> Spawned:
-    """Starts a worker process, which runs ``module``. Raises OSError: no memory, process id or file descriptor is free."""
+    """Starts a worker, which runs ``module`` on ``device``. Raises OSError: no memory, process id or descriptor is free."""
     words = ["--device", device.name, *(("--cores", device.cores) if device.cores else ())]
     return spawn(module, words, {**device.environment, MARK: secrets.token_hex(8)})
 

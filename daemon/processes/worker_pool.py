@@ -81,7 +81,7 @@ class WorkerPool:
         self._jax_lacks = MissingParts(OF_JAX)
 
     def start_all(self, spawned: Sequence[tuple[Device, Spawned]]) -> None:
-        """Takes over the first workers, which run already on one device each. Raises OSError: no file descriptor is free."""
+        """Takes over ``spawned``, the first workers, each with its device. Raises OSError: no file descriptor is free."""
         self._shared_slots = {f"worker-{index}": device for index, (device, _) in enumerate(spawned)}
         for name, (device, process) in zip(self._shared_slots, spawned, strict=True):
             self._adopt(name, device, process)
@@ -182,7 +182,7 @@ class WorkerPool:
         self._dismissed(worker)
 
     def start(self, name: str, device: Device) -> None:
-        """Starts a worker with this name. Raises OSError: no memory, process id or file descriptor is free."""
+        """Starts worker ``name`` on ``device``. Raises OSError: no memory, process id or file descriptor is free."""
         self._adopt(name, device, spawn_worker(self._program, device))
 
     def _adopt(self, name: str, device: Device, spawned: Spawned) -> None:

@@ -25,7 +25,7 @@ def check_enabled(options: RegionsOptions) -> None:
 
 
 def check_form(options: RegionsOptions, request: Registration) -> None:
-    """Checks a registration's name and handle. Raises Unsupported: no regions are allowed; InvalidArgument: one is malformed."""
+    """Checks name and handle in ``request``. Raises Unsupported: no regions are allowed; InvalidArgument: one is malformed."""
     check_enabled(options)
     if isinstance(request, RegisterCudaRegion) and len(request.raw_handle) != _HANDLE_SIZE:
         raise InvalidArgument(
@@ -83,7 +83,7 @@ def repeats(region: RegisteredRegion, request: Registration, peer: Peer, sealed:
 def check_bounds(
     options: RegionsOptions, name: str, byte_size: int, peer: Peer, registered: Iterable[tuple[Peer, int]]
 ) -> None:
-    """Checks that one more region of ``byte_size`` bytes is within the limits for all regions and for the client's own.
+    """Checks that one more region, ``name``, of ``byte_size`` bytes is within the limits for all and for the client's own.
 
     Regions of the same user, or of the same host if they came over TCP, count as the client's own. ``peer``: the client.
     ``registered``: the client and the size in bytes of each existing region.

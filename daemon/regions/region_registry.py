@@ -120,7 +120,7 @@ class RegionRegistry:
         self._watch(region, end)
 
     def _region(self, request: Registration, peer: Peer, sealed: int) -> RegisteredRegion:
-        """Makes the record of a new region, which no worker has yet. Raises InvalidArgument: no worker has the region's GPU.
+        """Makes the record of a new region for the ``request`` of ``peer``. Raises InvalidArgument: no worker has its GPU.
 
         ``sealed``: a memfd with the region's memory, of which a duplicate is kept; -1: there is none.
         """

@@ -167,5 +167,5 @@ class Accounts:
 
 
 def part(options: Arenas, share: float) -> int:
-    """Returns how many bytes a share (0 to 1) of an arena is. A share of 1 has no limit: it is ``sys.maxsize``."""
+    """Returns how many bytes a ``share`` (0 to 1) of an arena is by ``options``; for 1, without a limit, ``sys.maxsize``."""
     return int(options.max_byte_size * share) if share < 1 else sys.maxsize

@@ -163,7 +163,7 @@ class ArenaSpace:
         return self._lines[1 if byte_size <= arena.shared_byte_size else 2]
 
     def _admitted(self, waiter: _Waiter) -> bool:
-        """Returns whether the limits of a waiting request's account, and the limit for incomplete bodies, let it have memory."""
+        """Returns whether the limits of the account of ``waiter``, and that for incomplete bodies, let it have memory."""
         taken = self._taken_by(waiter.byte_size)
         if waiter.account is not None and not waiter.account.admits(taken):
             return False

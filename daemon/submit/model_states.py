@@ -26,7 +26,7 @@ class BatchSettings(msgspec.Struct):
 
 
 def configured(state: ModelState) -> BatchSettings:
-    """Returns the settings of a model's configuration that fronts and clients need."""
+    """Returns the settings of the model of ``state`` that fronts and clients need."""
     return msgspec.json.decode(state.config or b"{}", type=BatchSettings, strict=False)
 
 
@@ -48,7 +48,7 @@ class ModelStates:
         self._changed(state.name)
 
     def remove(self, gone: ModelGone) -> None:
-        """Removes the state of a model's version; does nothing if there is none."""
+        """Removes the state of the version that is ``gone``; does nothing if there is none."""
         versions = self._models.get(gone.name, {})
         versions.pop(gone.version, None)
         if not versions:
@@ -123,7 +123,7 @@ class ModelStates:
 
 
 def _why(state: ModelState) -> str:
-    """Returns why a version does not serve, as the repository index words it; "": it was unloaded, is loading or serves."""
+    """Returns why the version of ``state`` does not serve, in the repository index's words; "": unloaded, loading or serving."""
     if state.state != "UNAVAILABLE" or state.reason == "unloaded":
         return ""
     return f"version {state.version}: {state.reason}" if state.version else state.reason

@@ -69,7 +69,7 @@ class UnsentRequest(msgspec.Struct):
 
 
 def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None:
-    """Sends a request at once or, if shared memory has no room for its tensors, when there is room.
+    """Sends a request over ``submitter`` at once or, if shared memory has no room for its tensors, when there is room.
 
     ``asked`` gets the answers, never before this function returns. If the wait for room takes too long, the answer is an error.
     Raises: InvalidArgument: the arena could never hold the tensors.  Unavailable: too many requests are in flight.
@@ -92,7 +92,7 @@ def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None
 
 
 def room(contents: Iterable[InputContent | Unconverted], inline_byte_size: int) -> int:
-    """Returns how many bytes of the arena a request's tensors need.
+    """Returns how many bytes of the arena ``contents``, a request's tensors, need.
 
     Tensors in shared memory, and tensors given as at most ``inline_byte_size`` bytes, take no arena memory.
     """
@@ -156,7 +156,7 @@ def fill(
 
 
 def _granted(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: Lease | ServingError) -> None:
-    """Sends a request that waited for shared memory or, if the wait ended with an error, answers ``asked`` with the error."""
+    """Sends a request that waited for shared memory, ``lease``; if that is an error, answers ``asked`` with the error."""
     try:
         if not isinstance(lease, ServingError) and not asked.cancelled:
             _send(submitter, asked, request, lease)

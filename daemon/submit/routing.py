@@ -83,7 +83,7 @@ class Routing:
         self._forget()
 
     def region_placed(self, place: RegionPlace) -> None:
-        """Stores on which GPU a client's region lies. Later requests with the region go to workers on that GPU, if possible."""
+        """Stores ``place``, the GPU on which a client's region lies. Requests with the region prefer workers on that GPU."""
         self._places.note(place)
         self._forget()
 

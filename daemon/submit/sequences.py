@@ -74,7 +74,7 @@ class SequenceRouting:
         return model
 
     def find(self, request: InFlight, model: SequencedModel, gpu: str) -> WorkerLink | None:
-        """Returns the worker for a request of a sequence.
+        """Returns the worker for a request of a sequence of ``model``.
 
         None is returned if the worker that has the sequence cannot be used now or, for a new sequence, if there is no worker.
         ``gpu``: the GPU on which the request's regions lie; "": any. Only the ``gpu`` of a sequence's first request counts,
@@ -139,7 +139,7 @@ class SequenceRouting:
     # ---------------------------------------------------------------------------------------------------------- choosing
 
     def _sole(self, state: ModelState) -> WorkerLink | None:
-        """Returns the front's only worker if it has the model, else None. Call it only if the front has exactly one worker."""
+        """Returns the front's only worker if it has the model of ``state``, else None. There must be exactly one worker."""
         (worker,) = self._workers.values()
         return worker if worker.incarnation in state.workers else None
 
@@ -153,13 +153,13 @@ class SequenceRouting:
         return found
 
     def _candidates(self, state: ModelState, gpu: str) -> Sequence[WorkerLink]:
-        """Returns the workers that may take a new sequence: those that ``nearest`` finds for ``gpu``, or all if ``gpu`` is ""."""
+        """Returns the workers that may take a new sequence: all if ``gpu`` is "", else what ``nearest`` finds for ``state``."""
         found = [self._workers[number] for number in state.workers if number in self._workers]
         found = [worker for worker in found if not worker.closed]
         return nearest(found, gpu, state) if gpu else found
 
     def _place(self, key: Key, slots: Key, state: ModelState, gpu: str) -> WorkerLink | None:
-        """Chooses the worker for a new sequence, and counts the sequence for that worker; None: there is no worker.
+        """Chooses the worker for a new sequence of the model of ``state``, and counts it there; None: there is no worker.
 
         ``key``: the key of the sequence. ``slots``: the key under which each worker publishes how many more sequences of the
         model it can run. ``gpu``: the GPU on which the request's regions lie, whose workers are preferred; "": any.
@@ -236,9 +236,9 @@ class SequencedModel:
 
 
 def nearest(workers: Sequence[WorkerLink], gpu: str, state: ModelState) -> Sequence[WorkerLink]:
-    """Returns the workers on ``gpu`` among a model's workers. If the model is not meant to be loaded there, returns all workers.
+    """Returns the workers on ``gpu`` among ``workers``, a model's. If the model is not meant to be loaded there, returns all.
 
-    The result is empty if the model is meant to be loaded on ``gpu`` and no worker is there now.
+    ``state``: the model's. The result is empty if the model is meant to be loaded on ``gpu`` and no worker is there now.
     """
     if not is_meant_for(state, gpu):
         return workers

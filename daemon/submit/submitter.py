@@ -310,7 +310,7 @@ class Submitter:
             busy_poll.flushed()
 
     def _look(self, worker: WorkerLink) -> bool:
-        """Receives answers while only one request is in flight. Returns False if the answer has come or cannot come."""
+        """Receives from ``worker`` while only one request is in flight. Returns False if no answer is awaited any more."""
         if not worker.closed:
             self._receive(worker)
         return bool(worker.in_flight) and not worker.closed
@@ -430,7 +430,7 @@ class Submitter:
             self._fail(request, from_code(answer.code, answer.message))
 
     def _hold(self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, own: AnswerRecord) -> None:
-        """Counts the lease ``key`` of the answer ``own`` until ``release`` is called, and withdraws what is throttled by that."""
+        """Counts the lease ``key`` of the answer ``own`` of ``worker`` until ``release``; withdraws what that throttles."""
         for concerned in self._throttle.hold(worker, key, request, own):
             self._recall(concerned)
 
@@ -449,7 +449,7 @@ class Submitter:
         return state is not None and state.repeatable and not state.sticky and not state.streams
 
     def release(self, lane: SubmitterLane, key: LeaseKey) -> None:
-        """Gives an answer's lease, ``key``, back to its worker because the bytes were sent. A second call changes nothing."""
+        """Gives the lease ``key`` of an answer back over ``lane``, as the bytes were sent. A second call changes nothing."""
         left = self._throttle.leave(lane, key)
         if left is None:
             return
@@ -462,7 +462,7 @@ class Submitter:
                 self._send_again(request)
 
     def taken(self, lane: SubmitterLane, response: AnswerRecord) -> None:
-        """Gives back the memory of a response that was sent to the client. The worker learns of this and may then send more."""
+        """Gives back over ``lane`` the memory of a response that was sent. The worker learns of it and may then send more."""
         if response.lease is not None:
             self.release(lane, response.lease)
         request = self._in_flight.get(response.request_id)
@@ -495,7 +495,7 @@ class Submitter:
     # -------------------------------------------------------------------------------------- workers and models
 
     def open_lane(self, opened: LaneOpened, fds: list[int]) -> None:
-        """Opens the lane to a worker. Owns ``fds``: the lane's socket, the worker's status page and its sequence page."""
+        """Opens the lane to a worker, ``opened``. Owns ``fds``: the lane's socket, the worker's status and sequence pages."""
         lane = SubmitterLane(socket.socket(fileno=fds[0]), self._arena, writable=opened.device.startswith("cuda:"))
         worker = WorkerLink(opened.peer, opened.device, lane, StatusPage.attach(fds[1]), SequencePage.attach(fds[2]))
         self._routing.add(worker)
@@ -525,7 +525,7 @@ class Submitter:
     # ---------------------------------------------------------------------------------------- a worker's death
 
     def fence(self, fenced: WorkerFenced) -> None:
-        """Runs a dead worker's requests on other workers, or fails them. Called once its process can write nothing any more."""
+        """Runs the requests of ``fenced``, a dead worker that can write nothing any more, on other workers, or fails them."""
         worker = self._routing.workers.get(fenced.worker)
         if worker is None:
             return

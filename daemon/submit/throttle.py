@@ -53,7 +53,7 @@ class Throttle:
     def hold(
         self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, own: AnswerRecord
     ) -> Sequence[Callable[[InFlight], bool]]:
-        """Counts the lease ``key`` of the answer ``own`` for its connection and client, until ``leave`` is called.
+        """Counts the lease ``key`` of ``own``, the answer of ``worker``, for its connection and client, until ``leave``.
 
         If the connection or the client now holds its share of response memory, its other requests are to be withdrawn: returns
         a function for each, which returns whether it concerns a request. ``request``: the request that was answered; None: it is
@@ -81,7 +81,7 @@ class Throttle:
         return full
 
     def leave(self, lane: SubmitterLane, key: LeaseKey) -> tuple[Account, WorkerLink] | None:
-        """Counts a lease no more, because the answer's bytes were sent. Returns its account and worker; None: it was not held."""
+        """Counts the lease ``key`` of ``lane`` no more: its bytes were sent. Returns its account and worker; None: not held."""
         found = self._outstanding.pop((lane, key), None)
         if found is None:
             return None
@@ -150,7 +150,7 @@ class Throttle:
             self._barred.setdefault(account.client, {})[account] = None
 
     def let_go(self, account: Account) -> list[InFlight]:
-        """Removes and returns a client's waiting requests that may be sent. Call it when memory of an answer was given back."""
+        """Removes and returns the waiting requests of ``account`` that may be sent, as memory of an answer was given back."""
         going = self._take(account)
         barred = self._barred.get(account.client)
         while barred:
@@ -230,7 +230,7 @@ class Throttle:
 
 
 def _has_own_room(account: Account, line: _Line) -> bool:
-    """Returns whether the connection's share of response memory has room for one more answer besides those that are expected."""
+    """Returns whether the share of ``account``, a connection's, has room for an answer more than those that are expected."""
     expected = account.answers + (len(line.sent) + 1) * account.last
     return not account.is_full and (expected <= account.limit or not (line.sent or account.answers))
 

@@ -151,7 +151,7 @@ class SpanExporter:
     def _parts(
         self, trace_id: bytes, own: bytes, moments: Sequence[tuple[str, int]], timeline: Timeline | None, offset: int
     ) -> None:
-        """Queues the spans of a request's parts, such as "compute", and of the requests that its model made to other models.
+        """Queues spans of trace ``trace_id``: of a request's parts, such as "compute", and of its model's requests to others.
 
         ``own``: the id of the request's own span. ``moments``: the names and times of the request's moments. ``timeline``: the
         spans of the model's code and its requests to other models; None: there are none. ``offset``: ns to add to
@@ -194,10 +194,10 @@ class SpanExporter:
         kind: int = 0,
         flags: int = 0,
     ) -> None:
-        """Adds a span to the message that is being made. If too many spans wait for the collector, drops it instead.
+        """Adds the span ``name`` to the message that is made now; drops it if too many spans wait for the collector.
 
-        ``began_ns``, ``ended_ns``: ns since 1970. ``kind``, ``flags``: OpenTelemetry's; 0: internal, with a parent in this
-        process.
+        ``began_ns``, ``ended_ns``: ns since 1970. ``error``: why it failed, or "". ``kind``, ``flags``: OpenTelemetry's; 0:
+        internal, with a parent in this process.
         """
         counts = self._counts
         if counts.waiting >= self._most:
@@ -236,7 +236,7 @@ class SpanExporter:
 
 
 def _variable(name: str, default: int) -> int:
-    """Returns an environment variable as an integer of at least 1; ``default`` if it is not set or is no integer."""
+    """Returns the environment variable ``name`` as an integer of at least 1; ``default`` if it is not set or no integer."""
     try:
         return max(1, int(os.environ[name]))
     except (KeyError, ValueError):

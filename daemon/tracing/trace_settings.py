@@ -36,7 +36,7 @@ _INTEGER = re.compile(r"\s*[+-]?[0-9]{1,40}")
 
 
 def parse(model: str, settings: Mapping[str, Sequence[str]]) -> ChangeTrace:
-    """Parses the trace settings that a client sent, such as ``trace_rate``, each with a list of values.
+    """Parses the trace settings that a client sent for ``model``, such as ``trace_rate``, each with a list of values.
 
     An empty list of values clears a setting, so that the inherited value applies. Unknown settings and levels are ignored.
     Raises: Unsupported: the client sets the trace file.  InvalidArgument: a value is invalid.
@@ -149,7 +149,7 @@ class TraceSettings:
         return bool(self._target)
 
     def change(self, wanted: ChangeTrace) -> bytes:
-        """Changes the trace settings of a model, or of all models (""). Returns, as JSON, the settings that apply from then on.
+        """Changes the ``wanted`` trace settings of a model, or of all models (""). Returns, as JSON, those that apply now.
 
         Raises InvalidArgument: the model is unknown, or the settings do not fit together. Then nothing is changed.
         """
@@ -191,7 +191,7 @@ class TraceSettings:
         ), own
 
     def _record(self, name: str) -> tuple[Any, ...]:
-        """Returns the record that tells fronts the settings of a model, or of all models (""), followed by file descriptors.
+        """Returns the record that tells fronts the settings of model ``name``, or of all (""), followed by file descriptors.
 
         The descriptors are those of the counters that all fronts share.
         """

@@ -53,7 +53,7 @@ def _bfloat16() -> np.dtype:
 
 
 def bfloat16_bits(values: np.ndarray) -> np.ndarray:
-    """Rounds float32 numbers to BF16. Returns the bits of the results as a uint16 array."""
+    """Rounds ``values``, float32 numbers, to BF16. Returns the bits of the results as a uint16 array."""
     bits = values.view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 

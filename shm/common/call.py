@@ -83,7 +83,7 @@ def read_arguments(
 
 
 def traced(name: str, value: Any) -> str:
-    """Checks a ``traceparent`` and returns it in the form of W3C Trace Context; "": it is malformed, or says "not sampled".
+    """Checks ``value``, a ``traceparent``, and returns it in W3C's form; "": it is malformed, or says "not sampled".
 
     ``name``: the argument's name in errors.
     """

@@ -100,7 +100,7 @@ class Connection(Protocol):
         """
 
     def prepare(self, call: Call) -> Prepared:
-        """Makes a request that can be sent many times, each time with what its input arrays hold then. Does not send it."""
+        """Makes a request of ``call`` that can be sent many times, each with what its arrays hold then. Does not send it."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Makes an array, with any content, in memory that the server reads and writes without a copy.
@@ -109,7 +109,7 @@ class Connection(Protocol):
         """
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Makes an array, with any content, in a GPU's memory that workers use without a copy.
+        """Makes an array of ``shape``, with any content, in a GPU's memory that workers use without a copy.
 
         ``device``: the GPU, such as "cuda:0".
 

@@ -97,7 +97,7 @@ class DeviceView:
     def __init__(
         self, pointer: int, dtype: np.dtype[Any], shape: Sequence[int], device: tuple[int, int], owner: object = None
     ) -> None:
-        """Makes a view of memory that exists already.
+        """Makes a view, an array of ``dtype`` and ``shape``, of memory that exists already.
 
         ``pointer``: the memory's address on the device. ``device``: (DLDeviceType, number of the device). ``owner``: the object
         that owns the memory; None: nothing needs to be kept alive.

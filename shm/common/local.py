@@ -150,17 +150,17 @@ class LocalConnection:
             return found
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        """Returns a model's configuration with defaults filled in. If the model is not loaded, loads it first."""
+        """Returns the configuration of a model's ``version`` with defaults filled in. Loads the model if it is not loaded."""
         return self._loaded(model, version).config
 
     def ask(self, call: Call) -> LocalRequest:
-        """Sends a request to a model in this process. Returns a ``Pending``, an object that waits for the answer."""
+        """Sends ``call`` to a model in this process. Returns a ``Pending``, an object that waits for the answer."""
         return LocalRequest(self, self._loaded(call.model, call.version), call)
 
     exchange = ask
 
     def prepare(self, call: Call) -> Prepared:
-        """Makes a request that can be sent many times, each time with what its input arrays hold then. Does not send it."""
+        """Makes a request of ``call`` that can be sent many times, each with what its arrays hold then. Does not send it."""
         return Prepared(self.ask, call)
 
     def call_back(self, request: LocalRequest) -> None:

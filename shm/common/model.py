@@ -257,7 +257,7 @@ class SequenceSteps(Generic[M]):
         self._begun = False
 
     def _step(self, own: Own, end: bool) -> Own:
-        """Adds the fields of the sequence to those of its next request. Raises InvalidArgument: the sequence has ended."""
+        """Adds the sequence's fields to ``own``, those of its next request. Raises InvalidArgument: the sequence has ended."""
         if self._over:
             raise InvalidArgument(
                 f"sequence {self.sequence_id!r} ended with an earlier step: sequence() begins another"
@@ -295,7 +295,7 @@ class ModelSequence(SequenceSteps[Model]):
 
 
 def promised(pending: Pending[Answer]) -> concurrent.futures.Future[Answer]:
-    """Returns a future of the answer to a request that was sent already; cancelling the future cancels the request."""
+    """Returns a future of the answer to ``pending``, a request sent already; cancelling the future cancels the request."""
     import concurrent.futures
 
     future: concurrent.futures.Future[Answer] = concurrent.futures.Future()

@@ -408,7 +408,7 @@ class Deadlines:
         self._runs = False
 
     def add(self, pending: Pending[Any], deadline: float) -> None:
-        """Arranges that a request is ended at its deadline, unless it has ended before.
+        """Arranges that the request ``pending`` is ended at its deadline, unless it has ended before.
 
         ``deadline``: seconds of ``time.monotonic()``.
         """

@@ -87,7 +87,7 @@ class Submission:
 
 
 def is_refusal(code: str, message: str, is_told: bool = True) -> bool:
-    """Returns whether a worker's error means that the worker lacks the request's model, and has not run the request.
+    """Returns whether a worker's error (``code``, ``message``) means that the worker lacks the model, and ran nothing.
 
     ``is_told``: True: the submitter knows at all times which workers serve the model; False: its knowledge may be old, so
     that Unavailable and every NotFound are such errors, too.

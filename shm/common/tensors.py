@@ -53,7 +53,7 @@ class Timing(NamedTuple):
 
 
 def tensors(described: Sequence[Mapping[str, Any]]) -> Tensors:
-    """Converts the "inputs" or "outputs" of a model's metadata, in the form of the Open Inference Protocol, to ``Tensors``."""
+    """Converts ``described``, "inputs" or "outputs" of a model's metadata in the Open Inference Protocol, to ``Tensors``."""
     return Tensors(Tensor(each["name"], each["datatype"], tuple(map(int, each["shape"]))) for each in described)
 
 
@@ -203,7 +203,7 @@ def _is_kept(each: Any, became: Any, is_float: bool) -> bool:
 
 
 def _foreign(name: str, value: Any) -> Array:
-    """Views another library's array as a numpy array, without a copy where that is possible. ``name``: the input, for errors.
+    """Views ``value``, another library's array, as a numpy array, if possible without a copy. ``name``: the input, in errors.
 
     Raises: InvalidArgument: the array is not in host memory, or its library does not export it.
     """
@@ -236,7 +236,7 @@ def bfloat16_of_torch(value: Any) -> Array | None:
 
 
 def content(values: Array) -> bytes | memoryview:
-    """Returns the bytes of an array as the protocol sends them: for BYTES an encoded copy, else a view of the array's memory.
+    """Returns ``values`` as the protocol sends them: for BYTES an encoded copy, else a view of the array's memory.
 
     Raises: InvalidArgument: the array lies on a GPU, or is BYTES and an element cannot be encoded.
     """
