@@ -196,7 +196,7 @@ class Control:
         """Puts a loaded version into service and reports it to the supervisor, or reports why loading failed.
 
         If ``record.held``, the version is loaded but serves requests only once the supervisor orders that. ``outcome``: the
-        loaded model or the error.
+        loaded model or the error. ``cancellation``: tells whether the load was cancelled.
         """
         if isinstance(outcome, DeviceLost):
             return  # nothing is said of the model: this process ends, and its replacement loads it
@@ -294,7 +294,7 @@ class Control:
             reply(Internal(f"the call failed with {type(error).__name__}"))
 
     def _reply(self, call_id: int, outcome: bytes | ServingError = b"", fd: int | None = None) -> None:
-        """Answers a call of the supervisor with a result or an error. ``fd``: a descriptor to send with the answer, or None."""
+        """Answers a call of the supervisor with ``outcome``, a result or an error. ``fd``: a descriptor to send, or None."""
         if isinstance(outcome, ServingError):
             self._channel.put(Reply(call_id, outcome.code, outcome.message))
         else:

@@ -53,7 +53,7 @@ class DaemonOperations:
         return reply.result
 
     def is_ready(self, name: str, version: int, answered: Callable[[bool], None]) -> None:
-        """Asks the daemon whether any worker serves a version of a model; 0: any version.
+        """Asks the daemon whether any worker serves a version of the model ``name``; 0: any version.
 
         The loop calls ``answered`` with the result, which is False if the daemon cannot tell.
         """

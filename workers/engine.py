@@ -24,7 +24,7 @@ class Engine:
     def __init__(
         self, options: Options, inbox: Inbox, regions: RegionTable, gpu: int | None, check: CheckDevice = works
     ) -> None:
-        """Makes the worker's models, sequences and dispatcher.
+        """Makes the worker's models, sequences and dispatcher; ``inbox``: what other threads ask the loop to do.
 
         ``gpu``: the GPU's number; None: the device is a processor. ``check``: raises DeviceLost if the device has failed.
         """

@@ -49,18 +49,18 @@ class BegunCall:
         self._call.cancel()
 
 
-def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> BegunCall:
-    """Sends a request to another model, and returns the call without waiting. It implements ``tensord.models.begin``."""
-    call = _call(model, inputs, outputs, own, streams=False)
+def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **arguments: Unpack[Asked]) -> BegunCall:
+    """Sends a request for ``outputs`` (empty: all) to another model; returns the call at once (``tensord.models.begin``)."""
+    call = _call(model, inputs, outputs, arguments, streams=False)
     call.begin()
     return BegunCall(call)
 
 
 def stream(
-    model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]
+    model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **arguments: Unpack[Asked]
 ) -> Iterator[dict[str, Array]]:
-    """Sends a request to another model immediately; returns an iterator over the responses (``tensord.models.stream``)."""
-    call = _call(model, inputs, outputs, own, streams=True)
+    """Sends a request for ``outputs`` (empty: all); returns an iterator over the responses (``tensord.models.stream``)."""
+    call = _call(model, inputs, outputs, arguments, streams=True)
     call.begin()
     return _responses(call)
 
@@ -76,11 +76,11 @@ def _responses(call: ModelCall) -> Iterator[dict[str, Array]]:
         call.cancel()
 
 
-def _call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str], own: Asked, streams: bool) -> ModelCall:
+def _call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str], arguments: Asked, streams: bool) -> ModelCall:
     found = asker()
     if found is None or not found.may_call or found.port.server is None:
         raise InvalidArgument(f"model '{model}' can be called only by a model, while it works on a request")
-    prepared, said = records(0, model, own)
+    prepared, said = records(0, model, arguments)
     arrays = {name: _array(model, name, value) for name, value in inputs.items()}
     hint = f"model '{model}' answers with any number of responses: tensord.models.stream() gives them one by one"
     # A call that is made for a whole batch is traced with one of its traced requests.
@@ -88,12 +88,12 @@ def _call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str], own: As
     return ModelCall(found, prepared, said, arrays, tuple(outputs), streams, hint, traced)
 
 
-def records(number: int, model: str, own: Mapping[str, Any]) -> tuple[PreparedRequest, RequestRecord]:
-    """Converts the arguments of a call (``own``) to the two records of request ``number``, without its tensors.
+def records(number: int, model: str, arguments: Mapping[str, Any]) -> tuple[PreparedRequest, RequestRecord]:
+    """Converts the ``arguments`` of a call of ``model`` to the two records of request ``number``, without tensors.
 
     Raises: InvalidArgument: a value is of another type or out of range.  TypeError: requests have no argument of a given name.
     """
-    scheduling, said = read_arguments(own, others=_VERSION)
+    scheduling, said = read_arguments(arguments, others=_VERSION)
     prepared = PreparedRequest(model, said.get("version", 0), parameters=said.get("parameters", {}))
     return prepared, RequestRecord.scheduled(scheduling, number, prepared, client_id=said.get("request_id", ""))
 
@@ -133,7 +133,8 @@ class NotAllowed(InvalidArgument):
 def load(name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
     """Loads another model, and waits until it is loaded. It implements ``tensord.models.load_model``.
 
-    Raises NotAllowed: the running code may not load models.
+    ``config``: JSON; "": the model's own. ``files``: contents by name; None: its own. Raises NotAllowed: the code may not
+    load.
     """
     given = {path.removeprefix("file:"): bytes(content) for path, content in (files or {}).items()}
     total = sum(map(len, given.values()))
@@ -145,7 +146,7 @@ def load(name: str, config: str = "", files: Mapping[str, bytes] | None = None) 
 
 
 def unload(name: str, dependents: bool = False) -> None:
-    """Begins to unload another model. It implements ``tensord.models.unload_model``.
+    """Begins to unload the model ``name``. It implements ``tensord.models.unload_model``.
 
     ``dependents``: if True, an ensemble's models are unloaded too. Raises NotAllowed: the running code may not unload models.
     """
@@ -153,7 +154,7 @@ def unload(name: str, dependents: bool = False) -> None:
 
 
 def is_ready(name: str, version: int = 0) -> bool:
-    """Returns whether another model answers requests; version 0: in any version. It implements ``tensord.models.is_ready``.
+    """Returns whether a model (``name``) answers requests; version 0: in any. It implements ``tensord.models.is_ready``.
 
     Raises NotAllowed: the running code may not ask.
     """

@@ -82,7 +82,7 @@ class ModelPort:
         metrics: MetricRegistry | None = None,
         code: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """Connects the code of a model version with its worker.
+        """Connects the code of a version of the model ``name`` with its worker.
 
         Args:
           server: takes the calls that the code makes; None: the code may make no calls.
@@ -143,7 +143,7 @@ class Caller:
         execution: object = None,
         phase: CallerPhase = CallerPhase.SERVING,
     ) -> None:
-        """``execution``: the ``Execution`` to which the run belongs; None: the run does not keep an instance busy."""
+        """``phase``: decides what the code may call. ``execution``: that of the run; None: the run keeps no instance busy."""
         self.port = port
         self.requests = tuple(requests)
         self.execution = execution

@@ -97,7 +97,7 @@ class MetricRegistry:
             family.owners.append(owner)
 
     def release(self, name: str, owner: tuple[str, int], held: Iterable[Labels]) -> None:
-        """Removes ``owner`` from the holders of a family and of its metrics ``held``; what has no holder left is removed."""
+        """Removes ``owner`` from the holders of family ``name`` and its metrics ``held``; what nobody holds is removed."""
         with self._lock:
             family = self._families[name]
             for labels in held:
@@ -111,7 +111,7 @@ class MetricRegistry:
                 del self._families[name]
 
     def metric(self, name: str, labels: Mapping[str, str], buckets: Sequence[float] | None, held: set[Labels]) -> Value:
-        """Returns the value of a family's metric with these labels, and makes the metric if there is none.
+        """Returns the value of the metric with these labels in the family ``name``, and makes the metric if there is none.
 
         Args:
           buckets: upper bounds, for a histogram only.
@@ -140,7 +140,7 @@ class MetricRegistry:
             return value
 
     def increment(self, kind: MetricKind, value: Value, by: float) -> None:
-        """Adds ``by`` to a counter or gauge. Raises InvalidArgument: a counter would decrease; Unsupported: a histogram."""
+        """Adds ``by`` to ``value``. Raises InvalidArgument: a counter decreases; Unsupported: ``kind`` is a histogram."""
         if kind is MetricKind.HISTOGRAM:
             raise _unsupported()
         if kind is MetricKind.COUNTER and not by >= 0:
@@ -151,14 +151,14 @@ class MetricRegistry:
             value.sum += by
 
     def set(self, kind: MetricKind, value: Value, to: float) -> None:
-        """Sets a gauge to a value. Raises Unsupported: the metric is not a gauge."""
+        """Sets the ``value`` of a gauge to ``to``. Raises Unsupported: the metric's ``kind`` is not a gauge."""
         if kind is not MetricKind.GAUGE:
             raise _unsupported()
         with self._lock:
             value.sum = to
 
     def observe(self, kind: MetricKind, value: Value, observed: float) -> None:
-        """Adds ``observed`` to a histogram. Raises InvalidArgument: it is NaN; Unsupported: the metric is not a histogram."""
+        """Adds ``observed`` to ``value``. Raises InvalidArgument: it is NaN; Unsupported: ``kind`` is not a histogram."""
         if kind is not MetricKind.HISTOGRAM:
             raise _unsupported()
         if math.isnan(observed):
@@ -168,7 +168,7 @@ class MetricRegistry:
             value.sum += observed
 
     def value(self, kind: MetricKind, value: Value) -> float:
-        """Returns the value of a counter or a gauge. Raises Unsupported: the metric is a histogram."""
+        """Returns the value of a counter or a gauge. Raises Unsupported: the metric's ``kind`` is a histogram."""
         if kind is MetricKind.HISTOGRAM:
             raise _unsupported()
         return value.sum

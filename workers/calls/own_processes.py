@@ -75,7 +75,7 @@ class OwnProcesses:
         return self._mark
 
     def forked(self, pid: int) -> None:
-        """Records a process that the model's code has forked, so that ``close`` ends it.
+        """Records the process ``pid``, which the model's code has forked, so that ``close`` ends it.
 
         Forked processes, unlike executed programs, cannot be found by their environment.
         """

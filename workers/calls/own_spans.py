@@ -24,7 +24,7 @@ _NOTHING = nullcontext()
 
 
 def span(name: str, attributes: Mapping[str, Parameter]) -> AbstractContextManager[None]:
-    """Returns the context manager that makes its block a span of the running requests. It implements ``tensord.models.span``."""
+    """Returns a context manager whose block is a span ``name`` of the running requests (``tensord.models.span``)."""
     requests = () if (found := current()) is None else found.requests
     timelines = [request.timeline for request in requests if request.timeline is not None]
     if not timelines:

@@ -198,7 +198,7 @@ def _said(error: BaseException) -> str:
 
 
 def _of_stablehlo(name: str, content: bytes) -> export.Exported:
-    """Reads a StableHLO module. Returns its function ``main`` as a program with positional arguments and a tuple of results."""
+    """Reads file ``name`` with StableHLO ``content``. Returns its ``main``, with positional arguments, a tuple of results."""
     # A lowered function has a context with all of JAX's dialects; no public function makes one.
     lowered: Any = jax.jit(lambda: ()).lower().compiler_ir("stablehlo")
     context = lowered.context
@@ -276,7 +276,8 @@ def digest(folder: Path) -> bytes:
 def module(folder: Path, message: ModelConfig, platform: str) -> ModuleType:
     """Builds a Python module from the programs of a version's folder, with ``inputs``, ``create`` and so on like a model.py.
 
-    ``platform``: as ``jax.Device`` names it. Raises InvalidArgument, with the file's name: a file is unreadable or unsuitable.
+    ``message``: the model's configuration. ``platform``: as ``jax.Device`` names it. Raises InvalidArgument, with the
+    file's name: a file is unreadable or unsuitable.
     """
     return _Artifact(folder, message, platform).module()
 
@@ -349,7 +350,7 @@ class _Artifact:
         return found
 
     def _agree(self, first: ProgramFile, other: ProgramFile) -> None:
-        """Raises InvalidArgument if two programs differ in the names, datatypes or ranks of their tensors."""
+        """Raises InvalidArgument if the ``first`` and an ``other`` program's tensors differ in names, datatypes or ranks."""
         for kind in ("inputs", "outputs", "parameters"):
             a, b = (
                 {leaf.name: (leaf.dtype, len(leaf.dims)) for leaf in getattr(each, kind)} for each in (first, other)

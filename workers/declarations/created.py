@@ -28,9 +28,11 @@ def created(
     """Checks what ``create`` returned, and wraps the function so that it takes and returns dicts of named arrays.
 
     Args:
+      described: the model's signature.
+      returned: what ``create`` of model.py (``module``) returned.
       asked: properties of requests that the function asks for, which are then among its inputs; None: none.
       indexed: whether the function has an argument ``index``, with the parameter set of each row.
-    Raises: InvalidArgument: ``create`` returned something else, or the function does not have the arguments that are expected.
+    Raises InvalidArgument: ``create`` returned no such thing, or the function does not have the arguments that are expected.
     """
     model, states = described.model, described.states
     if not isinstance(returned, tuple) or not 2 <= len(returned) <= 3 or not callable(returned[0]):
@@ -70,7 +72,7 @@ def created(
 
 
 def create(model: str, module: ModuleType, path: Path, config: dict[str, Any], device: Any) -> object:
-    """Calls model.py's ``create``, and raises what it raises. Raises InvalidArgument: ``create`` takes other arguments."""
+    """Calls model.py's (``module``) ``create``, raises what it raises. Raises InvalidArgument: it takes other arguments."""
     check_arguments(model, "create()", module.create, ["path", "config", "device"])
     return module.create(path, config, device)
 
@@ -82,7 +84,7 @@ def is_generator(returned: object) -> bool:
 
 
 def check_arguments(model: str, what: str, apply: Callable[..., Any], names: Sequence[str]) -> None:
-    """Raises InvalidArgument if a function (``what`` in errors) does not take arguments ``names``, or swaps the first two."""
+    """Raises InvalidArgument if ``apply`` (``what`` in errors) does not take arguments ``names``, or swaps the first two."""
     try:
         taken = inspect.signature(apply)
     except (TypeError, ValueError):  # one that does not say what it takes

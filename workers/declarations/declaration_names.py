@@ -32,7 +32,7 @@ _EXAMPLES: Mapping[str, Any] = {
 
 
 def check_names(message: ModelConfig, module: ModuleType) -> None:
-    """Raises InvalidArgument if model.py has a misspelt declaration. ``message``: the configuration, as config.pbtxt has it."""
+    """Raises InvalidArgument if ``module``, the model.py, has a misspelt declaration. ``message``: config.pbtxt, as given."""
     fields = {{"input": "inputs", "output": "outputs"}.get(field.name, field.name) for field, _ in message.ListFields()}
     configured = {key.partition(".")[0] for key in message.parameters} | fields
     missing = sorted(_EXAMPLES.keys() - vars(module).keys() - configured)
@@ -59,7 +59,7 @@ def _is_like(value: Any, example: Any) -> bool:
 
 
 def _is_used(module: ModuleType, name: str) -> bool:
-    """Returns whether model.py reads, exports or imports a name. Returns True, too, if the text of model.py is not known."""
+    """Returns whether model.py (``module``) reads, exports or imports a name. Returns True, too, if its text is not known."""
     try:
         text = decode_source(Path(str(getattr(module, "__file__", ""))).read_bytes())
         table = symtable.symtable(text, "model.py", "exec")
@@ -70,7 +70,7 @@ def _is_used(module: ModuleType, name: str) -> bool:
 
 
 def _reads(table: symtable.SymbolTable, name: str) -> bool:
-    """Returns whether the code of a scope, or of one inside it, reads the module's variable of this name."""
+    """Returns whether the code of a scope (``table``), or of one inside it, reads the module's variable of this name."""
     symbol = table.lookup(name) if name in table.get_identifiers() else None
     here = symbol is not None and symbol.is_global() and symbol.is_referenced()
     return here or any(_reads(inner, name) for inner in table.get_children())

@@ -47,7 +47,7 @@ def device_count(message: ModelConfig, module: ModuleType) -> int:
 
 
 def gpus(message: ModelConfig, module: ModuleType, count: int, gpu: int | None) -> Sequence[int]:
-    """Returns the numbers of the GPUs that a model runs on if its configuration does not list them; empty on a processor.
+    """Returns the numbers of the GPUs that a model runs on if its configuration lists none; empty on a processor.
 
     ``count``: how many devices the worker has. ``gpu``: the number of the first; None: the worker runs on the processor.
     """
@@ -155,7 +155,7 @@ def _names(message: ModelConfig, module: ModuleType) -> tuple[str, ...] | None:
 
 
 def _unsupported(message: ModelConfig, module: ModuleType) -> str:
-    """Returns why a model of this kind cannot mix parameter sets in a batch; "": it can."""
+    """Returns why a model with this configuration and ``module`` cannot mix parameter sets in a batch; "": it can."""
     if message.backend != "jax":
         return "a Triton Python model has no parameters that the server knows"
     if hasattr(module, "source"):

@@ -65,7 +65,7 @@ class RequestInputs:
         self.nobody: dict[str, Array] = {each.spec.name: self._array(each, _zero(each.spec), 1) for each in asked}
 
     def arrays(self, prepared: PreparedRequest, own: RequestRecord, rows: int) -> dict[str, Array]:
-        """Returns the properties of a request as inputs for ``rows`` rows. Raises InvalidArgument: one is missing or unfit."""
+        """Returns a request's properties as inputs of ``rows`` rows. Raises InvalidArgument: one is missing or unfit."""
         return {each.spec.name: self._array(each, self._given(each, prepared, own), rows) for each in self._asked}
 
     def _given(self, asked: _Asked, prepared: PreparedRequest, own: RequestRecord) -> Parameter:
@@ -81,7 +81,7 @@ class RequestInputs:
         return np.full((rows, 1) if self._batches else (1,), value, asked.spec.dtype)
 
     def telling(self, apply: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the model's function so that it gets the properties of requests as its last argument, apart from its inputs."""
+        """Wraps the model's function ``apply`` so that its last argument is the properties of requests, not its inputs."""
 
         def of_inputs(parameters: Any, inputs: dict[str, Any], *state: Any) -> Any:
             own, request = self.parted(inputs)
@@ -103,7 +103,7 @@ class KnownParameters:
     """The request parameters that one model version knows. Any other parameter is refused, or logged once."""
 
     def __init__(self, message: ModelConfig, module: ModuleType, options: Options) -> None:
-        """Raises InvalidArgument if ``strict_parameters`` of model.py is neither True nor False."""
+        """Raises InvalidArgument if ``strict_parameters`` of ``module``, the model.py, is neither True nor False."""
         self._model, self._names = message.name, [*map(str, getattr(module, "request", {}))]
         self._strict, self._told = getattr(module, "strict_parameters", False), set[str]()
         if type(self._strict) is not bool:
@@ -132,7 +132,7 @@ class KnownParameters:
 
 
 def request_inputs(message: ModelConfig, module: ModuleType) -> RequestInputs | None:
-    """Returns the properties of requests that model.py asks for, or None. Raises InvalidArgument: a declaration is malformed."""
+    """Returns what model.py (``module``) asks for of requests, or None. Raises InvalidArgument: it asks in a wrong way."""
     declared, host = getattr(module, "request", {}), bool(getattr(module, "host", False))
     model, batches = message.name, message.max_batch_size > 0
     if not isinstance(declared, Mapping):
@@ -175,7 +175,7 @@ def _zero(spec: TensorSpec) -> Parameter:
 
 
 def _element(what: str, spec: TensorSpec, given: Any) -> Any:
-    """Returns ``given`` as an element of the input's datatype. Raises InvalidArgument, naming ``what``: it does not fit."""
+    """Returns ``given`` as an element of the datatype of ``spec``. Raises InvalidArgument, with ``what``: it does not fit."""
     kind = spec.dtype.kind
     if spec.datatype == "BYTES":
         if isinstance(given, str):

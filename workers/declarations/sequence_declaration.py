@@ -67,7 +67,7 @@ class _CorrelationId(NamedTuple):
         return np.zeros(self.shape, self.spec.dtype)
 
     def array(self, controls: Controls) -> Array:
-        """Returns the array for a request. Raises InvalidArgument: the datatype cannot hold the correlation id."""
+        """Returns the array for a request's controls. Raises InvalidArgument: the datatype cannot hold the correlation id."""
         given, datatype = controls.correlation_id, self.spec.datatype
         if datatype == "BYTES":
             if not isinstance(given, str):
@@ -111,7 +111,7 @@ class ControlInputs:
         return self._flags[controls.start, controls.end] | {each.spec.name: each.array(controls) for each in self._ids}
 
     def of_each(self, asked: Iterable[Asked]) -> list[dict[str, Array]]:
-        """Returns the control inputs for each request, up to the first whose correlation id does not fit the datatype."""
+        """Returns the control inputs of each ``asked`` request, until a correlation id does not fit the datatype."""
         found: list[dict[str, Array]] = []
         with contextlib.suppress(InvalidArgument):
             for each in asked:
@@ -202,7 +202,7 @@ class MadeInputs:
         self.nobody: Mapping[str, Array] = {name: array for part in parts for name, array in part.nobody.items()}
 
     def arrays(self, request: RequestTensors, own: RequestRecord) -> dict[str, Array]:
-        """Returns the inputs that the worker adds to a request, by name. Raises InvalidArgument: a value does not fit."""
+        """Returns the inputs that the worker adds to a request (``own``). Raises InvalidArgument: a value does not fit."""
         made: dict[str, Array] = {}
         if self.controls is not None:
             made = self.controls.arrays(request.controls)

@@ -73,7 +73,7 @@ class GpuArray:
             self._context.synchronize()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """Returns a copy in host memory. Raises DeviceLost: the GPU failed."""
+        """Returns a copy in host memory; ``dtype`` None: the array's own. Raises DeviceLost: the GPU failed."""
         if copy is False:
             raise ValueError("GPU memory cannot be used by the host without a copy")
         array = np.empty(self.shape, self.dtype)

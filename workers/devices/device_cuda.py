@@ -78,9 +78,9 @@ class CudaDevice:
     # ------------------------------------------------------------------------------------------------------- inputs
 
     def gather(self, parts: Sequence[GatheredPart]) -> tuple[dict[str, jax.Array], int]:
-        """Gathers the inputs of a batch on the device. Returns the program's arguments by name, and how many bytes were copied.
+        """Gathers ``parts``, a batch's inputs, on the device. Returns the program's arguments by name, and the bytes copied.
 
-        Raises: InvalidArgument: a region cannot be read any more.  Unavailable: there is no memory.  DeviceLost: the GPU failed.
+        Raises InvalidArgument: a region cannot be read any more; Unavailable: there is no memory; DeviceLost: the GPU failed.
         """
         arguments: dict[str, jax.Array] = {}
         needed, copied = 0, 0
@@ -157,7 +157,7 @@ class CudaDevice:
         self._staging_byte_size = size
 
     def _fill_together(self, staged: Sequence[tuple[GatheredPart, int]], byte_size: int) -> int:
-        """Queues one transfer of all tensors in host memory, then copies within the device. Returns the bytes copied."""
+        """Queues one transfer of the ``staged`` tensors in host memory, then copies in the device. Returns bytes copied."""
         content, copied, of_host = self.host.content, 0, False
         of_device: list[tuple[int, CudaTensor | GpuArray]] = []
         for (_, dtype, shape, arrays), at in staged:
@@ -192,9 +192,10 @@ class CudaDevice:
     def _fill(
         self, pointer: int, dtype: np.dtype[Any], shape: tuple[int, ...], arrays: Sequence[Array], sources: list[Array]
     ) -> int:
-        """Queues the copies of one input to device memory at ``pointer``. Returns the number of bytes copied.
+        """Queues copies of the ``arrays`` of one input to device memory at ``pointer``. Returns the number of bytes copied.
 
-        The host arrays from which the copies read are appended to ``sources``; the caller keeps them until the copies are done.
+        ``shape``: of the input with its padding. The host arrays that the copies read are appended to ``sources``; the caller
+        keeps them until the copies are done.
         """
         total, at = _byte_size(dtype, shape), 0
         row_shape = shape[1:]
@@ -253,45 +254,45 @@ class CudaDevice:
     def _seen(self, made: jax.Array) -> GpuArray:
         return GpuArray(self.context, made, made.unsafe_buffer_pointer(), np.dtype(made.dtype), made.shape)
 
-    def take(self, made: Sequence[jax.Array], cuts: Sequence[tuple[int, int]] = ()) -> list[bytes] | None:
-        """Copies outputs to host memory and returns the bytes of each. Waits once, also for outputs still being computed.
+    def take(self, outputs: Sequence[jax.Array], cuts: Sequence[tuple[int, int]] = ()) -> list[bytes] | None:
+        """Copies ``outputs`` to host memory and returns the bytes of each. Waits once, also for outputs still being computed.
 
         None: the outputs are too large for the staging memory. ``cuts``: the ranges of bytes to return of a single output;
         empty: all. Raises DeviceLost: the GPU failed. An error of the program's run is raised unchanged.
         """
-        ends = list(itertools.accumulate([-(-byte_size_of(array) // _LINE) * _LINE for array in made]))
+        ends = list(itertools.accumulate([-(-byte_size_of(array) // _LINE) * _LINE for array in outputs]))
         if ends and ends[-1] > TOGETHER:
             return None
         host, starts, kept = self.host, [0, *ends], []
         self.context.enter()
         try:
-            for at, array in zip(starts, made, strict=False):
+            for at, array in zip(starts, outputs, strict=False):
                 if byte_size_of(array):
                     kept.append(self._follow(array))
                     self.context.to_host(host.address + at, array.unsafe_buffer_pointer(), byte_size_of(array))
         finally:
             self.context.synchronize()
         content = host.content.data
-        cuts = cuts or [(at, at + byte_size_of(array)) for at, array in zip(starts, made, strict=False)]
+        cuts = cuts or [(at, at + byte_size_of(array)) for at, array in zip(starts, outputs, strict=False)]
         return [bytes(content[start:stop]) for start, stop in cuts]
 
     def deliver(
-        self, made: Mapping[str, jax.Array], places: Mapping[str, memoryview | tuple[CudaRegion, int]]
+        self, outputs: Mapping[str, jax.Array], places: Mapping[str, memoryview | tuple[CudaRegion, int]]
     ) -> dict[str, GpuArray | Array]:
-        """Copies outputs to their places, and waits once for all of them, even if outputs are still being computed.
+        """Copies ``outputs`` to their places, and waits once for all of them, even if outputs are still being computed.
 
         Returns all outputs; those without a place as host arrays if they are small together, else as arrays on the device.
         Raises: InvalidArgument: a region cannot be written any more.  DeviceLost: the GPU failed. An error of the program's
         run is raised unchanged.
         """
-        left = [(name, array) for name, array in made.items() if name not in places and byte_size_of(array)]
+        left = [(name, array) for name, array in outputs.items() if name not in places and byte_size_of(array)]
         little = sum([byte_size_of(array) for _, array in left]) <= TOGETHER
-        found: dict[str, GpuArray | Array] = {name: self._seen(made[name]) for name in places}
+        found: dict[str, GpuArray | Array] = {name: self._seen(outputs[name]) for name in places}
         kept: list[Any] = []
         brought: list[tuple[memoryview, Array]] = []
         self.context.enter()
         try:
-            for name, array in made.items():
+            for name, array in outputs.items():
                 kept.append(self._follow(array))
                 pointer, place = array.unsafe_buffer_pointer(), places.get(name)
                 if isinstance(place, tuple):
@@ -311,7 +312,7 @@ class CudaDevice:
             self.context.synchronize()
         for memory, content in brought:
             memory[:] = content.data
-        return {name: found[name] if name in found else self.keep(array) for name, array in made.items()}
+        return {name: found[name] if name in found else self.keep(array) for name, array in outputs.items()}
 
     def _follow(self, made: jax.Array) -> Any:
         """Delays everything that the thread queues on the worker's stream from now on, until XLA has computed ``made``.
@@ -366,7 +367,7 @@ def _dlpack_device_of(device: jax.Device) -> tuple[int, int]:
 
 
 def _lies_there(array: object) -> TypeGuard[CudaTensor | GpuArray]:
-    """Returns whether the device can use a tensor where it lies. A client's BOOL must go through the host, to become 0 or 1."""
+    """Returns whether the device can use an array where it lies. A client's BOOL goes through the host, to become 0 or 1."""
     return isinstance(array, GpuArray) or (isinstance(array, CudaTensor) and array.dtype != np.bool_)
 
 

@@ -23,7 +23,7 @@ class Marker:
     """A CUDA event in the calling thread's stream, which can be recorded (``set``) and polled (``reached``) without waiting."""
 
     def __init__(self, context: Context) -> None:
-        """Creates the event. Raises CudaError: the driver refused the call; DeviceLost: the device failed."""
+        """Creates the event in ``context``. Raises CudaError: the driver refused the call; DeviceLost: the device failed."""
         self._context, self._driver = context, context.driver
         context.enter()
         self._event = context.call(self._driver.cuEventCreate, self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
@@ -62,7 +62,7 @@ class IdleLook:
         patience: float,
         interval: float = INTERVAL,
     ) -> None:
-        """Starts the checks.
+        """Starts the checks of the GPU of ``context``.
 
         Args:
           idle: returns whether the loop has nothing else to do.

@@ -56,7 +56,7 @@ class LateTensor:
         raise NotImplementedError
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """Returns a copy in host memory. Raises InvalidArgument: the region's memory cannot be read any more."""
+        """Returns a copy in host memory; ``dtype`` None: its own. Raises InvalidArgument: the region's memory is gone."""
         if copy is False:
             raise ValueError("a region's memory cannot be used by the host without a copy")
         array = np.empty(self.shape, self.dtype)
@@ -74,7 +74,7 @@ class CudaTensor(LateTensor):
     region: CudaRegion
 
     def __init__(self, region: CudaRegion, offset: int, dtype: np.dtype[Any], shape: Sequence[int]) -> None:
-        """Makes a tensor in a region. Raises InvalidArgument if the tensor is not wholly inside the region."""
+        """Makes a tensor at ``offset`` in a region. Raises InvalidArgument if the tensor is not wholly inside the region."""
         super().__init__(region, offset, dtype, shape)
         #: Its device address. An empty tensor has none, and may lie at the region's end.
         self.pointer = region.pointer(offset, self.nbytes) if self.nbytes else 0

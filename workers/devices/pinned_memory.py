@@ -78,7 +78,7 @@ class PinnedMemory:
     """Page-locks and unlocks host memory for the GPU of one worker. Only the thread of the worker's loop may use it."""
 
     def __init__(self, context: Context, budget: PinnedBudget, thread: WorkThread) -> None:
-        """``thread``: locks and unlocks memory, and does nothing else."""
+        """``thread``: locks and unlocks memory, and does nothing else. ``budget``: how much may be locked."""
         self._context = context
         #: Memory that is about to be unlocked is given back already: it is unlocked before other memory is locked.
         self._budget = budget
@@ -88,7 +88,7 @@ class PinnedMemory:
         self._logged: set[str] = set()
 
     def pin(self, view: memoryview, what: str, hold: Callable[[bool], None] | None = None) -> None:
-        """Asks the thread to page-lock memory until ``unpin``. A failure is logged, once for each kind of reason.
+        """Asks the thread to page-lock ``view`` until ``unpin``. A failure is logged, once for each kind of reason.
 
         Args:
           what: names the memory in the log.
@@ -106,7 +106,7 @@ class PinnedMemory:
         self._thread.do(functools.partial(self._lock, memory), functools.partial(self._tried, memory))
 
     def unpin(self, view: memoryview) -> None:
-        """Asks the thread to unlock memory; ignores memory that ``pin`` did not get.
+        """Asks the thread to unlock the memory of ``view``; ignores memory that ``pin`` did not get.
 
         The owner of the memory may close it immediately: the mapping stays until the memory is unlocked.
         """

@@ -27,14 +27,15 @@ class SeveralDevices:
         self._everywhere = NamedSharding(Mesh(self.devices, ("devices",)), PartitionSpec())
 
     def sharding(self, leaf: Any) -> Any:
-        """Returns the sharding that the model's author has set for a parameter; None: the author has set none."""
+        """Returns the sharding that the model's author has set for a parameter (``leaf``); None: none is set."""
         laid = isinstance(leaf, jax.Array) and (len(leaf.sharding.device_set) > 1 or leaf.committed)
         return leaf.sharding if laid else None
 
     def place(self, model: str, parameters: Any, compiled: jax.stages.Compiled) -> Any:
-        """Puts parameters on the devices where a program needs them, and parameters that the program does not use on all devices.
+        """Puts parameters on the devices where the ``compiled`` program needs them, and those that it does not use on all.
 
-        Parameters that the author has sharded keep their sharding. Raises Internal: a device has no room for its part.
+        Parameters that the author has sharded keep their sharding. Raises Internal, naming the model: a device has no room
+        for its part.
         """
         ((wanted, *_), _) = compiled.input_shardings
         leaves, structure = jax.tree.flatten(parameters)
@@ -50,7 +51,7 @@ class SeveralDevices:
 
     @staticmethod
     def order(compiled: jax.stages.Compiled) -> tuple[int, ...]:
-        """Returns the ids of a program's devices, in the program's order. Raises any exception if this JAX hides them."""
+        """Returns the ids of a compiled program's devices, in its order. Raises any exception if this JAX hides them."""
         shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
         # The attribute is private but needed: a program that is loaded for another order ends the process when it is run.
         return tuple(device.id for device in shardings[0]._device_assignment)

@@ -52,7 +52,7 @@ def failure(request_id: int, error: ServingError, version: int = 0, final: bool 
 
 
 def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -> AnswerPlan | None:
-    """Plans where answers to this prepared request have their outputs: in the answer's record, or in a region.
+    """Plans where answers to this prepared request have the outputs of ``layout``: in the answer's record, or in a region.
 
     Returns None if all outputs together have more than ``inline_byte_size`` bytes, if the client wants an output as class labels,
     or if an output does not fit into its region.
@@ -79,10 +79,10 @@ def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -
 
 
 def complete_planned(plan: AnswerPlan, request: Request, made: BatchOutputs, row: int) -> AnswerRecord | None:
-    """Writes a request's outputs that go to regions, and returns the record of its answer, which holds the other outputs.
+    """Writes, of ``outputs``, those of a request that go to regions; returns the record of its answer with the other outputs.
 
-    Returns None, and writes nothing, if any region of the request is GPU memory. ``row``: the batch's row at which the request
-    begins.
+    Returns None, and writes nothing, if any region of the request is GPU memory. ``row``: the batch's row at which the
+    request begins. ``plan``: where its outputs lie.
 
     Raises InvalidArgument: the memory of a region does not exist any more.
     """
@@ -169,12 +169,12 @@ def complete(
     places: Places | None = None,
     final: bool = True,
 ) -> AnswerRecord | None:
-    """Writes a request's outputs to where the client wants them, and returns the record of the answer, which describes them.
+    """Writes a request's outputs (``result``) to where the client wants them, and returns the record of the answer.
 
     Returns None, and writes nothing, if the response arena is full; the caller tries again later.
 
-    ``places``: reserved before the program ran, which may have written outputs there itself; None: chosen here. If this function
-    raises, it releases the places.
+    ``final``: whether this is the last answer. ``places``: reserved before the program ran, which may have written outputs
+    there itself; None: chosen here. If this function raises, it releases the places.
 
     Raises: Internal: an output does not fit into its region, or has a dtype without a name.  InvalidArgument: the outputs are
     larger than the whole arena, an output cannot be classified, or the memory of a region does not exist any more.
@@ -249,7 +249,7 @@ def _put(
 def _choose(
     request: Request, result: dict[str, Array], signature: Signature
 ) -> dict[str, tuple[str, tuple[int, ...], Content]]:
-    """Returns output name -> (datatype, shape, content) for the outputs that a request wants, in the model's order.
+    """Returns output name -> (datatype, shape, content) for the outputs in ``result`` that a request wants.
 
     Raises: Internal: an output's dtype has no datatype of the protocol.  InvalidArgument: the client wants class labels of an
     output whose datatype has none, or more labels than are allowed.
@@ -284,7 +284,7 @@ class _Queued:
         self._sources: list[Array | GpuArray] = []
 
     def write(self, region: CudaRegion, offset: int, content: Content) -> None:
-        """Begins a copy to GPU memory. Raises: InvalidArgument: the region is not writable now.  DeviceLost: the GPU failed."""
+        """Begins to copy ``content`` to a region. Raises InvalidArgument: it is not writable; DeviceLost: the GPU failed."""
         if not _byte_size(content):
             return
         self._regions.append(region)
@@ -311,7 +311,7 @@ class _Queued:
 
 
 def _write(view: memoryview, content: Content) -> None:
-    """Copies an output into mapped memory of the same size."""
+    """Copies ``content``, an output, into mapped memory (``view``) of the same size."""
     if isinstance(content, bytes):
         view[:] = content
     elif isinstance(content, GpuArray):

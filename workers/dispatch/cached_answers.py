@@ -117,7 +117,7 @@ class CachedAnswers:
         return () if version.sets is None else (chosen_by(version.sets, [request]).stamp,)
 
     def _chosen(self, graph: EnsembleGraph, request: Request) -> list[tuple[ModelVersion, ParameterSet]]:
-        """Returns the models of an ensemble's steps that have parameters, each with the parameter set that it uses for a request.
+        """Returns the models of the steps of ``graph`` that have parameters, each with the parameter set that a request uses.
 
         A model without a set of the request's name uses its main set.
         """

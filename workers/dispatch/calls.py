@@ -91,7 +91,7 @@ class CallCircles:
         return None, again_ns
 
     def _is_stuck(self, inner: InnerRequest) -> bool:
-        """Returns whether a request is deadlocked: nothing it waits for, directly or through others, can proceed by itself."""
+        """Returns whether ``inner`` is deadlocked: nothing it waits for, directly or through others, can go on by itself."""
         visited: set[_Node] = {inner}
         left: list[_Node] = [inner]
         while left:
@@ -104,7 +104,7 @@ class CallCircles:
 
     @staticmethod
     def is_within(version: ModelVersion, origin: Request | None) -> bool:
-        """Returns whether a request, or one of the requests on whose behalf it was made, asks that model version."""
+        """Returns whether ``origin``, or a request on whose behalf it was made, asks that version. None: returns False."""
         while origin is not None:
             if origin.version is version:
                 return True
@@ -344,7 +344,7 @@ class Calls:
             self.daemon.is_ready(call.prepared.model, call.prepared.version, said)
 
     def _made(self, call: ModelCall, now_ns: int) -> InnerRequest:
-        """Makes the request that a call stands for; the caller queues it. Raises NotFound: this worker does not have the model.
+        """Makes the request that ``call`` stands for; the caller queues it. Raises NotFound: this worker has no such model.
 
         Raises another ServingError: the call is not valid, or too many calls are in flight.
         """

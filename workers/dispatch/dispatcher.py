@@ -87,6 +87,7 @@ class Dispatcher:
         """Makes the objects that the dispatcher owns.
 
         Args:
+          compiler: the thread that compiles what is needed while serving.
           check: raises an error if the worker's device has failed.
           gpu: the GPU's number; None: the worker computes on the processor.
           post: asks the loop to call a function; any thread may call it.
@@ -324,7 +325,7 @@ class Dispatcher:
                     self.agenda.wake(version)
 
     def _refuse(self, version: ModelVersion, answers: list[tuple[Request, ServingError]], now_ns: int) -> None:
-        """Answers refused or replaced requests with errors, after earlier requests if the model answers in order."""
+        """Answers refused or replaced requests with their errors, after earlier ones if the model answers in order."""
         for request, error in answers:
             if isinstance(error, Unavailable):
                 version.statistics.failed(now_ns - request.arrived_ns)
@@ -467,7 +468,7 @@ class Dispatcher:
         return executable.share if len(version.planner) >= _MANY else math.inf
 
     def _take(self, version: ModelVersion, now_ns: int, instance: int = 0) -> list[Request]:
-        """Takes a version's next batch from its queue, without requests that the outbox holds back."""
+        """Takes a version's next batch for an instance from its queue, without requests that the outbox holds back."""
         batch = version.take(now_ns, instance)
         if not self._outbox.blocked:
             return batch
@@ -531,7 +532,7 @@ class Dispatcher:
 
 
 def _extend(version: ModelVersion, grouped: GroupedCalls, batch: list[Request]) -> GroupedProgram | None:
-    """Adds to ``batch`` waiting requests that can be computed in one call with it. Returns the program, or None."""
+    """Adds to ``batch`` waiting requests that one program of ``grouped`` computes with it. Returns the program, or None."""
     key = batch[0].key
     waiting = version.queue.rows(key)
     program = grouped.find(shapes_of(key), waiting + 1)

@@ -105,7 +105,7 @@ class EnsembleRuns:
         self._working = False
 
     def run(self, version: ModelVersion, graph: EnsembleGraph, batch: list[Request], now_ns: int) -> bool:
-        """If all steps allow it, runs a batch as one pipeline and returns True; else begins it step by step and returns False."""
+        """If all steps of ``graph`` allow it, runs a batch as one pipeline; else begins it step by step and returns False."""
         # A trace has each step; of what was being executed when a worker died each step is blamed for itself; and each step finds
         # the parameter set that its request names, and says which it was.
         steps = [
@@ -126,7 +126,7 @@ class EnsembleRuns:
         batch: list[Request],
         now_ns: int,
     ) -> bool:
-        """Runs a batch through a pipeline and answers it; returns False, with nothing answered, if the pipeline failed."""
+        """Runs a batch by a pipeline's ``program`` and answers it; returns False, with nothing answered, if it failed."""
         execution = Execution(batch, now_ns)
         self._page.begin(
             LOOP_SLOT, [(request.submitter.peer, request.request_id) for request in batch], version.page_key, now_ns
@@ -142,7 +142,7 @@ class EnsembleRuns:
         return True
 
     def begin(self, version: ModelVersion, graph: EnsembleGraph, request: Request) -> None:
-        """Begins the first steps of a request, or answers it with an error if a model or parameter set does not exist."""
+        """Begins the first steps of ``graph`` for a request, or answers it with an error if a model or set is missing."""
         run = self._runs[request] = _Run(version, graph, request, self._clock())
         try:
             for number in graph.needed(request.outputs).numbers:
@@ -368,7 +368,7 @@ class EnsembleRuns:
 
     @staticmethod
     def _send_unsent(run: _Run) -> None:
-        """Sends the response that a streaming ensemble has held back. Further responses follow it.
+        """Sends the response that a streaming ensemble's run has held back. Further responses follow it.
 
         A response is held back until it is known whether it is the last one.
         """
@@ -377,7 +377,7 @@ class EnsembleRuns:
             run.sender.send(outputs, wait=False)
 
     def _end_stream(self, run: _Run, sender: ResponseSender) -> None:
-        """Ends the request of a streaming ensemble: sends the response that was held back, and then the run's error, if any."""
+        """Ends a streaming ensemble's request: its ``sender`` sends the response held back, and the run's error, if any."""
         error, sender.returned = run.error, True
         if error is None:
             outputs, run.unsent = run.unsent, None
@@ -394,7 +394,7 @@ class EnsembleRuns:
 
 
 def members_of(models: ModelTable, graph: EnsembleGraph, outputs: Collection[str] = ()) -> Iterator[ModelVersion]:
-    """Yields the model versions that run the steps for these outputs now. If a step is an ensemble, yields its models, too.
+    """Yields the model versions that run the steps of ``graph`` for these outputs now. If one is an ensemble, its models too.
 
     ``outputs``: the names of the wanted outputs; empty: all outputs.
 
@@ -431,21 +431,21 @@ def told_by(
 
 
 def _has_set(member: ModelVersion, name: str) -> bool:
-    """Returns whether a model has a parameter set with that name; True for an ensemble, because its steps will check that."""
+    """Returns whether a ``member`` model has the parameter set ``name``; True for an ensemble: its steps will check that."""
     if member.loaded.ensemble is not None:
         return True
     return member.sets is not None and member.sets.newest(name) is not None
 
 
 def _check_set(request: Request, members: Iterable[ModelVersion]) -> None:
-    """Raises NotFound if a request names a parameter set that no model of the ensemble has."""
+    """Raises NotFound if a request names a parameter set that none of ``members``, the ensemble's models, has."""
     name = request.own.parameter_set
     if name and not any(_has_set(member, name) for member in members):
         raise NotFound(f"{request.label}no model of the ensemble has a parameter set '{name}'")
 
 
 def _fitted(arrays: dict[str, Array], specs: dict[str, TensorSpec], batches: bool) -> dict[str, Array]:
-    """Returns tensors with the batch dimension added or removed, as ``specs`` need it. ``batches``: whether specs have one."""
+    """Returns ``arrays`` with the batch dimension added or removed, as ``specs`` need it. ``batches``: if specs have one."""
     return {
         name: fitting(array, specs[name].dims, batches) if name in specs else array for name, array in arrays.items()
     }

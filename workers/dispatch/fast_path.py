@@ -66,7 +66,7 @@ class _Batch:
     def __init__(
         self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Shapes, runs: SequenceRuns | None = None
     ) -> None:
-        """Finds the program for each number of rows. ``key``: the inputs' shapes. ``runs``: None if a model has no sequences."""
+        """Finds the model's program for each number of rows. ``key``: the inputs' shapes. ``runs`` None: no sequences."""
         self.version = version
         self.model = model
         self._key = key
@@ -247,7 +247,7 @@ class FastPath(Poller):
                     statistics.slow_requests[why] += 1
 
     def _learn(self, version: ModelVersion, execution: Execution, request: Request) -> SlowReason | None:
-        """Makes the C extension answer repeats of a request. Returns why it will not; None: it will, or the run failed."""
+        """Makes C answer repeats of a request in ``execution``. Returns why it will not; None: it will, or the run failed."""
         preparation, submitter = request.preparation, request.submitter
         if preparation is None or submitter.closed:
             return SlowReason.NEW if request.sink is None else SlowReason.INSIDE
@@ -285,7 +285,7 @@ class FastPath(Poller):
     def _learn_together(
         self, execution: Execution, request: Request, preparation: Preparation, regions: Regions, layout: OutputLayout
     ) -> SlowReason | None:
-        """Has the C extension answer repeats of a request in shared runs; returns why it cannot, or None."""
+        """Has C answer repeats of a request in shared runs, with outputs in ``layout``; returns why it cannot, or None."""
         version, plan, prepared = request.version, preparation.plans.get(layout), preparation.prepared
         if plan is None:
             return SlowReason.TRACED if request.timeline is not None else SlowReason.LARGE
@@ -385,7 +385,7 @@ class FastPath(Poller):
         return None
 
     def _found(self, places: Sequence[RegionSlice | None], submitter: SubmitterLink[Request]) -> Regions | None:
-        """Returns the regions of ``places``, by name; None: one is not mapped here, or a place in a region has no bytes."""
+        """Returns a submitter's regions in ``places``, by name; None: one is not mapped, or a place in one has no bytes."""
         regions: RegionTable | LaneSegments = submitter.segments or self._regions
         found: Regions = {}
         for place in places:
@@ -426,7 +426,7 @@ class FastPath(Poller):
 
 
 def _plan_single(execution: Execution, preparation: Preparation) -> tuple[AnswerPlan, Mapping[int, str]] | None:
-    """Returns a plan for answers to an execution's only request, and output names by ``PlannedOutput.content``; None: no plan."""
+    """Returns a plan for answers to an execution's only request, and output names by ``PlannedOutput.content``, or None."""
     (request,), made, places = execution.requests, execution.outputs, execution.places
     plan = None if made is None else preparation.plans.get(made.layout)
     if made is not None and plan is not None and plan.numbered is not None:
@@ -475,12 +475,12 @@ def _sets_of(request: Request) -> dict[str, ParameterSet] | None:
 
 
 def _is_large(request: Request, preparation: Preparation, checked: Checked) -> bool:
-    """Returns whether a request's inputs are too large to be copied into a batch."""
+    """Returns whether a request's inputs, as ``checked``, are too large to be copied into a batch."""
     return not request.small if preparation.own else sum(checked.sizes) >= _LARGE
 
 
 def _holds(numbered: Numbered[PreparedAnswer], request: Request) -> bool:
-    """Returns whether a prepared answer was sent to a request's submitter and reports the parameters that the request used."""
+    """Returns whether a ``numbered`` answer was sent to a request's submitter, and reports the parameters of the request."""
     known = numbered in request.submitter.lane.published
     return known and (not request.tells or numbered.prepared.parameters == request.told)
 
@@ -497,5 +497,5 @@ def _take_back(submitter: SubmitterLink[Request], datagram: bytes) -> bool:
 
 
 def _address(place: RegionSlice | None, byte_size: int, regions: Regions) -> int:
-    """Returns the address of a tensor in a region; 0 if it is in the record. Raises InvalidArgument: it is not in the region."""
+    """Returns a tensor's address in ``place``; 0 for None, a tensor in the record. Raises InvalidArgument: it is outside."""
     return 0 if place is None else address_of(regions[place.region].view(place.offset, byte_size))

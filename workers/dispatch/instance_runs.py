@@ -123,7 +123,7 @@ class InstanceRuns:
 
     @staticmethod
     def take_back(version: ModelVersion, request: Request) -> bool:
-        """Takes a request back from its instance if the instance has not begun to run it; returns whether it did."""
+        """Takes a request back from its version's instance if the instance has not begun it; returns whether it did so."""
         for instance in version.loaded.instances:
             for execution in instance.given:
                 if request in execution.requests:
@@ -144,7 +144,7 @@ def _count_ahead(version: ModelVersion) -> None:
 
 
 def in_order(version: ModelVersion, taken: object, answer: Callable[[], None]) -> None:
-    """Calls ``answer``; if the model answers in order, only after all requests that left the queue earlier are answered.
+    """Calls ``answer``; if the version answers in order, only after all requests that left the queue earlier are answered.
 
     ``taken``: identifies when the requests left the queue.
     """

@@ -174,7 +174,7 @@ class LaneAnswers:
             self._log.write("OK", names, request.own, request.arrived_ns, _client(submitter), trace_id, version)
 
     def rejected(self, submitter: SubmitterLink[Request], record: RequestRecord, error: ServingError) -> None:
-        """Answers with an error a record that is not a valid request, and counts the error as a failure."""
+        """Answers with an error a submitter's record that is not a valid request, and counts the error as a failure."""
         if submitter.segments is None:
             return
         trace_id = self._end_trace(submitter, record.request_id, error) if submitter.traces else ""
@@ -210,12 +210,12 @@ class LaneAnswers:
 
 
 def _client(submitter: SubmitterLink[Request]) -> str:
-    """Returns the name of the user whose process has the lane."""
+    """Returns the name of the user whose process has the submitter's lane."""
     return "" if submitter.owner is None else submitter.owner.name
 
 
 def _model(submitter: SubmitterLink[Request], record: RequestRecord) -> str:
-    """Returns the name of the model that a received record asks; "": the number of its prepared request is unknown."""
+    """Returns the name of the model that a submitter's record asks; "": its prepared request's number is unknown."""
     prepared = record.prepared
     try:
         return (submitter.preparations[prepared].prepared if isinstance(prepared, int) else prepared).model

@@ -68,7 +68,7 @@ class Outbox:
 
     @staticmethod
     def _overtakes(request: Request) -> bool:
-        """Returns whether an answer must wait, because the model answers in order and an earlier answer waits for room."""
+        """Returns whether a request's answer must wait: its model answers in order, and an earlier answer waits for room."""
         submitter, version = request.submitter, request.version
         if not submitter.blocked or not version.ordered or submitter.closed or request.cancelled:
             return False
@@ -106,7 +106,7 @@ class Outbox:
         self._agenda.put(self._log_refusals, self._refusals.due_ns or NEVER)
 
     def reject(self, submitter: SubmitterLink[Request], record: RequestRecord, error: ServingError) -> None:
-        """Answers with ``error`` a received record that is not a valid request; ``error`` says why it is not."""
+        """Answers with ``error`` a submitter's record that is not a valid request; ``error`` says why it is not."""
         submitter.answer(failure(record.request_id, error))
         self.lane_answers.rejected(submitter, record, error)
 
@@ -142,7 +142,7 @@ class Outbox:
             executable.offer(execution.places)
 
     def answer_all(self, execution: Execution, now_ns: int) -> dict[Request, Failure]:
-        """Answers the requests of a batch. Returns those that got an error, each with the reason under which to count it."""
+        """Answers the requests of a run. Returns those that got an error, each with the reason under which to count it."""
         failed: dict[Request, Failure] = {}
         row = 0
         for i, request in enumerate(execution.requests):
@@ -162,7 +162,7 @@ class Outbox:
         return failed
 
     def _answer_long(self, execution: Execution, i: int, now_ns: int) -> Failure | None:
-        """Answers the request at index ``i`` of a batch. Returns the reason under which to count an error; None: no error."""
+        """Answers the execution's request at index ``i``. Returns the reason to count an error under; None: no error."""
         request, result = execution.requests[i], execution.results[i]
         if request.timeline is not None:
             request.timeline.executed(execution.moments, request.arrays, result)
@@ -251,7 +251,7 @@ class Outbox:
         return result
 
     def _place(self, request: Request, result: dict[str, Array], places: Places | None = None) -> ServingError | bool:
-        """Writes an answer into its places, sends it and ends the request, if there is room for the answer.
+        """Writes ``result`` to ``places`` (None: chosen here), sends it and ends the request, if there is room for it.
 
         Returns True if the answer was sent, False if there is no room and the caller must try again later, or the error with
         which to answer instead.
@@ -313,7 +313,7 @@ class Outbox:
         return min(self._options.byte_size, submitter.segments.limits.response_byte_size // _MAX_BLOCKED)
 
     def no_room(self, request: Request, byte_size: int, now_ns: int) -> Unavailable:
-        """Returns the error for an answer of ``byte_size`` bytes that found no room in time. Counts and logs the refusal."""
+        """Returns the error for a request's answer of ``byte_size`` bytes that found no room. Counts and logs the refusal."""
         self._note(request, Refusal.ANSWER_ROOM, now_ns)
         return Unavailable(_describe_full(request.submitter, byte_size))
 
@@ -383,7 +383,7 @@ class Outbox:
         return min([submitter.blocked[0].give_up_ns for submitter in self.blocked], default=NEVER)
 
     def drop(self, submitter: SubmitterLink[Request]) -> None:
-        """Ends, without answers, the requests of a closed lane that are held back or whose answers wait for room."""
+        """Ends, without answers, a gone submitter's requests that are held back or whose answers wait for room."""
         for waiting in submitter.blocked:
             self.end(waiting.request)
         for request in submitter.held:
@@ -400,7 +400,7 @@ class Outbox:
 
 
 def _numbered(request: Request, answer: AnswerRecord) -> tuple[AnswerRecord, Numbered[PreparedAnswer] | None]:
-    """Makes a large answer's repeating part a prepared answer, so that the record carries only a number for it.
+    """Makes the repeating part of a request's large answer prepared, so that the record carries only a number for it.
 
     Returns the new record and the numbered part. Returns the record unchanged, and None, if the answer cannot be prepared.
     """

@@ -106,7 +106,7 @@ class Responses(ResponseReceiver):
         return request.submitter.known_kind(request.version.version, found[0])
 
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
-        """Queues a response for the loop, behind the sender's earlier ones. ``wake`` False: ``gather`` will find the response."""
+        """Queues ``result`` for the loop, behind the sender's earlier ones. ``wake`` False: ``gather`` will find it."""
         self._arrived.append((sender, (result, final, byte_size)))
         # Whoever takes them says so before it looks for them.
         if wake and (final or not self._posted):
@@ -147,7 +147,7 @@ class Responses(ResponseReceiver):
                 self._end_cancelled(sender)
 
     def respond(self, sender: ResponseSender, result: Result | None, final: bool) -> None:
-        """Sends a response that the loop made, after earlier ones. If ``result`` is None, only says that no response follows."""
+        """Sends a response that the loop made, after the sender's earlier ones. ``result`` None: says that none follows."""
         sent = result, final, sender.posted(result, final)
         if sender in self.kept:
             self.kept[sender][0].append(sent)
@@ -167,7 +167,7 @@ class Responses(ResponseReceiver):
 
     @staticmethod
     def check_taken(request: Request, byte_size: int) -> None:
-        """Checks that a client can have taken ``byte_size`` more bytes of responses. Raises InvalidArgument if it cannot."""
+        """Raises InvalidArgument if a client cannot have taken ``byte_size`` more bytes of responses to a request."""
         sender = request.version.senders.get(request)
         if sender is None:
             return
@@ -269,13 +269,13 @@ class Responses(ResponseReceiver):
             hand_over(request, result, None, final)
 
     def _note_end(self, sender: ResponseSender, result: Result | None) -> None:
-        """Adds the run and the outputs of a traced request to its timeline. ``result``: None if there are no outputs."""
+        """Adds run and outputs of the sender's traced request to its timeline. ``result``: None if there are no outputs."""
         request, shown = sender.request, {} if result is None else result
         assert request.timeline is not None
         request.timeline.executed((sender.began_ns, sender.began_ns, self._clock()), request.arrays, shown)
 
     def _place(self, sender: ResponseSender, result: Result | None, final: bool) -> int | ServingError | None:
-        """Writes a response to the lane of the request's submitter. ``result`` None: the record only says that none follows.
+        """Writes a response to the lane of the sender's request. ``result`` None: the record only says that none follows.
 
         Returns the number of bytes to count as sent until the client has taken them, None if the response arena is full, or the
         error to send instead. ``final``: whether this is the request's last response.
@@ -314,7 +314,7 @@ class Responses(ResponseReceiver):
         return 0 if final else response_byte_size(record.contents)
 
     def _place_small(self, sender: ResponseSender, result: dict[str, Array], final: bool) -> int:
-        """Queues a response if it fits into a record. Returns the bytes that the client must acknowledge; 0: it does not fit."""
+        """Queues ``result`` if it fits into a record. Returns the bytes that the client must acknowledge; 0: it is larger."""
         request = sender.request
         if (
             not sender.plain

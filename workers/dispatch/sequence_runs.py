@@ -84,7 +84,7 @@ class SequenceRuns:
         return len(self._chosen)
 
     def program(self, executable: Executable) -> Callable[[], list[Content]]:
-        """Returns a function that C calls once the inputs are gathered: it runs the chosen requests and returns the outputs."""
+        """Returns a function that C calls once the inputs are gathered: it runs the chosen requests on ``executable``."""
         step = self._model.gathered_run(executable)
         columns = {name: array.reshape(executable.rows, -1) for name, array in executable.gathered.items()}
 

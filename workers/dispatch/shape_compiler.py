@@ -49,7 +49,7 @@ class ShapeCompiler:
         restore: Callable[[ModelVersion, list[Request]], None],
         models: ModelTable,
     ) -> None:
-        """Starts with nothing to compile.
+        """Starts with nothing to compile; ``thread`` will compile.
 
         Args:
           max_shapes: how many shapes of one model version may at a time be compiled or wait to be compiled.
@@ -70,7 +70,7 @@ class ShapeCompiler:
         self._grouped: deque[tuple[ModelVersion, GroupedCalls, Executable]] = deque()
 
     def park(self, version: ModelVersion, batch: list[Request], wanted: Wanted) -> None:
-        """Has a thread compile the program that a batch needs. The requests of the batch wait outside the queue until then.
+        """Has a thread compile the program ``wanted`` for a batch, whose requests wait outside the queue until then.
 
         Requests in the queue with the same batching key wait too. If too many shapes are being compiled already, all these
         requests are answered with Unavailable instead.
@@ -114,11 +114,7 @@ class ShapeCompiler:
     def _compile(
         self, version: ModelVersion, executables: Executables, wanted: Wanted, running: list[tuple[int, int]]
     ) -> Executable:
-        """Compiles a program; the compiler's thread calls this. Raises what the compiler raises, or the failure of the device.
-
-        ``running``: submitter and request id of each waiting request. They go on the status page, because a compilation may
-        kill the process.
-        """
+        """Compiles the program ``wanted``; the compiler's thread calls this. Raises the compiler's errors, or DeviceLost."""
         self._page.begin(COMPILER_SLOT, running, version.page_key, self._clock())
         try:
             return executables.compile(wanted)

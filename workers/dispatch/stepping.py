@@ -95,7 +95,7 @@ class StepRows:
         self._lanes: list[_Lane] = []
 
     def join(self, slot: int, sender: ResponseSender) -> None:
-        """Has the request in ``slot`` get its responses together with others from the next step on, unless that is impossible."""
+        """Has the ``sender`` of ``slot`` respond together with others from the next step on, unless that is impossible."""
         room = sender.room
         if room <= 0 or not self._responses.takes_small(sender):
             return
@@ -404,7 +404,7 @@ class Stepping:
                 self._pause(sender)
 
     def _pause(self, sender: ResponseSender) -> None:
-        """Because a request's client is slow, leaves the request out of steps until the client has taken some responses."""
+        """Leaves the sender's request out of steps until its client, which is slow, has taken some responses."""
         request = sender.request
         if sender.when_room(lambda: self._batcher.resume(request)):
             self._batcher.pause(request)
