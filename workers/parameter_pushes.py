@@ -93,7 +93,7 @@ class ParameterPushes:
             answer(_DONE, None)
 
     def _find(self, model: str, version: int) -> ModelVersion:
-        """Returns a loaded version, even one that does not serve yet. Raises NotFound: there is no such version."""
+        """Returns a loaded version of a model, even one that does not serve yet. Raises NotFound: there is no such one."""
         found = self._models.held.get((model, version)) or self._models.serving(model, version)
         if found is None:
             raise NotFound(f"{UNKNOWN_MODEL}'{model}' version {version} is not found")
@@ -192,7 +192,7 @@ class ParameterPushes:
         self._thread.do(stage, done)
 
     def _checked(self, fd: int, sets: ParameterSets, operation: StageParameters, what: str) -> list[Array | None]:
-        """Returns the arrays of a push from the sealed memory of ``fd``, after checking that they fit the model.
+        """Returns a push's (``operation``) arrays from the sealed memory of ``fd``, after checking that they fit ``sets``.
 
         An entry is None if the leaf is not part of the push, because all sets share it or because it is a random key. ``what``:
         names the push in errors.
@@ -208,7 +208,7 @@ class ParameterPushes:
         return leaves
 
     def _commit(self, operation: CommitParameters) -> None:
-        """Puts into use the parameters that were staged for a push. Skips model versions that are not loaded any more."""
+        """Puts into use the parameters that ``operation`` says were staged. Skips model versions that are not loaded now."""
         staged = self._staged.pop(operation.push, [])
         if not staged:
             raise NotFound(f"nothing is staged for push {operation.push}")
@@ -232,7 +232,7 @@ class ParameterPushes:
                 self._unstage(version.sets, parameters)
 
     def _unstage(self, sets: ParameterSets, parameters: ParameterSet) -> None:
-        """Drops parameters that were staged for a push, and frees their memory unless they are in use."""
+        """Drops ``parameters`` of ``sets`` that were staged for a push, and frees their memory unless they are in use."""
         sets.staged.discard(parameters)
         if not parameters.is_newest:
             self._let_go([parameters.leave()])

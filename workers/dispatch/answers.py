@@ -78,7 +78,7 @@ def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -
     return AnswerPlan(prepared, None, parts, sum([part.byte_size for part in parts]), inside, request.told)
 
 
-def complete_planned(plan: AnswerPlan, request: Request, made: BatchOutputs, row: int) -> AnswerRecord | None:
+def complete_planned(plan: AnswerPlan, request: Request, outputs: BatchOutputs, row: int) -> AnswerRecord | None:
     """Writes, of ``outputs``, those of a request that go to regions; returns the record of its answer with the other outputs.
 
     Returns None, and writes nothing, if any region of the request is GPU memory. ``row``: the batch's row at which the
@@ -86,7 +86,7 @@ def complete_planned(plan: AnswerPlan, request: Request, made: BatchOutputs, row
 
     Raises InvalidArgument: the memory of a region does not exist any more.
     """
-    rows, contents = request.rows, made.contents
+    rows, contents = request.rows, outputs.contents
     parts = [
         contents[number][(at := start + row * step) : at + rows * size]
         for number, start, step, size, _, _ in plan.parts

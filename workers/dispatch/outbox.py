@@ -186,7 +186,7 @@ class Outbox:
         hand_over(request, result, moments)
         return result
 
-    def _place_small(self, request: Request, made: BatchOutputs, row: int) -> bool:
+    def _place_small(self, request: Request, outputs: BatchOutputs, row: int) -> bool:
         """Answers a client's request whose outputs are small, by a plan that is stored or made now.
 
         The outputs are copied from the batch's rows, from ``row`` on. Returns False, and sends nothing, if there is no such plan,
@@ -198,14 +198,14 @@ class Outbox:
         if submitter.blocked and self._overtakes(request):
             return False
         version, preparation = request.version, request.preparation
-        plan = None if preparation is None else preparation.plans.get(made.layout)
+        plan = None if preparation is None else preparation.plans.get(outputs.layout)
         if plan is not None and request.tells and plan.told != request.told:
             plan = None
-        plan = plan or self._plan(request, made.layout)
+        plan = plan or self._plan(request, outputs.layout)
         if plan is None:
             return False
         try:
-            answer = complete_planned(plan, request, made, row)
+            answer = complete_planned(plan, request, outputs, row)
         except ServingError:
             # What is wrong with a region is found again, and said, by the long way.
             return False

@@ -52,9 +52,9 @@ class Gpu(ExecutionDevice):
     def inputs(self, arguments: Sequence[Argument]) -> Inputs:
         return DeviceInputs(self._cuda, arguments)
 
-    def contents_of(self, made: Sequence[Any]) -> list[Content]:
-        fetched = self._cuda.take(made)
-        return [np.asarray(array) for array in made] if fetched is None else [*fetched]
+    def contents_of(self, arrays: Sequence[Any]) -> list[Content]:
+        fetched = self._cuda.take(arrays)
+        return [np.asarray(array) for array in arrays] if fetched is None else [*fetched]
 
     def beside(self) -> Gpu:
         return Gpu(self._cuda.beside())
@@ -80,7 +80,7 @@ class DeviceInputs:
     __slots__ = ("_byte_size", "_device", "_parts")
 
     def __init__(self, device: CudaDevice, inputs: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]]) -> None:
-        """Computes where each input lies in the memory. ``inputs``: name, dtype and shape of each input of the program."""
+        """Computes where each input lies in device memory. ``inputs``: name, dtype and shape of each input of the program."""
         self._device = device
         self._parts: list[tuple[str, np.dtype[Any], tuple[int, ...], int]] = []
         at = 0
@@ -127,25 +127,25 @@ class GpuExecutable(Executable):
         #: Start and end of each output among the packed ones.
         self._cuts: list[tuple[int, int]] | None = None
 
-    def read(self, made: Mapping[str, Any]) -> list[Content]:
-        found = self._fetch(made)
-        return [np.asarray(made[name]) for name in self._signature.outputs] if found is None else [*found]
+    def read(self, arrays: Mapping[str, Any]) -> list[Content]:
+        found = self._fetch(arrays)
+        return [np.asarray(arrays[name]) for name in self._signature.outputs] if found is None else [*found]
 
-    def _fetch(self, made: Mapping[str, Any]) -> list[bytes] | None:
-        """Copies all outputs to the host, waiting once for all; None if they are too large for the staging memory."""
-        packed = made.get(PACKED)
+    def _fetch(self, arrays: Mapping[str, Any]) -> list[bytes] | None:
+        """Copies all outputs, ``arrays``, to the host, waiting once for all; None: the staging memory is too small for them."""
+        packed = arrays.get(PACKED)
         if packed is None:
-            return self._cuda.take([made[name] for name in self._signature.outputs])
+            return self._cuda.take([arrays[name] for name in self._signature.outputs])
         if self._cuts is None:
-            arrays = {name: made[name] for name in self._signature.outputs}
-            self._cuts = [(at, at + byte_size_of(arrays[name])) for name, at in starts(arrays).items()]
+            outputs = {name: arrays[name] for name in self._signature.outputs}
+            self._cuts = [(at, at + byte_size_of(outputs[name])) for name, at in starts(outputs).items()]
         return self._cuda.take([packed], self._cuts)
 
-    def _arrays_in(self, contents: Sequence[bytes], made: Mapping[str, Any]) -> dict[str, Array]:
-        """Returns the outputs as arrays by name, which are views of ``contents``, the result of ``_fetch`` for ``made``."""
+    def _arrays_in(self, contents: Sequence[bytes], arrays: Mapping[str, Any]) -> dict[str, Array]:
+        """Returns the outputs as arrays by name, which are views of ``contents``, the result of ``_fetch`` for ``arrays``."""
         if self._fetched is None:
-            arrays = {name: made[name] for name in self._signature.outputs}
-            self._fetched = [(name, np.dtype(array.dtype), array.shape) for name, array in arrays.items()]
+            outputs = {name: arrays[name] for name in self._signature.outputs}
+            self._fetched = [(name, np.dtype(array.dtype), array.shape) for name, array in outputs.items()]
         return {
             name: np.frombuffer(content, dtype).reshape(shape)
             for (name, dtype, shape), content in zip(self._fetched, contents, strict=True)
@@ -171,19 +171,19 @@ class GpuExecutable(Executable):
         made = self.call(parameters, arguments)
         return self.outputs(made, requests) if places is None else self._delivered(made, requests[0], places)
 
-    def outputs(self, made: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:
-        contents = None if any(request.stays for request in requests) else self._fetch(made)
+    def outputs(self, arrays: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:
+        contents = None if any(request.stays for request in requests) else self._fetch(arrays)
         if contents is not None:
-            return RunOutputs(self._arrays_in(contents, made), contents)
-        outputs = jax.block_until_ready([made[name] for name in self._signature.outputs])
+            return RunOutputs(self._arrays_in(contents, arrays), contents)
+        outputs = jax.block_until_ready([arrays[name] for name in self._signature.outputs])
         # They stay on the device: their places decide how they leave it.
         kept = cast(list[Array], [self._cuda.keep(output) for output in outputs])
         return RunOutputs(dict(zip(self._signature.outputs, kept, strict=True)), None)
 
-    def _delivered(self, made: Mapping[str, Any], request: RequestTensors, places: Places) -> RunOutputs:
-        """Copies a single request's outputs from the GPU to those ``places`` that the GPU can reach. Returns all outputs."""
+    def _delivered(self, arrays: Mapping[str, Any], request: RequestTensors, places: Places) -> RunOutputs:
+        """Copies ``arrays``, one request's outputs, to those of its ``places`` that the GPU can reach. Returns all outputs."""
         reached = places.reached()
-        outputs = self._cuda.deliver({name: made[name] for name in self._signature.outputs}, reached)
+        outputs = self._cuda.deliver({name: arrays[name] for name in self._signature.outputs}, reached)
         places.written = reached.keys()
         request.copied_byte_size += sum([places.sizes[name] for name in reached])
         return RunOutputs(cast(dict[str, Array], outputs), None)

@@ -58,7 +58,7 @@ class SourceLoader(SourceFileLoader):
         self._builtins = builtins
 
     def get_code(self, fullname: str) -> CodeType:
-        """Compiles the module's source file.
+        """Compiles the source file of the module ``fullname``.
 
         Raises: OSError: the file cannot be read.  SyntaxError: the file is not valid Python.
         """
@@ -112,7 +112,7 @@ class ModelImports:
 
     @classmethod
     def of_version(cls, model: str, folders: Sequence[Path]) -> ModelImports:
-        """Makes a package with a new name for the code of a version of ``model`` that is about to be loaded."""
+        """Makes a package with a new name for the code, in ``folders``, of a version of ``model`` that will be loaded."""
         return cls(f"tensord_model_{next(cls._serials)}_{_NOT_A_NAME.sub('_', model)}", folders)
 
     @staticmethod
@@ -138,7 +138,7 @@ class ModelImports:
         self._port = self._builtins[PORT] = port
 
     def run(self, path: Path) -> ModuleType:
-        """Runs a file such as model.py as a module of the package, and returns the module.
+        """Runs the file ``path``, such as model.py, as a module of the package, and returns the module.
 
         Raises InvalidArgument: the file cannot be read. Any exception of the module's code is raised unchanged.
         """

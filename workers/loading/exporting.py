@@ -56,7 +56,7 @@ def export_model(
     Args:
       function: takes parameters and inputs (trees of arrays), returns a tree of outputs.
       inputs: declarations of the inputs, as in a model.py.
-      buckets: axis name -> sizes to compile.
+      max_batch_size: the most rows; 0: no batches.  buckets: axis name -> sizes to compile.
       platforms: the platforms to export for, as jax.export names them; None: the platform of this process.
     Raises: InvalidArgument: a declaration is malformed, the folder has a version 1 already, or the function cannot be exported.
     OSError: the folder cannot be written.
@@ -132,7 +132,7 @@ def _umask() -> int:
 def _programs(
     message: ModelConfig, inputs: Mapping[str, Declared], exported: Callable[[int | str], export.Exported]
 ) -> dict[str, export.Exported]:
-    """Returns the exported programs by file name: one for all sizes, or one for each batch size if no other size varies.
+    """Returns a model's exported programs by file name: one for all sizes, or one for each batch size if only that varies.
 
     ``exported``: exports the function for a batch size, given as a number or as the symbol "batch".
     """
@@ -147,7 +147,7 @@ def _programs(
 
 
 def _named(parameters: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], Any]]:
-    """Returns the arrays in a pytree by name, and a function that makes the tree again from arrays by name."""
+    """Returns the arrays of ``parameters``, a pytree, by name, and a function that makes the tree again from such arrays."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(parameters)
     arrays: dict[str, Any] = {}
     names: list[str | None] = []
@@ -188,7 +188,7 @@ def _specs(message: ModelConfig, inputs: Mapping[str, Declared], rows: int | str
 
 
 def _complete(message: ModelConfig, inputs: Mapping[str, Declared], exported: export.Exported) -> None:
-    """Adds inputs as declared, and outputs as the program returns them, to a configuration without inputs and outputs."""
+    """Adds inputs as declared, and outputs as the exported program has them, to a configuration that lacks them."""
     types = model_config_pb2.DataType
     if not message.input:
         for name, tensor in inputs.items():
@@ -206,7 +206,7 @@ def _complete(message: ModelConfig, inputs: Mapping[str, Declared], exported: ex
 
 
 def export_version(load: Load, device: jax.Device, folder: Path, platforms: str) -> None:
-    """Writes into ``folder``, as a new model, a model version that has a model.py. Raises ServingError if that fails.
+    """Writes a loaded version that has a model.py into ``folder`` as a new model. Raises ServingError if that fails.
 
     ``platforms``: comma-separated, as jax.export names them; "": the platform of the device.
     """
@@ -248,7 +248,7 @@ def export_version(load: Load, device: jax.Device, folder: Path, platforms: str)
 
 
 def _unsupported(message: ModelConfig, module: ModuleType) -> str:
-    """Returns why a model of this kind cannot be exported; "": it can."""
+    """Returns why a model with this configuration and ``module`` cannot be exported; "": it can."""
     if not callable(getattr(module, "create", None)) or getattr(module, "host", False):
         return "only a JAX model with a function create(path, config, device) is exported"
     if hasattr(module, "slots"):
@@ -264,7 +264,7 @@ def _unsupported(message: ModelConfig, module: ModuleType) -> str:
 
 
 def _copy(message: ModelConfig, source: Path, folder: Path) -> None:
-    """Copies label files and warmup data from one model folder to another."""
+    """Copies a configuration's label files and warmup data from one model folder, ``source``, to another."""
     for name in {output.label_filename for output in message.output} - {""}:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, folder / name)

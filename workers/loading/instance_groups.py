@@ -65,7 +65,7 @@ class InstanceGroups:
     def __init__(
         self, message: ModelConfig, gpu: int | None, limits: Mapping[str, int] | None, devices: int = 1
     ) -> None:
-        """``limits``: resource -> how much there is; None: no limits. Raises InvalidArgument: an instance needs more."""
+        """``gpu`` None: a processor. ``limits``: resource -> amount; None: none. Raises InvalidArgument: one is exceeded."""
         own = set() if gpu is None else {*range(gpu, gpu + devices)}
         groups = [
             group
@@ -144,7 +144,7 @@ class Starting:
         """Starts a thread for each configured instance, in which the instance is initialised and warmed up.
 
         Args:
-          jitted: the compiled model that the instances run; None: they run something else.
+          maker: makes the instances.  jitted: the compiled model that the instances run; None: they run something else.
           former: instances of the version that this one replaces; those that are still wanted are taken over unchanged.
         Raises: whatever an instance raises first; the other new instances are ended.  Cancelled: the load was cancelled.
         """

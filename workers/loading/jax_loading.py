@@ -44,7 +44,7 @@ from tensord.workers.tensors.state import initial_state
 def run_samples(
     jitted: JaxModel, prepared: Sequence[Sample], own: ExecutionDevice, model: str, check: CheckDevice
 ) -> None:
-    """Runs each warm-up sample on a jitted model, and closes ``own``, this thread's device. ``check``: raises if that failed."""
+    """Runs ``prepared`` samples on a jitted model; closes ``own``, the thread's device. ``check``: raises if that failed."""
     if jitted.free_state is not None:
         for sample in prepared:
             sample.begin(jitted.free_state.begun)
@@ -115,7 +115,7 @@ def jitted_model(
     plan: InstancePlan,
     target: LoadTarget,
 ) -> JaxModel:
-    """Makes a jitted model, whose programs are not compiled yet. Raises Internal: there is no memory for its parameters."""
+    """Makes a jitted model of ``created``, no program compiled yet. Raises Internal: there is no memory for parameters."""
     apply, parameters, first = created
     described, several, limits = declared.taken, plan.several, target.options.executables
     apply = load.flags.applied(apply)
@@ -192,7 +192,7 @@ def _executables(
     functions: StepFunctions,
     parameters: Any,
 ) -> tuple[StepExecutables, Rows]:
-    """Places a model's parameters. Returns its step programs, not compiled yet, and the layout of a row of their results."""
+    """Places parameters. Returns the programs of step ``functions``, not compiled yet, and the layout of a result's row."""
     described, slots = buckets.signature, steps.rules.slots
     parts = [parted(load.flags.applied(function), parameters) for function in functions]
     rows = Rows(described)

@@ -165,7 +165,7 @@ class Loader:
             return imports.run(folder / file)
 
     def _failure(self, record: Load, what: str, error: BaseException, cancellation: Cancellation) -> BaseException:
-        """Returns the error with which loading a version fails because of ``error``. Logs an unexpected error under ``what``.
+        """Returns the error with which a load (``record``) fails by ``error``. Logs an unexpected error under ``what``.
 
         Raises: Cancelled: the load was cancelled, whatever else went wrong.  DeviceLost: the device has failed.
         """
@@ -301,7 +301,7 @@ class Loader:
         declared: DeclaredVersion,
         function: Created,
     ) -> _Runnable:
-        """Starts the instances of a model whose function is not compiled. All instances share the function and the parameters."""
+        """Starts the instances of a model of a ``kind`` that is not compiled. All share the function and the parameters."""
         apply, parameters, _ = function
         message, described = load.message, declared.taken
         sets = host_sets(message.name, parameters, self._target.room)
@@ -319,7 +319,7 @@ class Loader:
         function: Created,
         plan: InstancePlan,
     ) -> _Runnable:
-        """Compiles a jitted model's programs, runs each warmup sample, and starts the instances if they have threads."""
+        """Compiles a jitted model's programs, runs each warmup sample, and starts the instances if ``plan`` has threads."""
         message, (_, parameters, _) = load.message, function
         warn_of_keys(message.name, parameters)
         warn_of_leaves(message.name, parameters)
@@ -408,7 +408,7 @@ class Loader:
 
 
 def _without_counts(message: ModelConfig, maker: InstanceMaker) -> bytes:
-    """Serialises a completed configuration without numbers of instances, names that nobody gave, and GPUs of other workers."""
+    """Serialises a completed configuration without numbers of instances, names nobody gave, and GPUs that ``maker`` lacks."""
     rest = model_config.empty()
     rest.CopyFrom(message)
     for index, group in enumerate(rest.instance_group):
@@ -422,12 +422,12 @@ def _without_counts(message: ModelConfig, maker: InstanceMaker) -> bytes:
 
 
 def _folders(record: Load) -> tuple[Path, Path]:
-    """Returns the version's and the model's folder."""
+    """Returns the folders of the version and of the model that ``record`` names."""
     return Path(record.version_path), Path(record.model_path)
 
 
 def _buckets(load: VersionLoad, described: Signature) -> Buckets:
-    """Returns the shapes that programs are compiled for. State that varies in size counts as an input."""
+    """Returns the shapes for which programs of a ``described`` model are compiled. State of varying size counts as input."""
     described = program_signature(described) if described.free else described
     return choose_buckets(load.message, load.module, described)
 

@@ -28,7 +28,7 @@ _ARRAY = object()
 
 
 def warn_of_keys(model: str, parameters: Any) -> None:
-    """Logs a warning for each parameter that is a random key (``jax.random.key``)."""
+    """Logs a warning for each of the model's parameters that is a random key (``jax.random.key``)."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(parameters):
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -41,7 +41,7 @@ def warn_of_keys(model: str, parameters: Any) -> None:
 
 
 def warn_of_leaves(model: str, parameters: Any) -> None:
-    """Logs a warning if parameters that are not arrays, such as lists of numbers, are large: programs have them as constants."""
+    """Logs a warning if a model's parameters other than arrays, such as lists, are large: they are programs' constants."""
     leaves = jax.tree_util.tree_leaves_with_path(parameters)
     fixed = [(path, leaf) for path, leaf in leaves if not isinstance(leaf, _ARRAYS)]
     byte_size = sum(int(getattr(leaf, "nbytes", 8 * isinstance(leaf, (int, float)))) for _, leaf in fixed)

@@ -24,7 +24,7 @@ _LINK_OR_PATH = re.compile(
 
 
 def describe_exception(error: BaseException, folders: Sequence[Path] = ()) -> str:
-    """Describes an exception of a model's code: type and message, on one line and without this host's paths.
+    """Describes ``error``, an exception of a model's code: type and message, on one line and without this host's paths.
 
     ``folders``: of the version and the model; files in them are named by relative path, with the line that failed.
     """
@@ -39,7 +39,7 @@ def describe_exception(error: BaseException, folders: Sequence[Path] = ()) -> st
 
 
 def described_failure(error: BaseException, folders: Sequence[Path]) -> str:
-    """Returns the text for a failure to load a version, with advice if a missing file is in the version's folder."""
+    """Returns the text for ``error``, which made a load fail, with advice if a missing file is in the version's folder."""
     if type(error).__name__ == "UnexpectedTracerError":
         return f"UnexpectedTracerError: {LEAKED}{_line(error, folders)}"
     said = describe_exception(error, folders)

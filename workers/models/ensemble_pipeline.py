@@ -76,7 +76,7 @@ class EnsemblePipeline:
         return [self.program(rows) for rows in range(1, most + 1)]
 
     def run(self, execution: Execution, program: PipelineProgram) -> None:
-        """Runs a batch and fills in its results. Raises whatever the program raises."""
+        """Runs a batch (``execution``) by ``program``, and fills in its results. Raises whatever the program raises."""
         requests = execution.requests
         arguments, execution.copied_byte_size = program.gather(requests)
         execution.gathered_ns = time.monotonic_ns()
@@ -105,7 +105,7 @@ class EnsemblePipeline:
         return results
 
     def count(self, execution: Execution) -> None:
-        """Counts a run of the pipeline in the statistics of each model of the ensemble."""
+        """Counts ``execution``, a run of the pipeline, in the statistics of each model of the ensemble."""
         rows = sum([request.rows for request in execution.requests])
         took, count = execution.computed_ns - execution.gathered_ns, len(execution.requests)
         batch = (rows, 1, 0, took, 0)
@@ -172,7 +172,7 @@ class EnsemblePipelines:
     def find(
         self, version: ModelVersion, graph: EnsembleGraph, requests: Sequence[Request]
     ) -> tuple[EnsemblePipeline, PipelineProgram] | None:
-        """Returns the pipeline and its program for a batch of requests; None: the steps run as requests to their models."""
+        """Returns the pipeline of ``graph`` and its program for a batch; None: the steps run as requests to their models."""
         if version.loaded.streams or any(tensor not in requests[0].arrays for tensor in version.signature.inputs):
             return None
         if self._changes != self._models.changes or len(self._known) >= _LIMIT:

@@ -132,7 +132,7 @@ class Execution:
         return sender
 
     def caller(self, port: ModelPort) -> Caller:
-        """Makes the object by which the model's code calls other models on behalf of the batch's requests (none in a warmup)."""
+        """Makes the object by which the code of ``port``'s model calls others for the batch's requests (none in a warmup)."""
         if self.responder is None:
             return Caller(port)
         return Caller(port, self.requests, self.whole or self)
@@ -178,7 +178,7 @@ class RunnableModel(Describing, Protocol):
 
 
 def run(model: RunnableModel, execution: Execution, check: CheckDevice = works) -> None:
-    """Runs a batch; then each request has a result or an error. ``check``: raises if the model's device has failed."""
+    """Runs ``execution``; then each of its requests has a result or an error. ``check``: raises if the device has failed."""
     try:
         model.execute(execution)
     except BaseException as error:  # also sys.exit() in a model: it must cost its request an answer, not the thread
@@ -242,6 +242,6 @@ def own_failure(
 
 
 def _log_failure(sentence: str, error: BaseException | None, requests: Sequence[Request]) -> None:
-    """Logs ``sentence``, about a failed model, with the stack trace of ``error``, unless this second had too many failures."""
+    """Logs ``sentence``, about failed requests, with the stack trace of ``error``, unless this second had too many."""
     if _FAILURES.admits():
         _log.error("%s%s", sentence, _FAILURES.say_left_out(), exc_info=error, extra=traced(requests))

@@ -34,7 +34,7 @@ class Unfit:
 
 
 def program_signature(described: Signature) -> Signature:
-    """Returns the compiled program's signature, with the sequences' state in it. Raises Unsupported: some inputs are ragged."""
+    """Returns the program's signature: ``described``, with sequences' state. Raises Unsupported: some inputs are ragged."""
     if described.ragged:
         name = described.states[0].name
         raise Unsupported(
@@ -52,7 +52,7 @@ def _tensor(name: str, spec: Any) -> TensorSpec:
 
 
 def travelling(apply: Callable[..., Any], described: Signature) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
-    """Wraps a model's function ``apply(parameters, inputs, state)``: the result has the state among its inputs and outputs."""
+    """Wraps ``apply(parameters, inputs, state)``: the result has the ``described`` state among its inputs and outputs."""
     names = [spec.name for spec in described.states]
 
     def step(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -110,11 +110,11 @@ class FreeState:
         return kept
 
     def _lengths(self, arrays: Mapping[str, Array]) -> dict[str, int]:
-        """Returns axis name -> size in a client's inputs. Raises InvalidArgument: two inputs give one axis different sizes."""
+        """Returns axis name -> size in ``arrays``, a client's inputs. Raises InvalidArgument: one axis has two sizes."""
         return self._shapes.lengths({name: array for name, array in arrays.items() if name in self._described.inputs})
 
     def begun(self, arrays: Mapping[str, Array], rows: int) -> dict[str, Array]:
-        """Returns the initial state for a sequence's first inputs. Raises InvalidArgument: the inputs give an axis two sizes."""
+        """Returns the initial state for first inputs ``arrays``. Raises InvalidArgument: they give an axis two sizes."""
         lengths = self._lengths(arrays)
         lead = (rows,) if self._described.batches else ()
         found: dict[str, Array] = {}

@@ -145,7 +145,7 @@ class GeneratorModel(HostFunction):
         execution.results = [STREAMED]
 
     def response(self, request: Request, made: Any) -> Result:
-        """Returns a value that the generator yielded (``made``) as a response for the client. Raises Internal: it is invalid."""
+        """Returns ``made``, which the generator yielded, as a response to ``request``. Raises Internal: it is invalid."""
         parameters: Any = {}
         if isinstance(made, tuple) and len(made) == 2:
             made, parameters = made

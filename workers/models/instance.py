@@ -132,7 +132,7 @@ class Instance:
         return self._thread.ident or -1
 
     def run(self, execution: Execution, done: Callable[[Execution], None]) -> None:
-        """Has the thread run a batch; ``done`` is called on the worker's loop afterwards."""
+        """Has the thread run a batch (``execution``); ``done`` is called on the worker's loop afterwards."""
         self.given.append(execution)
         self._ahead.append(execution)
         self._jobs.put((execution, done))

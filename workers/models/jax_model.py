@@ -200,13 +200,13 @@ class JaxModel:
         return self.executables.planned(Wanted(self._buckets.rows(rows), shapes))
 
     def sizes(self, executable: Executable | GroupedProgram, requests: Sequence[Request]) -> Mapping[str, int] | None:
-        """Returns output name -> bytes to reserve in the answer before the run; None if nothing is to be reserved."""
+        """Returns output name -> bytes to reserve before the run of ``executable``; None: nothing is to be reserved."""
         if not isinstance(executable, Executable) or self._carry is not None:
             return None
         return executable.sizes(requests, self._plain and self._whole(requests, executable.wanted.rows))
 
     def is_whole(self, execution: Execution) -> bool:
-        """Returns whether a run was of a single request whose inputs and outputs have exactly the program's shapes."""
+        """Returns whether ``execution`` was of a single request whose inputs and outputs have the program's shapes."""
         executable, requests = execution.executable, execution.requests
         if (
             not isinstance(executable, Executable)
@@ -225,7 +225,7 @@ class JaxModel:
         return not self._cut and len(requests) == 1 and (not self._signature.batches or requests[0].rows == bucket)
 
     def execute(self, execution: Execution, carry: Carry | None = None) -> None:
-        """Runs a batch and fills in its outputs. ``carry``: the state of the instance's sequences; None: the model's own carry.
+        """Runs ``execution`` and fills in its outputs. ``carry``: the state of an instance's sequences; None: the model's.
 
         Raises LookupError: no executable for the batch is compiled.  StateLost: the run failed, and all sequences lost state.
         """
@@ -274,7 +274,7 @@ class JaxModel:
         return rows, max(0, executable.elements - given)
 
     def padding(self, key: Shapes, done: NativeRuns) -> tuple[int, int]:
-        """Returns how many rows, and how many elements of inputs, were padding in the runs of C code that ``done`` counts."""
+        """Returns how many rows and input elements were padding in the C code's runs for ``key`` that ``done`` counts."""
         rows = elements = byte_size = 0
         inputs, outputs = self._signature.inputs.values(), self._signature.outputs.values()
         row = sum([spec.dtype.itemsize * math.prod(shape or ()) for spec, shape in zip(inputs, key, strict=True)])
@@ -365,7 +365,7 @@ class JittedInstance(Instantiated):
     """
 
     def __init__(self, model: JaxModel, device: ExecutionDevice) -> None:
-        """``device``: the device with the input memory and the stream of this instance's thread."""
+        """``device``: the model's device with the input memory and the stream of this instance's thread."""
         self._model = model
         self._device = device
         #: The state of the sequences that run here, if the model keeps any.
@@ -374,7 +374,7 @@ class JittedInstance(Instantiated):
         self._twins: weakref.WeakKeyDictionary[Executable, Executable] = weakref.WeakKeyDictionary()
 
     def execute(self, execution: Execution) -> None:
-        """Runs a batch with this thread's copy of the executable. Raises what ``JaxModel.execute`` raises."""
+        """Runs ``execution`` with this thread's copy of the executable. Raises what ``JaxModel.execute`` raises."""
         shared = execution.executable or self._model.find(execution.requests)
         if isinstance(shared, Executable):
             twin = self._twins.get(shared)

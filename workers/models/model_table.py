@@ -53,7 +53,7 @@ class ModelTable:
             self._drain(old, version.statistics.inherit)
 
     def remove(self, name: str, number: int, done: Callable[[], None]) -> None:
-        """Removes a version: no further request goes to it. ``done`` is called once its requests and instances have ended."""
+        """Ends version ``number``: no new request goes to it. ``done`` is called when requests and instances have ended."""
         self.discard_held(name, number)
         version = self._serving.pop((name, number), None)
         for gone in (version, *self.draining):
@@ -71,19 +71,19 @@ class ModelTable:
         self.held[version.name, version.version] = version
 
     def serve_held(self, name: str, number: int) -> None:
-        """Lets requests go to a version that was held. Does nothing if there is no such version."""
+        """Lets requests go to version ``number``, which was held. Does nothing if there is no such version."""
         version = self.held.pop((name, number), None)
         if version is not None:
             self.add(version)
 
     def discard_held(self, name: str, number: int) -> None:
-        """Ends a version that is held. Does nothing if there is no such version."""
+        """Ends version ``number``, which is held. Does nothing if there is no such version."""
         version = self.held.pop((name, number), None)
         if version is not None:
             self.discard(version)
 
     def serving(self, name: str, number: int) -> ModelVersion | None:
-        """Returns a version that was added and not removed, even if no instance takes requests; None: there is none."""
+        """Returns version ``number`` if it was added and not removed, even if no instance takes requests; else None."""
         return self._serving.get((name, number))
 
     def discard(self, version: ModelVersion) -> None:
@@ -91,7 +91,7 @@ class ModelTable:
         self._drain(version, lambda: None)
 
     def find(self, name: str, number: int) -> ModelVersion:
-        """Returns the version for a request; number 0: the newest. Raises NotFound, or InvalidArgument: it takes no requests."""
+        """Returns version ``number``; 0: the newest. Raises NotFound: there is none; InvalidArgument: it takes no request."""
         version = self._found.get((name, number))
         if version is not None:
             return version
@@ -102,17 +102,17 @@ class ModelTable:
         raise NotFound(f"{UNKNOWN_MODEL}'{name}' is not found")
 
     def is_coming(self, name: str, number: int) -> bool:
-        """Returns whether a version (0: any) is being loaded, or is held: loaded, but not given requests yet."""
+        """Returns whether version ``number`` (0: any) is being loaded, or is held: loaded, but not given requests yet."""
         return any(model == name and number in (0, version) for model, version in (*self.coming, *self.held))
 
     def load_ended(self, name: str, number: int) -> None:
-        """Records that one load of a version has ended, whether it failed or not."""
+        """Records that one load of version ``number`` has ended, whether it failed or not."""
         self.coming[name, number] -= 1
         self.coming = +self.coming
         self.on_change()
 
     def vouches(self, name: str, number: int) -> bool:
-        """Returns whether a version serves, and has no ``is_ready`` that must be called first. Any thread may call this."""
+        """Returns whether version ``number`` serves, and has no ``is_ready`` to call first. Any thread may call this."""
         found = self._found.get((name, number))
         return found is not None and found.loaded.is_ready_calls is None
 

@@ -154,14 +154,14 @@ class ModelVersion:
             instance.depth = _AHEAD if self.runs_ahead else 1
 
     def key(self, arrays: Mapping[str, Array]) -> Hashable:
-        """Returns the batching key of a request with these inputs: requests with equal keys may run in one batch."""
+        """Returns the batching key of a request with inputs ``arrays``: requests with equal keys may run in one batch."""
         compiled = self.jitted or self.loaded.stepped
         if compiled is not None:
             return compiled.key({**arrays, **self.loaded.made_inputs.nobody})
         return shapes_key(arrays, self.signature)
 
     def _take_fitting(self, now_ns: int, instance: int = 0) -> list[Request]:
-        """Takes the next batch from the queue, with at most as many requests as the largest program holds."""
+        """Takes an instance's next batch from the queue, with at most as many requests as the largest program holds."""
         batch = self.planner.take(now_ns, instance)
         if self.jitted is not None and (fitting := self.jitted.fitting(batch)) < len(batch):
             # They are older than what waits, so none of them is refused.
@@ -175,7 +175,7 @@ class ModelVersion:
         now_ns: int,
         instance: int = 0,
     ) -> list[Request]:
-        """Takes the next batch, but only requests with the parameters of the first request; the others go back to the queue.
+        """Takes an instance's next batch, but only requests with the parameters of the first request; others go back.
 
         A request of a sequence uses the parameters that its sequence began with. ``take``: takes a batch from the queue.
         """
@@ -355,7 +355,7 @@ class ModelVersion:
 
 
 def _why_slow(loaded: LoadedModel) -> SlowReason | None:
-    """Returns why the C extension answers no request to a model version; None: it may answer some of the requests."""
+    """Returns why the C extension answers no request to a loaded version; None: it may answer some of the requests."""
     found = {
         SlowReason.NOT_COMPILED: not available,
         SlowReason.INSTANCES: bool(loaded.instances),

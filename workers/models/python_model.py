@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 def auto_complete(module: ModuleType, message: ModelConfig, port: ModelPort) -> ModelConfig:
-    """Returns the configuration, completed by the model's ``auto_complete_config`` if it has one.
+    """Returns the configuration ``message``, completed by ``auto_complete_config`` of the model's ``module`` if it has one.
 
     Raises InvalidArgument if the result is no valid configuration, or what the model raises.
     """
@@ -99,7 +99,7 @@ class PythonModel:
     """One instance of a Triton Python model. The instance's thread calls ``initialize``, ``execute`` and ``close``."""
 
     def __init__(self, shared: PythonVersion, instance: str) -> None:
-        """Creates the model's ``TritonPythonModel``. Raises whatever its constructor raises."""
+        """Creates the version's ``TritonPythonModel``. Raises what its constructor raises. ``instance``: the name."""
         self._readiness = shared.readiness
         self._port = shared.port
         self._sequences = shared.sequences
@@ -235,9 +235,10 @@ class PythonModel:
         caller: Caller,
         error: BaseException | None,
     ) -> None:
-        """Ends with an error the requests that an ``execute`` coroutine has left unanswered. The coroutines' thread calls this.
+        """Ends with an error those of ``requests`` that a coroutine has left unanswered. The coroutines' thread calls this.
 
-        ``error``: what the coroutine raised; all requests end. None: it returned; a kept sender may still answer a request.
+        ``asked``: the requests as ``execute`` got them. ``error``: what the coroutine raised; all requests end. None: it
+        returned; a kept sender may still answer a request.
         """
         caller.close()
         if self._port.ran is not None:
@@ -337,14 +338,14 @@ class DeclaredOutputs:
     """
 
     def __init__(self, message: ModelConfig, signature: Signature) -> None:
-        """Reads the model's parameter ``strict_outputs``. Raises InvalidArgument: its value is no boolean."""
+        """Reads ``strict_outputs`` of a configuration. Raises InvalidArgument: its value is no boolean."""
         self._signature = signature
         self._strict = wants(message, STRICT_OUTPUTS)
         self._lock = threading.Lock()
         self._warned = False
 
     def fit(self, name: str, array: Array, rows: int) -> Array:
-        """Returns an output in the shape that clients see, ``dims``, even if the model returns it in the configured ``reshape``.
+        """Returns an output's ``array`` in the shape that clients see, ``dims``, even if it has the configured ``reshape``.
 
         An output of other dimensions stays as it is, with one warning. With ``strict_outputs``, raises Internal instead.
         """

@@ -94,7 +94,7 @@ class RegisteredSequences:
             self._register.page.publish_slots(self._keys.slots, self._table.free_slots, self._table.backlog)
 
     def waiting(self, correlation_id: int | str, generation: int) -> None:
-        """Registers a new sequence, which waits for a slot. Raises Unavailable, and registers nothing, if too many are live."""
+        """Registers a sequence of a new ``generation``, which waits for a slot. Raises Unavailable if too many are live."""
         self._register.add()
         key = self._keys.key(correlation_id)
         self._entries[generation] = key, self._register.page.admit(key, time.monotonic_ns())

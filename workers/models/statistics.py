@@ -215,7 +215,7 @@ class VersionStatistics:
         self.responses = ResponsesByNumber()
 
     def executed(self, execution: Execution, failed: Mapping[Request, Failure], now_ns: int) -> None:
-        """Counts a batch that has run, with its ``failed`` requests. Its answers are written, or wait for memory.
+        """Counts an execution, with its ``failed`` requests. Its answers are written, or wait for memory.
 
         Requests that response senders answer are counted by ``streamed`` instead, after their last response.
         """
@@ -311,7 +311,7 @@ class VersionStatistics:
         (counted.fail if isinstance(result, ServingError) else counted.success).add(waited_ns + output_ns)
 
     def responded_more(self, sender: ResponseSender, count: int, now_ns: int) -> None:
-        """Counts ``count`` more successful responses to one request, after its first. The time to write them is counted as 0."""
+        """Counts ``count`` more successful responses of a sender, after its first. The time to write them counts as 0."""
         self.responses.add_at_once(sender.count, count, max(0, now_ns - sender.last_ns))
         sender.count += count
         sender.last_ns = now_ns
@@ -336,7 +336,7 @@ class VersionStatistics:
         self.copied_byte_size += request.copied_byte_size
 
     def add(self, done: NativeRuns) -> None:
-        """Adds the counts of successful requests that C code has answered."""
+        """Adds the counts in ``done`` of successful requests that C code has answered."""
         self.success_count += done.answered
         self.request_ns += done.request_ns
         self.queue_ns += done.queue_ns

@@ -115,7 +115,7 @@ class Sample:
 def samples(
     message: ModelConfig, described: Signature, folder: Path, more: Mapping[str, Array] | None = None
 ) -> list[Sample]:
-    """Makes the warmup samples of a completed configuration. ``folder``: the model's; its ``warmup/`` has the files.
+    """Makes the warmup samples of a ``described`` model. ``folder``: the model's; its ``warmup/`` has the files.
 
     ``more``: input name -> a row, for inputs no client sends. Raises InvalidArgument: a sample is not as declared or unreadable.
     """
@@ -187,7 +187,7 @@ def _zeros(spec: TensorSpec, shape: tuple[int, ...]) -> Array:
 
 
 def _random(spec: TensorSpec, shape: tuple[int, ...]) -> Array:
-    """Returns floats from 0 to 1, integers of the datatype's full range, or BYTES elements of one printable character."""
+    """Returns random floats from 0 to 1, integers of ``spec``'s full range, or BYTES elements of a printable character."""
     chance = np.random.default_rng(_SEED)
     if spec.datatype == "BYTES":
         made = np.empty(shape, np.object_)
@@ -218,6 +218,6 @@ def _too_large(what: str, byte_size: int) -> InvalidArgument:
     return InvalidArgument(f"{what}: {byte_size} bytes; all samples together may have {MAX_BYTE_SIZE}")
 
 
-def _memory(made: Array) -> int:
+def _memory(array: Array) -> int:
     """Returns about how many bytes an array takes in memory."""
-    return made.size * _OBJECT_BYTE_SIZE if made.dtype == np.object_ else made.nbytes
+    return array.size * _OBJECT_BYTE_SIZE if array.dtype == np.object_ else array.nbytes

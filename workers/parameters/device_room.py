@@ -78,7 +78,7 @@ class DeviceRoom:
         return sum([each.byte_size for each in self._stacks])
 
     def join_stack(self, stack: SetStack, model: str) -> None:
-        """Reserves device memory for a stack until ``leave_stack``. Raises InvalidArgument: the stack exceeds the sets' limit."""
+        """Reserves device memory for a model's stack until ``leave_stack``. Raises InvalidArgument: it exceeds the limit."""
         with self.lock:
             taken = self._stacked
             if taken + stack.byte_size > self._limit:
@@ -95,7 +95,7 @@ class DeviceRoom:
             self._stacks.discard(stack)
 
     def admit(self, parameters: ParameterSet) -> None:
-        """Counts the bytes of a set that is about to be copied to the device, and first evicts other sets if there is no room.
+        """Counts the bytes of ``parameters``, about to be copied to the device; first evicts other sets if there is no room.
 
         The caller must hold ``lock``. Raises Unavailable: the sets that cannot leave the device take too much memory.
         """
@@ -137,18 +137,18 @@ class DeviceRoom:
             heapq.heappush(self._order, entry)
 
     def keep(self, parameters: ParameterSet) -> None:
-        """Keeps a replaced set in host memory, to be put into use again. Forgets the oldest if there are more than allowed."""
+        """Keeps ``parameters``, a replaced set, in host memory for further use. Forgets the oldest beyond the limit."""
         self._former[parameters] = None
         while sum([each.byte_size for each in self._former]) > self._limit:
             oldest, _ = self._former.popitem(last=False)
             oldest.sets.forget_before(oldest)
 
     def forget(self, parameters: ParameterSet) -> None:
-        """Forgets a replaced set, so that its device memory does not count any more. Does nothing if the set is not stored."""
+        """Forgets ``parameters``, a replaced set, so that its device memory does not count. Ignores a set not stored."""
         self._former.pop(parameters, None)
 
     def left(self, parameters: ParameterSet) -> None:
-        """Stops counting the memory of a set that is not on the device any more. The caller must hold ``lock``."""
+        """Stops counting the memory of ``parameters``, not on the device any more. The caller must hold ``lock``."""
         self._taken -= self._resident.pop(weakref.ref(parameters), (0, 0))[0]
 
     def _forget_gone(self) -> None:

@@ -184,7 +184,7 @@ def check_truth(arrays: Mapping[str, Array], what: str) -> None:
 
 
 def leaf_of(name: str, array: Array) -> tuple[LaidLeaf, Copy]:
-    """Describes an array as a leaf for ``laid_out``. Returns the description, and a function that copies the array's content."""
+    """Describes an array as the leaf ``name``. Returns the description, and a function that copies the array's content."""
     content = np.ascontiguousarray(array).reshape(-1).view(np.uint8) if array.nbytes and array.dtype in _NAMES else b""
     return LaidLeaf(name, array.dtype, tuple(array.shape)), part_of(content).copy
 

@@ -162,7 +162,7 @@ def _placed(dtype: Any) -> Any:
 
 
 def names_of(parameters: Any, kinds: tuple[type, ...] = (object,)) -> list[str]:
-    """Returns names of a tree's leaves of types ``kinds``: the path's keys joined by dots. A tree of one leaf gives "array"."""
+    """Returns names of ``parameters``' leaves of types ``kinds``: a path's keys joined by dots; for a lone leaf "array"."""
     return [
         jax.tree_util.keystr(path, simple=True, separator=".") or "array"
         for path, leaf in jax.tree_util.tree_leaves_with_path(parameters)

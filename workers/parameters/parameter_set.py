@@ -349,7 +349,7 @@ class ParameterSets:
             )
 
     def commit(self, parameters: ParameterSet, stays: bool = False) -> Unused:
-        """Puts a set into use after ``prepare``. Keeps the set of this name that was in use before, so that it can be used again.
+        """Puts ``parameters`` into use after ``prepare``. Keeps the set of this name that was in use before for further use.
 
         ``stays``: whether that former set stays on the device, because requests that have begun go on with it.
         """
@@ -401,7 +401,7 @@ class ParameterSets:
             self.room.forget(before)
 
     def keeps(self, parameters: ParameterSet) -> bool:
-        """Returns whether a set may be used again: the model is loaded, and the set is in use or was in use just before."""
+        """Returns whether ``parameters`` may be used again: the model is loaded, and the set is or was just in use."""
         newest, before = self.newest(parameters.name), self._before.get(parameters.name)
         return not self._closed and (parameters is newest or parameters is before)
 

@@ -60,13 +60,13 @@ class Part(NamedTuple):
 
 
 def part_of(content: bytes | memoryview | Array) -> Part:
-    """Returns a ``Part`` whose bytes are copied from contiguous memory of this process."""
+    """Returns a ``Part`` whose bytes are copied from ``content``, contiguous memory of this process."""
     source = np.frombuffer(content, np.uint8)
     return Part(len(source), lambda at, target: np.copyto(target, source[at : at + len(target)]))
 
 
 def is_sealed(fd: int) -> bool:
-    """Returns whether a file descriptor refers to sealed memory, which no process can change any more, not even its maker."""
+    """Returns whether ``fd`` refers to sealed memory, which no process can change any more, not even its maker."""
     return _seals(fd) & _FIXED == _FIXED
 
 
@@ -345,7 +345,7 @@ def kernel_tells() -> bool:
 
 
 def _is_written(fd: int) -> bool:
-    """Writes a byte to sealed memory; returns whether that was possible."""
+    """Writes a byte to the sealed memory of ``fd``; returns whether that was possible."""
     try:
         os.pwrite(fd, b"x", 0)
     except OSError:

@@ -92,7 +92,7 @@ class SetStack:
     """Holds parameter sets of one loaded model version side by side on the device, so that the rows of a batch can mix them."""
 
     def __init__(self, leaves: Leaves, structure: Any, slots: int) -> None:
-        """Makes a stack for parameter sets, without arrays; the first batch after ``open`` makes the arrays.
+        """Makes a stack for sets with these leaves, without arrays; the first batch after ``open`` makes the arrays.
 
         ``structure``: the sets' tree. ``slots``: how many sets the stack has room for, which is also the most rows of a batch.
         """

@@ -56,7 +56,7 @@ class Making:
     def __init__(
         self, operation: MakeParameters, pool: MemoryPool, limit: int, leaves: Leaves, base: ParameterSet | None
     ) -> None:
-        """Stores what describes the push; nothing is read yet. ``limit``: the most bytes that one push may have.
+        """Stores ``operation``, the push; nothing is read yet. ``limit``: the most bytes that one push may have.
 
         ``base``: the set from which the leaves are taken that the source lacks; None: the source has all leaves.
         """
@@ -142,7 +142,7 @@ class Making:
         return found.tobytes()
 
     def leaves(self, places: Sequence[tuple[LaidLeaf, Copy]]) -> int:
-        """Copies leaves of a parameter set from regions. Returns the file descriptor of sealed memory with all leaves.
+        """Copies a set's leaves from their ``places``. Returns the file descriptor of sealed memory with all leaves.
 
         Raises InvalidArgument if leaves are too large, not the model's or gone, or if their checksum is wrong.
         """
@@ -153,7 +153,7 @@ class Making:
             return memory.sealed()
 
     def _contents(self, memory: NewMemory, places: Sequence[tuple[LaidLeaf, Copy]]) -> Iterator[Array]:
-        """Copies the content of each leaf into ``memory``, which is new, and yields the content, in the order of the push."""
+        """Copies the leaves of ``places`` into ``memory``, which is new, and yields their contents, in the push's order."""
         found = layout.read(memory.content.data, self.what)
         for leaf, _ in places:
             if leaf.byte_size:
@@ -200,7 +200,7 @@ def plan(
     leaves: Leaves,
     base: ParameterSet | None,
 ) -> Making:
-    """Finds the file, region or memory that a push names. Returns an object that copies its parameters.
+    """Finds the file, region or memory that a push (``operation``) names. Returns an object that copies its parameters.
 
     Args:
       folders: the folders of the model's version and of the model.
@@ -294,7 +294,7 @@ def _from_memory(making: Making, source: MemorySource, fd: int) -> int:
 
 
 def _reading(fd: int, what: str) -> Copy:
-    """Returns a function that copies from a file. It raises InvalidArgument if the file, ``what`` in errors, is too short."""
+    """Returns a function that copies from file ``fd``. It raises InvalidArgument, naming ``what``: the file is too short."""
 
     def copy(at: int, target: Array) -> None:
         content, done = target.data, 0
@@ -308,7 +308,7 @@ def _reading(fd: int, what: str) -> Copy:
 
 
 def _place(making: Making, name: str, place: LeafPlace, regions: RegionTable) -> tuple[LaidLeaf, Copy]:
-    """Finds one leaf of a push in a region, and leases the region. Returns the leaf, and a function that copies its bytes.
+    """Finds a push's leaf ``name`` at ``place``, and leases the region. Returns it, and a function that copies its bytes.
 
     Raises InvalidArgument: the leaf's datatype, shape or range is not valid; NotFound: there is no such region.
     """
@@ -326,7 +326,7 @@ def _place(making: Making, name: str, place: LeafPlace, regions: RegionTable) ->
 
 
 def _copy_of(making: Making, region: AnyRegion, offset: int, byte_size: int) -> Copy:
-    """Leases a region, and returns a function that copies from this range of it. Raises InvalidArgument: it has no such range."""
+    """Leases a region; returns a function that copies from ``offset`` in it. Raises InvalidArgument: it has no such range."""
     check_range(offset, byte_size, region.byte_size, region.name)
     making.lease(region)
     if isinstance(region, Region):

@@ -86,7 +86,7 @@ class HostExecutable(Executable):
         return arguments, copied
 
     def _fits(self, array: Array, shape: tuple[int, ...]) -> bool:
-        """Returns whether a tensor may be used without a copy: in host memory, in this shape, and aligned if large."""
+        """Returns whether ``array`` may be used without a copy: in host memory, in this shape, and aligned if large."""
         if (array.shape[1:] if self._batches else array.shape) != shape or not isinstance(array, np.ndarray):
             return False
         return array.nbytes <= 4096 or not array.__array_interface__["data"][0] % ALIGNMENT
@@ -101,7 +101,7 @@ class HostExecutable(Executable):
         return outputs
 
     def computed(self, parameters: Any, arguments: dict[str, Any], addresses: Mapping[str, int]) -> dict[str, Any]:
-        """Runs the program. The outputs may not be computed yet when this returns.
+        """Runs the program on ``arguments``. The outputs may not be computed yet when this returns.
 
         ``addresses``: output name -> address of the memory that XLA should write the output to. A run that learns how XLA
         allocates the outputs, because that is not known yet, ignores them.
@@ -115,10 +115,10 @@ class HostExecutable(Executable):
             return learned.run(functools.partial(self.call, parameters, arguments), addresses)
         return self.call(parameters, arguments)
 
-    def outputs(self, made: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:
-        """Waits until all outputs (``made``, by name) are computed and returns them. Then the inputs' memory may be changed."""
-        arrays = {name: np.asarray(made[name]) for name in self._signature.outputs}
-        return RunOutputs(arrays, [*arrays.values()])
+    def outputs(self, arrays: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:
+        """Waits until ``arrays``, the outputs by name, are computed, and returns them. Then the inputs' memory may be changed."""
+        outputs = {name: np.asarray(arrays[name]) for name in self._signature.outputs}
+        return RunOutputs(outputs, [*outputs.values()])
 
     # -------------------------------------------------------------------------------------------------------- outputs in place
 
@@ -196,7 +196,7 @@ class HostExecutable(Executable):
 
 
 def _ranges(places: Places) -> list[_Range]:
-    """Returns the ranges (file, start, end) of host regions that a request reads (inputs) and writes (outputs)."""
+    """Returns the ranges (file, start, end) of host regions in ``places`` that a request reads and writes."""
     written = [(region, place.offset, places.sizes[name]) for name, (place, region) in places.in_regions.items()]
     used = [*places.read, *written]
     return [_range(region, offset, size) for region, offset, size in used if not isinstance(region, CudaRegion)]
@@ -227,8 +227,8 @@ class Processor(ExecutionDevice):
     def inputs(self, arguments: Sequence[Argument]) -> Inputs:
         return HostInputs(arguments)
 
-    def contents_of(self, made: Sequence[Any]) -> list[Content]:
-        return [np.asarray(array) for array in made]
+    def contents_of(self, arrays: Sequence[Any]) -> list[Content]:
+        return [np.asarray(array) for array in arrays]
 
     def small_programs(self, signature: Signature, sets: ParameterSets) -> SmallPrograms | None:
         return None if self._single is None else SmallPrograms(signature, self._single, sets)

@@ -49,7 +49,7 @@ class SingleRun:
         rows: int,
         regions: Mapping[str, Region],
     ) -> None:
-        """Makes arrays of the inputs that lie in regions, and finds where each output goes.
+        """Makes arrays of ``rows`` rows of the inputs that lie in regions, and finds where each output goes.
 
         Args:
           lane: the submitter's lane, with the arenas of inputs and outputs.
@@ -137,7 +137,7 @@ class SingleRun:
         return made
 
     def _run_placed(self, arguments: dict[str, Array], chosen: ParameterSet | None) -> Outcome | None:
-        """Runs the program so that XLA writes large outputs straight to their places, in a lease or in regions.
+        """Runs the program on ``arguments`` so that XLA writes large outputs straight to their places, in a lease or regions.
 
         Returns: the lease with the large outputs, and the small outputs; None: the request must be run as a batch.
         Raises LookupError: XLA can no longer be made to write the outputs to their places; or whatever the program raises.
@@ -184,6 +184,6 @@ class SingleRun:
         return f"<SingleRun of {self._executable.wanted}, {self._leased_byte_size} bytes out>"
 
 
-def _waited_for(made: Mapping[str, Any]) -> dict[str, Array]:
-    """Waits until all outputs (``made``, by name) are computed and returns them. Then the inputs' memory may be changed."""
-    return {name: np.asarray(array) for name, array in made.items()}
+def _waited_for(outputs: Mapping[str, Any]) -> dict[str, Array]:
+    """Waits until all ``outputs`` (by name) are computed and returns them. Then the inputs' memory may be changed."""
+    return {name: np.asarray(array) for name, array in outputs.items()}

@@ -51,7 +51,7 @@ class SingleThreadDevice:
         self.device = _opened()
 
     def suits(self, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled | None = None) -> bool:
-        """Returns whether a program's cost is known and small. ``compiled``: None unless the program has open dimensions."""
+        """Returns whether a lowered program's cost is known and small. ``compiled``: None unless it has open dimensions."""
         return is_within(compiled or lowered, Most(self.max_flops, _MAX_BYTE_SIZE), lowered)
 
     def __repr__(self) -> str:
@@ -160,7 +160,7 @@ class SmallPrograms:
             return None
 
     def _is_small(self, lowered: jax.stages.Lowered) -> bool | None:
-        """Returns whether one thread is enough for a program; None if that shows only once it is compiled, as sizes are open."""
+        """Returns whether one thread is enough for a lowered program; None: that shows once it is compiled (open sizes)."""
         # XLA raises an error for the cost of a program with open sizes, or (from JAX 0.11 on) ends the process.
         if _has_open_sizes(lowered):
             return None

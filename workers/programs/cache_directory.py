@@ -78,7 +78,7 @@ class CacheDirectory:
             _remove_old(place)
 
     def read(self, name: str) -> bytes | None:
-        """Returns the content of a file; None: it does not exist, or cannot be read.
+        """Returns the content of the file ``name``; None: it does not exist, or cannot be read.
 
         A file that another user could have written, or whose HMAC is wrong, is removed, and None is returned.
         """
@@ -97,7 +97,7 @@ class CacheDirectory:
             return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes a file, atomically. Raises OSError: it cannot be written, or other users can change the directory."""
+        """Writes ``content`` to a file, atomically. Raises OSError: it fails, or other users can change the directory."""
         with self._alone() as place:
             head = _MAGIC + _seal(self._secret(place), name, content)
             with _written(place, head, content) as new:
@@ -105,7 +105,7 @@ class CacheDirectory:
 
     @contextlib.contextmanager
     def sole(self, name: str, check: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Holds the lock of a file during the ``with`` block, so that only one thread of all processes makes that file.
+        """Holds the lock of ``name`` during the ``with`` block, so that only one thread of all processes makes that file.
 
         The lock ends with its process. If locking is impossible the block runs without a lock. ``check``: called
         again and again while waiting for the lock; an error that it raises ends the wait.
@@ -147,14 +147,14 @@ class CacheDirectory:
             os.close(lock)
 
     def say_unusable(self, error: OSError) -> None:
-        """Logs that the cache cannot be used, at most once a minute, because a full disk would cause it for every program."""
+        """Logs ``error``, which makes the cache unusable, at most once a minute: a full disk causes it for every program."""
         if self._seldom.is_due():
             # An error without a number was raised here, and already names the directory.
             reason = f"directory {self.path}: {error.strerror}" if error.errno else error.strerror or error
             _log.warning("executables are not cached: %s", reason)
 
     def remove(self, name: str, reason: Exception) -> None:
-        """Removes a file of the cache that cannot be used, and logs the reason."""
+        """Removes the file ``name`` of the cache, which cannot be used, and logs the reason."""
         with contextlib.suppress(OSError), self._alone() as place:
             self._remove(place, name, reason)
 
@@ -210,7 +210,7 @@ class CacheDirectory:
 
 
 def _open(stack: contextlib.ExitStack, name: str, above: int, flags: int) -> int:
-    """Opens directory ``name`` in the directory with descriptor ``above``; makes it (0700) if missing. ``stack`` closes it."""
+    """Opens directory ``name`` in the one of descriptor ``above``; makes it (0700) if missing. ``stack`` closes it."""
     try:
         place = os.open(name, flags, dir_fd=above)
     except FileNotFoundError:
@@ -238,7 +238,7 @@ def _check_above(place: int, path: Path) -> None:
 
 
 def _content(place: int, name: str, secret: bytes) -> bytes:
-    """Returns the content of a file without the HMAC in front of it.
+    """Returns the content of the file ``name`` without the HMAC in front of it.
 
     ``place``: the descriptor of the directory. ``secret``: the HMAC's key.
     Raises OSError if the file cannot be read, and ValueError if another user may have written it or its HMAC is wrong.
@@ -266,7 +266,7 @@ def _read_secret(place: int) -> bytes:
 
 
 def _bytes(place: int, name: str, others: int = _WRITABLE) -> bytes:
-    """Returns all bytes of a file in the directory ``place``. ``others``: permission bits that the file must not have.
+    """Returns all bytes of file ``name`` in the directory ``place``. ``others``: permission bits that the file must not have.
 
     Raises OSError: the file cannot be read; ValueError: it is no regular file, belongs to another user, or has such a permission.
     """
@@ -311,7 +311,7 @@ def _written(place: int, *parts: bytes) -> Iterator[str]:
 
 
 def _locks(fd: int) -> bool:
-    """Tries to lock a file without waiting. Returns whether that succeeded. Raises OSError: the file system has no locks."""
+    """Tries to lock ``fd``, a file, without waiting. Returns whether it did. Raises OSError: the file system has no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

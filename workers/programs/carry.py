@@ -83,7 +83,7 @@ class Carry:
         return self._arrays
 
     def _begun(self, spec: StateSpec) -> jax.Array:
-        """Makes the array of a state. The last row has the initial value; other rows are written before they are read."""
+        """Makes the array of state ``spec``. The last row has the initial value; others are written before they are read."""
         array = np.zeros((self._signature.slots + 1, *spec.dims), spec.dtype)
         array[-1] = self._initial.get(spec.name, 0)
         made: jax.Array = jax.device_put(array, self._device)
@@ -94,7 +94,7 @@ class Carry:
 
 
 def check_state_size(signature: Signature, instances: int, limit: int) -> None:
-    """Checks the size of a model's state. Raises InvalidArgument: all instances together need more than ``limit`` bytes."""
+    """Raises InvalidArgument if the state in ``signature`` takes more than ``limit`` bytes for all instances together."""
     needed = instances * carry_byte_size(signature)
     if signature.states and needed > limit:
         raise InvalidArgument(
@@ -104,7 +104,7 @@ def check_state_size(signature: Signature, instances: int, limit: int) -> None:
 
 
 def carry_byte_size(signature: Signature) -> int:
-    """Returns the number of bytes of device memory that the state of all sequences of one instance takes."""
+    """Returns how many bytes of device memory the state in ``signature`` takes for all sequences of one instance."""
     return (signature.slots + 1) * sum(spec.dtype.itemsize * math.prod(spec.dims) for spec in signature.states)
 
 
@@ -126,7 +126,7 @@ def carry_specs(signature: Signature) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """Wraps a model's function, which takes and returns one state for each row, so that it takes and returns the carry.
+    """Wraps ``apply``, a model's function, which takes and returns one state for each row, so that it does so with the carry.
 
     The carry is all sequences' state. JAX traces the result: (parameters, inputs, ``rows_argument``, carry) -> (outputs, carry).
     """
@@ -149,7 +149,7 @@ def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., t
 
 
 def checked(signature: Signature, rows: int, returned: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns a traced function's outputs and new state, each by name. Raises Internal: they are not as declared."""
+    """Returns outputs and new state in what a function ``returned``, by name. Raises Internal: they are not as declared."""
     what = f"model '{signature.model}'"
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise Internal(f"{what}: apply returned {type(returned).__name__}, a pair (outputs, state) is expected")

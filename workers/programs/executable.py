@@ -86,18 +86,18 @@ class ExecutionDevice(ABC):
 
     @abstractmethod
     def executable(self, wanted: Wanted, signature: Signature, program: CompiledProgram) -> Executable:
-        """Makes an executable from a compiled program, to be run by this object's thread."""
+        """Makes an executable for the ``wanted`` shapes from a compiled program, to be run by this object's thread."""
 
     @abstractmethod
     def inputs(self, arguments: Sequence[Argument]) -> Inputs:
         """Returns host memory for gathering these arguments of a program. If there is no room, ``fit`` of the result is False."""
 
     @abstractmethod
-    def contents_of(self, made: Sequence[Any]) -> list[Content]:
-        """Waits for outputs of a program and returns their contents in host memory. Raises what the run raised."""
+    def contents_of(self, arrays: Sequence[Any]) -> list[Content]:
+        """Waits for ``arrays``, outputs of a program, and returns their contents on the host. Raises what the run raised."""
 
     def small_programs(self, signature: Signature, sets: ParameterSets) -> SmallPrograms | None:
-        """Returns the object through which a version's small programs run on one thread; None: this device has no such thread."""
+        """Returns the object that runs small programs with ``sets`` on one thread; None: this device has no such thread."""
         return None
 
     @abstractmethod
@@ -215,12 +215,12 @@ class Executable(ABC):
             made = self.call(parameters, self._inputs.send())
         return self.read(made)
 
-    def read(self, made: Mapping[str, Any]) -> list[Content]:
+    def read(self, arrays: Mapping[str, Any]) -> list[Content]:
         """Waits for a run and returns the contents of its outputs in host memory. Raises what the run raised.
 
-        ``made``: output name -> array, which ``call`` has returned without waiting for the values.
+        ``arrays``: output name -> array, which ``call`` has returned without waiting for the values.
         """
-        return self.device.contents_of([made[name] for name in self._signature.outputs])
+        return self.device.contents_of([arrays[name] for name in self._signature.outputs])
 
     # ---------------------------------------------------------------------------------------------------- batches of requests
 
@@ -255,10 +255,10 @@ class Executable(ABC):
         """Does the work of ``compute``, with JAX's 64-bit mode set as the model needs it."""
 
     @abstractmethod
-    def outputs(self, made: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:
+    def outputs(self, arrays: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:
         """Waits for a run and returns its outputs: in host memory, or on a GPU if they are large or a request needs them there.
 
-        ``made``: output name -> array, which ``call`` has returned without waiting for the values. Raises what the run raised.
+        ``arrays``: output name -> array, which ``call`` has returned without waiting for the values. Raises what the run raised.
         """
 
     def uncut(self, outputs: RunOutputs) -> BatchOutputs | None:
@@ -316,14 +316,14 @@ class Executable(ABC):
 
 
 def specs_of(signature: Signature, wanted: Wanted) -> list[tuple[TensorSpec, tuple[int, ...]]]:
-    """Returns the specification and shape of each input that a program has, without the optional inputs that it lacks."""
+    """Returns specification and shape of each input of the program ``wanted``, without the optional inputs that it lacks."""
     return [
         (spec, shape) for spec, shape in zip(signature.inputs.values(), wanted.shapes, strict=True) if shape is not None
     ]
 
 
 def arguments_of(signature: Signature, wanted: Wanted) -> list[tuple[str, np.dtype[Any], tuple[int, ...]]]:
-    """Returns the name, dtype and shape, batch dimension included, of each argument of a program except its parameters."""
+    """Returns name, dtype and shape, with the batch, of each argument of the program ``wanted`` except its parameters."""
     lead = (wanted.rows,) if signature.batches else ()
     return [
         (spec.name, spec.dtype, shape if spec.whole else (*lead, *shape)) for spec, shape in specs_of(signature, wanted)

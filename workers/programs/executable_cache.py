@@ -204,7 +204,7 @@ class ExecutableCache:
         return found
 
     def store(self, key: str, program: CompiledProgram, what: str = "a program") -> CompiledProgram:
-        """Stores an executable under a key. Returns it with its size in the cache, or unchanged if it could not be stored."""
+        """Stores ``program`` under a key. Returns it with its size in the cache, or unchanged if it could not be stored."""
         if self._directory is None:
             return program
         try:

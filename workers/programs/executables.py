@@ -271,7 +271,7 @@ class Executables:
                 jax.block_until_ready(made)
 
     def compile(self, wanted: Wanted) -> Executable:
-        """Compiles an executable for a shape without a bucket; the caller passes the executable to ``add``.
+        """Compiles an executable for ``wanted``, a shape without a bucket; the caller passes it to ``add``.
 
         Raises Internal if the model's outputs are not as declared, and whatever tracing raises.
         """
@@ -341,14 +341,14 @@ class Executables:
         return False
 
     def find(self, wanted: Wanted) -> Executable | None:
-        """Returns the executable for a shape, and counts it as used; None: no executable is compiled, or it was evicted."""
+        """Returns the executable for ``wanted``, and counts it as used; None: none is compiled, or it was evicted."""
         found = self._planned.get(wanted)
         if found is None and (found := self._unexpected.get(wanted)) is not None:
             self._unexpected.move_to_end(wanted)
         return found
 
     def planned(self, wanted: Wanted) -> Executable | None:
-        """Returns the executable that was made at load for a shape, and is never evicted; None: there is none."""
+        """Returns the executable for ``wanted`` that was made at load, and is never evicted; None: there is none."""
         return self._planned.get(wanted)
 
     def add(self, executable: Executable) -> list[Wanted]:

@@ -117,9 +117,9 @@ class PipelineProgram:
         """Runs on the inputs in ``memory``, which may then be filled anew. Returns the outputs. Raises what programs raise."""
         return self.contents_of(self.compute(self._sent()))
 
-    def contents_of(self, made: Sequence[Any]) -> list[Content]:
+    def contents_of(self, arrays: Sequence[Any]) -> list[Content]:
         """Waits for the arrays that ``compute`` returned and returns them in host memory. Raises what the run raised."""
-        return self._device.contents_of(made)
+        return self._device.contents_of(arrays)
 
     def compute(self, arguments: Mapping[str, Any]) -> list[Any]:
         """Calls all programs in order. Returns the outputs, which may not be computed yet. Raises what a program raises."""
