@@ -344,7 +344,7 @@ class Worker:
         self._close_lane(submitter)
 
     def _look_at_half(self, submitter: SubmitterLink[Request], now_ns: int) -> None:
-        """Records how much of an incomplete record has come, and since when. Raises InvalidArgument: the user holds too much."""
+        """Records how much of a submitter's partial record came, and when. Raises InvalidArgument: a user holds too much."""
         number, byte_size = submitter.lane.channel.whole, submitter.lane.channel.half_byte_size
         known = self._halves.get(submitter)
         if byte_size == 0 and known is None:
@@ -380,7 +380,7 @@ class Worker:
         return self._lines <= _MAX_LINES
 
     def _receive_all(self, submitter: SubmitterLink[Request], now_ns: int) -> None:
-        """Receives the datagrams that have arrived on a lane, up to a bound, and carries out their records."""
+        """Receives datagrams that have arrived on a submitter's lane, up to a bound, and carries out their records."""
         count = 0
         for _ in range(_MAX_DATAGRAMS):
             records = submitter.lane.receive() or ()
@@ -552,7 +552,7 @@ class Worker:
             self._control_writing = writing
 
     def _watch(self, fd: int, writing: bool) -> None:
-        """Has epoll report when a descriptor has input, and if ``writing`` also when it can be written to."""
+        """Has epoll report when the descriptor ``fd`` has input, and if ``writing`` also when it can be written to."""
         self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if writing else 0))
 
     @property

@@ -64,9 +64,9 @@ class RequestInputs:
         #: Arrays for a row that no request fills.
         self.nobody: dict[str, Array] = {each.spec.name: self._array(each, _zero(each.spec), 1) for each in asked}
 
-    def arrays(self, prepared: PreparedRequest, own: RequestRecord, rows: int) -> dict[str, Array]:
+    def arrays(self, prepared: PreparedRequest, record: RequestRecord, rows: int) -> dict[str, Array]:
         """Returns a request's properties as inputs of ``rows`` rows. Raises InvalidArgument: one is missing or unfit."""
-        return {each.spec.name: self._array(each, self._given(each, prepared, own), rows) for each in self._asked}
+        return {each.spec.name: self._array(each, self._given(each, prepared, record), rows) for each in self._asked}
 
     def _given(self, asked: _Asked, prepared: PreparedRequest, own: RequestRecord) -> Parameter:
         if asked.name in _OWN:

@@ -201,13 +201,13 @@ class MadeInputs:
         #: Arrays for a row that no request fills.
         self.nobody: Mapping[str, Array] = {name: array for part in parts for name, array in part.nobody.items()}
 
-    def arrays(self, request: RequestTensors, own: RequestRecord) -> dict[str, Array]:
-        """Returns the inputs that the worker adds to a request (``own``). Raises InvalidArgument: a value does not fit."""
+    def arrays(self, request: RequestTensors, record: RequestRecord) -> dict[str, Array]:
+        """Returns the inputs that the worker adds to a request's ``record``. Raises InvalidArgument: a value does not fit."""
         made: dict[str, Array] = {}
         if self.controls is not None:
             made = self.controls.arrays(request.controls)
         if self.asked is not None:
-            made |= self.asked.arrays(request.prepared, own, request.rows)
+            made |= self.asked.arrays(request.prepared, record, request.rows)
         return made
 
     def __bool__(self) -> bool:

@@ -144,18 +144,18 @@ class GeneratorModel(HostFunction):
         execution.computed_ns = time.monotonic_ns()
         execution.results = [STREAMED]
 
-    def response(self, request: Request, made: Any) -> Result:
-        """Returns ``made``, which the generator yielded, as a response to ``request``. Raises Internal: it is invalid."""
+    def response(self, request: Request, value: Any) -> Result:
+        """Returns ``value``, which the generator yielded, as a response to ``request``. Raises Internal: it is invalid."""
         parameters: Any = {}
-        if isinstance(made, tuple) and len(made) == 2:
-            made, parameters = made
+        if isinstance(value, tuple) and len(value) == 2:
+            value, parameters = value
             parameters = {} if parameters is None else parameters
-        if not isinstance(made, Mapping) or not isinstance(parameters, Mapping):
+        if not isinstance(value, Mapping) or not isinstance(parameters, Mapping):
             raise Internal(
-                f"model '{self.signature.model}' yielded {type(made).__name__}, a dict of arrays is expected, or one with a "
+                f"model '{self.signature.model}' yielded {type(value).__name__}, a dict of arrays is expected, or one with a "
                 "dict of parameters"
             )
-        outputs = {output: self._checked(request, output, array) for output, array in made.items()}
+        outputs = {output: self._checked(request, output, array) for output, array in value.items()}
         return Response(outputs, dict(parameters)) if parameters else outputs
 
     def _checked(self, request: Request, output: str, made: Any) -> Array:

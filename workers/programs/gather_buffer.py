@@ -20,7 +20,7 @@ from tensord.workers.tensors.request_tensors import RequestTensors
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Returns a new uninitialised array whose memory starts at a multiple of ``ALIGNMENT`` bytes."""
+    """Returns a new array of this shape and ``dtype``, not initialised, that begins at a multiple of ``ALIGNMENT`` bytes."""
     byte_size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     memory = np.empty(byte_size + ALIGNMENT, np.uint8)
     start = -memory.__array_interface__["data"][0] % ALIGNMENT
@@ -52,7 +52,7 @@ class GatherBuffer:
     __slots__ = ("_bytes", "_name", "_slot_byte_size", "_slots", "array")
 
     def __init__(self, name: str, array: Array, lead: bool) -> None:
-        """``array``: the program's argument. ``lead``: whether its first dimension counts the rows; False: there is one row."""
+        """``array``: the program's argument ``name``. ``lead``: whether its first axis counts rows; False: there is one."""
         self._name = name
         self.array = array
         self._slots = array if lead else array[None]
@@ -87,7 +87,7 @@ class RaggedBuffer:
     __slots__ = ("_name", "array")
 
     def __init__(self, name: str, array: Array) -> None:
-        """``array``: the program's argument."""
+        """``array``: the program's argument ``name``."""
         self._name = name
         self.array = array
 

@@ -275,7 +275,7 @@ class GroupedProgramMaker:
     """Compiles the programs that run several requests of one shape in one call. Any thread may use it."""
 
     def __init__(self, single: Executable, signature: Signature, apply: Apply) -> None:
-        """``single``: the executable for one request. Programs run on its device, since another might round differently."""
+        """``single``: one request's executable. Programs of ``apply`` run on its device; another might round differently."""
         self._single = single
         self._signature = signature
         self._apply = apply
@@ -363,7 +363,7 @@ class GroupedProgramMaker:
 
 
 def _apart(alone: Callable[..., Any], parameters: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Calls the model's jitted function ``alone`` so that XLA does not fuse its operations with others of the program."""
+    """Calls ``alone``, the model's jitted function, on ``tensors`` so that XLA does not fuse its operations with others."""
     if jax.default_backend() == "cpu":
         with set_xla_metadata(inlineable="false"):
             made: dict[str, Any] = alone(parameters, tensors)
@@ -373,13 +373,13 @@ def _apart(alone: Callable[..., Any], parameters: Any, tensors: dict[str, Any]) 
     return cast(dict[str, Any], jax.lax.optimization_barrier(made))
 
 
-def _packing(signature: Signature, made: Any) -> Packing:
-    """Returns the layout in which a request's outputs lie side by side. ``made``: output name -> its shape and dtype."""
-    return Packing([(name, made[name].shape, made[name].dtype) for name in signature.outputs])
+def _packing(signature: Signature, specs: Any) -> Packing:
+    """Returns the layout in which a request's outputs lie side by side. ``specs``: output name -> its shape and dtype."""
+    return Packing([(name, specs[name].shape, specs[name].dtype) for name in signature.outputs])
 
 
 def layout_of_rows(signature: Signature, packing: Packing) -> OutputLayout:
-    """Returns the layout of packed outputs: each buffer holds all outputs of one dtype, one row for each request."""
+    """Returns the layout of outputs in ``packing``: each buffer holds all outputs of one dtype, one row for each request."""
     outputs: list[Output] = []
     for name, row, start, stop, shape in packing.parts:
         dtype, elements = packing.rows[row]
@@ -429,7 +429,7 @@ class GroupedCalls:
         return None if shape is None else shape.fitting[min(waiting, MOST)]
 
     def wants(self, single: Executable) -> bool:
-        """Returns whether to compile programs for several requests of a shape: once per shape, if work and inputs are small."""
+        """Returns whether to compile programs for several calls of ``single``: once per shape, if it and inputs are small."""
         shapes = single.wanted.shapes
         if shapes in self._shapes:
             return False
@@ -464,7 +464,7 @@ class GroupedCalls:
         return maker.programs({length: compiled[number] for length, number in numbers.items()})
 
     def add(self, single: Executable, programs: Sequence[GroupedProgram]) -> None:
-        """Adds the programs that ``compile`` has made for an executable's shape, so that ``find`` returns them."""
+        """Adds the programs that ``compile`` has made for the shape of ``single``, so that ``find`` returns them."""
         shape = self._shapes.get(single.wanted.shapes)
         if shape is not None and programs:
             shape.add(programs)
@@ -480,7 +480,7 @@ class GroupedCalls:
 def _padded(waiting: int, weight: Weight) -> int:
     """Returns for how many requests a program is looked up when ``waiting`` requests wait: at most ``MOST``.
 
-    For a tiny program, more than half of ``MOST`` count as ``MOST``, so that one call is enough.
+    For a tiny program (``weight``), more than half of ``MOST`` count as ``MOST``, so that one call is enough.
     """
     if waiting > MOST // 2 and (waiting >= MOST or weight is Weight.TINY):
         return MOST

@@ -28,7 +28,7 @@ class LoadProgress:
     """Makes the programs of one load, reports progress, and sums up their number, bytes and time; for the loading thread."""
 
     def __init__(self, name: str, version: int, tell: Tell = nobody, cancellation: Cancellation | None = None) -> None:
-        """``tell``: is called before each program is made. ``cancellation``: tells whether the load was given up."""
+        """``tell``: called before each program is made. ``cancellation``: tells whether the model's load was given up."""
         self.cancellation = cancellation or Cancellation()
         #: Called when the next executable is begun.
         self.renew: Callable[[], None] = lambda: None
@@ -96,7 +96,7 @@ class LoadProgress:
 
 
 def _part(leaf: Any) -> int:
-    """Returns how many bytes of an array lie on each of its devices."""
+    """Returns how many bytes of an array (``leaf``) lie on each of its devices."""
     if not isinstance(leaf, jax.Array):
         return int(leaf.nbytes)
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

@@ -53,7 +53,7 @@ class Lowering:
         self.traced: jax.stages.Traced | None = None
 
     def lower(self, rows: int, shapes: Shapes, placement: Placement) -> jax.stages.Lowered:
-        """Traces and lowers the program for a batch size, shapes and the device of ``placement``. Raises what tracing raises."""
+        """Traces and lowers the program for ``rows``, ``shapes`` and ``placement``'s device. Raises what tracing raises."""
         arguments: tuple[Any, ...] = (self.zeros(rows, shapes),)
         if self._signature.states:
             arguments = (*arguments, rows_argument(self._signature, rows, ()), carry_specs(self._signature))
@@ -87,7 +87,7 @@ class Lowering:
         return jax.jit(apply, donate_argnums=1 + CARRY if self._signature.states else ())
 
     def zeros(self, rows: int, shapes: Shapes) -> dict[str, Any]:
-        """Returns zeros as the inputs of a test run, by input name."""
+        """Returns zeros of these ``rows`` and ``shapes`` as the inputs of a test run, by input name."""
         wanted = arguments_of(self._signature, Wanted(rows, shapes))
         return {name: np.zeros(shape, dtype) for name, dtype, shape in wanted}
 
@@ -119,7 +119,7 @@ class Lowering:
 
 
 def _kind(made: Any) -> str:
-    """Describes the type of a value that a model's function returned, for an error message; a tracer of JAX is "an array"."""
+    """Describes the type of a value (``made``) that a function returned, for errors; a tracer of JAX is "an array"."""
     return "an array" if hasattr(made, "shape") and hasattr(made, "dtype") else f"a {type(made).__name__}"
 
 
@@ -169,7 +169,7 @@ def check_cut(model: str, spec: TensorSpec, elements: int, shape: tuple[int, ...
 
 
 def is_numeric(spec: TensorSpec) -> bool:
-    """Returns whether a jitted function can take or return a tensor of this datatype: any but BYTES."""
+    """Returns whether a jitted function can take or return the tensor ``spec``: any but BYTES."""
     return DTYPES[spec.datatype].kind != "O"
 
 

@@ -118,7 +118,7 @@ class PipelineProgram:
         return self.contents_of(self.compute(self._sent()))
 
     def contents_of(self, arrays: Sequence[Any]) -> list[Content]:
-        """Waits for the arrays that ``compute`` returned and returns them in host memory. Raises what the run raised."""
+        """Waits for the ``arrays`` that ``compute`` returned and returns them in host memory. Raises what the run raised."""
         return self._device.contents_of(arrays)
 
     def compute(self, arguments: Mapping[str, Any]) -> list[Any]:

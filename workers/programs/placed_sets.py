@@ -87,7 +87,7 @@ class DevicePlacer(Placer):
     def __init__(
         self, signature: Signature, described: Leaves, parameters: Any, several: SeveralDevices | None, remote: bool
     ) -> None:
-        """Keeps the leaves of ``parameters`` that cannot be pushed. ``remote``: whether the device has memory of its own."""
+        """Keeps leaves that cannot be pushed. ``several`` None: one device. ``remote``: whether it has memory of its own."""
         super().__init__(described)
         self._signature = signature
         self._several = several
@@ -123,7 +123,7 @@ class DevicePlacer(Placer):
             return jax.tree.unflatten(self._structure, jax.block_until_ready(placed))
 
     def byte_size_in_place(self, host: Sequence[Array | None]) -> int:
-        """Returns the bytes of those arrays that a processor's XLA uses without a copy: aligned ones of their leaf's dtype."""
+        """Returns the bytes of ``host`` arrays that a processor's XLA uses uncopied: aligned ones of their leaf's dtype."""
         if not self.lays:
             return 0
         pairs = zip(host, self.leaves, strict=True)
@@ -161,7 +161,7 @@ class DevicePlacer(Placer):
 
 
 def _fixed(described: Leaves, leaves: Sequence[Any]) -> list[Any]:
-    """Returns the leaves that cannot be pushed, which all parameter sets share, with None in place of all others."""
+    """Returns the ``leaves`` that cannot be pushed (``described`` says so), which all sets share; None for all others."""
     return [None if leaf.plain else array for leaf, array in zip(described, leaves, strict=True)]
 
 
@@ -171,7 +171,7 @@ def _whole(host: Sequence[Any], fixed: Sequence[Any]) -> list[Any]:
 
 
 def _lies(array: Array, dtype: Any) -> bool:
-    """Returns whether XLA uses an array's memory without a copy: the array has this datatype and is aligned."""
+    """Returns whether XLA uses an array's memory without a copy: the array has ``dtype`` and is aligned."""
     return array.dtype == dtype and not address_of(array) % ALIGNMENT
 
 
@@ -192,7 +192,7 @@ def _stacked(
     room: DeviceRoom | None,
     fixed: Collection[str],
 ) -> ParameterSets:
-    """Places the parameters of a model whose batches mix parameter sets, and returns its sets.
+    """Places the parameters of a model whose batches mix parameter sets, and returns its sets. ``room`` None: for no pushes.
 
     Leaves that all sets share go to the device. The other leaves stay in host memory until their set is put into the stack.
     Raises InvalidArgument: ``mixed`` names a leaf that does not exist; Internal: the device has no memory left.

@@ -101,7 +101,7 @@ class StepPrograms:
         self._insert_rows = insert_rows
 
     def init(self, parameters: Any) -> Any:
-        """Calls the model author's ``init``. Returns the carry: the state that it makes, and for each slot whether it is in use.
+        """Calls the author's ``init`` of ``parameters``. Returns the carry: its result, and for each slot if it is in use.
 
         Raises Internal: an array of the state does not have one row for each slot.
         """
@@ -116,7 +116,7 @@ class StepPrograms:
         return jax.tree.map(_strong, own), jnp.zeros(self._slots, jnp.bool_)
 
     def insert(self, parameters: Any, inputs: dict[str, Any], slots: Any, carry: Any) -> Any:
-        """Returns new requests' packed outputs, and the carry after ``insert``. ``slots``: their indices in the batch's state."""
+        """Returns new requests' packed outputs, and the carry with their ``inputs``. ``slots``: their places in its state."""
         own, live = carry
         returned = self._functions.insert(parameters, own, slots, inputs)
         if not isinstance(returned, tuple) or len(returned) not in (2, 4):
@@ -164,7 +164,7 @@ class StepPrograms:
         return Internal(f"model '{self._signature.model}': {which} returned {what}, {expected} expected")
 
     def _check_carry(self, which: str, given: Any, made: Any) -> None:
-        """Compares the state that a function was given with the state that it returned. ``which``: names the function.
+        """Compares the ``given`` state with the one that a function made of it (``made``). ``which``: names the function.
 
         Raises Internal: the two differ in structure, shape or datatype.
         """
@@ -202,7 +202,7 @@ class StepPrograms:
         return made
 
     def _flags(self, which: str, name: str, flags: Any, lead: tuple[int, ...]) -> Any:
-        """Returns flags as an array. Raises Internal unless they are BOOL[lead]. ``which``: the function that returned them."""
+        """Returns flags (``name`` in errors) as an array. Raises Internal unless BOOL[lead]. ``which``: who returned them."""
         array = jnp.asarray(flags)
         if array.shape != lead or array.dtype != jnp.bool_:
             raise Internal(
@@ -212,7 +212,7 @@ class StepPrograms:
 
 
 def _strong(leaf: Any) -> Any:
-    """Returns a value as an array of a fixed dtype: JAX's weak type, as Python numbers have it, is removed."""
+    """Returns a value (``leaf``) as an array of a fixed dtype: JAX's weak type, as Python numbers have it, is removed."""
     array = jnp.asarray(leaf)
     return jax.lax.convert_element_type(array, array.dtype) if isinstance(array.dtype, np.dtype) else array
 

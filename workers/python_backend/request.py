@@ -461,12 +461,12 @@ class InferenceRequest:
 
 
 def _failed(model: str, why: str, code: ErrorCode = ErrorCode.INTERNAL) -> InferenceResponse:
-    """Returns a response with an error, in Triton's wording, for a request that could not be made. ``why``: the message."""
+    """Returns a response with an error, in Triton's words, for a request to ``model`` that failed. ``why``: the message."""
     return InferenceResponse(error=TritonError(f"Model {model} - Error when running inference: {why}", code))
 
 
 def _text(given: str | bytes) -> str:
-    """Returns a name as text. Models may pass names as bytes, for example elements of BYTES tensors."""
+    """Returns a ``given`` name as text. Models may pass names as bytes, for example elements of BYTES tensors."""
     return given.decode() if isinstance(given, bytes) else given
 
 
@@ -482,7 +482,7 @@ def response_of(result: Result | None) -> InferenceResponse:
 
 
 def answer_of(call: ModelCall, first: _Answer) -> InferenceResponse | ResponseIterator:
-    """Returns the result of ``exec``: a response, or an iterator if the model streams. ``first``: (response, is it the last?)."""
+    """Returns ``call``'s result: a response, or an iterator if the model streams. ``first``: (response, is it the last?)."""
     error = first[0]
     if call.refused and isinstance(error, ServingError):
         why = "Failed for execute the inference request. " if isinstance(error, NotFound) else ""

@@ -41,14 +41,14 @@ class Tensor:
 
     @classmethod
     def borrowed(cls, name: str, content: Array) -> Tensor:
-        """Makes a tensor from shared memory to which the model must not write, which is why ``as_numpy`` returns a copy."""
+        """Makes a tensor of ``content``, shared memory to which a model must not write: ``as_numpy`` returns a copy."""
         tensor = cls(name, content)
         tensor._borrowed = True
         return tensor
 
     @classmethod
     def shared(cls, name: str, content: Array) -> Tensor:
-        """Makes a tensor from another model's output. Nobody writes to it, so it may be passed on without a copy."""
+        """Makes a tensor of ``content``, another model's output. Nobody writes to it, so it may be passed on uncopied."""
         tensor = cls.borrowed(name, content)
         tensor._shared = True
         return tensor

@@ -38,7 +38,7 @@ class LaneSegments(ArenaMap):
         self._reasons: dict[str, str] = {}
 
     def open(self, segment: int, byte_size: int, fd: int) -> None:
-        """Maps a segment that the client has announced, and takes over its descriptor.
+        """Maps a segment that the client has announced, and takes over its descriptor ``fd``.
 
         Raises InvalidArgument: number or size are invalid, the number is in use, or the memory is no memfd of this fixed size.
         Raises Unavailable: the lane has too many segments, or the segment cannot be mapped now. Requests that name the segment
@@ -110,7 +110,7 @@ class LaneSegments(ArenaMap):
         return region
 
     def view(self, place: Slice) -> memoryview:
-        """Always raises InvalidArgument, because a client, unlike a front, has no request arena with inputs."""
+        """Always raises InvalidArgument: a ``place`` is in a request arena, which a client, unlike a front, does not have."""
         raise InvalidArgument(
             f"{place.byte_size} bytes are said to lie in an arena; a client's tensors are in its records or in regions"
         )

@@ -38,14 +38,14 @@ class Places:
     written: Collection[str] = ()
 
     def in_arena(self, name: str) -> Slice | None:
-        """Returns an output's place in the response arena; None: the output goes into the record or a region."""
+        """Returns the place of output ``name`` in the response arena; None: it goes into the record or a region."""
         at = self.offsets.get(name)
         if at is None or self.lease is None:
             return None
         return Slice(self.lease.place.segment, self.lease.place.offset + at, self.sizes[name])
 
     def memory(self, name: str) -> memoryview | None:
-        """Returns the host memory to which an output is written.
+        """Returns the host memory to which the output ``name`` is written.
 
         Returns None if there is none: the output goes into the record, to a GPU, or to a region that is written by system calls.
         Raises InvalidArgument: the place is not wholly inside its region.

@@ -32,7 +32,7 @@ class RegionTable:
     def __init__(
         self, policy: RegionPolicy, driver: Driver, gpu: int | None, pinned: PinnedMemory | None = None
     ) -> None:
-        """``gpu``: the daemon's number of the worker's first GPU; None: a processor's worker, which opens any GPU's regions."""
+        """``gpu``: the daemon's number of the worker's first GPU; None: a processor's worker, which opens any GPU's."""
         self._pinned = pinned
         self._policy = policy
         self._driver = driver
@@ -87,7 +87,7 @@ class RegionTable:
         return region, access
 
     def open_private(self, name: str, fd: int, byte_size: int) -> Region:
-        """Maps sealed memory as a region without a name in this table. Takes over the descriptor, even when it raises an error.
+        """Maps sealed memory as a region without a name in this table. Takes over its descriptor ``fd``, even when it raises.
 
         Raises: InvalidArgument: the descriptor is not a writable memfd of ordinary pages and fixed size, or has another size.
           Unavailable: no more can be mapped now, or the process has too many open files; the last few are reserved for requests.
@@ -261,7 +261,7 @@ def _is_private(region: AnyRegion) -> bool:
 
 
 def _still_holds(region: Region | SnapshotRegion, fd: int, record: RegisterSystemRegion) -> bool:
-    """Returns whether a region maps the same part of the same object that ``fd`` refers to, and has lost no memory."""
+    """Returns whether a region maps the part that ``record`` names of the object of ``fd``, and has lost no memory."""
     found = os.fstat(fd)
     return (
         region.file == (found.st_dev, found.st_ino)
@@ -334,7 +334,7 @@ def _group_may(found: os.stat_result) -> bool:
 
 
 def _may_use(peer: Peer, found: os.stat_result) -> bool:
-    """Returns whether the kernel would let the client read and write shared memory with owner, group and mode as in ``found``."""
+    """Returns whether the kernel would let ``peer``, a client, read and write memory with owner, group and mode ``found``."""
     if peer.uid == 0:
         return True
     if peer.uid == found.st_uid:

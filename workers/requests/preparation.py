@@ -61,7 +61,7 @@ class AnswerPlan(NamedTuple):
 
 
 def answers(number: int, request_ids: list[int], sizes: tuple[int, ...], contents: Array | bytes) -> list[bytes]:
-    """Encodes an answer to each of many requests that share one prepared answer.
+    """Encodes an answer to each of ``request_ids``, which share one prepared answer.
 
     Args:
       number: the number of the prepared answer.
@@ -112,7 +112,7 @@ class CheckedInputs(dict[Inputs, Checked]):
     __slots__ = ()
 
     def learn(self, inputs: Inputs, checked: Checked) -> None:
-        """Stores the result of checking valid inputs. If the cache is full, clears it first."""
+        """Stores ``checked``, the result of checking valid inputs. If the cache is full, clears it first."""
         if len(self) >= _MAX_CHECKED:
             self.clear()
         self[inputs] = checked

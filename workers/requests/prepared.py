@@ -149,21 +149,21 @@ def validate(
         raise
 
 
-def _chosen(own: RequestRecord, version: ModelVersion) -> str | None:
-    """Returns the name of the parameter set that a request names; None: it names ``main``, or the model has no sets.
+def _chosen(record: RequestRecord, version: ModelVersion) -> str | None:
+    """Returns the name of the parameter set that ``record`` names; None: it names ``main``, or the model has no sets.
 
     Raises: NotFound: the set does not exist.  InvalidArgument: its name is too long.
     """
-    name, sets = own.parameter_set, version.sets
-    _check_size(own, SET_PARAMETER, name)
+    name, sets = record.parameter_set, version.sets
+    _check_size(record, SET_PARAMETER, name)
     if sets is None or name == MAIN_SET:
         return None
     sets.find(name)
     return name
 
 
-def _tells(prepared: PreparedRequest, own: RequestRecord, version: ModelVersion) -> bool:
-    """Returns whether a request wants its answers to report their parameter set; False if the model has no parameter sets.
+def _tells(prepared: PreparedRequest, record: RequestRecord, version: ModelVersion) -> bool:
+    """Returns whether a record wants its answers to report their parameter set; False if the model has no parameter sets.
 
     Raises InvalidArgument: the parameter that asks for the report is not a boolean, or the request names its set by a parameter.
     """
@@ -171,10 +171,10 @@ def _tells(prepared: PreparedRequest, own: RequestRecord, version: ModelVersion)
     if sets is None:
         return False
     if SET_PARAMETER in prepared.parameters:
-        raise InvalidArgument(f"{label(own.client_id)}'{SET_PARAMETER}' is a field of the request, and no parameter")
+        raise InvalidArgument(f"{label(record.client_id)}'{SET_PARAMETER}' is a field of the request, and no parameter")
     if tells is not None and type(tells) is not bool:
         raise InvalidArgument(
-            f"{label(own.client_id)}parameter '{TELLING_PARAMETER}' is {tells!r}, true or false is expected"
+            f"{label(record.client_id)}parameter '{TELLING_PARAMETER}' is {tells!r}, true or false is expected"
         )
     if tells:
         sets.told = True
@@ -193,21 +193,21 @@ def _key_of(version: ModelVersion, key: Hashable, name: str) -> Hashable:
     return key if mixes else SetKey(key, name)
 
 
-def _check_replace_key(own: RequestRecord) -> None:
+def _check_replace_key(record: RequestRecord) -> None:
     """Raises InvalidArgument if a request's replace key is too long, or if a request with a replace key belongs to a sequence."""
-    _check_size(own, "tensord_replace", own.replace_key)
-    if own.sequence_id:
+    _check_size(record, "tensord_replace", record.replace_key)
+    if record.sequence_id:
         raise InvalidArgument(
-            f"{label(own.client_id)}parameter 'tensord_replace' is given with a sequence, whose requests cannot be replaced"
+            f"{label(record.client_id)}parameter 'tensord_replace' is given with a sequence, whose requests cannot be replaced"
         )
 
 
-def _check_size(own: RequestRecord, parameter: str, value: str) -> None:
+def _check_size(record: RequestRecord, parameter: str, value: str) -> None:
     """Raises InvalidArgument if a request's parameter is too long. ``parameter``: the name; ``value``: the text."""
     size, most = len(value.encode()), PARAMETERS[parameter].most
     if size > most:
         raise InvalidArgument(
-            f"{label(own.client_id)}parameter '{parameter}' has {size} bytes, at most {most} are allowed"
+            f"{label(record.client_id)}parameter '{parameter}' has {size} bytes, at most {most} are allowed"
         )
 
 
@@ -262,7 +262,7 @@ def validate_inner(
 
 
 def fitting(array: Array, dims: tuple[int, ...], batches: bool) -> Array:
-    """Returns a tensor with or without a batch axis, as a model needs it. ``dims``: the model's shape without the batch axis.
+    """Returns ``array`` with or without a batch axis, as a model needs it. ``dims``: the model's shape without that axis.
 
     If the model batches and the tensor has no batch axis, it gets one of length 1. If the model does not batch and the tensor has
     a batch axis of length 1, the axis is removed. Any other tensor is returned unchanged.
@@ -287,11 +287,11 @@ class _Shaped(NamedTuple):
 def _check(
     inputs: Sequence[PreparedTensor],
     prepared: PreparedRequest,
-    own: RequestRecord,
+    record: RequestRecord,
     version: ModelVersion,
     contents: Sequence[Content] = (),
 ) -> Checked:
-    """Checks names, datatypes and shapes of a request's inputs, or takes the result from the version's cache.
+    """Checks names, datatypes and shapes of a prepared request's inputs, or takes the result from the version's cache.
 
     ``contents``: the bytes of the inputs. If an input is invalid, the bytes of the inputs after it are checked before the error
     is raised, as in Triton. Raises ServingError: the inputs do not fit the model.
@@ -301,12 +301,12 @@ def _check(
     if checked is not None:
         return checked
     signature = version.signature
-    _check_names(inputs, prepared, own, signature)
-    rows = _batch_size(inputs, own, signature) if signature.batches else 1
+    _check_names(inputs, prepared, record, signature)
+    rows = _batch_size(inputs, record, signature) if signature.batches else 1
     left = len(inputs)
     try:
         while left:
-            _check_tensor(own, signature, inputs[left - 1])
+            _check_tensor(record, signature, inputs[left - 1])
             left -= 1
         shaped = {tensor.name: _Shaped(tensor.shape) for tensor in inputs}
         for tensor in inputs:
@@ -316,7 +316,7 @@ def _check(
         key = version.key(cast(Mapping[str, Array], shaped))
     except ServingError:
         for tensor, content in zip(reversed(inputs[left:]), reversed(contents[left:]), strict=False):
-            _array(own, signature, tensor, content)
+            _array(record, signature, tensor, content)
         raise
     specs = [signature.inputs[tensor.name] for tensor in inputs]
     sizes = [math.prod(tensor.shape) * spec.dtype.itemsize for tensor, spec in zip(inputs, specs, strict=True)]
@@ -327,23 +327,23 @@ def _check(
 
 
 def _check_names(
-    inputs: Sequence[PreparedTensor], prepared: PreparedRequest, own: RequestRecord, signature: Signature
+    inputs: Sequence[PreparedTensor], prepared: PreparedRequest, record: RequestRecord, signature: Signature
 ) -> None:
     """Raises InvalidArgument if a required input is missing, an input is given twice, or an input is unknown to the model."""
     given = [tensor.name for tensor in inputs]
     seen: set[str] = set()
     for name in given:
         if name in seen:
-            raise InvalidArgument(f"{label(own.client_id)}input '{name}' already exists in request")
+            raise InvalidArgument(f"{label(record.client_id)}input '{name}' already exists in request")
         seen.add(name)
     required, most = signature.required, len(signature.inputs)
     if not required <= len(given) <= most:
-        raise _wrong_count(prepared, own, signature, given)
+        raise _wrong_count(prepared, record, signature, given)
     for name in reversed(given):
         if name not in signature.inputs:
             raise InvalidArgument(f"unexpected inference input '{name}' for model '{signature.model}'")
     if any(not spec.optional and spec.name not in given for spec in signature.inputs.values()):
-        raise _wrong_count(prepared, own, signature, given)
+        raise _wrong_count(prepared, record, signature, given)
 
 
 def _wrong_count(prepared: PreparedRequest, own: RequestRecord, signature: Signature, given: list[str]) -> ServingError:
@@ -366,44 +366,44 @@ def _quoted(names: list[str]) -> str:
     return ",".join(f"'{name}'" for name in names)
 
 
-def _batch_size(inputs: Sequence[PreparedTensor], own: RequestRecord, signature: Signature) -> int:
-    """Returns the batch size. Raises InvalidArgument if inputs differ in their batch sizes, or the size is out of bounds."""
+def _batch_size(inputs: Sequence[PreparedTensor], record: RequestRecord, signature: Signature) -> int:
+    """Returns the batch size. Raises InvalidArgument if inputs differ in it, or ``signature`` does not allow it."""
     rows: int | None = None
     for tensor in reversed(inputs):
         if not tensor.shape:
             raise InvalidArgument(
-                f"{label(own.client_id)}input '{tensor.name}' has no shape but model requires batch dimension "
+                f"{label(record.client_id)}input '{tensor.name}' has no shape but model requires batch dimension "
                 f"for '{signature.model}'"
             )
         if rows is not None and tensor.shape[0] != rows:
             raise InvalidArgument(
-                f"{label(own.client_id)}input '{tensor.name}' batch size does not match other inputs for '{signature.model}'"
+                f"{label(record.client_id)}input '{tensor.name}' batch size does not match other inputs for '{signature.model}'"
             )
         rows = tensor.shape[0]
     rows = 1 if rows is None else rows  # only a model whose inputs are all optional gets here without any
     if rows > signature.max_batch_size:
         raise InvalidArgument(
-            f"{label(own.client_id)}inference request batch-size must be <= {signature.max_batch_size} for '{signature.model}'"
+            f"{label(record.client_id)}inference request batch-size must be <= {signature.max_batch_size} for '{signature.model}'"
         )
     if rows < 1:
         raise InvalidArgument(
-            f"{label(own.client_id)}inference request batch-size must be at least 1 for '{signature.model}', got {rows}"
+            f"{label(record.client_id)}inference request batch-size must be at least 1 for '{signature.model}', got {rows}"
         )
     return rows
 
 
-def _check_tensor(own: RequestRecord, signature: Signature, tensor: PreparedTensor) -> None:
+def _check_tensor(record: RequestRecord, signature: Signature, tensor: PreparedTensor) -> None:
     """Raises InvalidArgument if a tensor's datatype or shape does not fit the model's signature."""
     spec, shape = signature.inputs[tensor.name], tensor.shape
     if tensor.datatype != spec.datatype:
         raise InvalidArgument(
-            f"{label(own.client_id)}inference input '{spec.name}' data-type is '{tensor.datatype}', "
+            f"{label(record.client_id)}inference input '{spec.name}' data-type is '{tensor.datatype}', "
             f"but model '{signature.model}' expects '{spec.datatype}'"
         )
     if not spec.fits(shape[1:] if signature.batches else shape):
         dims = (-1, *spec.dims) if signature.batches else spec.dims
         raise InvalidArgument(
-            f"{label(own.client_id)}unexpected shape for input '{spec.name}' for model '{signature.model}'. "
+            f"{label(record.client_id)}unexpected shape for input '{spec.name}' for model '{signature.model}'. "
             f"Expected {_dims(dims)}, got {_dims(shape)}. {_BATCH_NOTE if signature.batches else ''}"
         )
 
@@ -423,7 +423,7 @@ def _dims(shape: tuple[int, ...]) -> str:
 
 def _contents(
     prepared: PreparedRequest,
-    own: RequestRecord,
+    record: RequestRecord,
     submitter: SubmitterLink[Request],
     regions: RegionTable | LaneSegments,
     leased: list[AnyRegion],
@@ -433,7 +433,7 @@ def _contents(
     Raises ServingError: a region is unknown, or a place is not inside its region.
     """
     contents: list[Content] = []
-    for tensor, place in placed(prepared.inputs, own.contents):
+    for tensor, place in placed(prepared.inputs, record.contents):
         if isinstance(place, bytes):
             contents.append(place)
         elif isinstance(place, Slice):
@@ -456,7 +456,7 @@ def _contents(
     return contents
 
 
-def _closed(prepared: PreparedRequest, own: RequestRecord, contents: list[Content]) -> PreparedRequest:
+def _closed(prepared: PreparedRequest, record: RequestRecord, contents: list[Content]) -> PreparedRequest:
     """Returns the prepared request with each dimension that the client left open computed from the size of the input.
 
     ``contents``: the bytes of each input. Raises InvalidArgument if no dimension fits the number of bytes.
@@ -466,7 +466,7 @@ def _closed(prepared: PreparedRequest, own: RequestRecord, contents: list[Conten
     tensors: list[PreparedTensor] = []
     for tensor, content in zip(prepared.inputs, contents, strict=True):
         if OPEN in tensor.shape:
-            what = f"{label(own.client_id)}input '{tensor.name}' shape"
+            what = f"{label(record.client_id)}input '{tensor.name}' shape"
             if tensor.datatype == "BYTES":
                 # Read from a copy, as the elements are: nobody else can write to that.
                 content = np.asarray(content).tobytes() if isinstance(content, LateTensor) else bytes(content)
@@ -487,18 +487,18 @@ def _give_types(named: dict[str, Content], prepared: PreparedRequest, checked: C
 
 
 def _arrays(
-    prepared: PreparedRequest, own: RequestRecord, signature: Signature, contents: list[Content]
+    prepared: PreparedRequest, record: RequestRecord, signature: Signature, contents: list[Content]
 ) -> dict[str, Array]:
-    """Returns the inputs by name, in the request's order. Raises InvalidArgument: bytes do not fit datatype and shape."""
+    """Returns inputs by name, made of ``contents``, in the request's order. Raises InvalidArgument: their size is wrong."""
     made = {
-        tensor.name: _array(own, signature, tensor, content)
+        tensor.name: _array(record, signature, tensor, content)
         for tensor, content in zip(reversed(prepared.inputs), reversed(contents), strict=True)
     }
     return {tensor.name: made[tensor.name] for tensor in prepared.inputs}
 
 
-def _array(own: RequestRecord, signature: Signature, tensor: PreparedTensor, content: Content) -> Array:
-    """Makes an array of the model's shape from an input. Raises InvalidArgument: the bytes do not fit datatype and shape."""
+def _array(record: RequestRecord, signature: Signature, tensor: PreparedTensor, content: Content) -> Array:
+    """Makes an array of the model's shape from ``content``. Raises InvalidArgument: it does not fit ``tensor``, the input."""
     spec, shape = signature.inputs[tensor.name], tensor.shape
     if spec.datatype == "BYTES":
         # The snapshot comes first: lengths are read from it, not from memory somebody else can write.
@@ -508,12 +508,12 @@ def _array(own: RequestRecord, signature: Signature, tensor: PreparedTensor, con
         except IncompleteString:
             raise
         except InvalidArgument as error:
-            raise InvalidArgument(label(own.client_id) + error.message) from None
+            raise InvalidArgument(label(record.client_id) + error.message) from None
     else:
         needed = math.prod(shape) * spec.dtype.itemsize
         if needed != len(content) or needed > MAX_ELEMENTS:
             raise InvalidArgument(
-                f"{label(own.client_id)}input byte size mismatch for input '{spec.name}' for model '{signature.model}'. "
+                f"{label(record.client_id)}input byte size mismatch for input '{spec.name}' for model '{signature.model}'. "
                 f"Expected {needed}, got {len(content)}"
             )
         if isinstance(content, LateTensor):
@@ -529,19 +529,19 @@ def _array(own: RequestRecord, signature: Signature, tensor: PreparedTensor, con
 
 def _outputs(
     prepared: PreparedRequest,
-    own: RequestRecord,
+    record: RequestRecord,
     signature: Signature,
     regions: RegionTable | LaneSegments,
     leased: list[AnyRegion],
 ) -> dict[str, RequestedOutput]:
-    """Returns the requested outputs by name. Leases the outputs' regions, and appends the regions to ``leased``.
+    """Returns the prepared request's outputs by name. Leases the outputs' regions, and appends the regions to ``leased``.
 
     Raises ServingError: an output is unknown or requested twice, or its region is unknown or too small.
     """
     wanted: dict[str, RequestedOutput] = {}
     for output in prepared.outputs:
         if output.name in wanted:
-            raise InvalidArgument(f"{label(own.client_id)}output '{output.name}' already exists in request")
+            raise InvalidArgument(f"{label(record.client_id)}output '{output.name}' already exists in request")
         if output.name not in signature.outputs:
             raise InvalidArgument(f"unexpected inference output '{output.name}' for model '{signature.model}'")
         wanted[output.name] = output

@@ -165,7 +165,7 @@ class Request(RequestTensors):
         return self.sink is not None or any(isinstance(region, CudaRegion) for region in self.regions)
 
     def ran_in(self, began_ns: int, computed_ns: int, gathered: int) -> None:
-        """Records the run's times, for ``timed``. ``gathered``: how many bytes were copied to put the request into a batch."""
+        """Records when a run began and was computed, for ``timed``. ``gathered``: bytes copied to put the request into it."""
         self.ran = max(0, began_ns - self.arrived_ns), computed_ns - began_ns, gathered
 
     def timed(self, answer: AnswerRecord) -> AnswerRecord:
@@ -192,9 +192,9 @@ class Request(RequestTensors):
         return f"<Request {self.request_id} for {self.prepared.model!r}, {self.rows} rows>"
 
 
-def controls_of(own: RequestRecord) -> Controls:
-    """Returns the sequence controls of a request: its sequence's id, and whether it starts or ends the sequence."""
-    return Controls(own.sequence_id, own.sequence_start, own.sequence_end)
+def controls_of(record: RequestRecord) -> Controls:
+    """Returns the sequence controls of a request's record: its sequence's id, and whether it starts or ends it."""
+    return Controls(record.sequence_id, record.sequence_start, record.sequence_end)
 
 
 def named(client_id: str) -> str:
@@ -218,7 +218,7 @@ class InnerRequest(Request):
     __slots__ = ("_answered", "ahead", "may_stop", "origin", "sink")
 
     def made_for(self, sink: Sink, origin: Request | None) -> InnerRequest:
-        """Sets the function that gets responses, and ``origin``, the request on whose behalf this is made. Returns itself."""
+        """Sets ``sink``, which gets responses, and ``origin``, the request on whose behalf this is made. Returns itself."""
         self.sink: Sink = sink
         self.origin: Request | None = origin
         if self.timeline is not None and origin is not None and origin.timeline is not None:
@@ -268,7 +268,7 @@ def hand_over(request: Request, result: Result | None, moments: Moments | None =
 
 
 def kept(result: dict[str, Array]) -> tuple[dict[str, Array], int]:
-    """Converts a model's outputs to read-only inputs of other models, with strings as bytes.
+    """Converts ``result``, a model's outputs, to read-only inputs of other models, with strings as bytes.
 
     Arrays that XLA made are used where they are. Arrays of the model's own code are copied, because the code may write to them
     again. Returns the inputs and the number of bytes that were copied.

@@ -35,7 +35,7 @@ class Input(NamedTuple):
     content: Array
 
     def same(self, other: Input) -> bool:
-        """Returns whether the two inputs have the same name, datatype, shape and bytes."""
+        """Returns whether this and the ``other`` input have the same name, datatype, shape and bytes."""
         return self[:3] == other[:3] and np.array_equal(self.content, other.content)
 
 
@@ -56,7 +56,7 @@ class Question(NamedTuple):
     def of(
         cls, load: object, outputs: Sequence[str], arrays: Mapping[str, Array], parameters: tuple[object, ...] = ()
     ) -> Question:
-        """Returns the cache key of a request with these input tensors. It refers to the tensors' memory and copies nothing.
+        """Returns the cache key of a request with the inputs ``arrays``. It refers to the tensors' memory and copies nothing.
 
         Args:
           load: an object that stands for one load of a model version, by its identity.
@@ -75,7 +75,7 @@ class Question(NamedTuple):
         return cls(digest.digest(), load, parameters, wanted, tuple(inputs))
 
     def same(self, other: Question) -> bool:
-        """Returns whether two cache keys are equal, and so have the same answer."""
+        """Returns whether this and the ``other`` cache key are equal, and so have the same answer."""
         if self.load is not other.load or self.parameters != other.parameters:
             return False
         if self.outputs != other.outputs or len(self.inputs) != len(other.inputs):
@@ -121,7 +121,7 @@ class ResponseCache:
         return len(self._entries)
 
     def find(self, question: Question) -> Response | None:
-        """Returns the stored answer for a cache key, or None if there is none. The caller must not change it."""
+        """Returns the stored answer for a cache key (``question``), or None. The caller must not change it."""
         entry = self._entries.get(question.digest)
         if entry is None or not entry.question.same(question):
             return None
@@ -129,7 +129,7 @@ class ResponseCache:
         return entry.answer
 
     def insert(self, question: Question, answer: Mapping[str, Array]) -> Insertion:
-        """Stores a copy of an answer. To make room for it, removes the least recently used entries.
+        """Stores a copy of the answer for a cache key (``question``). To make room for it, removes those used least recently.
 
         Returns KEPT, KNOWN if an answer for the key is stored already, or TOO_LARGE if the answer is larger than the whole cache.
         """

@@ -50,7 +50,7 @@ Described = tuple[tuple[str, str, tuple[int, ...]], ...]
 def describe(
     result: Mapping[str, Array], wanted: Collection[str], most: int, strings: bool
 ) -> tuple[Described, tuple[bytes, ...]] | None:
-    """Returns (name, datatype, shape) of each requested output of a response, and the bytes of each.
+    """Returns (name, datatype, shape) of each requested output of a response, ``result``, and the bytes of each.
 
     Returns None if the outputs do not fit into a record, or if an output must not be sent in this way.
 
@@ -90,11 +90,11 @@ class ResponseKind:
         self.byte_size = response_byte_size(()) + sum(self._sizes)
 
     def encode(self, request_id: int, contents: Iterable[bytes]) -> bytes:
-        """Encodes a response as a record. ``contents``: the bytes of each output, in the order of this kind's outputs."""
+        """Encodes a response to ``request_id`` as a record. ``contents``: the bytes of each output, in this kind's order."""
         return answers(self._number, [request_id], self._sizes, b"".join(contents))[0]
 
     def record(self, request: Request, result: Mapping[str, Array]) -> bytes | None:
-        """Encodes a response; None: its outputs have other datatypes or shapes than this kind's. Any thread may call it."""
+        """Encodes a ``result``; None: its outputs have other datatypes or shapes than this kind's. Any thread may call it."""
         if len(result) != len(self._parts) and not request.outputs:
             return None
         contents: list[bytes] = []
@@ -353,7 +353,7 @@ class ResponseSender:
         self._receiver.put(self, encoded, False, size)
 
     def _record(self, result: dict[str, Array]) -> bytes | None:
-        """Encodes a response as a record; None: it cannot be encoded in this thread, and the loop must do so."""
+        """Encodes ``result`` as a record; None: it cannot be encoded in this thread, and the loop must do so."""
         kind = self._kind
         record = None if kind is None else kind.record(self.request, result)
         if record is None:
@@ -427,7 +427,7 @@ class ResponseSender:
         return True
 
     def respond_encoded(self, kind: ResponseKind, records: list[bytes], now_ns: int) -> None:
-        """Queues encoded responses on the lane, which always has room for them. No request's first response is among them."""
+        """Queues ``records``, encoded by ``kind``, on the lane, which has room. None is the first response to a request."""
         request = self.request
         request.submitter.lane.complete_encoded(kind.numbered, records)
         request.submitter.flush_soon()
@@ -443,7 +443,7 @@ class ResponseSender:
         return self._max_ahead - (self._posted - self._settled)
 
     def posted(self, result: Result | None, final: bool) -> int:
-        """Returns the size in bytes of a response that the loop queues, and counts these bytes as not yet taken by the client."""
+        """Returns the bytes of ``result``, a response that the loop queues, and counts them as not taken by the client."""
         size = 0 if result is None else _BYTE_SIZE
         if result is not None and not isinstance(result, ServingError):
             for array in result.values():
@@ -487,7 +487,7 @@ class ResponseSender:
 
 
 def _own(result: dict[str, Array]) -> int:
-    """Replaces by copies the arrays to which the model may still write. Returns the number of bytes of all arrays."""
+    """Replaces by copies the arrays in ``result`` that the model may still change. Returns the bytes of all its arrays."""
     size = 0
     for name, array in result.items():
         size += array.nbytes

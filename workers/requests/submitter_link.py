@@ -128,7 +128,7 @@ class SubmitterLink(Generic[R]):
         self.closed = False
 
     def learn(self, record: Prepare, preparation: Preparation) -> None:
-        """Stores a prepared request under the submitter's number for it. It replaces the prepared request that had the number.
+        """Stores a prepared request's ``preparation`` under the number in ``record``, in place of what had the number.
 
         Raises InvalidArgument: the number is out of bounds, or a client's prepared requests take too many bytes.
         """
@@ -216,7 +216,7 @@ class SubmitterLink(Generic[R]):
             self._due.append(self)
 
     def response_kind(self, version: int, described: Described, final: bool) -> ResponseKind:
-        """Returns the encoder of a version's small responses, made if need be. ``final``: for the last response of a request."""
+        """Returns the encoder of a version's small responses as ``described``. ``final``: for a request's last response."""
         key = version, final, described
         kind = self._response_kinds.get(key)
         if kind is None:
@@ -228,7 +228,7 @@ class SubmitterLink(Generic[R]):
         return kind
 
     def known_kind(self, version: int, described: Described) -> ResponseKind | None:
-        """Returns the encoder of small responses that are not their request's last, or None if none is there. For any thread."""
+        """Returns the encoder of small responses as ``described``, not a request's last; None: there is none. Any thread."""
         return self._response_kinds.get((version, False, described))
 
     def answer(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
@@ -258,7 +258,7 @@ class LaneOwner(Budget):
         self.waiting_byte_size = 0
 
     def leave(self, submitter: SubmitterLink[Any]) -> bool:
-        """Removes a lane that has ended. Returns whether it was the user's last lane."""
+        """Removes the lane of a submitter that has ended. Returns whether it was the user's last lane."""
         self.submitters.discard(submitter)
         return not self.submitters
 
@@ -271,7 +271,7 @@ class LaneOwner(Budget):
         return (2 * self.max_byte_size - self.used - self.waiting_byte_size) // max(1, len(self.submitters))
 
     def check(self, submitter: SubmitterLink[Any]) -> None:
-        """Raises Unavailable if the user's answers exceed the allowed bytes and this lane's answers exceed the lane's share."""
+        """Raises Unavailable if the user's answers exceed the allowed bytes, and this submitter's its lane's share."""
         held = self.used + self.waiting_byte_size
         if held > self.max_byte_size and submitter.answers_byte_size >= self.share:
             raise Unavailable(
@@ -280,7 +280,7 @@ class LaneOwner(Budget):
             )
 
     def check_room(self, submitter: SubmitterLink[Any], byte_size: int) -> None:
-        """Raises Unavailable if ``byte_size`` bytes more exceed the limit of the user's requests, and this lane's share of it."""
+        """Raises Unavailable if ``byte_size`` bytes more exceed the user's limit and this submitter's share of it."""
         held, most = self.request_byte_size, self._max_request_byte_size
         share = (2 * most - held) // max(1, len(self.submitters))
         if held + byte_size > most and submitter.request_byte_size + byte_size > share:

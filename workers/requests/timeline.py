@@ -109,7 +109,7 @@ class RequestTimeline:
         """Adds a run of the request to the timeline, before its outputs are written to their places.
 
         ``moments``: when the run began, when it had its inputs, and when its outputs were computed, in ns. At the trace level
-        TENSORS the inputs and outputs are added too.
+        TENSORS the inputs and outputs (``result``) are added too.
         """
         names = (trace_stamps.COMPUTE_START, trace_stamps.COMPUTE_INPUT_END, trace_stamps.COMPUTE_OUTPUT_START)
         self._moments += zip(names, moments, strict=True)
@@ -164,10 +164,10 @@ class RequestTimeline:
         )
 
 
-def begun(own: RequestRecord, context: TraceContext | None, queued_ns: int) -> RequestTimeline:
-    """Begins a traced request's timeline. ``context``: the submitter's trace context; None, or of another request: ignored."""
-    timeline = RequestTimeline(own.trace & ~TIMING, queued_ns)
-    if context is not None and context.request_id == own.request_id:
+def begun(record: RequestRecord, context: TraceContext | None, queued_ns: int) -> RequestTimeline:
+    """Begins a traced record's timeline. ``context``: the submitter's trace context; None, or another request's: ignored."""
+    timeline = RequestTimeline(record.trace & ~TIMING, queued_ns)
+    if context is not None and context.request_id == record.request_id:
         timeline.context = context
     return timeline
 

@@ -90,7 +90,7 @@ class LiveSequence(Generic[S]):
 
 
 def state_lost(correlation_id: int | str, model: str) -> Unavailable:
-    """Returns the error for requests to a sequence whose state was lost in a run that failed."""
+    """Returns the error for requests to a model's sequence whose state was lost in a run that failed."""
     return Unavailable(
         f"sequence {correlation_id} of model '{model}' was lost after an execution error; start it again with the START flag"
     )

@@ -53,11 +53,11 @@ class DirectBatcher(Generic[S]):
         self._limits: dict[Hashable, int] = {}
 
     def ready(self, live: LiveSequence[S]) -> None:
-        """Makes a sequence available to ``take``: its first waiting request may run now."""
+        """Makes a ``live`` sequence available to ``take``: its first waiting request may run now."""
         self._ready[live] = None
 
     def withdraw(self, live: LiveSequence[S]) -> None:
-        """Makes a sequence unavailable to ``take``: its first waiting request may no longer run."""
+        """Makes a ``live`` sequence unavailable to ``take``: its first waiting request may no longer run."""
         del self._ready[live]
 
     def limit(self, key: Hashable, rows: int) -> None:
@@ -222,7 +222,7 @@ class SequenceBatcher(Planner[S]):
         return True
 
     def _look(self, live: LiveSequence[S] | None) -> None:
-        """If a sequence's first waiting request may run now, has the next batches include it. Does nothing for None."""
+        """If a ``live`` sequence's first waiting request may run now, the next batches include it. None: does nothing."""
         if live is not None and live.ready and live.slot is not None:
             if self._attach is not None:
                 self._attach(live.waiting[0])
@@ -231,7 +231,7 @@ class SequenceBatcher(Planner[S]):
     # ------------------------------------------------------------------------------------------- running without waiting
 
     def run_now(self, asked: Iterable[Asked], now_ns: int) -> list[LiveSequence[S]]:
-        """Begins to run requests on the first instance (see ``SequenceTable.run_now``). Call ``table.have_run`` afterwards."""
+        """Begins to run ``asked`` on the first instance (``SequenceTable.run_now``). Call ``table.have_run`` afterwards."""
         self.table.close_idle(now_ns)
         return self.table.run_now(asked)
 

@@ -304,7 +304,7 @@ class SequenceTable(Generic[S]):
     # ---------------------------------------------------------------------------------------------------------- running
 
     def take(self, live: LiveSequence[S]) -> S:
-        """Removes and returns a sequence's first waiting request, which is to run. The sequence must be ``ready``."""
+        """Removes and returns a ``live`` sequence's first waiting request, to run it. The sequence must be ``ready``."""
         assert live.slot is not None
         request = live.waiting.popleft()
         request.line = -1
@@ -348,7 +348,7 @@ class SequenceTable(Generic[S]):
         return live
 
     def _free(self, live: LiveSequence[S]) -> LiveSequence[S] | None:
-        """Ends a sequence that has a slot. Returns the sequence that gets the slot, the first of the backlog, or None."""
+        """Ends a ``live`` sequence with a slot. Returns the sequence that gets the slot, first of the backlog, or None."""
         slot = live.slot
         assert slot is not None
         del self._holders[slot]
@@ -362,7 +362,7 @@ class SequenceTable(Generic[S]):
         return first
 
     def hold(self, live: LiveSequence[S], parameters: object | None) -> None:
-        """Sets the parameters with which later requests of a sequence run; None: always the newest values of the set ``main``."""
+        """Sets the parameters for later requests of a ``live`` sequence; None: always the newest values of ``main``."""
         self.holding += (parameters is not None) - (live.parameters is not None)
         live.parameters = parameters
 
@@ -379,7 +379,7 @@ class SequenceTable(Generic[S]):
     # ----------------------------------------------------------------------------------------------------------- ending
 
     def cancel(self, live: LiveSequence[S]) -> tuple[list[S], LiveSequence[S] | None]:
-        """Ends a sequence, because one of its requests was cancelled, has failed or has expired.
+        """Ends a ``live`` sequence, because one of its requests was cancelled, has failed or has expired.
 
         Returns the requests of the sequence that waited, and the other sequence that gets the slot now. The latter is None if no
         sequence waits for a slot, or if a request of the ended sequence is still running.
@@ -401,7 +401,7 @@ class SequenceTable(Generic[S]):
         return refused, None
 
     def note_lost(self, live: LiveSequence[S], now_ns: int) -> None:
-        """Records that a sequence's state was lost. The next request with its id gets an error, unless the request has START."""
+        """Records that a ``live`` sequence lost its state. The next request with its id fails, unless it has START."""
         if not live.closed:
             self._lost.pop(live.correlation_id, None)
             self._lost[live.correlation_id] = now_ns

@@ -98,7 +98,7 @@ class Buckets:
         return rows, tuple(shapes)
 
     def _units(self, spec: TensorSpec, count: int, rows: int) -> int:
-        """Returns how many units (``ragged.unit``) a ragged input of ``count`` units is padded to in a batch of ``rows`` rows."""
+        """Returns how many units (``ragged.unit``) ragged input ``spec`` with ``count`` units is padded to, for ``rows``."""
         if -1 not in spec.model_dims:
             return rows
         sizes = self.axes.get(_ragged_axis(spec) or "", ())
@@ -114,7 +114,7 @@ class Buckets:
         )
 
     def padded(self, spec: TensorSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape that a tensor is padded to; dims without a bucket, or beyond the largest, stay as they are."""
+        """Returns what a tensor's ``shape`` is padded to; dims without a bucket, or beyond the largest, stay as they are."""
         return tuple(self._bucket(axis, size) for axis, size in zip(spec.axes, shape, strict=True))
 
     def _bucket(self, axis: str | None, size: int) -> int:
@@ -175,7 +175,7 @@ def _most_of(spec: TensorSpec) -> str:
 
 
 def sliced(spec: TensorSpec, shape: tuple[int, ...], lengths: Mapping[str, int]) -> tuple[slice, ...]:
-    """Returns slices that cut an output, without its batch axis, to a request's sizes. ``lengths``: axis name -> size."""
+    """Returns slices that cut an output's ``shape``, without batch axis, to a request's sizes, ``lengths`` by axis name."""
     return tuple(
         slice(None, lengths[axis]) if axis is not None and lengths.get(axis, size) < size else slice(None)
         for axis, size in zip(spec.axes, shape, strict=True)
@@ -183,7 +183,7 @@ def sliced(spec: TensorSpec, shape: tuple[int, ...], lengths: Mapping[str, int])
 
 
 def shapes_key(arrays: Mapping[str, Array], signature: Signature) -> Hashable:
-    """Returns the batching key of a request to a model that is not jitted: requests with equal keys may run in one batch."""
+    """Returns the batching key of a request's inputs to a model that is not jitted: equal keys may run in one batch."""
     batches, inputs = signature.batches, signature.inputs
     return tuple(
         (name, None if name in inputs and inputs[name].ragged else array.shape[1:] if batches else array.shape)
@@ -204,7 +204,7 @@ class RequestShapes:
         self._named = any(axis is not None for spec in signature.inputs.values() for axis in spec.axes)
 
     def key(self, arrays: Mapping[str, Array]) -> Shapes:
-        """Returns the bucketed input shapes. Requests with equal shapes can share a batch.
+        """Returns the bucketed shapes of ``arrays``, the inputs. Requests with equal shapes can share a batch.
 
         Raises InvalidArgument: an axis has different sizes in two inputs.
         """
@@ -226,7 +226,7 @@ class RequestShapes:
         return tuple(shapes)
 
     def lengths(self, arrays: Mapping[str, Array]) -> dict[str, int]:
-        """Returns axis name -> its size in a request. Raises InvalidArgument if axes of the same name have different sizes."""
+        """Returns axis name -> size in ``arrays``. Raises InvalidArgument if axes of the same name have different sizes."""
         lengths: dict[str, int] = {}
         for spec in self._signature.inputs.values():
             array = arrays.get(spec.name)

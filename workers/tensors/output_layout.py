@@ -45,7 +45,7 @@ class BatchOutputs(NamedTuple):
 
 
 def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) -> OutputLayout:
-    """Returns the layout of outputs each of which has a buffer of its own.
+    """Returns the layout of outputs (``arrays``) each of which has a buffer of its own.
 
     ``slots``: True: the first dimension of each array counts rows; False: each array is one row.
     """
@@ -58,7 +58,7 @@ def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) ->
 
 
 def uncut(layout: OutputLayout, contents: Sequence[Array | bytes]) -> BatchOutputs | None:
-    """Returns a run's outputs as bytes together with their layout; the answers are cut out of these bytes later.
+    """Returns ``contents``, a run's outputs, as bytes with their layout; the answers are cut out of these bytes later.
 
     None: the outputs have more than ``UNCUT_BYTE_SIZE`` bytes, and each answer is better cut out of the arrays.
     """

@@ -125,7 +125,7 @@ def cut(output: Array, source: TensorSpec, requests: Sequence[RequestTensors]) -
 
 
 def declare_ragged(message: ModelConfig, module: ModuleType) -> dict[str, str]:
-    """Adds what model.py declares about ragged inputs to a configuration.
+    """Adds what model.py (``module``) declares about ragged inputs to a configuration.
 
     Returns SEGMENT_IDS input -> the ragged input that it describes. The configuration itself has no place for such inputs.
     Raises InvalidArgument: a declaration is malformed, or contradicts the configuration.
@@ -183,7 +183,7 @@ def _declared(what: str, module: ModuleType, name: str, kind: Any) -> Any:
 
 
 def ragged_signature(described: Signature, message: ModelConfig, segments: Mapping[str, str]) -> Signature:
-    """Returns the signature with the batch inputs of a checked configuration, and with outputs that are cut like a ragged input.
+    """Returns ``described`` with the batch inputs of a checked configuration, and with outputs cut like a ragged input.
 
     ``segments``: as ``declare_ragged`` returns them. Raises InvalidArgument: an input that a batch input describes is not
     ragged, or has axes that cannot be laid out one behind the other.

@@ -102,7 +102,7 @@ class TensorSpec:
         return in_slices(array) if strings else array
 
     def for_client(self, array: Array, batches: bool) -> Array:
-        """Returns a model's tensor in the shape that a client sees; ``batches``: its first dimension is the batch."""
+        """Returns ``array``, a model's tensor, in the shape that a client sees; ``batches``: its first axis is the batch."""
         if not self.reshaped:
             return array
         lead = array.shape[:1] if batches else ()
@@ -210,7 +210,7 @@ def _meant(text: str) -> str:
 
 
 def parse_declaration(what: str, text: object) -> Declared:
-    """Parses ``DATATYPE[dims]``; a dim is a number, a name or -1. Raises InvalidArgument, naming ``what``: it is malformed."""
+    """Parses ``text``, ``DATATYPE[dims]``; a dim is a number, a name or -1. Raises InvalidArgument, with ``what`` in it."""
     match = _DECLARATION.fullmatch(text.replace(" ", "")) if isinstance(text, str) else None
     if match is None or match[1] not in datatypes.ELEMENT_SIZES:
         meant = _meant(text) if isinstance(text, str) else ""
@@ -234,7 +234,7 @@ def parse_declaration(what: str, text: object) -> Declared:
 def declare(
     message: ModelConfig, inputs: Mapping[str, Declared], outputs: Mapping[str, Declared], where: str = "model.py"
 ) -> None:
-    """Adds tensors declared in the file ``where`` to a configuration. Raises InvalidArgument: the configuration differs."""
+    """Adds inputs and outputs declared in file ``where`` to a configuration. Raises InvalidArgument: it contradicts them."""
     for kind, fields, declared in (("input", message.input, inputs), ("output", message.output, outputs)):
         known = {field.name: field for field in fields}
         for name, tensor in declared.items():

@@ -25,7 +25,7 @@ from tensord.workers.tensors.signature import StateSpec, agree, parse_declaratio
 
 
 def declare_state(message: ModelConfig, module: ModuleType) -> dict[str, tuple[str | None, ...]]:
-    """Adds the state that model.py declares to a configuration. Returns state name -> the names of its axes.
+    """Adds the state that model.py (``module``) declares to a configuration. Returns state name -> the names of its axes.
 
     Raises InvalidArgument: declaration and configuration contradict each other, or the model has no sequences.
     """
@@ -112,7 +112,7 @@ def initial_state(
 
 
 def _fitting(what: str, spec: StateSpec, value: Any) -> Array:
-    """Returns a state's first value in the state's shape; a single number fills the shape.
+    """Returns the first value of the state ``spec`` in the state's shape; a single number fills the shape.
 
     ``what``: names the state in errors. Raises InvalidArgument: the value does not fit.
     """

@@ -40,7 +40,7 @@ def parameter_name(keys: Any) -> str:
 
 
 def declarations(what: str, declared: object, kind: str) -> dict[str, object]:
-    """Returns name -> declaration for each tensor in a tree of declarations, in order.
+    """Returns name -> declaration for each tensor in ``declared``, a tree of declarations, in order.
 
     ``what``: the model's name in errors. ``kind``: "input" or "output". Raises InvalidArgument: two tensors have the same name.
     """
@@ -51,7 +51,7 @@ def declarations(what: str, declared: object, kind: str) -> dict[str, object]:
 
 
 def is_tree(module: ModuleType) -> bool:
-    """Returns whether model.py declares inputs or outputs as another tree than a dict of tensor names to declarations."""
+    """Returns whether model.py (``module``) declares inputs or outputs as another tree than a dict from names to tensors."""
     return not all(_is_flat(getattr(module, kind, {})) for kind in ("inputs", "outputs"))
 
 
@@ -63,7 +63,7 @@ def taking_trees(
     added: Iterable[str] = (),
     stateful: bool = False,
 ) -> Callable[..., Any]:
-    """Wraps a function that takes and returns pytrees, so that it takes and returns dicts of named arrays.
+    """Wraps ``apply``, which takes and returns pytrees, so that it takes and returns dicts of named arrays.
 
     Args:
       what: the model's name in errors.
@@ -103,7 +103,7 @@ def _is_flat(declared: object) -> bool:
 
 
 def _leaves(what: str, declared: object, kind: str) -> tuple[list[str], list[object], Any]:
-    """Returns names, declarations and structure of a tree of ``kind``s. Raises InvalidArgument if a name repeats.
+    """Returns names, declarations and structure of the ``declared`` tree. Raises InvalidArgument if a name repeats.
 
     ``kind``: "input" or "output". ``what``: names the model in errors.
     """
@@ -120,9 +120,9 @@ def _leaves(what: str, declared: object, kind: str) -> tuple[list[str], list[obj
     return names, [leaf for _, leaf in found], structure
 
 
-def _named(what: str, made: object) -> dict[str, Any]:
+def _named(what: str, tree: object) -> dict[str, Any]:
     """Returns the arrays in a tree of outputs by name. Raises Internal if two names are the same. ``what``: names the model."""
-    found = jax.tree_util.tree_leaves_with_path(made)
+    found = jax.tree_util.tree_leaves_with_path(tree)
     arrays = {name_of(keys, "output"): array for keys, array in found}
     if len(arrays) < len(found):
         raise Internal(f"{what}: two of its outputs have one name")
