@@ -140,7 +140,7 @@ class MetricRegistry:
             return value
 
     def increment(self, kind: MetricKind, value: Value, by: float) -> None:
-        """Adds ``by`` to ``value``. Raises InvalidArgument: a counter decreases; Unsupported: ``kind`` is a histogram."""
+        """Adds ``by`` to ``value``. Raises InvalidArgument: a counter would shrink; Unsupported: ``kind`` is a histogram."""
         if kind is MetricKind.HISTOGRAM:
             raise _unsupported()
         if kind is MetricKind.COUNTER and not by >= 0:

@@ -32,7 +32,7 @@ def created(
       returned: what ``create`` of model.py (``module``) returned.
       asked: properties of requests that the function asks for, which are then among its inputs; None: none.
       indexed: whether the function has an argument ``index``, with the parameter set of each row.
-    Raises InvalidArgument: ``create`` returned no such thing, or the function does not have the arguments that are expected.
+    Raises InvalidArgument: ``create`` returned something else, or the function does not have the arguments that are expected.
     """
     model, states = described.model, described.states
     if not isinstance(returned, tuple) or not 2 <= len(returned) <= 3 or not callable(returned[0]):

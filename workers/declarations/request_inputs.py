@@ -132,7 +132,7 @@ class KnownParameters:
 
 
 def request_inputs(message: ModelConfig, module: ModuleType) -> RequestInputs | None:
-    """Returns what model.py (``module``) asks for of requests, or None. Raises InvalidArgument: it asks in a wrong way."""
+    """Returns what model.py (``module``) asks for of requests, or None. Raises InvalidArgument: a declaration is wrong."""
     declared, host = getattr(module, "request", {}), bool(getattr(module, "host", False))
     model, batches = message.name, message.max_batch_size > 0
     if not isinstance(declared, Mapping):

@@ -78,7 +78,7 @@ class CudaDevice:
     # ------------------------------------------------------------------------------------------------------- inputs
 
     def gather(self, parts: Sequence[GatheredPart]) -> tuple[dict[str, jax.Array], int]:
-        """Gathers ``parts``, a batch's inputs, on the device. Returns the program's arguments by name, and the bytes copied.
+        """Gathers a batch's inputs (``parts``) on the device. Returns a program's arguments by name, and how much was copied.
 
         Raises InvalidArgument: a region cannot be read any more; Unavailable: there is no memory; DeviceLost: the GPU failed.
         """

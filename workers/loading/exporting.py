@@ -56,7 +56,8 @@ def export_model(
     Args:
       function: takes parameters and inputs (trees of arrays), returns a tree of outputs.
       inputs: declarations of the inputs, as in a model.py.
-      max_batch_size: the most rows; 0: no batches.  buckets: axis name -> sizes to compile.
+      max_batch_size: the most rows; 0: no batches.
+      buckets: axis name -> sizes to compile.
       platforms: the platforms to export for, as jax.export names them; None: the platform of this process.
     Raises: InvalidArgument: a declaration is malformed, the folder has a version 1 already, or the function cannot be exported.
     OSError: the folder cannot be written.

@@ -144,7 +144,8 @@ class Starting:
         """Starts a thread for each configured instance, in which the instance is initialised and warmed up.
 
         Args:
-          maker: makes the instances.  jitted: the compiled model that the instances run; None: they run something else.
+          maker: makes the instances.
+          jitted: the compiled model that the instances run; None: they run something else.
           former: instances of the version that this one replaces; those that are still wanted are taken over unchanged.
         Raises: whatever an instance raises first; the other new instances are ended.  Cancelled: the load was cancelled.
         """

@@ -429,7 +429,7 @@ class GroupedCalls:
         return None if shape is None else shape.fitting[min(waiting, MOST)]
 
     def wants(self, single: Executable) -> bool:
-        """Returns whether to compile programs for several calls of ``single``: once per shape, if it and inputs are small."""
+        """Returns whether to compile programs for several requests of a shape: once per shape, if work and inputs are small."""
         shapes = single.wanted.shapes
         if shapes in self._shapes:
             return False

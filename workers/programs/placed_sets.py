@@ -192,7 +192,7 @@ def _stacked(
     room: DeviceRoom | None,
     fixed: Collection[str],
 ) -> ParameterSets:
-    """Places the parameters of a model whose batches mix parameter sets, and returns its sets. ``room`` None: for no pushes.
+    """Places the parameters of a model whose batches mix parameter sets, and returns its sets.
 
     Leaves that all sets share go to the device. The other leaves stay in host memory until their set is put into the stack.
     Raises InvalidArgument: ``mixed`` names a leaf that does not exist; Internal: the device has no memory left.

@@ -101,7 +101,7 @@ class StepPrograms:
         self._insert_rows = insert_rows
 
     def init(self, parameters: Any) -> Any:
-        """Calls the author's ``init`` of ``parameters``. Returns the carry: its result, and for each slot if it is in use.
+        """Calls the author's ``init`` with ``parameters``. Returns the carry: its result, and for each slot if it is in use.
 
         Raises Internal: an array of the state does not have one row for each slot.
         """
@@ -116,7 +116,7 @@ class StepPrograms:
         return jax.tree.map(_strong, own), jnp.zeros(self._slots, jnp.bool_)
 
     def insert(self, parameters: Any, inputs: dict[str, Any], slots: Any, carry: Any) -> Any:
-        """Returns new requests' packed outputs, and the carry with their ``inputs``. ``slots``: their places in its state."""
+        """Returns packed outputs for new ``inputs``, and the carry after ``insert``. ``slots``: their indices in it."""
         own, live = carry
         returned = self._functions.insert(parameters, own, slots, inputs)
         if not isinstance(returned, tuple) or len(returned) not in (2, 4):
@@ -202,7 +202,7 @@ class StepPrograms:
         return made
 
     def _flags(self, which: str, name: str, flags: Any, lead: tuple[int, ...]) -> Any:
-        """Returns flags (``name`` in errors) as an array. Raises Internal unless BOOL[lead]. ``which``: who returned them."""
+        """Returns flags (``name`` in errors) as an array. Raises Internal unless BOOL[lead]. ``which``: the function."""
         array = jnp.asarray(flags)
         if array.shape != lead or array.dtype != jnp.bool_:
             raise Internal(

@@ -443,7 +443,7 @@ class ResponseSender:
         return self._max_ahead - (self._posted - self._settled)
 
     def posted(self, result: Result | None, final: bool) -> int:
-        """Returns the bytes of ``result``, a response that the loop queues, and counts them as not taken by the client."""
+        """Returns how many bytes ``result`` has, which the loop queues. Counts them as not yet taken by the client."""
         size = 0 if result is None else _BYTE_SIZE
         if result is not None and not isinstance(result, ServingError):
             for array in result.values():
@@ -487,7 +487,7 @@ class ResponseSender:
 
 
 def _own(result: dict[str, Array]) -> int:
-    """Replaces by copies the arrays in ``result`` that the model may still change. Returns the bytes of all its arrays."""
+    """Replaces by copies the arrays in ``result`` that the model may still change. Returns how many bytes all have."""
     size = 0
     for name, array in result.items():
         size += array.nbytes

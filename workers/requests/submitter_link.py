@@ -216,7 +216,7 @@ class SubmitterLink(Generic[R]):
             self._due.append(self)
 
     def response_kind(self, version: int, described: Described, final: bool) -> ResponseKind:
-        """Returns the encoder of a version's small responses as ``described``. ``final``: for a request's last response."""
+        """Returns the encoder, made if need be, of small responses as ``described``. ``final``: for a request's last one."""
         key = version, final, described
         kind = self._response_kinds.get(key)
         if kind is None:
@@ -271,7 +271,7 @@ class LaneOwner(Budget):
         return (2 * self.max_byte_size - self.used - self.waiting_byte_size) // max(1, len(self.submitters))
 
     def check(self, submitter: SubmitterLink[Any]) -> None:
-        """Raises Unavailable if the user's answers exceed the allowed bytes, and this submitter's its lane's share."""
+        """Raises Unavailable if the user's answers exceed the allowed bytes, and this submitter's exceed its share."""
         held = self.used + self.waiting_byte_size
         if held > self.max_byte_size and submitter.answers_byte_size >= self.share:
             raise Unavailable(
