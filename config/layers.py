@@ -189,7 +189,7 @@ def _flatten(content: dict[str, Any], source: str) -> Iterator[Setting]:
 
 
 def written(configured: Configured) -> str:
-    """Returns options as TOML, like the file of defaults; a value that the operator has set has its source as a comment."""
+    """Returns ``configured`` options as TOML, as the defaults' file has them; one that was set has its source as a comment."""
     lines: list[str] = []
     section = ""
     for line in DEFAULTS.read_text().splitlines():

@@ -289,7 +289,7 @@ def metadata(message: ModelConfig) -> bytes:
 
 
 def data_type_name(tensor: Any) -> str:
-    """Returns the name of the data type of a model's input or output, as ``TYPE_FP32``; ``TYPE_INVALID``: none is set."""
+    """Returns the data type of ``tensor``, a model's input or output, as ``TYPE_FP32``; ``TYPE_INVALID``: none is set."""
     known = model_config_pb2.DataType.DESCRIPTOR.values_by_number.get(tensor.data_type)
     return str(known.name) if known is not None else f"TYPE_{tensor.data_type}"
 

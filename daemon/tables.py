@@ -46,7 +46,7 @@ def scaled(number: float, step: int, unit: str) -> str:
 
 
 def plot(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], drawn: str) -> None:
-    """Prints a table as ``show`` does, with one more column: bars for the numbers in the column ``drawn``."""
+    """Prints ``rows`` as ``show`` does, with one more column: bars for the numbers in the column ``drawn``."""
     most = max(row[drawn] for row in rows) or 1
     show((*columns, ""), [{**row, "": "#" * round(24 * row[drawn] / most)} for row in rows])
 
@@ -105,7 +105,7 @@ class CommandGroup(click.Group):
     """A group of click commands. The group's help lists each command with the whole first sentence of its help."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the section "Commands" of the group's help."""
+        """Writes the section "Commands" of the group's help to ``formatter``."""
         found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         rows = [(name, command.get_short_help_str(_MAX_SENTENCE)) for name, command in found if command is not None]
         with formatter.section("Commands"):

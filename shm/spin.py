@@ -27,7 +27,7 @@ class Spin:
         self._worth = False
 
     def begin(self, now_ns: int, worked_ns: int = 0) -> int:
-        """Begins a wait for the next record. Returns when to stop polling (CLOCK_MONOTONIC ns); 0: do not poll at all.
+        """Begins a wait for the next record at ``now_ns``. Returns when to stop polling (CLOCK_MONOTONIC ns); 0: do not poll.
 
         ``worked_ns``: how long the loop has worked since the last record. After much work polling is not worth while, since
         the time that waking up takes is small beside it.
@@ -42,7 +42,7 @@ class Spin:
         return monotonic_ns()
 
     def end(self, now_ns: int) -> None:
-        """Ends the wait, whether or not a record came. The next ``begin`` decides by the wait's length whether to poll."""
+        """Ends the wait at ``now_ns``, whether or not a record came. Its length decides if the next ``begin`` polls."""
         self._worth = now_ns - self._since_ns < self._limit_ns
 
     def __repr__(self) -> str:

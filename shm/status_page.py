@@ -131,7 +131,7 @@ class StatusPage:
         return _WORDS * (slot + 1)
 
     def begin(self, slot: int, requests: Sequence[tuple[int, int]], model: int, now_ns: int) -> None:
-        """Writes to the page that an execution thread starts to run requests.
+        """Writes to the page that an execution thread starts to run requests at ``now_ns``.
 
         Args:
           slot: the number of the thread's part of the page; LOOP_SLOT, the main loop's, also sets the state EXECUTING. A thread
@@ -158,7 +158,7 @@ class StatusPage:
         words[at] = len(recorded)
 
     def end(self, slot: int, now_ns: int) -> None:
-        """Writes that the thread ``slot`` has finished its run. LOOP_SLOT is the main loop, whose state becomes ``resting``."""
+        """Writes that thread ``slot`` ended its run at ``now_ns``. LOOP_SLOT, the main loop's, sets the state ``resting``."""
         if slot < SLOTS:
             words = self._words
             words[_WORDS * (slot + 1)] = 0

@@ -202,7 +202,7 @@ class Tracer:
         self._look()
 
     def cleared(self, record: TraceCleared) -> None:
-        """Removes a model's own trace settings, so that the settings for all models hold for the model."""
+        """Removes the own trace settings of the model of ``record``, so that the settings for all models hold for it."""
         self._forget(record.model)
         self._look()
 

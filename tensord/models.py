@@ -216,7 +216,7 @@ def span(name: str, **attributes: bool | int | float | str) -> AbstractContextMa
 def counter(name: str, description: str = "", labels: Mapping[str, str] | None = None) -> Counter:
     """Makes a metric of this model that only grows. The returned object has ``increment(by=1)`` and ``value``.
 
-    The server shows the metric at /metrics for as long as the model keeps the returned object. ``labels``: values by name.
+    The server shows it at /metrics, with ``description``, while the model keeps the object. ``labels``: values by name.
 
     Raises: InvalidArgument: the name or a label is not valid, a metric of another kind has this name, or no model runs this code.
     """
@@ -229,7 +229,7 @@ def gauge(name: str, description: str = "", labels: Mapping[str, str] | None = N
     """Makes a metric of this model that goes up and down.
 
     The returned object has ``set(to)``, ``increment(by=1)``, where ``by`` may be negative, and ``value``. The server shows the
-    metric at /metrics for as long as the model keeps the returned object. ``labels``: values by name.
+    metric at /metrics, with ``description``, while the model keeps the returned object. ``labels``: values by name.
 
     Raises: InvalidArgument: the name or a label is not valid, a metric of another kind has this name, or no model runs this code.
     """
@@ -243,8 +243,8 @@ def histogram(
 ) -> Histogram:
     """Makes a metric of this model that counts values by size. The returned object has ``observe(value)``.
 
-    The server shows the metric at /metrics for as long as the model keeps the returned object. ``buckets``: upper bounds,
-    ascending. ``labels``: values by name.
+    The server shows it at /metrics, with ``description``, while the model keeps the returned object. ``buckets``: upper
+    bounds, ascending. ``labels``: values by name.
 
     Raises: InvalidArgument: name, labels or buckets are not valid, another metric has this name, or no model runs this code.
     """

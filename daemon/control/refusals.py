@@ -44,7 +44,7 @@ class Refusals:
         self._timer_ns = 0
 
     def note(self, model: str, refusal: Refusal) -> None:
-        """Counts a refused request, in the metrics and for the log. ``model``: the model's name; "": it is not known yet."""
+        """Counts a request refused for ``refusal``, in the metrics and for the log. ``model``: its name; "": not known yet."""
         self._count(refusal)
         self._log.note(model, refusal.value, time.monotonic_ns())
         self._settle_later()

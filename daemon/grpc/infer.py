@@ -264,7 +264,7 @@ class Infer:
     def _trace_refused(
         self, refused: RefusedRequest, call: InferCall, waited_ns: int, read_ns: int, sampled: Trace | None
     ) -> None:
-        """Adds a trace to a request that was refused while it was decoded, if the request is sampled and names a model.
+        """Adds a trace to a request of ``call`` that was refused while it was decoded, if it is sampled and names a model.
 
         ``sampled``: the trace, if it was begun before. ``waited_ns``, ``read_ns``: when the wait for the message began and ended.
         """

@@ -145,7 +145,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         walked: Walked | None,
         known: PreparedMessage | None,
     ) -> Understood:
-        """Decodes a message that was cut into head, id and ``raw_input_contents``. Caches the part that other messages may share.
+        """Decodes a message cut into ``head``, ``client_id`` and ``raws``. Caches the part that other messages may share.
 
         ``walked``: the parts into which ``walk`` cut the message; None: ``walk`` could not cut it. ``known``: the cached part;
         None: nothing is cached. Raises: RefusedRequest: the message is no valid request, or its model does not serve.

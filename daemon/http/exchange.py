@@ -356,7 +356,7 @@ class Exchange(InFlight):
     def _place(
         self, scheduling: Scheduling, inputs: list[InputContent | Unconverted], lease: Lease | ServingError
     ) -> None:
-        """Copies the ``inputs`` of a request to the memory of ``lease``, and sends the request to a worker.
+        """Copies a request's ``inputs`` to the memory of ``lease``, and sends the request with ``scheduling`` to a worker.
 
         Large JSON arrays are converted in steps, after which the request is sent. If ``lease`` is an error, the error is raised.
         """
@@ -443,7 +443,7 @@ class Exchange(InFlight):
         self._hand_over(pieces)
 
     def _answer_anew(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Encodes and writes an answer for which no head is cached: an error, a compressed answer, or one with tensors as JSON.
+        """Encodes and writes ``prepared`` with ``own``, if no head is cached: an error, a compressed answer, or tensors in JSON.
 
         ``lane``: the lane over which the answer came; None if this front has made the answer, which is then an error.
         """

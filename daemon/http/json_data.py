@@ -102,7 +102,7 @@ def flat(leaves: list[Any], datatype: str, name: str) -> bytes:
 
 
 def refuse_half_floats(datatype: str, count: int, name: str) -> None:
-    """Raises InvalidArgument if a tensor of ``count`` elements cannot be sent as JSON: it is FP16 or BF16, and not empty."""
+    """Raises InvalidArgument if input ``name`` of ``count`` elements cannot be JSON: it is FP16 or BF16, and not empty."""
     if count and not DATATYPES[datatype].json:
         raise InvalidArgument(
             f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input {name}"

@@ -126,7 +126,7 @@ class InferHead:
 
 
 def refusal(version: str, fields: Fields) -> tuple[int, str] | None:
-    """Checks the framing, the Host header and the HTTP version of a request. Returns an error's status and text, or None."""
+    """Checks framing and Host in a request's ``fields``, and its HTTP version. Returns an error's status and text, or None."""
     hosts = 0
     for name, value in fields:
         if name == b"host":

@@ -265,10 +265,10 @@ class AnswerText:
         own: AnswerRecord,
         view: Callable[[Slice], memoryview],
     ) -> None:
-        """Encodes the JSON head that all later answers of this kind share, from ``own``, the record of the first answer.
+        """Encodes the JSON head that all later answers of this kind share, from the first answer, ``prepared`` with ``own``.
 
         If the JSON must contain an output's values, or is long, no head is cached: then ``whole`` and ``pieces`` return None.
-        ``asked``: a request of the kind that is answered; it says which outputs are binary.
+        ``asked``: a request of the kind that is answered; it says which outputs are binary. ``view``: returns a tensor's bytes.
         Raises: InvalidArgument: a tensor of the answer is outside the arena.
         """
         self.prepared = prepared

@@ -217,7 +217,7 @@ def _durations(snapshot: MetricsSnapshot, exemplars: bool) -> bytes:
 
 @functools.lru_cache(_MAX_HISTOGRAMS)
 def _histogram(name: str, model: str, version: int, protocol: str, bounds: tuple[str, ...]) -> str:
-    """Returns a histogram's lines as a ``%`` pattern.
+    """Returns the ``%`` pattern of the lines of the histogram ``name`` with the labels model, version and protocol.
 
     The pattern takes the count of values up to each bucket's bound, the number of all values, and their sum.
     ``bounds``: the upper bounds of the buckets as text, the last one "+Inf".

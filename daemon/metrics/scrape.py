@@ -112,7 +112,7 @@ async def serve(
     thread: Executor,
     describe: Describe | None = None,
 ) -> None:
-    """Reads one HTTP request and answers it with the metrics (/metrics), the status page (/), or an error.
+    """Reads an HTTP request from ``reader`` and answers over ``writer``: metrics (/metrics), the status page (/), or an error.
 
     Returns when the client has closed its side or sent too much, or if it sent no request. The caller closes the connection.
 

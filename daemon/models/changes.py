@@ -502,7 +502,7 @@ class Models:
         self._check_readiness()
 
     def _retry_later(self, retry: Retry) -> None:
-        """Starts the timer for the next load of a version that was given up, in place of the version's earlier timer."""
+        """Starts the timer for ``retry``, the next load of a version that was given up, in place of the version's timer."""
         key = (retry.name, retry.version)
         if (former := self._retries.pop(key, None)) is not None:
             former.cancel()

@@ -382,7 +382,7 @@ def _defined(tree: ast.Module) -> list[str]:
 
 
 def _read(path: Path, limit: int) -> bytes | None:
-    """Returns the content of a file; None: no such file exists. Raises InvalidArgument: the file exceeds ``limit`` bytes."""
+    """Returns the content of the file ``path``; None: there is none. Raises InvalidArgument: it exceeds ``limit`` bytes."""
     try:
         with open(path, "rb", opener=model_folder.regular) as file:
             content = file.read(limit + 1)
@@ -464,7 +464,7 @@ def no_version_error(name: str) -> str:
 
 
 def poll_error(names: Iterable[str]) -> str:
-    """Returns Triton's message for models that are missing from the repositories or cannot be read there."""
+    """Returns Triton's message for models, ``names``, that are missing from the repositories or cannot be read there."""
     return f"failed to load '{', '.join(names)}', failed to poll from model repository"
 
 

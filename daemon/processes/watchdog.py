@@ -78,7 +78,7 @@ class Pauses:
 
 
 def overdue(child: ChildSnapshot, options: Options, now_ns: int, pauses: Pauses) -> str:
-    """Returns which time limit a process has exceeded at ``now_ns`` (CLOCK_MONOTONIC), not counting ``pauses``; "": none."""
+    """Returns which time limit ``child`` exceeds at ``now_ns`` (CLOCK_MONOTONIC), not counting ``pauses``; "": none."""
 
     def past(since_ns: int, limit: float) -> bool:
         return limit > 0 and now_ns - since_ns - pauses.within(since_ns, now_ns) > limit * 1e9

@@ -194,7 +194,7 @@ class SpanExporter:
         kind: int = 0,
         flags: int = 0,
     ) -> None:
-        """Adds the span ``name`` to the message that is made now; drops it if too many spans wait for the collector.
+        """Adds the span ``name`` of trace ``trace_id`` to the message that is made now; drops it if too many spans wait.
 
         ``began_ns``, ``ended_ns``: ns since 1970. ``error``: why it failed, or "". ``kind``, ``flags``: OpenTelemetry's; 0:
         internal, with a parent in this process.

@@ -103,7 +103,7 @@ class Connection(Protocol):
         """Makes a request of ``call`` that can be sent many times, each with what its arrays hold then. Does not send it."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Makes an array, with any content, in memory that the server reads and writes without a copy.
+        """Makes an array of ``shape`` and ``dtype``, with any content, in memory that the server uses without a copy.
 
         Where the server shares no memory with this process, the result is an ordinary array.
         """

@@ -175,7 +175,7 @@ class LocalConnection:
         self._ended.put(request)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Makes an ordinary numpy array: models in this process need no shared memory."""
+        """Makes an ordinary numpy array of ``shape`` and ``dtype``: models in this process need no shared memory."""
         if self._closed:
             raise Unavailable(CLOSED)
         return np.empty(shape, dtype)

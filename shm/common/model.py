@@ -163,7 +163,7 @@ class Model(Calls):
         return promised(self._connection.ask(self.call(inputs, outputs, own, detached=True)))
 
     def stream(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]) -> Iterator[Answer]:
-        """Sends one request and returns an iterator over its responses, in the order in which the model makes them.
+        """Sends one request, with ``inputs`` by name, and returns an iterator over its responses, in the order of their making.
 
         Leaving the iteration early cancels the request. ``outputs``: names of the outputs to return; empty: all. ``own``: the
         request's other fields, such as ``priority``. The iterator raises ServingError if a response is an error or does not
@@ -274,7 +274,7 @@ class ModelSequence(SequenceSteps[Model]):
     """
 
     def __call__(self, inputs: Mapping[str, Any], *, end: bool = False, **own: Unpack[Own]) -> Answer:
-        """Sends the sequence's next request, waits for its answer and returns it.
+        """Sends the sequence's next request, with ``inputs`` by name, waits for its answer and returns it.
 
         ``end``: True: this request is the sequence's last one. ``own``: the request's other fields, such as ``priority``.
 
