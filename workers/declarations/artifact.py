@@ -198,7 +198,7 @@ def _said(error: BaseException) -> str:
 
 
 def _of_stablehlo(name: str, content: bytes) -> export.Exported:
-    """Reads file ``name`` with StableHLO ``content``. Returns its ``main``, with positional arguments, a tuple of results."""
+    """Reads file ``name`` with StableHLO ``content``. Returns ``main``, of positional arguments and a tuple of results."""
     # A lowered function has a context with all of JAX's dialects; no public function makes one.
     lowered: Any = jax.jit(lambda: ()).lower().compiler_ir("stablehlo")
     context = lowered.context

@@ -72,7 +72,7 @@ def created(
 
 
 def create(model: str, module: ModuleType, path: Path, config: dict[str, Any], device: Any) -> object:
-    """Calls model.py's (``module``) ``create``, raises what it raises. Raises InvalidArgument: it takes other arguments."""
+    """Calls ``create`` of model.py (``module``). Raises what it raises; InvalidArgument: it takes other arguments."""
     check_arguments(model, "create()", module.create, ["path", "config", "device"])
     return module.create(path, config, device)
 

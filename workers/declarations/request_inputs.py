@@ -81,7 +81,7 @@ class RequestInputs:
         return np.full((rows, 1) if self._batches else (1,), value, asked.spec.dtype)
 
     def telling(self, apply: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the model's function ``apply`` so that its last argument is the properties of requests, not its inputs."""
+        """Wraps the model's function ``apply`` so that it gets properties of requests as its last argument, not as inputs."""
 
         def of_inputs(parameters: Any, inputs: dict[str, Any], *state: Any) -> Any:
             own, request = self.parted(inputs)

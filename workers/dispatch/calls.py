@@ -104,7 +104,7 @@ class CallCircles:
 
     @staticmethod
     def is_within(version: ModelVersion, origin: Request | None) -> bool:
-        """Returns whether ``origin``, or a request on whose behalf it was made, asks that version. None: returns False."""
+        """Returns whether ``origin``, or a request on whose behalf it was made, asks that version; False if it is None."""
         while origin is not None:
             if origin.version is version:
                 return True

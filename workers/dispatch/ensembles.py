@@ -105,7 +105,7 @@ class EnsembleRuns:
         self._working = False
 
     def run(self, version: ModelVersion, graph: EnsembleGraph, batch: list[Request], now_ns: int) -> bool:
-        """If all steps of ``graph`` allow it, runs a batch as one pipeline; else begins it step by step and returns False."""
+        """If all steps of ``graph`` allow it, runs a batch as a pipeline and returns True; else begins its steps: False."""
         # A trace has each step; of what was being executed when a worker died each step is blamed for itself; and each step finds
         # the parameter set that its request names, and says which it was.
         steps = [

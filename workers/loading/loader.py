@@ -165,7 +165,7 @@ class Loader:
             return imports.run(folder / file)
 
     def _failure(self, record: Load, what: str, error: BaseException, cancellation: Cancellation) -> BaseException:
-        """Returns the error with which a load (``record``) fails by ``error``. Logs an unexpected error under ``what``.
+        """Returns the error with which a load (``record``) fails for ``error``. Logs an unexpected error under ``what``.
 
         Raises: Cancelled: the load was cancelled, whatever else went wrong.  DeviceLost: the device has failed.
         """

@@ -126,7 +126,7 @@ def carry_specs(signature: Signature) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """Wraps ``apply``, a model's function, which takes and returns one state for each row, so that it does so with the carry.
+    """Wraps ``apply``, which takes and returns one state for each row, so that it takes and returns the carry.
 
     The carry is all sequences' state. JAX traces the result: (parameters, inputs, ``rows_argument``, carry) -> (outputs, carry).
     """

@@ -101,7 +101,7 @@ class StepPrograms:
         self._insert_rows = insert_rows
 
     def init(self, parameters: Any) -> Any:
-        """Calls the author's ``init`` with ``parameters``. Returns the carry: its result, and for each slot if it is in use.
+        """Calls ``init`` with ``parameters``. Returns the carry: the state that it makes, and for each slot if it is used.
 
         Raises Internal: an array of the state does not have one row for each slot.
         """

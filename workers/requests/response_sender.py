@@ -427,7 +427,7 @@ class ResponseSender:
         return True
 
     def respond_encoded(self, kind: ResponseKind, records: list[bytes], now_ns: int) -> None:
-        """Queues ``records``, encoded by ``kind``, on the lane, which has room. None is the first response to a request."""
+        """Queues ``records``, encoded by ``kind``, on the lane, which has room. No first response is among them."""
         request = self.request
         request.submitter.lane.complete_encoded(kind.numbered, records)
         request.submitter.flush_soon()
