@@ -74,7 +74,7 @@ def walk(path: Path) -> Iterator[tuple[str, os.stat_result | None]]:
 
 
 def regular(path: str, flags: int) -> int:
-    """Opens a regular file with ``flags``, as the ``opener`` of ``open``. Raises OSError: this fails, or it is not regular."""
+    """Opens the file ``path`` with ``flags``, for ``open(path, opener=regular)``. Raises OSError: it is no regular file."""
     descriptor = os.open(path, flags | os.O_NONBLOCK)
     try:
         mode = os.fstat(descriptor).st_mode

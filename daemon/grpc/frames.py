@@ -65,7 +65,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def head(kind: int, flags: int, stream: int, size: int) -> bytes:
-    """Returns the nine-byte head of a ``kind`` frame with ``flags`` on ``stream``. The payload has ``size`` bytes."""
+    """Returns the nine-byte head of a frame: its type ``kind``, ``flags``, ``stream`` and the payload's ``size`` in bytes."""
     return write_head(size >> 16, size & 0xFFFF, kind, flags, stream)
 
 

@@ -63,7 +63,7 @@ class AsgiRequest:
     # ------------------------------------------------------------------------------------------- the connection's side
 
     def receive(self, chunk: bytes) -> None:
-        """Adds ``chunk``, a piece of the body, to what the application will read; drops it if the answer is complete."""
+        """Adds ``chunk``, a piece of the body, to what the application will read; drops the piece if the answer is complete."""
         self.received += len(chunk)
         if not self._answered:
             self._body += chunk

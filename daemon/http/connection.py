@@ -169,7 +169,7 @@ class Http1Connection(asyncio.Protocol):
         return True
 
     def _parse(self, data: bytes, between: bool) -> None:
-        """Feeds ``data`` to the parser. ``between``: True if it begins a request, as no other was arriving or unanswered."""
+        """Feeds ``data`` to the parser. ``between``: True if the data begins a request, as none was arriving or unanswered."""
         order, feed = self.order, self._feed
         if feed is None:
             feed = self._feed = ParserFeed(self._serving, self.transport, order)

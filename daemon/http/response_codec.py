@@ -38,7 +38,7 @@ def encode(
     view: Callable[[Slice], memoryview],
     in_steps: bool = False,
 ) -> tuple[bytes, list[Buffer]]:
-    """Encodes an answer of ``model``, ``prepared``, that is no error. Returns its JSON head and its binary tensors.
+    """Encodes ``prepared``, an answer of ``model`` that is no error. Returns its JSON head and its binary tensors.
 
     Args:
       contents: the bytes of each output, or their place in the response arena.

@@ -430,7 +430,7 @@ class Submitter:
             self._fail(request, from_code(answer.code, answer.message))
 
     def _hold(self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, own: AnswerRecord) -> None:
-        """Counts the lease ``key`` of the answer ``own`` of ``worker`` until ``release``; withdraws what that throttles."""
+        """Counts the lease ``key`` of ``own``, an answer of ``worker``, until ``release``, and withdraws what that throttles."""
         for concerned in self._throttle.hold(worker, key, request, own):
             self._recall(concerned)
 
