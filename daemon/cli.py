@@ -190,7 +190,8 @@ def check(
             )
         elif not verdict.reason and 0 < len(verdict.model.devices) < len(devices):
             click.echo(f"    on {there} alone of {len(devices)} workers: models on others cannot call it")
-        for sentence in verdict.model.without_effect:
+        # Of what its process has logged, the warnings.
+        for sentence in (*verdict.model.without_effect, *re.findall(r"(?m)^W.* check\] (.*)", verdict.printed)):
             click.echo(f"    {sentence}", err=bool(verdict.reason))
         for outcome in (each for each in verdict.outcomes if deep and each.config):
             taken = outcome.footprint

@@ -29,7 +29,6 @@ from tensord.shm.operations import NOT_EXPLICIT, LoadModel, ModelReady, UnloadMo
 from tensord.shm.status_page import StatusPage
 from tensord.workers.devices import device_cpu
 from tensord.workers.devices.device import DeviceName, NoDevice
-from tensord.workers.models.author_error import LEAKED
 
 if TYPE_CHECKING:
     import jax
@@ -86,8 +85,9 @@ def main() -> None:
     os.dup2(2, 1)
     faulthandler.enable()
     options = msgspec.msgpack.decode(asked.options, type=Options)
-    # Does not write into the log file of a daemon that runs beside this.
-    log.configure(msgspec.structs.replace(options.log, file=""), "check" if arguments.folder is None else "export")
+    # Does not write into the log file of a daemon that runs beside this; ``tensord check`` knows the warnings by the format.
+    said = msgspec.structs.replace(options.log, file="", format="default")
+    log.configure(said, "check" if arguments.folder is None else "export", {})
 
     # Imported after the environment is set.
     from tensord.workers.devices import device_cuda
@@ -134,6 +134,7 @@ def _tried(
 
     # Imported after the environment is set.
     from tensord.workers.models.warmup import Sample
+    from tensord.workers.programs.purity import LEAKED
 
     trials: list[dict[str, str | float]] = []
     try:
@@ -146,7 +147,8 @@ def _tried(
     except Exception as error:  # the function may raise anything when it is traced for other shapes
         return LoadOutcome(load.name, load.version, str(error))
     kept.append(loaded)
-    if loaded.jitted is not None and loaded.jitted.executables.leaks():
+    compiled = loaded.jitted or loaded.stepped
+    if compiled is not None and compiled.executables.leaks():
         return LoadOutcome(load.name, load.version, f"model '{load.name}': {LEAKED}")
     reason = next((f"{trial['bucket']}: {trial['difference']}" for trial in trials if trial["difference"]), "")
     return LoadOutcome(load.name, load.version, reason, loaded.config.decode(), loaded.footprint, tuple(trials))

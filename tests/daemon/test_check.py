@@ -285,6 +285,16 @@ def test_values_of_a_trace_that_are_left_outside(tmp_path: Path) -> None:
     )
 
 
+def test_what_is_no_reason_to_refuse_a_model_is_told(tmp_path: Path) -> None:
+    """Whatever the log's format is."""
+    write_model(tmp_path, "vain", applies("{'y': jnp.ones(4)}"))
+    done = prepared.run(["tensord", "check", f"--model-repository={tmp_path}", "--device=cpu", "--log-format=json"])
+    assert (done.returncode, done.stdout.splitlines()[:2]) == (
+        0,
+        ["vain: version 1", "    model 'vain': no output depends on its input 'x': use it, or do not declare it"],
+    )
+
+
 def test_one_that_never_ends(tmp_path: Path) -> None:
     """Its time is bounded, each version has its own, and what it started ends with it.
 

@@ -47,7 +47,7 @@ from tensord.workers.loading.declared_version import DeclaredVersion, VersionLoa
 from tensord.workers.loading.ensemble_declaration import load_ensemble
 from tensord.workers.loading.instance_groups import Aside, Starting, compiling_alone
 from tensord.workers.loading.jax_loading import InstancePlan, jitted_model, load_stepped, planned_instances, run_samples
-from tensord.workers.loading.parameters import host_sets, warn_of_keys, warn_of_leaves
+from tensord.workers.loading.parameters import host_sets, warn_of_leaves
 from tensord.workers.loading.target import LoadTarget
 from tensord.workers.models.author_error import described_failure, without_frames
 from tensord.workers.models.free_state import program_signature
@@ -186,6 +186,12 @@ class Loader:
             made = self._created(load, declared)
         record, message = load.record, load.message
         sticky, streams = message.HasField("sequence_batching"), message.model_transaction_policy.decoupled
+        compiled = made.jitted or made.stepped
+        impure, *hints = [""] if compiled is None else compiled.executables.examined
+        # Of sequences and ragged inputs not every model needs all. A jitted model was called impure before its rows were tried.
+        hints = hints[:-1] if sticky or declared.taken.ragged else hints
+        for sentence in filter(None, hints if made.jitted else (impure, *hints)):
+            _log.warning("model '%s': %s", message.name, sentence)
         instances, passive = _by_role(made.instances)
         return LoadedModel(
             record.name,
@@ -214,7 +220,7 @@ class Loader:
             stepped=made.stepped,
             footprint=load.progress.footprint(),
             record=record,
-            pure=made.jitted is not None and not sticky and not streams,
+            pure=made.jitted is not None and not impure and not sticky and not streams,
             # Instances of a model with sequences cannot be regrouped: they have the sequences' slots.
             maker=None if sticky else made.maker,
         )
@@ -321,11 +327,12 @@ class Loader:
     ) -> _Runnable:
         """Compiles a jitted model's programs, runs each warmup sample, and starts the instances if ``plan`` has threads."""
         message, (_, parameters, _) = load.message, function
-        warn_of_keys(message.name, parameters)
         warn_of_leaves(message.name, parameters)
         with self._compiling(load.progress):
             jitted = jitted_model(load, declared, buckets, function, plan, self._target)
             jitted.executables.warm(load.progress)
+            if (impure := jitted.executables.examined[0]) and message.response_cache.enable:
+                raise InvalidArgument(f"model '{message.name}': its answers are cached (response_cache), but {impure}")
             jitted.prepare_grouped(load.progress.cancellation)
             samples = load.samples(declared.taken, declared.made_inputs)
             own = self._own if plan.several is None else jitted.executables.device

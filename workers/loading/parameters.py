@@ -27,19 +27,6 @@ _MIN_FIXED_BYTE_SIZE = 8000
 _ARRAY = object()
 
 
-def warn_of_keys(model: str, parameters: Any) -> None:
-    """Logs a warning for each of the model's parameters that is a random key (``jax.random.key``)."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(parameters):
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
-            _log.warning(
-                "model '%s': parameter '%s' is a random key, so every request gets the same numbers; "
-                "what is to differ takes a seed from the request, as tensord.models.keys does",
-                model,
-                name,
-            )
-
-
 def warn_of_leaves(model: str, parameters: Any) -> None:
     """Logs a warning if a model's parameters other than arrays, such as lists, are large: they are programs' constants."""
     leaves = jax.tree_util.tree_leaves_with_path(parameters)

@@ -9,10 +9,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-LEAKED = (
-    "a value of one trace of the function is kept outside of it (in a list, an attribute, a global), where it is no array; "
-    "return it as an output, keep it as state of a sequence, or compute it in create()"
-)
+from tensord.workers.programs.purity import LEAKED
+
 #: The most characters of a model's own exception that a client gets.
 _MAX_REASON = 1000
 #: A link, which stays, or a path of this host: in quotes with whatever is in it, or to the end of a word.

@@ -27,7 +27,7 @@ from tensord.workers.jax_internals.wide import precision
 from tensord.workers.models.execution import Execution, chosen_by, own_failure
 from tensord.workers.models.instance import Instantiated
 from tensord.workers.parameters.parameter_set import ParameterSets
-from tensord.workers.programs.lowering import check_cut, check_output
+from tensord.workers.programs.lowering import check_cut, check_output, warn_of_undeclared
 from tensord.workers.programs.run_errors import describe_failure
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_sender import ResponseSender
@@ -60,6 +60,8 @@ class HostFunction(Instantiated):
 class HostModel(HostFunction):
     """A version whose function returns a dict of arrays for a batch."""
 
+    _told = False  #: Whether the log says which outputs are made and not declared.
+
     def execute(self, execution: Execution) -> None:
         requests = execution.requests
         chosen = execution.parameters = execution.parameters_of(requests[0]) or chosen_by(self._sets, requests)
@@ -75,6 +77,9 @@ class HostModel(HostFunction):
         rows = sum(request.rows for request in requests)
         outputs = {spec.name: self._checked(spec, made, rows, inputs) for spec in self.signature.outputs.values()}
         execution.computed_ns = time.monotonic_ns()
+        if len(made) > len(outputs) and not self._told:
+            self._told = True
+            warn_of_undeclared(self.signature, made)
         cuts = {
             name: cut(outputs.pop(name), self.signature.inputs[spec.cut_like], requests)
             for name, spec in self.signature.outputs.items()

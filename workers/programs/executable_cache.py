@@ -203,6 +203,10 @@ class ExecutableCache:
         self.compiles.found()
         return found
 
+    def has(self, key: str) -> bool:
+        """Returns whether there is an executable for a key, which this process may be unable to load."""
+        return self._directory is not None and self._directory.read(_name(key)) is not None
+
     def store(self, key: str, program: CompiledProgram, what: str = "a program") -> CompiledProgram:
         """Stores ``program`` under a key. Returns it with its size in the cache, or unchanged if it could not be stored."""
         if self._directory is None:

@@ -10,9 +10,9 @@ Parameters are arguments, never constants: a constant would be copied into every
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import math
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,8 +32,9 @@ from tensord.workers.programs.carry import Carry, rows_argument
 from tensord.workers.programs.executable import Executable, ExecutionDevice, Wanted, arguments_of
 from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.load_progress import LoadProgress
-from tensord.workers.programs.lowering import Lowering, warn_of_constants, warn_of_undeclared
+from tensord.workers.programs.lowering import Lowering, warn_of_undeclared
 from tensord.workers.programs.placement import CompiledProgram, Placement
+from tensord.workers.programs.purity import examine, leaks
 from tensord.workers.programs.row_probe import DEVICE_ROUNDING, distances, generated, nudged, probe
 from tensord.workers.programs.row_reading import combining, read
 from tensord.workers.programs.weight import work_of
@@ -90,8 +91,10 @@ class Executables:
         self.sets = sets
         self._usual = Placement(sets, None, several)
         self._small = device.small_programs(signature, sets)
+        #: What ``warm`` found in the program of the smallest bucket (``examine``).
+        self.examined = [""]
         #: Parts of the cache's keys that all programs of the version share.
-        self._identity: tuple[str | bytes, ...] = ()
+        self._identity: tuple[str | bytes, ...] = (source, repr(signature))
         self._planned: dict[Wanted, Executable] = {}
         #: Of these, what the cache had no program for.
         self._compiled: set[Wanted] = set()
@@ -119,12 +122,7 @@ class Executables:
             progress.parameters(self._usual.parameters)
         # The program of the smallest shapes is part of every key: it changes with anything that ``apply`` closes over or calls,
         # which the source of model.py does not show.
-        first = self._lowering.lower(*planned[0], self._usual) if planned else None
-        warn_of_constants(self._signature.model, self._lowering.constant_byte_size, len(planned))
-        program = b"" if first is None else first.as_text().encode()
-        if first is not None:
-            warn_of_undeclared(self._signature, first)
-        self._identity = (self.source, program, repr(self._signature))
+        first = self._first(planned) if planned else None
         noted = self._cache.key((*self._identity, "rows"))
         if self._rows_apart and not self._cache.good_rows(noted):
             # A ragged batch has fewer elements than rows where it is small.
@@ -162,6 +160,24 @@ class Executables:
             raise fault.error(self._signature.model, combining(traced.jaxpr.jaxpr, wanted.rows))
         return True
 
+    def _first(self, planned: Sequence[Wanted]) -> jax.stages.Lowered:
+        """Lowers and examines the program of the smallest bucket. Raises Internal: it uses a value of an earlier trace."""
+        traces = list[jax.stages.Traced]()
+        lower = functools.partial(self._lowering.lower, *planned[0], self._usual, traces)
+        first = lower()
+        warn_of_undeclared(self._signature, first.out_info[0] if self._signature.states else first.out_info)
+        self._identity = (*self._identity, first.as_text())
+        # The key has the program's text: if it is known, an earlier start traced the same, and twice.
+        if not self._cache.has(self._key((repr(planned[0]),))):
+            # The default device is part of JAX's keys: inner functions are traced again, too.
+            with jax.default_device(jax.local_devices()[0]):
+                lower()
+        self.examined = examine(self._signature.model, traces[0], traces[-1], len(planned))
+        if self.examined[0]:
+            _log.warning("model '%s': %s", self._signature.model, self.examined[0])
+            self._identity = (*self._identity, os.urandom(16))  # so that the next start traces it twice
+        return first
+
     def _make(self, planned: Sequence[Wanted], first: jax.stages.Lowered | None, progress: LoadProgress) -> None:
         """Compiles the executables of all buckets, or loads them. ``first``: the lowered program of the first bucket, if known.
 
@@ -193,9 +209,11 @@ class Executables:
         ``parts``: what distinguishes the program from the others of this version. ``what``: names the program in the log.
         Raises Cancelled: the load was given up; or whatever ``make`` raises.
         """
-        key = self._cache.key((*self._identity, *parts, f"{self._small} {self._usual.several}"))
         what = f"model '{self._signature.model}', {what}"
-        return self._cache.found_or_made(key, self._usual, self._small, what, make, cancellation)
+        return self._cache.found_or_made(self._key(parts), self._usual, self._small, what, make, cancellation)
+
+    def _key(self, parts: tuple[str, ...]) -> str:
+        return self._cache.key((*self._identity, *parts, f"{self._small} {self._usual.several}"))
 
     def kept_grouped(
         self,
@@ -329,16 +347,8 @@ class Executables:
 
     def leaks(self) -> bool:
         """Traces the smallest program once more. Returns whether values of a trace are left in variables outside of the model."""
-        try:
-            with jax.checking_leaks():
-                for wanted in [*self._planned][:1]:
-                    self._lowering.lower(*wanted, self._usual)
-        except Exception as error:
-            error.__traceback__ = None  # its frames hold values as well
-            gc.collect()
-            alive = any(issubclass(type(each), jax.core.Tracer) for each in gc.get_objects())
-            return alive and (isinstance(error, jax.errors.UnexpectedTracerError) or str(error).startswith("Leaked "))
-        return False
+        wanted = next(iter(self._planned), None)
+        return wanted is not None and leaks(functools.partial(self._lowering.lower, *wanted, self._usual))
 
     def find(self, wanted: Wanted) -> Executable | None:
         """Returns the executable for ``wanted``, and counts it as used; None: none is compiled, or it was evicted."""

@@ -29,8 +29,6 @@ from tensord.workers.tensors.buckets import Shapes
 from tensord.workers.tensors.signature import Signature, TensorSpec
 
 _log = logging.getLogger(__name__)
-#: Fewer bytes of constants are not worth a warning: masks, tables, positions.
-_MIN_BYTE_SIZE = 1 << 20
 
 
 class Lowering:
@@ -46,14 +44,17 @@ class Lowering:
         self._apply = apply
         #: Functions of models are traced by one thread at a time.
         self._tracing = threading.Lock()
-        #: Bytes of constants in the last program that was traced.
-        self.constant_byte_size = 0
         #: The program that is kept as it was traced, and that; None: there is none.
         self.kept: Wanted | None = None
         self.traced: jax.stages.Traced | None = None
 
-    def lower(self, rows: int, shapes: Shapes, placement: Placement) -> jax.stages.Lowered:
-        """Traces and lowers the program for ``rows``, ``shapes`` and ``placement``'s device. Raises what tracing raises."""
+    def lower(
+        self, rows: int, shapes: Shapes, placement: Placement, traces: list[Any] | None = None
+    ) -> jax.stages.Lowered:
+        """Traces and lowers the program for ``rows``, ``shapes`` and ``placement``'s device. Raises what tracing raises.
+
+        ``traces``: a list, to which what was traced is added.
+        """
         arguments: tuple[Any, ...] = (self.zeros(rows, shapes),)
         if self._signature.states:
             arguments = (*arguments, rows_argument(self._signature, rows, ()), carry_specs(self._signature))
@@ -61,9 +62,10 @@ class Lowering:
         try:
             with precision(self._signature.wide), self._tracing:
                 traced: jax.stages.Traced = self._jitted().trace(placement.parameter_specs(rows), *specs)
-                self.constant_byte_size = constant_byte_size(traced)
                 if self.kept == (rows, shapes):
                     self.traced = traced
+                if traces is not None:
+                    traces.append(traced)
                 lowered: jax.stages.Lowered = traced.lower()
                 return lowered
         except KeyError as error:
@@ -123,9 +125,8 @@ def _kind(made: Any) -> str:
     return "an array" if hasattr(made, "shape") and hasattr(made, "dtype") else f"a {type(made).__name__}"
 
 
-def warn_of_undeclared(signature: Signature, lowered: jax.stages.Lowered) -> None:
-    """Logs a warning if a program computes outputs that are not declared."""
-    made = lowered.out_info[0] if signature.states else lowered.out_info
+def warn_of_undeclared(signature: Signature, made: Any) -> None:
+    """Logs a warning if a function has made outputs that are not declared."""
     unknown = [*made.keys() - signature.outputs.keys() - {PACKED}] if isinstance(made, dict) else []
     if unknown:
         said = "model '%s': its function computes %s, which no client gets: outputs of model.py do not declare it"
@@ -171,27 +172,3 @@ def check_cut(model: str, spec: TensorSpec, elements: int, shape: tuple[int, ...
 def is_numeric(spec: TensorSpec) -> bool:
     """Returns whether a jitted function can take or return the tensor ``spec``: any but BYTES."""
     return DTYPES[spec.datatype].kind != "O"
-
-
-def constant_byte_size(traced: jax.stages.Traced) -> int:
-    """Returns the number of bytes of the constant arrays of a traced program, which are not arguments of the program."""
-    return sum(int(getattr(array, "nbytes", 0)) for array in traced.jaxpr.consts)
-
-
-def warn_of_constants(model: str, byte_size: int, programs: int) -> None:
-    """Logs a warning if each of a model's ``programs`` has many bytes of constants, which should be parameters.
-
-    Each program contains its constants, while parameters exist once: compiling is slow, and executables are large.
-    ``byte_size``: the number of bytes of the constants in each program.
-    """
-    if byte_size < _MIN_BYTE_SIZE:
-        return
-    _log.warning(
-        "model '%s': its function has %d bytes of arrays that are no parameters, and each of its %d programs has them as "
-        "constants: loading takes longer, and memory and cache hold about %d bytes more. "
-        "Return them from create() with the parameters",
-        model,
-        byte_size,
-        programs,
-        byte_size * programs,
-    )

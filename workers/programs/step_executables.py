@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,8 +24,8 @@ from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.programs.executable import ExecutionDevice
 from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.load_progress import LoadProgress
-from tensord.workers.programs.lowering import constant_byte_size, warn_of_constants
 from tensord.workers.programs.placement import CompiledProgram, Placement
+from tensord.workers.programs.purity import examine, leaks
 from tensord.workers.programs.step_program import INSERT_CARRY, STEP_CARRY, StepPrograms
 from tensord.workers.tensors.buckets import Buckets, Shapes
 from tensord.workers.tensors.signature import Signature
@@ -79,14 +80,14 @@ class StepExecutables:
         self._insert_rows = insert_rows
         self._cache = cache
         self._tracing = threading.Lock()
-        #: Program -> bytes of its constants.
-        self._constants: dict[_Wanted, int] = {}
+        #: What ``warm`` found in the programs of the largest step and of an insertion.
+        self.examined = [""]
+        #: What was traced last, until ``warm`` is done.
+        self._traced: dict[_Wanted, jax.stages.Traced] = {}
         self._source = source
         self._shapes = [shapes for _, shapes in buckets.planned()]
         self._axes = buckets.named
-        self._init = jax.jit(programs.init)
-        self._insert = jax.jit(programs.insert, donate_argnums=INSERT_CARRY)
-        self._step = jax.jit(programs.step, donate_argnums=STEP_CARRY)
+        self._programs = programs
         self.sets = sets
         self._place = Placement(sets)
         #: Where they take their parameters from (``ParameterSet.on``).
@@ -107,7 +108,7 @@ class StepExecutables:
     def check_size(self, limit: int) -> None:
         """Traces ``init``, and raises what it raises. Raises InvalidArgument: the state of a batch exceeds ``limit`` bytes."""
         with precision(self._signature.wide):
-            made = jax.eval_shape(self._init, self._place.parameter_specs(1))
+            made = jax.eval_shape(self._programs.init, self._place.parameter_specs(1))
         byte_size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))
         if byte_size > limit:
             raise InvalidArgument(
@@ -127,21 +128,31 @@ class StepExecutables:
         known = {wanted[1]: step}
         for what in (wanted[0], wanted[-len(self._shapes)]):
             known[what] = self._lower(what, self._place)
-        warn_of_constants(self._signature.model, max(self._constants.values()), len(wanted))
         # A program of each kind is part of every key: they change with anything that the functions close over or call.
-        text = [lowered.as_text() for lowered in known.values()]
+        text: list[str | bytes] = [lowered.as_text() for lowered in known.values()]
+
+        def key_of(what: _Wanted) -> str:
+            return self._cache.key((self._source, *text, repr(self._signature), repr(what), repr(self._place.device)))
+
+        traced = dict(self._traced)
+        if not self._cache.has(key_of(wanted[1])):
+            with jax.default_device(jax.local_devices()[0]):  # as in ``Executables``
+                for what in known:
+                    self._lower(what, self._place)
+        model, programs = self._signature.model, len(wanted)
+        told = [examine(model, each, self._traced[what], programs) for what, each in traced.items()]
+        self.examined = [next(filter(None, each), "") for each in zip(*told, strict=True)]
+        text += [os.urandom(16)] if self.examined[0] else []
         progress.parameters(self._place.parameters)
 
         def make(what: _Wanted) -> tuple[CompiledProgram, bool]:
-            key = self._cache.key((self._source, *text, repr(self._signature), repr(what), repr(self._place.device)))
-
             def compile_it() -> CompiledProgram:
                 lowered = known.get(what) or self._lower(what, self._place)
                 with precision(self._signature.wide):
                     return CompiledProgram(self._place.compile(lowered), self._place)
 
             return self._cache.found_or_made(
-                key,
+                key_of(what),
                 self._place,
                 None,
                 f"model '{self._signature.model}', program for {what}",
@@ -157,7 +168,13 @@ class StepExecutables:
                 self.steps[what.slots] = compiled.call
             else:
                 self.inserts[what.shapes] = compiled.call
+        self._traced.clear()
         self._run_once()
+
+    def leaks(self) -> bool:
+        """Traces each kind of program again. Returns whether values of a trace are left in variables outside of the model."""
+        wanted = (_Wanted("init"), _Wanted("step", self._slots), _Wanted("insert", shapes=self._shapes[0]))
+        return any(leaks(functools.partial(self._lower, what, self._place)) for what in wanted)
 
     def _lower(self, what: _Wanted, place: Placement) -> jax.stages.Lowered:
         """Lowers one program for a placement. Threads trace the model one at a time. Raises whatever tracing raises."""
@@ -168,15 +185,19 @@ class StepExecutables:
         with self._tracing, precision(self._signature.wide):
             parameters = place.parameter_specs(1)
             if what.name == "init":
-                return self._lowered(what, self._init.trace(parameters))
-            carry = jax.tree.map(spec, jax.eval_shape(self._init, parameters))
+                return self._lowered(what, parameters)
+            carry = jax.tree.map(spec, jax.eval_shape(self._programs.init, parameters))
             if what.name == "step":
-                return self._lowered(what, self._step.trace(parameters, spec(np.ones(what.slots, np.bool_)), carry))
+                return self._lowered(what, parameters, spec(np.ones(what.slots, np.bool_)), carry)
             inputs, slots = self.zeros(what.shapes)
-            return self._lowered(what, self._insert.trace(parameters, jax.tree.map(spec, inputs), spec(slots), carry))
+            return self._lowered(what, parameters, jax.tree.map(spec, inputs), spec(slots), carry)
 
-    def _lowered(self, what: _Wanted, traced: jax.stages.Traced) -> jax.stages.Lowered:
-        self._constants[what] = constant_byte_size(traced)
+    def _lowered(self, what: _Wanted, *arguments: Any) -> jax.stages.Lowered:
+        function = getattr(self._programs, what.name)
+        carry = {"insert": INSERT_CARRY, "step": STEP_CARRY}.get(what.name, ())
+        # It is a new one each time: JAX would not trace the former again.
+        jitted: Any = jax.jit(functools.wraps(function)(lambda *each: function(*each)), donate_argnums=carry)
+        self._traced[what] = traced = jitted.trace(*arguments)
         lowered: jax.stages.Lowered = traced.lower()
         return lowered
 

@@ -696,3 +696,37 @@ def test_values_of_a_trace_that_are_left_outside(load: Loading) -> None:
         made = load(source)
         assert made.jitted is not None
         assert made.jitted.executables.leaks() is leaks
+
+
+def test_what_changes_each_time_is_told_and_never_cached(load: Loading, caplog: pytest.LogCaptureFixture) -> None:
+    """Nor are effects; and neither counts as pure: a client does not ask again where its worker has died."""
+    random = JAX.replace('inputs["x"] *', '__import__("random").random() * inputs["x"] *')
+    calls = JAX.replace('inputs["x"] *', 'io_callback(lambda x: x, inputs["x"], inputs["x"]) *').replace(
+        "return (", "from jax.experimental import io_callback; return ("
+    )
+    assert load(JAX).pure
+    with pytest.raises(Internal, match="depends on the number of rows"):
+        load(random)
+    assert "is traced (model.py, line" in caplog.records[-1].message
+    random = random.replace("batch_buckets = (1, 3)", "batch_buckets = (4,)")
+    for source, words in (
+        (random, "is traced (model.py, line"),
+        (calls, "it calls Python by io_callback (model.py, line"),
+    ):
+        caplog.clear()
+        for _ in range(2):
+            assert not load(source).pure
+        assert [words in record.message for record in caplog.records] == [True, True]
+        for _ in range(2):
+            with pytest.raises(InvalidArgument) as raised:
+                load(source, "response_cache { enable: true }")
+            assert raised.value.message.startswith("model 'm': its answers are cached (response_cache), but it")
+            assert words in raised.value.message
+
+
+def test_a_value_of_a_trace_that_is_used_in_the_next(load: Loading) -> None:
+    for use in ("kept[0]", "(kept[0] + inputs['x']).sum()"):
+        with pytest.raises(
+            Internal, match=r"a value of one trace of the function is kept outside of it.*model.py, line 11, in"
+        ):
+            load(LEAKS.replace("WITH", "").replace('inputs["x"] + y', f'inputs["x"] + {use}'))

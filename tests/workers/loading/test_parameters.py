@@ -5,9 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from tensord.workers.loading.parameters import parted, warn_of_keys
+from tensord.workers.loading.parameters import parted
 
 
 def apply(parameters: dict[str, object], inputs: dict[str, object]) -> dict[str, object]:
@@ -31,10 +30,3 @@ def test_everything_else_is_closed_over() -> None:
     np.testing.assert_array_equal(made["w"], [1.0, 2.0])
     assert made["deep"][1] is jax.nn.gelu
     np.testing.assert_array_equal(made["deep"][2], [2.0, 2.0, 2.0])
-
-
-def test_random_keys_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    """Typed ones: an array of two numbers may be anything."""
-    warn_of_keys("m", {"a": [jax.random.key(0), jnp.ones(2)], "b": jax.random.PRNGKey(0), "c": "key"})
-    (record,) = caplog.records
-    assert record.getMessage().startswith("model 'm': parameter 'a.0' is a random key, so every request gets the same")

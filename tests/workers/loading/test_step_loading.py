@@ -196,3 +196,33 @@ def test_closed_over_arrays_are_named(tmp_path: Path, caplog: pytest.LogCaptureF
     load(tmp_path, source)
     said = [record.message for record in caplog.records if "constants" in record.message]
     assert [" has 2097152 bytes of arrays" in each and "each of its 4 programs" in each for each in said] == [True]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("a = carry[\"a\"] * 2", "a = carry[\"a\"] * np.random.rand()"), "(model.py, line 19, in step), as with numpy.random"),
+        (("jnp.zeros((slots, 2))", "jnp.ones((slots, 2)) * np.random.rand()"), "(model.py, line 12, in init), as with numpy.ran"),
+        (("inputs[\"x\"].sum() *", ""), "no output depends on its input 'x': use it, or do not declare it"),
+    ],
+)  # fmt: skip
+def test_what_is_told_of_functions(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: tuple[str, str], words: str
+) -> None:
+    load(tmp_path, MODEL)
+    assert caplog.records == []
+    for _ in range(2):
+        load(tmp_path, MODEL.replace(*change))
+        (record,) = caplog.records
+        assert words in record.message
+        caplog.clear()
+
+
+def test_values_of_a_trace_that_are_left_outside(tmp_path: Path) -> None:
+    for change in ("", "kept.append(a) or"):
+        source = MODEL.replace('{"y": a}, active', f'{change} {{"y": a}}, active').replace(
+            "def init", "kept = []\n        def init"
+        )
+        made = load(tmp_path, source)
+        assert made.stepped is not None
+        assert made.stepped.executables.leaks() is bool(change)

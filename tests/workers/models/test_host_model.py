@@ -68,6 +68,15 @@ def test_wrong_outputs(made: Any, text: str) -> None:
         execute(model_of(lambda p, i: made), words([])[0])
 
 
+def test_outputs_that_are_not_declared_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of(lambda p, i: {"y": i["x"], "score": i["x"], "aux": 1}, 8)
+    for _ in range(2):
+        execute(model, words(["a", "b"]))
+    assert [record.message for record in caplog.records] == [
+        "model 'm': its function computes 'aux', 'score', which no client gets: outputs of model.py do not declare it"
+    ]
+
+
 def test_key() -> None:
     a = {"x": np.zeros((1, 3)), "w": np.zeros((1, 2))}
     b = {"w": np.zeros((4, 2)), "x": np.zeros((4, 3))}

@@ -232,7 +232,8 @@ def test_what_is_known_of_rows_is_kept_with_the_programs(tmp_path: Path, monkeyp
         assert run(model, {"x": np.zeros((1, 3), np.float32)})
         return sorted(traced), list(asked)
 
-    assert start() == ([1, 2, 4], [2, 1])
+    # The first program is traced twice, to be compared.
+    assert start() == ([1, 1, 2, 4], [2, 1])
     assert start() == ([1], [])
     for note in (tmp_path / "cache").glob("*.rows"):
         note.unlink()
@@ -266,3 +267,24 @@ def test_what_was_traced_is_given_back() -> None:
     gc.collect()
     assert kept().currsize == before
     assert run(model, {"x": np.zeros((1, 3), np.float32)})
+
+
+def test_a_function_is_traced_twice_unless_an_earlier_start_did(tmp_path: Path) -> None:
+    """One that differs is compiled again at every start, and found to differ."""
+    traced: list[int] = []
+
+    def started(function: Any) -> str:
+        traced.clear()
+
+        def apply(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+            traced.append(inputs["x"].shape[0])
+            return {"y": inputs["x"] * function(len(traced))}
+
+        cache = ExecutableCache(cache_directory(str(tmp_path)))
+        return model_of(apply, {"x": "FP32[4]"}, {"y": "FP32[4]"}, 8, (1, 8), cache=cache).executables.examined[0]
+
+    assert (started(lambda count: 2.0), traced) == ("", [1, 1, 8])
+    assert (started(lambda count: 2.0), traced) == ("", [1])
+    for _ in range(2):
+        assert started(float).startswith("its function is another one each time that it is traced")
+        assert traced == [1, 1, 8]

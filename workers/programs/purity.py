@@ -1,0 +1,139 @@
+"""Examines a model's traced program: whether it comes out alike each time, and what its author can hardly have meant.
+
+What Python makes while it traces a function, such as numpy's random numbers, the time or a counter, is a constant of that one
+program: each bucket, worker and start has another. Nothing is run here.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tensord.shm.errors import Internal
+
+LEAKED = (
+    "a value of one trace of the function is kept outside of it (in a list, an attribute, a global), where it is no array; "
+    "return it as an output, keep it as state of a sequence, or compute it in create()"
+)
+#: Fewer bytes of constants are not worth a warning: masks, tables, positions.
+_MIN_BYTE_SIZE = 1 << 20
+#: Files with these in their names are not the author's: JAX and other libraries, the worker, and Python's own.
+_LIBRARIES = ("site-packages", "dist-packages", "jax/_src", "tensord/workers", "lib/python3", "<")
+#: Operations that call one program once, with their own operands.
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call")
+
+
+def examine(model: str, traced: jax.stages.Traced, again: jax.stages.Traced, programs: int) -> list[str]:
+    """Reads one of a model's ``programs``, whose first arguments are the parameters and a dict of inputs.
+
+    ``again``: another trace of the same function, or the same one. Returns four sentences, "" where nothing was found: why a
+    request that is run again may do or answer something else; what is drawn, what is held, and which inputs mean nothing.
+    Raises Internal: a value of an earlier trace is used.
+    """
+    arguments = [path[1:] for path, _ in jax.tree_util.tree_leaves_with_path(again.args_info)]
+    followed = [frozenset([at] if path[0].idx else []) for at, path in enumerate(arguments)]
+    # JAX makes a value of another trace an argument before all others.
+    foreign, used, found = [frozenset([-1])] * (len(again.jaxpr.in_avals) - len(arguments)), set[int](), [""] * 4
+    held: dict[int, tuple[int, str]] = {}
+    for chain, operands in _steps(again.jaxpr, foreign + followed):
+        name = chain[-1].primitive.name if chain else ""
+        if any(-1 in reached for reached, _ in operands):
+            raise Internal(f"model '{model}': {LEAKED}{_line(chain)}")
+        if name == "io_callback":
+            found[0] = (
+                f"it calls Python by io_callback{_line(chain)}, also at load, for rows of padding and again if a worker dies; "
+                "jax.pure_callback says that a function has no effects, a host model (host = True) may have some"
+            )
+        elif name in ("random_bits", "rng_bit_generator") and any(followed) and not operands[0][0]:
+            found[1] = (
+                f"it draws random numbers with a key that depends on no input{_line(chain)}, so all requests get the same; "
+                "tensord.models.keys makes keys of requests' seeds, and numbers that are to stay are parameters"
+            )
+        used.update(*(reached for reached, _ in operands if not chain or chain[-1].effects))
+        held |= {id(value): (int(value.nbytes), _line(chain)) for _, value in operands if np.ndim(value)}
+    steps = [_steps(each.jaxpr, [frozenset()] * len(each.jaxpr.in_avals)) for each in (traced, again)]
+    for one, other in itertools.zip_longest(*steps, fillvalue=((), [])) if again is not traced else ():
+        if _told(*one) != _told(*other):
+            found[0] = (
+                f"its function is another one each time that it is traced{_line(other[0] or one[0])}, as with numpy.random, the "
+                "time or a counter, which are constants of one bucket, worker and start: random numbers are jax.random's, with "
+                "keys of tensord.models.keys, and what else changes is an input or a parameter"
+            )
+            break
+    if (byte_size := sum(each for each, _ in held.values())) >= _MIN_BYTE_SIZE:
+        found[2] = (
+            f"its function has {byte_size} bytes of arrays that are no parameters, and each of its {programs} programs has them "
+            f"as constants{max(held.values())[1]}: loading takes longer, and memory and cache hold about {byte_size * programs} "
+            "bytes more. Return them from create() with the parameters"
+        )
+    named = [(at, path[1].key) for at, path in enumerate(arguments) if path[0].idx == 1 and len(path) == 2]
+    if unused := ", ".join(f"'{name}'" for at, name in named if at not in used):
+        found[3] = f"no output depends on its input {unused}: use it, or do not declare it"
+    return found
+
+
+def _told(chain: Sequence[Any], operands: Sequence[tuple[object, Any]]) -> object:
+    """Returns what two traces of an operation have in common: its name, the kinds of its results, numbers and constants."""
+    plain = [value for each in chain[-1:] for value in each.params.values() if isinstance(value, (int, float, tuple))]
+    numbers = [value for value in plain if not isinstance(value, tuple) or all(isinstance(one, int) for one in value)]
+    kinds = [(each.primitive.name, [str(made.aval) for made in each.outvars]) for each in chain[-1:]]
+    return len(chain), kinds, numbers, [str(value) for _, value in operands]
+
+
+def _line(chain: Sequence[Any]) -> str:
+    """Returns the author's line that an operation comes from, as `` (model.py, line 7, in apply)``; "": it is not known."""
+    tracebacks = [each.source_info.traceback for each in reversed(chain)]
+    for frame in itertools.chain.from_iterable(each.frames for each in tracebacks if each is not None):
+        if not any(each in frame.file_name for each in _LIBRARIES):
+            function = frame.function_name.rpartition(".")[2]
+            return f" ({os.path.basename(frame.file_name)}, line {frame.line_num}, in {function})"
+    return ""
+
+
+def _steps(program: Any, arguments: Sequence[frozenset[int]], outer: tuple[Any, ...] = ()) -> Generator[Any, None, Any]:
+    """Yields all operations of a program and of those inside it, and at last what it returns.
+
+    Each is the operation behind those in whose programs it is (none: what the whole program returns), and of each operand what it
+    depends on, and its value if it is a constant. ``arguments``: what the program's depend on. Returns this of its results.
+    """
+    plain: Any = getattr(program, "jaxpr", program)
+    held = zip(plain.constvars, getattr(program, "consts", ()), strict=False)
+    known = {id(each): (frozenset[int](), value) for each, value in held}
+    known |= {id(each): (reached, None) for each, reached in zip(plain.invars, arguments, strict=True)}
+
+    def operands(atoms: Sequence[Any]) -> list[tuple[frozenset[int], Any]]:
+        return [known.get(id(each), (frozenset(), getattr(each, "val", None))) for each in atoms]
+
+    for equation in plain.eqns:
+        chain, taken = (*outer, equation), operands(equation.invars)
+        yield chain, taken
+        given = [reached for reached, _ in taken]
+        made = [frozenset[int]().union(*given)] * len(equation.outvars)
+        for inner in filter(lambda each: hasattr(each, "eqns"), jax.tree.leaves([*equation.params.values()])):
+            count = len(getattr(inner, "jaxpr", inner).invars)
+            is_call = equation.primitive.name in _CALLS and count == len(given)
+            results = yield from _steps(inner, given if is_call else [frozenset[int]().union(*given)] * count, chain)
+            made = results if is_call else made
+        known |= {id(each): (reached, None) for each, reached in zip(equation.outvars, made, strict=True)}
+    yield outer, (last := operands(plain.outvars))
+    return [reached for reached, _ in last]
+
+
+def leaks(trace: Callable[[], object]) -> bool:
+    """Traces a program by ``trace``. Returns whether values of that trace are left in variables outside of the function."""
+    try:
+        # The default device is part of JAX's keys: inner functions are traced again, too.
+        with jax.checking_leaks(), jax.default_device(jax.default_backend()):
+            trace()
+    except Exception as error:
+        error.__traceback__ = None  # its frames hold values as well
+        gc.collect()
+        alive = any(issubclass(type(each), jax.core.Tracer) for each in gc.get_objects())
+        return alive and (isinstance(error, jax.errors.UnexpectedTracerError) or str(error).startswith("Leaked "))
+    return False
