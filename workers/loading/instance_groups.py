@@ -65,7 +65,7 @@ class InstanceGroups:
     def __init__(
         self, message: ModelConfig, gpu: int | None, limits: Mapping[str, int] | None, devices: int = 1
     ) -> None:
-        """``gpu`` None: a processor. ``limits``: resource -> amount, or None. Raises InvalidArgument: one is exceeded."""
+        """``gpu`` None: a processor. ``limits``: resource -> amount; None: no limits. Raises InvalidArgument: one is exceeded."""
         own = set() if gpu is None else {*range(gpu, gpu + devices)}
         groups = [
             group

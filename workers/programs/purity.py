@@ -44,26 +44,26 @@ def examine(model: str, traced: jax.stages.Traced, again: jax.stages.Traced, pro
     for chain, operands in _steps(again.jaxpr, foreign + followed):
         name = chain[-1].primitive.name if chain else ""
         if any(-1 in reached for reached, _ in operands):
-            raise Internal(f"model '{model}': {LEAKED}{_line(chain)}")
+            raise Internal(f"model '{model}': {LEAKED}{line_of(chain)}")
         if name == "io_callback":
             found[0] = (
-                f"it calls Python by io_callback{_line(chain)}, also at load, for rows of padding and again if a worker dies; "
+                f"it calls Python by io_callback{line_of(chain)}, also at load, for rows of padding and again if a worker dies; "
                 "jax.pure_callback says that a function has no effects, a host model (host = True) may have some"
             )
         elif name in ("random_bits", "rng_bit_generator") and any(followed) and not operands[0][0]:
             found[1] = (
-                f"it draws random numbers with a key that depends on no input{_line(chain)}, so all requests get the same; "
+                f"it draws random numbers with a key that depends on no input{line_of(chain)}, so all requests get the same; "
                 "tensord.models.keys makes keys of requests' seeds, and numbers that are to stay are parameters"
             )
         used.update(*(reached for reached, _ in operands if not chain or chain[-1].effects))
-        held |= {id(value): (int(value.nbytes), _line(chain)) for _, value in operands if np.ndim(value)}
+        held |= {id(value): (int(value.nbytes), line_of(chain)) for _, value in operands if np.ndim(value)}
     steps = [_steps(each.jaxpr, [frozenset()] * len(each.jaxpr.in_avals)) for each in (traced, again)]
     for one, other in itertools.zip_longest(*steps, fillvalue=((), [])) if again is not traced else ():
         if _told(*one) != _told(*other):
             found[0] = (
-                f"its function is another one each time that it is traced{_line(other[0] or one[0])}, as with numpy.random, the "
-                "time or a counter, which are constants of one bucket, worker and start: random numbers are jax.random's, with "
-                "keys of tensord.models.keys, and what else changes is an input or a parameter"
+                f"its function is another one each time that it is traced{line_of(other[0] or one[0])}, as with numpy.random, "
+                "the time or a counter, which are constants of one bucket, worker and start: random numbers are jax.random's, "
+                "with keys of tensord.models.keys, and what else changes is an input or a parameter"
             )
             break
     if (byte_size := sum(each for each, _ in held.values())) >= _MIN_BYTE_SIZE:
@@ -86,7 +86,7 @@ def _told(chain: Sequence[Any], operands: Sequence[tuple[object, Any]]) -> objec
     return len(chain), kinds, numbers, [str(value) for _, value in operands]
 
 
-def _line(chain: Sequence[Any]) -> str:
+def line_of(chain: Sequence[Any]) -> str:
     """Returns the author's line that an operation comes from, as `` (model.py, line 7, in apply)``; "": it is not known."""
     tracebacks = [each.source_info.traceback for each in reversed(chain)]
     for frame in itertools.chain.from_iterable(each.frames for each in tracebacks if each is not None):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
@@ -11,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from tensord.workers.programs.purity import line_of
+
 #: The most iterations of a loop whose end depends on values, which might never come with inputs that no client would send.
 MOST_ITERATIONS = 100
 #: Operations that call Python or foreign code, which may do harm with such inputs.
 _UNTRIED = re.compile("callback|ffi_call|custom_call|pallas")
-#: Files in these folders are not the author's: JAX, and the worker.
-_LIBRARIES = ("<", *(os.path.dirname(file) + os.sep for file in (jax.__file__, os.path.dirname(__file__))))
 
 
 def _equations(program: Any) -> Iterator[Any]:
@@ -63,12 +62,12 @@ def combining(program: Any, rows: int, line: str = "") -> str:
     operation that calls the program, as a library's own program has the lines of whoever called it first.
     """
     for equation in program.eqns:
-        where = line or _line_of(equation)
+        where = line or line_of([equation])
         before, after = (
             [getattr(each.aval, "shape", ()) for each in them] for them in (equation.invars, equation.outvars)
         )
         if any(shape[:1] == (rows,) for shape in before) and _combines(equation, before, after[0], rows):
-            return f"{equation.primitive.name} ({where})" if where else str(equation.primitive.name)
+            return f"{equation.primitive.name}{where}"
         for inner in _programs(list(equation.params.values())):
             if found := combining(inner, rows, where):
                 return found
@@ -86,17 +85,6 @@ def _combines(equation: Any, before: Sequence[Sequence[int]], after: Sequence[in
         return before[0][:1] == (rows,) and after[:1] != (rows,)
     along = [params.get(each) for each in ("axes", "axis", "dimension", "dimensions")]
     return any(0 in each if isinstance(each, tuple) else each == 0 for each in along) or params.get("length") == rows
-
-
-def _line_of(equation: Any) -> str:
-    """Returns the line of the author's code that an operation comes from, as ``model.py, line 7, in apply``; "": not known."""
-    traceback = equation.source_info.traceback
-    for frame in [] if traceback is None else traceback.frames:
-        if not frame.file_name.startswith(_LIBRARIES) and f"{os.sep}site-packages{os.sep}" not in frame.file_name:
-            function = frame.function_name.rpartition(".")[2]
-            where = f", in {function}" if function.isidentifier() else ""
-            return f"{os.path.basename(frame.file_name)}, line {frame.line_num}{where}"
-    return ""
 
 
 def ending(program: Any, consts: Sequence[Any], *given: Any) -> list[Any]:
