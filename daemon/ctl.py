@@ -97,7 +97,10 @@ class _Daemon:
         self.as_json = as_json
 
     def ask(self, command: str, **words: Any) -> Any:
-        """Sends a command to the daemon and returns the answer. Prints an error and exits with status 1 or 2."""
+        """Sends a command and its arguments, ``words``, to the daemon and returns the answer.
+
+        If the daemon does not answer (2) or answers with an error (1), prints the error and exits with that status.
+        """
         try:
             return _ask(self._path, {"command": command, **words})
         except _Refused as error:

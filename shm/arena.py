@@ -113,7 +113,7 @@ class Budget:
         self.returned += 1
 
     def reclaim(self) -> bool:
-        """Closes a segment that nobody uses, to make room, and returns True; the base class only returns False."""
+        """Returns False: a budget by itself has no segments to close. Subclasses close one that nobody uses, and return True."""
         return False
 
 

@@ -30,7 +30,7 @@ def any_faults() -> bool:
 
 
 def may_be_missing(address: int) -> bool:
-    """Returns whether ``address`` is in a ``Guarded`` mapping whose pages may vanish, as no GPU's driver has locked them."""
+    """Returns whether ``address`` is in a ``Guarded`` mapping whose pages may vanish: no GPU's driver has locked them."""
     return available and _guard.may_be_missing(address)
 
 

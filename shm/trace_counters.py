@@ -77,7 +77,7 @@ class SampleCounter(Passes):
 
     @classmethod
     def create(cls, rate: int) -> SampleCounter:
-        """Makes a shared counter. Request number ``rate``, from 1 to 2^32 - 1, is the first that is sampled."""
+        """Makes a shared counter that samples one request in ``rate`` (1 to 2^32 - 1), of which request ``rate`` is the first."""
         blocks = (rate - 1) // _block(rate)
         return cls(os.eventfd(blocks, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC), rate)
 

@@ -301,11 +301,10 @@ class Control:
             self._channel.put(Reply(call_id, result=outcome), *(() if fd is None else (fd,)))
 
     def refuse(self, lost: DescriptorsLost) -> None:
-        """Handles records whose file descriptors could not be received, because this process has too many open files.
+        """Handles the supervisor's records whose file descriptors were lost, because this process has too many open files.
 
-        A call is answered with Unavailable, and a client's lane is reported as closed.
-
-        Raises InvalidArgument: a record of another kind has lost its descriptors.
+        A call is answered with Unavailable. If a client's lane was handed over, it is reported as closed. Raises InvalidArgument:
+        the record is of another kind.
         """
         for record in lost.records:
             if isinstance(record, LaneOpened) and record.client is not None:

@@ -652,7 +652,7 @@ class OpenedModel:
 
     @property
     def lacks(self) -> bool:
-        """Returns whether the daemon may give further lanes: workers are still to come, or one of several lanes has ended."""
+        """Returns whether asking the daemon may give more lanes: workers are still to come, or a lane of several has ended."""
         if self.coming:
             return True
         lanes = self.lanes

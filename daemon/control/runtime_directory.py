@@ -61,7 +61,7 @@ def searched(environment: Mapping[str, str]) -> list[Path]:
 
 
 def further(name: str, pid: int) -> str:
-    """Returns the socket name of a user's second daemon, process ``pid``, as ``control-4711.sock``. ``name``: the first's."""
+    """Returns a socket's name of a user's second daemon: control-4711.sock for ``name`` control.sock and ``pid`` 4711."""
     stem, dot, suffix = name.rpartition(".")
     return f"{stem}-{pid}{dot}{suffix}"
 

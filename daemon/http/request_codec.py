@@ -136,11 +136,13 @@ def decode_head(
 
 
 def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | None) -> Source:
-    """Returns where the data of ``entry``, an input, is: among the binary tensors, in a region, or in the JSON.
+    """Returns where the data of ``entry``, an input of the request, is: among the binary tensors, in a region, or in the JSON.
 
-    ``offset``: where the data lies if it is binary, in bytes from the first binary tensor. ``apart``: the large data cut out of
-    the JSON, or None. Raises: InvalidArgument: datatype or shape is wrong, or there is not exactly one source; UnusualText: only
-    the exact parser can convert the data.
+    ``offset``: where the data begins if it is binary, in bytes from the first binary tensor. ``apart``: large data of the input
+    that the parser has left out of the JSON; None if there is none.
+
+    Raises: InvalidArgument: the datatype or the shape is wrong, or the input has no data, or has data in two places;
+      UnusualText: only the slower, exact JSON parser can convert the data.
     """
     name, shape = entry.name, entry.shape
     parameters = entry.parameters if type(entry.parameters) is dict else msgspec.to_builtins(entry.parameters)

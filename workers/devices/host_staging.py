@@ -64,7 +64,7 @@ class StagingPool:
             self._free.append(piece)
 
     def close(self) -> None:
-        """Unlocks all free pieces. Pieces in use are unlocked when they are given back. Idempotent."""
+        """Ends the page-lock of all free memory; memory in use is unlocked when it is given back. Idempotent."""
         self._closed = True
         while self._free:
             self._let_go(self._free.pop())

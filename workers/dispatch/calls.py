@@ -104,7 +104,7 @@ class CallCircles:
 
     @staticmethod
     def is_within(version: ModelVersion, origin: Request | None) -> bool:
-        """Returns whether ``origin``, or a request on whose behalf it was made, asks that version; False if it is None."""
+        """Returns whether ``origin`` is a request to this version, or was made on behalf of one; False if ``origin`` is None."""
         while origin is not None:
             if origin.version is version:
                 return True
@@ -269,10 +269,10 @@ class Calls:
                 self._end(call, Cancelled())
 
     def settle(self, now_ns: int) -> None:
-        """Ends one deadlocked call, if there is any, with the error Internal.
+        """Fails one deadlocked call between models, if there is any, with Internal.
 
-        A call is deadlocked if every instance that could run it waits until the call itself has ended. The agenda calls this
-        after a call has begun, was answered or has ended, and at intervals while calls wait.
+        A call is deadlocked if every instance that could run it is itself waiting for that call to end. It is looked for after a
+        call has begun, was answered or has ended, and at intervals while calls wait.
         """
         found, again_ns = self._circles.find(now_ns)
         self._agenda.put(self.settle, again_ns)

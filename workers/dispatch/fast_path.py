@@ -480,7 +480,7 @@ def _is_large(request: Request, preparation: Preparation, checked: Checked) -> b
 
 
 def _holds(numbered: Numbered[PreparedAnswer], request: Request) -> bool:
-    """Returns whether a ``numbered`` answer was sent to a request's submitter, and reports the parameters of the request."""
+    """Returns whether a ``numbered`` answer was sent to the request's submitter, and repeats the parameters of the request."""
     known = numbered in request.submitter.lane.published
     return known and (not request.tells or numbered.prepared.parameters == request.told)
 

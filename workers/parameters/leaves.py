@@ -143,7 +143,7 @@ class Leaves:
         return [np.asarray(array) if leaf.plain else None for leaf, array in zip(self, arrays, strict=True)]
 
     def check_names(self, found: Iterable[str], what: str) -> None:
-        """Raises InvalidArgument if any name in ``found``, the names in a push, is no leaf's name. ``what``: names the push."""
+        """Raises InvalidArgument if a name in ``found`` is the name of no leaf. ``what``: what the error calls the parameters."""
         known = self.fixed | {leaf.name for leaf in self._leaves}
         if unknown := sorted(name for name in found if name not in known):
             raise InvalidArgument(f"{what}: model '{self.model}' has no leaf '{unknown[0][:256]}'")

@@ -294,7 +294,10 @@ def _from_memory(making: Making, source: MemorySource, fd: int) -> int:
 
 
 def _reading(fd: int, what: str) -> Copy:
-    """Returns a function that copies from file ``fd``. It raises InvalidArgument, naming ``what``: the file is too short."""
+    """Returns a function that copies from the file ``fd``. If the file is too short, that function raises InvalidArgument.
+
+    ``what``: what the error calls the file.
+    """
 
     def copy(at: int, target: Array) -> None:
         content, done = target.data, 0

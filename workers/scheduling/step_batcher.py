@@ -158,7 +158,7 @@ class StepBatcher(QueuePlanner[W]):
         return self._holders[request].number
 
     def with_slots(self) -> list[W]:
-        """Returns the requests that have a slot of the device's state."""
+        """Returns the requests that the model is answering step by step now: each has an index in the device's state."""
         return list(self._holders)
 
     def _leave(self, request: W, known: bool = False) -> bool:

@@ -150,7 +150,7 @@ class Buckets:
                 yield rows, tuple(self._shape(spec, rows, chosen) for spec in inputs.values())
 
     def _source(self, spec: TensorSpec) -> TensorSpec:
-        """Returns the ragged input that a batch input (made by the worker) describes; for any other input, the input itself."""
+        """Returns the ragged input from which the worker makes the input ``spec``; ``spec`` itself if clients send it."""
         return spec if spec.of_batch is None else self.signature.inputs[spec.of_batch.source]
 
     def _shape(self, spec: TensorSpec, rows: int, chosen: Mapping[str, int]) -> tuple[int, ...]:

@@ -58,9 +58,10 @@ def flat(array: Array) -> Array:
 
 
 def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, most: int) -> tuple[int, ...]:
-    """Returns the shape for a whole batch of a ragged input, or of a batch input (which describes the ragged ``source``).
+    """Returns the shape in a batch of a ragged input, or of an input ``spec`` that the worker makes from the ragged ``source``.
 
-    ``rows``: the most rows. ``units``: the most units (of ``unit`` elements each). ``most``: the most elements of a request.
+    The batch has room for ``rows`` rows and, over all of its rows, ``units`` times ``unit(spec)`` elements, of which one
+    request has ``most`` at the most.
     """
     if spec.of_batch is None:
         return (units * unit(spec),)

@@ -85,7 +85,7 @@ class TensorSpec:
         return _fits(shape, self.dims)
 
     def fits_model(self, shape: tuple[int, ...]) -> bool:
-        """Returns whether a shape that the model uses, without the batch dimension, fits this tensor."""
+        """Returns whether an array of the model's code, of this ``shape`` without the batch, fits the declaration."""
         return _fits(shape, self.model_dims)
 
     def to_model(self, shape: tuple[int, ...]) -> tuple[int, ...]:
