@@ -33,7 +33,7 @@ _MAX_ALONE = 15
 
 
 class Acceptor:
-    """Accepts connections on listening sockets, whose descriptors it owns. Leaves some of them to fronts with fewer connections.
+    """Accepts connections on listening sockets, whose descriptors it owns. Leaves some connections to fronts that have fewer.
 
     Args:
       counters: counts the open connections of all fronts. A connection's protocol adds itself there.
@@ -98,7 +98,7 @@ class Acceptor:
         crowd.took(taken, room)
 
     def _replaces(self, mine: int) -> bool:
-        """Returns whether a new connection only replaces one that has ended. ``mine``: this front's number of connections."""
+        """Returns whether ``mine``, this front's number of connections, is below that when it last left one to another front."""
         if mine < self._most:
             self._most = min(self._most, mine + _MOST_REPLACED)
             return True
@@ -148,10 +148,11 @@ class AcceptLimit:
 
     After a single connection, a second ``accept`` costs a system call that mostly finds no further connection. The more often a
     second ``accept`` found none, the more seldom it is tried. While many connections come, more of them are accepted in each
-    iteration. In these examples each number is what one iteration accepts, and "2?" is a second ``accept`` in vain:
+    iteration. In these examples each number is what one iteration accepts; "1?" is an iteration that accepts one connection and
+    then tries a second ``accept`` in vain:
 
-        single:  1 | 1, 2? | 1 1 1, 2? | 1 x 7, 2? | ...
-        many:    2 | 4 | 8 | ... | 64
+        single:  1 1? 1 1 1? 1 1 1 1 1? ...
+        many:    1 2 4 8 ... 64
     """
 
     __slots__ = ("_alone", "_skips", "room")

@@ -43,7 +43,7 @@ class Answered:
           counters: the front's counters in shared memory.
           refusals: counts the errors of clients by model.
           protocol: "http" or "grpc".
-          access: every ``access``-th inference answer that is no error is logged, and errors too; 0: nothing is logged.
+          access: errors are logged, and every ``access``-th inference answer that is no error; 0: nothing is logged.
         """
         self._words, self._good = counters.codes
         self._protocol = protocol
@@ -56,7 +56,7 @@ class Answered:
         self.log_every(access)
 
     def log_every(self, access: int) -> None:
-        """Logs every ``access``-th inference answer that is no error, and at most 10 errors a second; 0: logs nothing."""
+        """Sets what is logged: at most 10 errors a second, and every ``access``-th inference answer without error; 0: nothing."""
         self._log.log_every(access, self._words[self._good])
 
     def good(self, request: InFlight, version: int, answer: Buffer | Sequence[Buffer]) -> None:

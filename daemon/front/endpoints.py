@@ -82,7 +82,7 @@ class Endpoints:
         return ""
 
     async def _everywhere(self) -> None:
-        """Waits until every front knows the models' state that this front knows, so that none refuses what was confirmed here."""
+        """Waits until all fronts know the models' state that this front knows, so that none contradicts this front's answer."""
         edition = self._table.edition
         if self._settled < edition:
             await self.ask(Settle())

@@ -155,7 +155,8 @@ class Front(ABC):
         """Starts to accept connections, and to check the deadlines of connections.
 
         ``certificates``: are read again when their files change. ``counters``: counts the open connections of all fronts.
-        ``opening``: holds the openings under way. ``open_``: opens an accepted socket of a client's name (``Peer.owner``).
+        ``opening``: holds the openings under way. ``open_``: opens an accepted socket; its second argument is the client's name
+        (``Peer.owner``).
         """
         self._certificates = certificates
         self._acceptor = Acceptor(self.place.listeners, counters, open_, opening.pending)
@@ -286,7 +287,10 @@ class Front(ABC):
 
 
 def main(program: str, description: str, make: Callable[[socket.socket, FrontPlace], Front]) -> None:
-    """Runs the front process ``program`` until it stops. ``make``: creates the front from its socket to the supervisor."""
+    """Runs the front process ``program`` until it stops.
+
+    ``make``: creates the front from its socket to the supervisor and from the listening sockets and counters (``FrontPlace``).
+    """
     child_process.end_if_other_version()
     child_process.die_with_parent()
     child_process.keep_freed_memory(_KEPT_BYTE_SIZE)

@@ -92,7 +92,7 @@ class SocketTransport(asyncio.Transport):
             self._look_for(self._watched | _LEFT)
 
     def ready(self, events: int) -> None:
-        """Handles the epoll events in the mask ``events``. For EPOLLIN alone, ``read`` may be called unless reading is paused."""
+        """Handles the epoll mask ``events``. If it is EPOLLIN alone and reading is not paused, ``read`` may be called instead."""
         if self._unsent and events & ~_IN:
             self._send_rest()
         if self.reading:

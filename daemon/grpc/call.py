@@ -23,16 +23,16 @@ class Call(ABC):
     def arriving(self, byte_size: int, on_room: Callable[[], None]) -> ArrivingMessage | None:
         """Called when a large message begins to arrive. Returns an object that receives the message into the arena, or None.
 
-        If None was returned, or if the receiver did not put the message into the arena, the stream passes the buffered message to
-        ``message``. Otherwise the call must drop the message (``drop``), or take its parts and the lease of its memory
-        (``take``). ``on_room``: the receiver calls it once its wait for arena memory has ended, with memory or with a refusal.
+        If None was returned, or if the object did not put the message into the arena, the stream passes the buffered message to
+        ``message``. Otherwise the call must call ``take`` of the object, which returns the tensors and the lease of their memory,
+        or ``drop``. ``on_room``: the object calls it once its wait for arena memory has ended, with memory or with a refusal.
         Raises CallRefused: the call accepts no further message.
         """
         return None
 
     @abstractmethod
     def message(self, content: Buffer, start: int, end: int) -> None:
-        """Handles the client's message ``content[start:end]`` now, or stores it for later as ``kept`` returns it."""
+        """Handles the client's message ``content[start:end]``, or stores it (copied, unless it is all of ``content``)."""
 
     @abstractmethod
     def half_closed(self) -> None:
@@ -104,7 +104,7 @@ class InferCall(Call):
         """Called when a request of the call no longer waits for arena memory, because it was sent to a worker or refused."""
 
     def several(self, asked: CallRequest) -> None:
-        """Called at the first response to ``asked`` if only that response shows that the model gives several responses."""
+        """Makes later answers wait no longer for ``asked``, whose first response shows that the model gives several responses."""
 
     def holds_up(self, asked: CallRequest) -> bool:
         """Returns whether answers to later requests of the call wait for the answer to ``asked``."""

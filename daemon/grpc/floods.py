@@ -38,8 +38,8 @@ _MAX_RESETS = 10_000
 class Floods:
     """Limits how many frames, resets and pings one client connection may send. Its methods raise ``Violation`` beyond a limit.
 
-    ``frames``, ``answers`` and ``byte_size`` are always totals since the connection began. ``answers`` counts the messages that
-    were sent to the client, and the ends of calls.
+    These are totals since the connection began: ``frames``, the frames that came; ``answers``, the messages sent to the client
+    and the ends of calls; ``byte_size``, the bytes of DATA that came and those of large responses that were sent.
     """
 
     __slots__ = ("_answers_at_ping", "_frames_given", "_options", "_pinged_at", "_resets", "_resets_given", "_strikes")

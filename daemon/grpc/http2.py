@@ -64,7 +64,7 @@ _LAST_CALL = b"tensord!"
 
 
 class ConnectionPhase(enum.Enum):
-    """The phases of an HTTP/2 connection: before the client's preface, open, GOAWAY sent, no new streams, closed."""
+    """The phases of an HTTP/2 connection: no preface yet, open, GOAWAY sent but new streams accepted, no new streams, closed."""
 
     #: The client's preface is not whole.
     OPENING = "opening"

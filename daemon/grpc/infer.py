@@ -158,9 +158,9 @@ class Infer:
     ) -> CallRequest:
         """Sends a request whose tensors are in their places to a worker, and returns the request. ``known``: its cached part.
 
-        From the call on, the submitter owns ``leases``, even if this raises. ``client_id``: the request's id, empty if there is
-        none; ``text``: the decoded id. ``contents``: the bytes of each input, or their place in the arena. ``state``: that of
-        the model's version; None: it is looked up.
+        As soon as this method is called, the submitter owns ``leases``, even if it raises. ``client_id``: the request's id, empty
+        if there is none; ``text``: the decoded id. ``contents``: the bytes of each input, or their place in the arena. ``state``:
+        that of the model's version; None: it is looked up.
         """
         submitter, numbered, deadline_ns = self.submitter, known.numbered, call.stream.deadline_ns
         if not client_id and self._makes_ids:
@@ -264,7 +264,7 @@ class Infer:
     def _trace_refused(
         self, refused: RefusedRequest, call: InferCall, waited_ns: int, read_ns: int, sampled: Trace | None
     ) -> None:
-        """Adds a trace to a request of ``call`` that was refused while it was decoded, if it is sampled and names a model.
+        """Adds a trace to ``refused``, a request of ``call``, if the request is sampled and its model is known.
 
         ``sampled``: the trace, if it was begun before. ``waited_ns``, ``read_ns``: when the wait for the message began and ended.
         """
@@ -373,7 +373,7 @@ class CallRequest(InFlight):
         self.call.several(self)
 
     def _written(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> list[Buffer]:
-        """Encodes an answer of ``lane``, ``prepared`` with ``own``, in pieces that copy no tensor; [] if it has no message."""
+        """Encodes an answer, which came over ``lane``, in pieces that copy no tensor; [] if it only says that none follows."""
         streamed = self.call.streams
         if self.decoupled and is_mark(prepared, own):
             return []

@@ -107,7 +107,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         return found
 
     def _serves(self, known: PreparedMessage) -> bool:
-        """Returns whether the model of the cached message ``known`` still serves. If so, brings ``known`` up to date."""
+        """Returns whether the model of ``known``, a cached message, serves; if so, updates ``decoupled`` and ``numbered``."""
         decoded = known.decoded
         try:
             known.decoupled = self._table.find(decoded.model, decoded.version).streams
@@ -125,7 +125,8 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
     ) -> Understood:
         """Decodes the message ``content[start:end]`` in full. Raises RefusedRequest: it is no valid request for a served model.
 
-        ``walked``: the parts into which ``walk`` cut the message, or None. ``known``: the message's cached part, or None.
+        ``walked``: the parts into which ``walk`` cut the message; None: ``walk`` could not. ``known``: the cached part of the
+        message; None: none is cached.
         """
         if walked is None or walked[2]:
             message = content[start:end]
@@ -182,9 +183,10 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         return Understood(decoded, text, scheduling, raws, state, learned)
 
     def _decode_rest(self, rest: bytes, has_raw: bool) -> DecodedHead | None:
-        """Decodes ``rest``, a message without scheduling parameters, id and ``raw_input_contents``; None if it is invalid alone.
+        """Decodes ``rest``, a message without scheduling parameters, id and ``raw_input_contents``.
 
-        ``has_raw``: whether the message had ``raw_input_contents``.
+        Returns None if the message is invalid without these parts; then it is not cached. ``has_raw``: whether the message had
+        ``raw_input_contents``.
         """
         try:
             return decode_head(rest, has_raw, self._table)[0]

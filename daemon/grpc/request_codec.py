@@ -64,9 +64,9 @@ class DecodedHead:
     is_raw: bool = True
 
     def with_raws(self, raws: Sequence[InputContent]) -> list[InputContent]:
-        """Returns the content of each input, in order.
+        """Returns the content of each input, in order. An input whose content is not in the head takes the next of ``raws``.
 
-        An input whose content is not in the head takes the next of ``raws``, the ``raw_count`` tensors in ``raw_input_contents``.
+        ``raws``: the tensors in the message's ``raw_input_contents``, of which there must be ``raw_count``.
         """
         rest = iter(raws)
         return [next(rest) if content is None else content for content in self.contents]
@@ -233,7 +233,7 @@ def _region(name: str, parameters: Any) -> RegionSlice:
 
 
 def _requested(entry: Any) -> RequestedOutput:
-    """Decodes ``entry``, a requested output with parameters (class count, region). Raises InvalidArgument: one is wrong."""
+    """Decodes ``entry``, a requested output. Raises InvalidArgument: the parameter for a class count or for a region is wrong."""
     parameters = entry.parameters
     classification = 0
     if "classification" in parameters:
@@ -288,7 +288,10 @@ def _read_parameter(key: str, value: Any, decoded: DecodedHead) -> None:
 
 
 def _value(what: str, value: Any, *choices: str) -> Any:
-    """Returns an InferParameter's value. Raises InvalidArgument, which names ``what``, if the type is none of ``choices``."""
+    """Returns the value of the InferParameter ``value``. Raises InvalidArgument: its oneof field is none of ``choices``.
+
+    ``what``: names the parameter in the error's message.
+    """
     choice = value.WhichOneof("parameter_choice")
     if choice not in choices:
         *others, last = choices

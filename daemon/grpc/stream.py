@@ -266,9 +266,9 @@ class Stream:
             self.ungranted = 0
 
     def _note(self) -> None:
-        """Counts the message bytes that the stream buffers. If all streams together buffer too many, it refuses the call.
+        """Counts the message bytes that the stream buffers. Refuses the call if all streams together buffer too many bytes.
 
-        If the arriving message goes into the arena, it also grants the client the window for the rest of the message.
+        If the arriving message goes into the arena, also grants the client the flow-control window for the rest of the message.
         """
         if self._finished:
             return

@@ -150,8 +150,8 @@ class StreamInfer(InferCall):
     ) -> None:
         """Sends the client an error for a request that could not be sent to a worker. The other requests of the stream go on.
 
-        If the answers to earlier requests must come first, the error is sent after them. ``trace``: the request's trace; None:
-        the request is not traced. ``asked``: stands for the request in logs; None: the request's model is unknown.
+        If the answers to earlier requests must come first, the error is sent after them. ``trace``: the request's trace; None: it
+        is not traced. ``asked``: an object with the request's model and id, for logs; None: the request's model is unknown.
         """
         code, message, sent = INTERNAL, DEFECT, None
         if isinstance(error, ServingError):
@@ -220,7 +220,8 @@ class StreamInfer(InferCall):
         """Sends the answer to ``asked`` once the answers to all earlier requests are sent, which may be now.
 
         Answers that waited for this one are sent after it. ``size``: the number of bytes of the answer. ``send``: sends the
-        answer. ``sent``: called if the answer is dropped, because the call has ended; None: nothing is called.
+        answer and calls ``sent`` afterwards. ``sent``: called by this object only if the call has ended or ``send`` failed;
+        None: nothing is called.
         """
         self._kept_size += size
         if self._kept_size >= _MAX_UNSENT:

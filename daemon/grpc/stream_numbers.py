@@ -58,7 +58,7 @@ class StreamNumbers:
         self.next = number + 2
 
     def past(self, number: int) -> Past:
-        """Returns why the stream ``number`` is not open; CUT, the most lenient reason, if the stream ended too long ago."""
+        """Returns why stream ``number`` is not open; CUT (its frames are ignored) if it ended too long ago to be remembered."""
         if not number & 1 or number >= self.next:
             return Past.IDLE
         ended = self._ended.get(number)

@@ -237,7 +237,7 @@ class AnswerOrder:
     def _steer_reading(self) -> None:
         """Pauses reading from the socket if the client reads no answers, or if the arriving body waits for room in the arena.
 
-        Otherwise resumes reading if an inference request's body is arriving or no request is unanswered; else changes nothing.
+        Otherwise resumes reading if all requests are answered or if the body of an inference request is arriving.
         """
         if self.flow.write_paused or self._body_waits_since:
             self.flow.pause_reading()

@@ -165,7 +165,7 @@ class PlacedBody:
     def places(self, head_size: int, parts: list[BinaryPart]) -> tuple[Slice, ...]:
         """Returns where each of the body's binary tensors, ``parts``, lies in the arena.
 
-        ``head_size``: the number of bytes of JSON before the tensors. No tensor may be small enough for the request's record.
+        ``head_size``: the number of bytes of JSON before the tensors. Each tensor must be too large for a request's record.
         """
         slice_ = self.lease.place
         segment, start = slice_.segment, slice_.offset + self._start + head_size

@@ -118,8 +118,8 @@ class Inflation:
 class Deflation:
     """Compresses an answer in steps by gzip or deflate. ``compressed`` holds the result.
 
-    ``level``: the level of zlib; levels above 1 save hardly a byte, because answers are mostly numbers. No reference is kept to a
-    piece of ``pieces`` that is compressed, and none to any piece after ``drop``.
+    ``coding``: "gzip" or "deflate". ``level``: the level of zlib; levels above 1 save hardly a byte, because answers are mostly
+    numbers. ``pieces``: the parts of the answer, in order. No reference is kept to a compressed part, and none after ``drop``.
     """
 
     def __init__(self, coding: str, level: int, pieces: Iterable[Buffer]) -> None:

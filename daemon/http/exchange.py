@@ -443,9 +443,10 @@ class Exchange(InFlight):
         self._hand_over(pieces)
 
     def _answer_anew(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Encodes and writes ``prepared`` with ``own``, if no head is cached: an error, a compressed answer, or tensors in JSON.
+        """Encodes and writes the answer ``prepared`` with ``own``. Called if no cached JSON head can be used for the answer.
 
-        ``lane``: the lane over which the answer came; None if this front has made the answer, which is then an error.
+        That is so for an error, for a compressed answer and for an answer with tensors in JSON. ``lane``: the lane over which the
+        answer came; None if this front has made the answer, which is then an error.
         """
         if own.lease is not None and lane is not None:
             self._unwritten = (lane, own.lease)

@@ -275,7 +275,10 @@ class Generation(InFlight):
             self._serving.submitter.release(lane, own.lease)
 
     def _answer(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> None:
-        """Writes or stores the response ``prepared`` with ``own``. Raises InvalidArgument: the endpoint cannot express it."""
+        """Writes the response ``prepared`` with ``own``, received over ``lane``, or stores it until the last response has come.
+
+        Raises InvalidArgument: the endpoint cannot send this response, such as a second one without streaming.
+        """
         raise NotImplementedError
 
     def _fail(self, error: ServingError, final: bool) -> None:
@@ -312,7 +315,7 @@ class Generation(InFlight):
         )
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answers with the error ``status`` and ``message`` and ends the request. No part of an answer may be written yet."""
+        """Ends the request with the error ``status`` and ``message``. The caller must not have written any part of an answer."""
         if self._trace is not None:
             self._trace.failed(str(status), message)
             self._trace.end()
@@ -338,7 +341,10 @@ class Generation(InFlight):
             self._trace.end()
 
     def _finish(self, status: int, said: bytes = b"") -> None:
-        """Ends the request, answered with ``status`` and ``said``: counts and logs it, frees memory, goes on to the next."""
+        """Ends the request, whose answer is written: counts and logs it, frees memory, and lets the connection's next one go on.
+
+        ``status``: the answer's HTTP status. ``said``: the answer's body, for the log; empty if the body was sent in chunks.
+        """
         if status == 200:
             self._serving.answered.good(self, 0 if self._state is None else self._state.version, said)
         else:
@@ -406,7 +412,8 @@ class Generate(Generation):
 class GenerateStream(Generation):
     """One request to generate_stream, answered with one server-sent event per response: ``data: <JSON>`` and an empty line.
 
-    An error is an event too, or an error response if it is the whole answer and not an internal error.
+    An error is an event too. But an error before any response, which nothing follows, is answered with an HTTP error status,
+    unless it is an internal error.
     """
 
     _media_type: ClassVar[bytes] = _EVENTS

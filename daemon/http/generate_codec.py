@@ -130,9 +130,10 @@ class JoinedAnswers:
         }
 
     def add(self, prepared: PreparedAnswer, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]) -> None:
-        """Adds the response ``prepared``, whose outputs are copied. Raises InvalidArgument: all responses exceed the limit.
+        """Adds the response ``prepared``, whose outputs are copied.
 
         ``contents``: the bytes of each output, or their place in the response arena. ``view``: returns the memory of a place.
+        Raises InvalidArgument: this response and those before it together have more bytes than an HTTP body may have.
         """
         self._parameters |= prepared.parameters
         for tensor, place in placed(prepared.outputs, contents):

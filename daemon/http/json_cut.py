@@ -57,7 +57,10 @@ class Cut:
     document: memoryview
 
     def number_of(self, data: Any) -> int | None:
-        """Returns the index in ``spans`` for the placeholder ``data``, parsed or as text; None if it is no placeholder."""
+        """Returns the index in ``spans`` of the value that a placeholder stands for; None if ``data`` is no placeholder.
+
+        ``data``: the value of a ``data`` key in ``text``, either decoded or, as ``msgspec.Raw``, as JSON text.
+        """
         if isinstance(data, msgspec.Raw):
             text = bytes(data) if memoryview(data).nbytes < 64 else b""
             return int(text[len(_PLACEHOLDER) : -2]) if text.startswith(_PLACEHOLDER) else None
@@ -151,7 +154,8 @@ def _placeholder(number: int) -> bytes:
 def _end_of(view: memoryview, start: int, opening: re.Match[bytes]) -> Generator[None, None, int]:
     """Finds the end of the value of a ``data`` key that begins at ``start`` of ``view``, a JSON text. Yields between steps.
 
-    Returns the offset behind the value; ``start`` or less if the value is not to be cut out; _UNCLOSED if the value does not end.
+    Returns the offset behind the value; _UNCLOSED if the value does not end; ``start`` if the value must stay in the text: it is
+    a string with a backslash, or an array of strings and other elements.
     ``opening``: the match of the key, whose groups are the first characters of the value.
     """
     if opening[1] is not None:

@@ -148,7 +148,10 @@ class JsonArray:
         return values
 
     def _check_nesting(self) -> Generator[None, None, bool]:
-        """Checks arrays against the shape, in steps. Returns False if none is nested. Raises InvalidArgument: wrong nesting."""
+        """Checks in steps how the arrays in the JSON text are nested. Returns False if the outermost array contains no array.
+
+        Raises InvalidArgument: the arrays do not match the tensor's shape.
+        """
         if find(self.text, b"[", 1, len(self.text)) < 0:
             return False
         structure = bytearray()

@@ -264,7 +264,7 @@ class Messages:
     # ------------------------------------------------------------------------------------------------- body
 
     def _chunks_begin(self, most: int = 0) -> None:
-        """Begins to check a chunked body's limits. ``most``: the most bytes, if above those of other bodies."""
+        """Begins to check a chunked body's limits: at most ``most`` bytes, or ``max_body_byte_size`` if that is more."""
         http = self._serving.options.http
         self.chunks = ChunkSizes(max(most, http.max_body_byte_size), http.max_head_byte_size)
 

@@ -78,8 +78,8 @@ class PreparedRequests:
     def meet(self, head: InferHead, key: tuple[TextKey, bytes]) -> ParsedRequest:
         """Parses a request with the HTTP ``head`` whose JSON is not in the cache ``texts``, where its key would be ``key``.
 
-        The parsed request is cached if it holds no tensor values, and if the last request that differed at most in id, scheduling
-        and values had the same id and scheduling. Parameter sets are not compared.
+        The parsed request is cached if it holds no tensor values and has the same id and scheduling as the last request of its
+        kind. Requests of one kind differ at most in id, scheduling and values. Parameter sets are not compared.
         Raises: InvalidArgument: the JSON is malformed or contradicts itself; Unsupported: a string sequence id is too long.
         """
         (_, _, tail_size), text = key
@@ -163,7 +163,8 @@ def _values(prepared: PreparedKind, said: RequestHead, apart: Cut | None) -> lis
 class PreparedKind:
     """Holds what a front's inference requests of one kind have in common, and the JSON heads of answers to them.
 
-    ``head``, ``asked``: head and JSON of the first such request. ``inline_byte_size``: the most bytes of a tensor in a record.
+    ``head``: the HTTP head of the first such request. ``asked``: its decoded JSON. ``inline_byte_size``: the largest tensor, in
+    bytes, that is sent to a worker within the request's record.
     """
 
     __slots__ = (
@@ -219,7 +220,7 @@ class PreparedKind:
         self.last_answer: AnswerText | None = None
 
     def on_lane(self, numbers: Numbers[PreparedRequest]) -> Numbered[PreparedRequest] | None:
-        """Returns this kind's number, given by ``numbers``; None for the first request of the kind, which is sent in full."""
+        """Returns this kind's record with its number from ``numbers``, assigned at the second call; None at the first call."""
         if self.numbered is None:
             self.numbered = numbers.number_again(self.record)
         return self.numbered
@@ -293,9 +294,10 @@ class AnswerText:
         self._id = client_id
 
     def whole(self, client_id: str, own: AnswerRecord) -> bytes | None:
-        """Returns the answer ``own`` to ``client_id``, HTTP head, JSON and tensors, as bytes. No tensor may be in shared memory.
+        """Returns the answer ``own`` as bytes: HTTP head, JSON and tensors. No tensor may be in shared memory.
 
-        Returns None if there is no cached head, or if the tensors' sizes differ from those of the first answer.
+        ``client_id``: the id that the client gave the request. Returns None if there is no cached head, or if the tensors' sizes
+        differ from those of the first answer.
         """
         contents: Any = own.contents
         if [*map(len, contents)] != self._sizes:

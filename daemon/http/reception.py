@@ -183,7 +183,7 @@ class Reception(Receiver):
             self._inflate()
 
     def _inflate(self) -> None:
-        """Decompresses a limited amount of the body. The rest follows in later iterations, during which reading is paused."""
+        """Decompresses a part of the body of limited size. Later event loop iterations do the rest, while reading is paused."""
         was_inflating, self._inflating = self._inflating, False
         if self._dropped or self._inflation is None:
             return
@@ -211,7 +211,7 @@ class Reception(Receiver):
     # ----------------------------------------------------------------------------------------------------------- leave
 
     def leave(self) -> tuple[Lease, ...]:
-        """Ends the reception, once the tensors are placed, and returns its leases, if any, which the caller owns from now on."""
+        """Ends the reception; must be called after the tensors are placed. Returns its leases, which the caller then owns."""
         if self._collected_byte_size:
             self.drop_body()
         lease = self.take_lease()

@@ -301,7 +301,7 @@ def _fill(model: str, shape: list[Any], element_size: int, byte_size: int) -> No
 
 
 def count_in_text(text: bytes | memoryview, datatype: str, what: str) -> int:
-    """Returns the number of values in the text of a JSON array, or of elements of ``datatype`` in that of a base64 string.
+    """Returns the number of values if ``text`` is a JSON array, or of elements of ``datatype`` if ``text`` is a base64 string.
 
     ``what``: the beginning of error messages.
     Raises: InvalidArgument: the text is too long to count, or the string is no base64 of whole elements.

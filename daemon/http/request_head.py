@@ -182,7 +182,7 @@ def parse(document: bytes, place: Callable[[int], int] = itself) -> Any:
 
 
 class _Ended(dict[str, Any]):
-    """Holds a request's JSON object that a NUL byte follows. If nothing else is wrong, the request is refused for that byte."""
+    """Holds a request's JSON object if a NUL byte follows the JSON. If nothing else is wrong, the request is refused for it."""
 
     def __init__(self, value: Any, end: int) -> None:
         super().__init__(value if isinstance(value, dict) else {})
