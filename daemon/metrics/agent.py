@@ -46,9 +46,10 @@ class BusyPart:
         self._workers = self._running = 0
 
     def look(self, now_ns: int, busy_ns: int, workers: int, running: int = 0) -> None:
-        """Stores the runs of the workers at ``now_ns``. ``busy_ns``: the time of all runs that have ended, of all workers.
+        """Stores how long the workers have been running models until ``now_ns``. ``workers``: the number of workers.
 
-        ``running``: how many workers have a run that has lasted longer than ``WINDOW_NS``. Times are CLOCK_MONOTONIC ns.
+        ``busy_ns``: the sum of the times of all models' runs that have ended. ``running``: how many workers have a run that
+        has lasted longer than ``WINDOW_NS``. Times are CLOCK_MONOTONIC ns.
         """
         while len(self._looks) > 1 and now_ns - self._looks[1][0] >= WINDOW_NS:
             self._looks.popleft()
@@ -103,7 +104,7 @@ class Agent:
         self._looking: asyncio.Task[None] | None = None
 
     def listen(self) -> None:
-        """Binds the port, if the configuration sets one. Raises ListenError: the port cannot be bound."""
+        """Binds the port for HAProxy's agent-checks, if the configuration sets one. Raises ListenError: it cannot be bound."""
         if self._options.agent_port:
             with listening.named("metrics", "agent_port"):
                 self._listener = listening.listen(self._options.address, self._options.agent_port, "http")

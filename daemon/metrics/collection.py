@@ -59,7 +59,7 @@ class _OfSlot:
         self._answers: Counter[str] = Counter()
 
     def update(self, incarnation: int, figures: Figures) -> None:
-        """Stores ``figures``, a worker process's counters. The counters of the processes before it stay in the sums.
+        """Stores a worker process's counters ``figures``. The sums keep the counters of processes that it has replaced.
 
         ``incarnation``: the process' id for the daemon's life, which no other process gets.
         """

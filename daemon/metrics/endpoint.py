@@ -64,7 +64,7 @@ class Endpoint:
                 self._listener = listening.listen(self._options.address, self._options.port, "http")
 
     async def open(self) -> None:
-        """Begins to serve on the running event loop, if the port is bound."""
+        """Begins to serve the metrics and the status page on the running event loop, if a port for them is bound."""
         if self._listener is None:
             return
         self._server = await asyncio.start_server(self._serve, sock=self._listener.socket, limit=_MAX_WAITING)

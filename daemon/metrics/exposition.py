@@ -177,7 +177,7 @@ def wants_openmetrics(accept: str) -> bool:
 
 
 def families(snapshot: MetricsSnapshot, is_openmetrics: bool) -> bytes:
-    """Returns all metrics of ``snapshot`` but durations as text, in OpenMetrics or the older text format of Prometheus."""
+    """Returns all metrics of ``snapshot``, except histograms of durations, in the text format of OpenMetrics or Prometheus."""
     return "".join([family.text(is_openmetrics) for family in _families(snapshot)]).encode()
 
 
@@ -228,7 +228,10 @@ def _histogram(name: str, model: str, version: int, protocol: str, bounds: tuple
 
 
 def _of_version(exemplars: Exemplars) -> dict[tuple[str, int, str], dict[tuple[int, int], str]]:
-    """Returns exemplars' texts: maps (model, version, protocol) to a dict that maps (kind of duration, bucket) to the text."""
+    """Returns the texts of ``exemplars``, which are added to the lines of histogram buckets.
+
+    The outer key is (model, version, protocol). The inner key is (index of the kind of duration, index of the bucket).
+    """
     found: dict[tuple[str, int, str], dict[tuple[int, int], str]] = {}
     for (model, version, protocol, kind, bucket), (trace_id, seconds, at) in exemplars.items():
         text = f' # {{trace_id="{trace_id}"}} {seconds} {at:.3f}'

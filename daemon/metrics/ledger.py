@@ -108,7 +108,7 @@ class Ledger:
 
 
 def _moved(before: tuple[int, int], version: VersionFigures) -> tuple[int, int]:
-    """Adds to ``before`` a worker's counts of evicted and missed parameter sets of a version. Returns the two sums."""
+    """Returns ``before`` plus a worker's counts of parameter sets that left the device, and that had to be brought to it."""
     found = version.parameters
     return before if found is None else (before[0] + found.evictions, before[1] + found.misses)
 

@@ -164,6 +164,6 @@ def _refused(status: int, reason: str, *headers: tuple[str, str]) -> _ScrapeAnsw
 
 
 def _rendered(taken: MetricsSnapshot, accept: str, compressed: bool) -> tuple[bytes, str]:
-    """Returns ``taken`` metrics as text, gzip if ``compressed``, and its type by the header ``accept``. Runs in a thread."""
+    """Returns the text of the metrics ``taken``, gzipped if ``compressed``, and the content type for the header ``accept``."""
     text, content_type = exposition.render(taken, accept)
     return gzip.compress(text, _LEVEL, mtime=0) if compressed else text, content_type

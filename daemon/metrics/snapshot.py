@@ -14,7 +14,7 @@ from tensord.shm.refusals import Refusal
 
 @dataclass(frozen=True, slots=True)
 class WorkerSlot:
-    """Holds what the metrics show of the processes that had one worker's name in turn, also while none of them runs."""
+    """Holds the metrics of one worker's name. When a worker's process dies, the process that replaces it has the same name."""
 
     name: str
     device: str
@@ -34,7 +34,7 @@ class WorkerSlot:
 
 @dataclass(frozen=True, slots=True)
 class FrontSlot:
-    """Holds what the metrics show of the processes that had one front's name in turn, also while none of them runs."""
+    """Holds the metrics of one front's name. When a front's process dies, the process that replaces it has the same name."""
 
     name: str
     protocol: str

@@ -102,8 +102,8 @@ class Models:
     async def _load_found(self, name: str, config: str) -> None:
         """Loads the model ``name`` from its repository, because a client asked for it.
 
-        ``config``: the configuration in JSON that the client sent. If it is "", the configuration that a client sent with an
-        earlier load of the same files holds; if there is no such configuration, config.pbtxt holds.
+        ``config``: the configuration in JSON that the client sent; "": the client sent none. Then the configuration applies
+        that a client sent with an earlier load of the same files; if no client sent any, config.pbtxt applies.
         """
         found = await asyncio.to_thread(repository.find, self._paths(), name)
         given = config or self._overrides.of(found)
@@ -137,8 +137,8 @@ class Models:
         """Begins to unload a model, as a client asked; an unknown name is no error.
 
         Ensembles that use the model are unloaded before it, and are loaded again when the model is loaded again. If
-        ``dependents`` is True and the model is an ensemble, the models that no other ensemble uses and that nobody loaded by
-        name are unloaded with it.
+        ``dependents`` is True and the model is an ensemble, the models that this ensemble uses are unloaded too, except
+        models that another ensemble uses and models that were loaded by their own name.
 
         Raises Unavailable: the option ``repository.control_mode`` is not "explicit".
         """
@@ -502,7 +502,7 @@ class Models:
         self._check_readiness()
 
     def _retry_later(self, retry: Retry) -> None:
-        """Starts the timer for ``retry``, the next load of a version that was given up, in place of the version's timer."""
+        """Starts a timer that tries to load a given-up version again, as ``retry`` says. Stops the version's earlier timer."""
         key = (retry.name, retry.version)
         if (former := self._retries.pop(key, None)) is not None:
             former.cancel()
@@ -521,7 +521,7 @@ class Models:
 
 
 def _refused_state(name: str, reason: str) -> ModelState:
-    """Builds the record that tells fronts the ``reason`` why a model was refused without asking a worker; version 0: none."""
+    """Builds the record, with version 0, that tells fronts the ``reason`` why a model was refused without asking a worker."""
     return ModelState(name, 0, "UNAVAILABLE", reason)
 
 

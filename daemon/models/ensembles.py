@@ -93,7 +93,10 @@ class Ensembles:
         return model_config.parse_json(version.described.config.decode(), name)
 
     def _devices(self, found: FoundModel) -> tuple[str, ...]:
-        """Returns devices whose workers have all members of ``found``; (): every worker. Raises InvalidArgument: none has."""
+        """Returns the devices whose workers have all models that the ensemble ``found`` uses; (): every worker has them.
+
+        Raises InvalidArgument: no worker has all of these models.
+        """
         places = {name: self._ready(name, number) for name, number in found.members}
         named = {name: version.devices for name, version in places.items() if version is not None and version.devices}
         if not named:
@@ -131,9 +134,10 @@ class Ensembles:
         return list(found)
 
     def followers(self, name: str) -> list[str]:
-        """Returns the ensembles that are loaded again after the load of the model ``name``, because they use the model.
+        """Returns the ensembles that use the model ``name`` and are loaded again after the load of the model.
 
-        An ensemble is left out if it also uses a model whose load waits for the load of ``name``: it can be loaded only later.
+        An ensemble is left out if it also uses a model whose load waits for the load of ``name``: that load ends later, and
+        the ensemble is loaded after it.
         """
         stuck = {user for waiter in self.waits.waiters(name) for user in self.users(waiter)}
         return [user for user in self.users(name) if user not in stuck]

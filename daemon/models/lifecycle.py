@@ -334,11 +334,11 @@ class Lifecycle:
         return out
 
     def retry(self, name: str, number: int, deaths: int) -> list[Instruction]:
-        """Returns the instruction that has an idle worker load version ``number``, given up because workers died.
+        """Returns the instruction for an idle worker to load a version again, after worker processes had died loading it.
 
-        Call it when the time of a ``Retry`` has come. ``deaths``: the number of deaths when the ``Retry`` was made. Returns an
-        empty list if the version has another number of deaths now. Returns an empty list also if every worker is loading
-        something else: then the next worker that starts loads the version.
+        Call it when the time of a ``Retry`` has come. ``number``: the version's number. ``deaths``: how many worker
+        processes had died when the ``Retry`` was made. Returns an empty list if that number has changed. Returns an empty
+        list also if every worker is loading something else: then the next worker that starts loads the version.
         """
         version = self.version(name, number)
         if version is None or not version.given_up or version.deaths != deaths:

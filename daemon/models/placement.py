@@ -129,8 +129,8 @@ def _first(gpu: int, each: int) -> str:
 def _sharing(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the devices of ``chosen`` whose workers count the rate-limiter resources that a model needs.
 
-    If one of the resources is global, this is one device. Otherwise it is one device of each GPU and one CPU device. If the
-    model needs no resources, all of ``chosen`` are returned.
+    If one of the resources is global, this is one device. Otherwise it is one CPU device and, for each GPU, the device
+    of one of the workers on that GPU. If the model needs no resources, all of ``chosen`` are returned.
     """
     needs = _needs(message)
     if len(chosen) < 2 or not needs:

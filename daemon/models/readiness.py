@@ -46,7 +46,7 @@ class Standing:
 
     @property
     def loads(self) -> bool:
-        """Returns whether the model is not served only because its load is still running."""
+        """Returns whether a running load is the only reason why the model is not served."""
         return self.reason == _LOADING
 
 
@@ -104,7 +104,7 @@ def readiness(standing: Iterable[Standing], strict: bool, counted: Collection[st
 
 
 class ReadinessCheck:
-    """Publishes the daemon's readiness to the fronts when it changes, and when a load proceeds while a model is not served."""
+    """Publishes the daemon's ``Readiness`` record to the fronts whenever a field of the record has changed."""
 
     def __init__(self, standings: Callable[[], Iterable[Standing]], publish: Callable[[Readiness], None]) -> None:
         """Begins without models. ``standings``: returns each wanted model's readiness. ``publish``: sends that of the daemon."""
@@ -126,14 +126,14 @@ class ReadinessCheck:
         self._loading: dict[int, Loading] = {}
 
     def begin(self, wanted: Iterable[str], required: Iterable[str]) -> None:
-        """Sets the models without which the daemon is not ready: ``required`` or, if it is empty, the first call's ``wanted``."""
+        """Sets the models that must serve: ``required`` or, if it is empty, ``wanted``. Later calls set only ``required``."""
         if not self._begun:
             self._first = set(wanted)
         self._required = frozenset(required)
         self._begun = True
 
     def loads(self, worker: int, at: Loading | None) -> None:
-        """Stores, for ``check``, what the worker with this number loads now and how far it is; ``at`` None: it loads nothing."""
+        """Stores the step ``at`` in which the worker with the number ``worker`` loads now; None: the worker loads nothing."""
         if at is None:
             self._loading.pop(worker, None)
         else:
@@ -166,7 +166,7 @@ class ServedBefore:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        """Reads the file in ``folder``; None: the service manager keeps no folder, and nothing is read or written."""
+        """Reads the names of served models from served.json in ``folder``; None: there is no folder, and nothing is written."""
         self._path = None if folder is None else folder / "served.json"
         #: The names of the models that the daemon before had served; empty: it did not crash, or had never been ready.
         self.names: frozenset[str] = frozenset()
@@ -192,7 +192,7 @@ class ServedBefore:
                 os.replace(new, path)
 
     def forget(self) -> None:
-        """Removes the file, and writes it no more. Call it when the daemon stops in order."""
+        """Removes the file with the names of served models, and writes it no more. Call it when the daemon stops in order."""
         with self._lock, contextlib.suppress(OSError):
             self._forgotten = True
             if self._path is not None:

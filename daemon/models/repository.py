@@ -138,7 +138,7 @@ def placed(found: FoundModel, devices: Sequence[str], options: Options) -> Found
 
 
 def isolated_fraction(config: bytes, options: Workers) -> float:
-    """Returns the fraction (0 to 1) of a GPU's memory for one isolated model's worker, from its configuration or the option."""
+    """Returns the fraction (0 to 1) of GPU memory for an isolated model's worker: from ``config``, else from ``options``."""
     return model_checks.isolated_fraction(model_config.from_bytes(config), options.isolated_memory_fraction)
 
 
@@ -212,7 +212,7 @@ def folders(repositories: Sequence[Path], known: Collection[str] = ()) -> list[P
 
 
 def others(repositories: Sequence[Path]) -> dict[Path, str]:
-    """Returns the folders in ``repositories`` without a model, with the reason. Raises InvalidArgument: one is unreadable."""
+    """Returns folder -> reason for folders without a model. Raises InvalidArgument: one of ``repositories`` is unreadable."""
     return {path: why for path in _all_folders(repositories) if (why := no_model(path))}
 
 
@@ -268,7 +268,7 @@ def poll(path: Path) -> FoundModel:
 
 
 def readable_folders(paths: Sequence[Path]) -> list[Path]:
-    """Returns the models' folders in those repositories, of ``paths``, that can be read; others are ignored."""
+    """Returns the folders with models in the repositories ``paths``. A repository that cannot be read is left out."""
     gone = unreadable(paths)
     return folders([path for path in paths if path not in gone])
 
@@ -342,7 +342,11 @@ def _choose(message: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _guess_backend(path: Path, message: ModelConfig, version: int) -> str:
-    """Guesses a model's backend from the names in the code file of ``version``, in ``path``: it is parsed and not imported."""
+    """Guesses a model's backend from the names that the model's Python file defines. The file is parsed, not imported.
+
+    ``path``: the model's folder. ``message``: the model's configuration. ``version``: the version in whose folder the
+    file is. Raises InvalidArgument: the backend cannot be guessed.
+    """
     file = message.default_model_filename or "model.py"
     code = _read(path / str(version) / file, _MAX_CODE_BYTE_SIZE)
     if code is None:
@@ -430,7 +434,10 @@ class Repositories:
         return dict(self._found)
 
     def _tell_others(self, others: Mapping[Path, str], found: Mapping[str, FoundModel]) -> None:
-        """Logs a folder that is no model, and why (``others``), if either is new and ``found`` has no model of that name."""
+        """Logs each folder in ``others`` with its reason, unless the last call had the same folder with the same reason.
+
+        ``others``: folder -> why the folder holds no model. A folder is left out if ``found`` has its name.
+        """
         others = {path: why for path, why in others.items() if path.name not in found}
         for path, why in others.items():
             if self._others.get(path) != why:

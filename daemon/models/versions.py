@@ -144,7 +144,7 @@ def has_members(models: Mapping[str, ModelEntry], version: VersionEntry, worker:
 
 
 def awaits(models: Mapping[str, ModelEntry], version: VersionEntry) -> bool:
-    """Returns whether a load of the version in ``models`` is unfinished: a worker has not answered it, or not been sent it."""
+    """Returns whether a worker has still to receive or to answer a load of ``version``. ``models``: all models, by name."""
     return bool(version.loading) or any(
         all(
             any(worker in (*one.ready, *one.loading, *one.postponed) for one in _named(models, *member))

@@ -43,9 +43,9 @@ class Configuration:
         return new
 
     def take(self, new: Configured) -> int:
-        """Applies the keys of a new configuration that need no restart: paths, load and required of ``repository``.
+        """Applies the keys ``paths``, ``load`` and ``required`` of section ``repository``, as they are in ``new``.
 
-        Logs the changed keys that need a restart. Returns how many keys have changed, of both kinds.
+        Logs the changed keys that need a restart. Returns how many keys of all sections have changed.
         """
         changed = layers.changed_keys(self.options, new.options)
         fixed = [key for key in changed if not _is_reloadable(key)]
@@ -74,11 +74,11 @@ class Configuration:
         self.options = msgspec.structs.replace(self.options, log=new)
 
     async def described(self) -> dict[str, Any]:
-        """Describes every key: its present value (without secrets), that value's source, and what the files say now.
+        """Describes every key of the configuration: its present value (without secrets), and where the value came from.
 
-        Returns ``keys``, a list of {key, value, source, next?, waits?}. If the files differ, ``next`` is the value in them, and
-        ``waits`` is "reload" or "restart", after which it applies. Also returns ``error``, a sentence if a reload would refuse
-        the files, else "".
+        Returns ``keys``, a list of {key, value, source, next?, waits?}. If the configuration files have another value for
+        the key, ``next`` is that value, and ``waits`` is the action that would apply it, "reload" or "restart". Also
+        returns ``error``, a sentence if a reload would refuse the files, else "".
         """
         error, new = "", self._accepted
         try:

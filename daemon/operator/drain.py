@@ -81,10 +81,10 @@ class Drain:
         self._supervisor.models.drain(True)
 
     async def finished(self) -> None:
-        """Waits until the drain has ended with no request unanswered.
+        """Waits until the drain has ended and every request is answered.
 
-        Raises Unavailable: requests are still unanswered ``supervisor.exit_timeout`` after new ones were refused, the drain was
-        ended by an operator, or no drain has begun.
+        Raises Unavailable: no drain has begun; an operator has ended the drain; or requests are still unanswered when the
+        time in the option ``supervisor.exit_timeout`` has passed since the daemon began to refuse new requests.
         """
         draining = self._draining
         if draining is None:

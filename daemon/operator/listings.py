@@ -102,13 +102,13 @@ def of_model(
     workers: Mapping[int, str],
     slow: Mapping[str, Mapping[int, Mapping[str, int]]],
 ) -> bytes:
-    """Returns one model's versions as JSON, each with its entry in ``index``, its workers, folder, metadata and configuration.
+    """Returns one model's versions as JSON, each with its ``index`` entry, workers, folder, metadata and configuration.
 
     Args:
       index: the repository index, which has an entry for each version of each model.
       workers: the name of each worker by its incarnation, the id of the process.
-      slow: by worker name and by version: the reasons why the worker did not answer requests in C, each with the number of
-        requests.
+      slow: by worker name and by version: the reasons why the worker answered requests in Python code and not in the faster C
+        code, each with the number of requests.
     Raises InvalidArgument: there is no such model.
     """
     entries = [entry for entry in index if entry["name"] == name]

@@ -169,7 +169,10 @@ class Operations:
         return listings.of_model(self._models, name, index, workers, slow)
 
     async def _slow(self, worker: WorkerProcess, name: str) -> dict[int, dict[str, int]]:
-        """Returns how often a worker answered requests for the model ``name`` in Python, by version and reason; {} if unknown."""
+        """Returns why a worker answered requests for the model ``name`` in Python code and not in the faster C code.
+
+        The result maps each version to a dict from reason to number of requests; {}: the worker did not reply.
+        """
         try:
             figures = msgspec.json.decode(await worker.result_of(WorkerFigures(), _READY_SECONDS), type=Figures)
         except ServingError:

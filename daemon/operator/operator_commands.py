@@ -222,7 +222,7 @@ def _operation(question: OperatorQuestion) -> Operation:
 
 
 async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
-    """Returns the list that ``operation`` asks a child process for, as of its connections; empty if no answer comes in time."""
+    """Sends ``operation``, which asks for a list, to a child process. Returns the list; [] if no answer comes in time."""
     try:
         return msgspec.json.decode(await child.result_of(operation, _LIST_SECONDS), type=list[dict[str, Any]])
     except ServingError:
@@ -230,7 +230,7 @@ async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
 
 
 async def recent_errors(fronts: Iterable[Child], workers: Iterable[Child]) -> list[dict[str, Any]]:
-    """Returns the latest errors that ``fronts`` and ``workers`` sent, newest first, each with the sender as ``front``."""
+    """Returns the latest errors of ``fronts`` and ``workers``, newest first, each with the process's name under ``front``."""
     asked = [*fronts, *workers]
     told = await asyncio.gather(*(records(child, RecentErrors()) for child in asked))
     rows = [{**row, "front": child.name} for child, found in zip(asked, told, strict=True) for row in found]

@@ -147,7 +147,7 @@ class PushedSets:
             self._drop(content)
 
     def _drop(self, content: Content) -> None:
-        """Closes the memory of ``content``, a set's values. The push, and the file they came from, are still remembered."""
+        """Closes the memory with the values of ``content``, which still says from which push and file the values came."""
         if content.memory >= 0:
             self.byte_size -= content.byte_size
             content.close()

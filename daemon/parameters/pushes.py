@@ -212,9 +212,9 @@ class Parameters:
     def _resolved(self, model: str, number: int, lacking: bool = False) -> int:
         """Returns the number of a model's version that serves or, if none serves, is being loaded.
 
-        ``number``: the version that the client named; 0: the newest. ``lacking``: if True, a version that does not serve, because
-        pushed values for a new worker were lost, counts as well. Raises NotFound: there is no such version; Unavailable: the
-        version cannot be served now.
+        ``number``: the version that the client named; 0: the newest. ``lacking``: if True, a version counts like one that
+        serves if its pushed values were lost and it is not served for that reason. Raises NotFound: there is no such
+        version; Unavailable: the version cannot be served now.
         """
         models = self._models.lifecycle.models
         asked = {n: v for n, v in models[model].versions.items() if number in (0, n)} if model in models else {}
@@ -269,10 +269,11 @@ class Parameters:
         return number
 
     async def _pushed(self, key: VersionKey, wanted: PushParameters, number: int, peer: Peer, memory: int) -> Content:
-        """Gives the ``wanted`` values to every worker that serves the version ``key``, and brings the values into force.
+        """Gives the ``wanted`` values to every worker that serves the version ``key``, and has the workers use the values.
 
-        ``number``: the push's number. ``peer``: the client. ``memory``: a descriptor of the memory that it sent; -1: none.
-        Raises ServingError: the push was refused, and nothing has changed.
+        Returns the record of the new values. ``number``: the number that the new values get. ``peer``: the client.
+        ``memory``: a descriptor of the memory that the client sent; -1: none. Raises ServingError: the push was refused;
+        nothing has changed.
         """
         content = Content(number, pushed_at=time.time(), pushed_by=peer)
         if isinstance(wanted.source, FileSource) and not wanted.partial:
@@ -306,11 +307,12 @@ class Parameters:
             raise
 
     async def _brought_back(self, key: VersionKey, wanted: PushParameters, content: Content, memory: int) -> Content:
-        """Carries out the ``wanted`` push into version ``key``, which does not serve as earlier values of its sets were lost.
+        """Carries out a push into the version ``key``, which is not served because pushed values of the version were lost.
 
-        Has the version loaded again, and returns once it serves. ``content``: the push's record, whose memory is set here.
-        ``memory``: a descriptor of the memory that the client sent. Raises Unavailable: the push does not bring all values as
-        sealed memory, or has a checksum; InvalidArgument: the load failed.
+        Has the version loaded again with the new values, and returns ``content`` once the version serves. ``wanted``: the
+        push. ``content``: the record of the new values, in which this method sets the memory. ``memory``: a descriptor of
+        the memory that the client sent. Raises Unavailable: the push has a checksum, or does not bring all values as sealed
+        memory; InvalidArgument: the load failed.
         """
         of = f"model '{key[0]}' version {key[1]}"
         if memory < 0 or wanted.partial or wanted.checksum or not push_checks.is_sealed(memory):
@@ -399,13 +401,14 @@ class Parameters:
         put: Callable[[], None],
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Stages new values on every worker that serves the version ``key``, calls ``put``, and has them commit the values.
+        """Replaces the values of a parameter set on every worker that serves the version ``key``.
 
-        ``put``: brings the values into force in this process; a worker that dies later is replaced by one with the new values.
-        ``stage``: the operation that gives the values to a worker without using them. ``memory``: a descriptor of memory with the
-        values; -1: the workers still have them, as the set's former values. ``move_sequences``: whether sequences that have begun
-        go on with the new values. ``check``: raises an exception if the values are not wanted any more. Raises _NoWorker: all
-        workers died before the commit; ServingError: a worker refused the values. After an error nothing has changed.
+        First every worker gets the values by the operation ``stage``, without using them. Then ``put`` is called, which
+        stores the values in this process: a worker that starts from then on gets the new values. Then every worker begins
+        to use the values. ``memory``: a descriptor of memory with the values; -1: the workers still have them, as the set's
+        former values. ``move_sequences``: whether sequences that have begun go on with the new values. ``check``: raises an
+        exception if the values are not wanted any more. Raises _NoWorker: all workers died before they used the values;
+        ServingError: a worker refused the values. After an error nothing has changed.
         """
         staged: set[int] = set()
         try:
@@ -644,7 +647,7 @@ class Parameters:
 
 
 def _check_death(worker: WorkerProcess, what: str) -> None:
-    """Raises Internal, naming ``what``, if the worker died of its own work: no other worker is then given the parameters."""
+    """Raises Internal, whose text begins with ``what``, if the worker died of its own work, so that the caller gives up."""
     if worker.ended_by_work:
         raise Internal(f"{what}: the worker process that was given them {worker.describe_exit()}")
 

@@ -214,7 +214,7 @@ class Child:
         return result
 
     def release(self) -> None:
-        """Ends every call that waits for a reply from this process with Unavailable. Called once the process is dead."""
+        """Ends every call that waits for the child process's reply with Unavailable. Call it once the process is dead."""
         self.calls.fail(Unavailable(f"{self.name} stopped before it answered"))
 
     @property
@@ -436,7 +436,7 @@ def front_name(protocol: str, row: int) -> str:
 
 
 class MissingParts:
-    """Logs which optional parts child processes lack. The same list is logged only once, as all processes run the same files."""
+    """Logs which optional parts, such as C extensions, child processes lack. A list is not repeated: all run the same files."""
 
     def __init__(self, what: str = IN_C) -> None:
         """Begins before any warning is logged. ``what``: the beginning of each warning, before the missing parts' names."""

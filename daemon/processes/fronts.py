@@ -183,10 +183,10 @@ class Fronts:
         await asyncio.gather(*(front.wait_acknowledged(edition) for front in behind))
 
     def ask_idle(self, now_ns: int, interval_ns: int) -> None:
-        """Asks each serving front that was not asked for ``interval_ns`` nanoseconds to acknowledge its state.
+        """Asks serving fronts to acknowledge the records they got, except fronts that were asked within ``interval_ns``.
 
-        If the event loop of a front hangs, the acknowledgement does not come, which the watchdog notices. ``interval_ns`` 0:
-        no front is asked. ``now_ns``: the time of CLOCK_MONOTONIC.
+        If the event loop of a front hangs, the acknowledgement does not come, which the watchdog notices. ``interval_ns``:
+        nanoseconds; 0: no front is asked. ``now_ns``: the time of CLOCK_MONOTONIC.
         """
         for front in self.by_incarnation.values():
             if interval_ns and front.serves and not front.owes_since_ns and now_ns - front.asked_ns > interval_ns:

@@ -37,7 +37,10 @@ class ListenError(Exception):
 
 @contextlib.contextmanager
 def named(section: str, port: str = "port") -> Iterator[None]:
-    """Adds ``section`` and key, such as ``http.port``, to a ListenError of the ``with`` block. ``port``: the port's key."""
+    """Adds the option at fault, such as ``http.port``, to the text of a ListenError that the ``with`` block raises.
+
+    ``section``: the option's section. ``port``: the key if the port is at fault; an error of the address keeps its key.
+    """
     try:
         yield
     except ListenError as error:
@@ -129,7 +132,7 @@ def _listen_unix(path: str, mode: int) -> socket.socket:
 
 
 def _listen_tcp(address: str, port: int) -> socket.socket:
-    """Binds a listening TCP socket at ``port`` of the first of a host's addresses that can be bound. Raises ListenError: none."""
+    """Returns a TCP socket that listens on ``port`` of the host ``address``. Raises ListenError: no address can be bound."""
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:

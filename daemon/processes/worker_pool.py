@@ -275,9 +275,9 @@ class WorkerPool:
 class Leftovers:
     """Kills the processes that the models of a dead worker have started and left running. One per daemon.
 
-    Such processes are found by a variable in their environment, whose value is the worker's own
-    (``tensord.shm.marked_processes``). A process that was given another environment, by code that is not Python's, is not
-    found; a service manager or a container ends it as well. The search runs in a thread.
+    Such a process is found by a variable in its environment, whose value identifies the worker
+    (``tensord.shm.marked_processes``). A process that was given another environment, by code that is not Python's, is
+    not found. The service manager or the container ends such a process with the daemon. The search runs in a thread.
     """
 
     def __init__(self) -> None:

@@ -83,12 +83,13 @@ def repeats(region: RegisteredRegion, request: Registration, peer: Peer, sealed:
 def check_bounds(
     options: RegionsOptions, name: str, byte_size: int, peer: Peer, registered: Iterable[tuple[Peer, int]]
 ) -> None:
-    """Checks that one more region, ``name``, of ``byte_size`` bytes is within the limits for all and for the client's own.
+    """Checks that one more region is within the limits for all regions and for the regions of one client.
 
-    Regions of the same user, or of the same host if they came over TCP, count as the client's own. ``peer``: the client.
-    ``registered``: the client and the size in bytes of each existing region.
+    Regions of the same user, or of the same host if they came over TCP, count as regions of one client. ``name``,
+    ``byte_size``: the new region's name and size. ``peer``: the client that registers the new region. ``registered``:
+    the client and the size in bytes of each existing region.
 
-    Raises InvalidArgument: the region alone is too large; Unavailable: the region is too large beside the existing ones.
+    Raises InvalidArgument: the region alone is too large; Unavailable: it is too large beside the others.
     """
     if byte_size > options.max_byte_size:
         raise InvalidArgument(

@@ -118,7 +118,7 @@ class EndWatch:
             self._loop.remove_reader(self._fd)
 
     def resume(self) -> None:
-        """Ends a ``pause``. If the descriptor is readable now, the event loop calls ``ended`` soon."""
+        """Watches the descriptor ``end`` again after ``pause``. If it is readable now, the event loop calls ``ended`` soon."""
         if self._fd >= 0:
             self._loop.add_reader(self._fd, self._readable)
 

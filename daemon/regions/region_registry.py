@@ -131,11 +131,11 @@ class RegionRegistry:
             return RegisteredRegion("system", request, peer, time.time(), fd=os.dup(sealed) if sealed >= 0 else -1)
 
     async def _renew(self, region: RegisteredRegion, renewal: RegisteredRegion, end: int) -> None:
-        """Replaces a region on every worker by the memory that its key or handle names now.
+        """Replaces a registered region on every worker by the memory of a new registration of the same name.
 
-        ``renewal``: the record of the new region, which no worker has yet. ``end``: a descriptor that becomes readable when the
-        region should be unregistered; -1: there is none. Raises ServingError: a worker refused the memory, or no worker that can
-        use it runs. The former region then stays.
+        ``region``: the region that is replaced. ``renewal``: the record of the new registration, which no worker has yet.
+        ``end``: a descriptor that becomes readable when the region should be unregistered; -1: none. Raises ServingError: a
+        worker refused the new memory, or no running worker can use it. After an error the former region stays.
         """
         name = region.request.name
         region.state = RegionState.RENEWING
@@ -438,7 +438,8 @@ async def _tell(worker: WorkerProcess, request: UnregisterRegion | AwaitRegion) 
 async def _ask_use(worker: WorkerProcess, name: str) -> dict[str, tuple[int, int]]:
     """Asks a worker how many tensors of requests are in regions of this name; ``name`` "": in every region.
 
-    Returns by name two numbers: of tensors in the region, and in unregistered regions of that name; {} if the call failed.
+    Returns for each name two numbers: how many tensors are in the region, and how many are in earlier regions of the
+    same name, which were unregistered. Returns {} if the call failed.
     """
     try:
         answer, fds = await worker.call(RegionRecords(name))

@@ -26,7 +26,7 @@ Sizes = tuple[int, int, int]
 
 
 class Holdings:
-    """Counts the bytes of request and of response arenas that a connection or client holds. ``limit``: the most bytes of each."""
+    """Counts the arena bytes that one connection or client holds: at most ``limit`` for requests and ``limit`` for answers."""
 
     __slots__ = ("answers", "limit", "requests")
 
@@ -57,7 +57,7 @@ class ClientAccount(Holdings):
     def limit_of(self, byte_size: int) -> int:
         """Returns how many bytes of the request arena the client may hold if it asks for a lease of ``byte_size`` bytes.
 
-        The limit for a small lease is the whole arena, for a medium lease it is lower, and for a large lease it is ``limit``.
+        For a small lease this is the whole arena, for a large lease ``limit``, and for a medium lease the mean of the two.
         """
         small, medium, whole = self.sizes
         if byte_size <= small:
@@ -95,25 +95,25 @@ class Account(Holdings):
         return self.answers >= self.limit
 
     def note_bulky(self, kind: Hashable) -> None:
-        """Records that requests of this ``kind`` have large answers, so that they wait while the client's share is full."""
+        """Records that requests of this ``kind`` (model, version, input shapes) have large answers, and have to wait for room."""
         bulky = self.client.bulky
         if len(bulky) >= _MAX_BULKY:
             bulky.clear()
         bulky.add(kind)
 
     def may_send(self, kind: Hashable) -> bool:
-        """Returns whether a request of this kind may be sent to a worker now; False: the client must read answers first."""
+        """Returns whether a request of ``kind`` (model, version, shapes) may be sent now; else the client must read answers."""
         return not self.is_full and not (self.client.answers >= self.client.limit and kind in self.client.bulky)
 
     def describe(self) -> str:
-        """Returns the error text, with the bytes held and the limit, for a request whose client read no answers for too long."""
+        """Returns the text of the error for a request that was not sent in time, as its client had too many unread answers."""
         client = self.client
         if self.is_full:
             return f"this connection has not taken {self.answers} bytes of its answers, at most {self.limit} may wait for it"
         return f"{client.answers} bytes of answers wait for clients of {client.owner}, at most {client.limit} may"
 
     def describe_requests(self, byte_size: int) -> str:
-        """Returns the error text, with the bytes held and the limit, for a request that got no ``byte_size`` bytes in time."""
+        """Returns the error text for a request that did not get ``byte_size`` bytes in time, as its client holds too many."""
         client = self.client
         if self.requests and self.requests + byte_size > self.limit:
             return (
@@ -167,5 +167,5 @@ class Accounts:
 
 
 def part(options: Arenas, share: float) -> int:
-    """Returns how many bytes a ``share`` (0 to 1) of an arena is by ``options``; for 1, without a limit, ``sys.maxsize``."""
+    """Returns the bytes in a ``share`` (0 to 1) of an arena's largest size. A share of 1 means no limit: ``sys.maxsize``."""
     return int(options.max_byte_size * share) if share < 1 else sys.maxsize

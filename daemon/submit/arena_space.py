@@ -90,8 +90,8 @@ class ArenaSpace:
     def _others_first(self, byte_size: int, account: Account | None) -> bool:
         """Returns whether a waiting request gets memory before a new request of ``byte_size`` bytes from ``account``.
 
-        That is so if the waiting request is in the same queue (small, medium or large) and within its limits, and its client
-        holds no more memory than the client of ``account``.
+        That is so if the waiting request is in the same queue (small, medium or large), if the limits of the waiting
+        request's account let it have memory, and if its client holds no more memory than the client of ``account``.
         """
         held = _held(account)
         return any(_held(waiter.account) <= held and self._admitted(waiter) for waiter in self._line(byte_size))
@@ -163,7 +163,7 @@ class ArenaSpace:
         return self._lines[1 if byte_size <= arena.shared_byte_size else 2]
 
     def _admitted(self, waiter: _Waiter) -> bool:
-        """Returns whether the limits of the account of ``waiter``, and that for incomplete bodies, let it have memory."""
+        """Returns whether ``waiter`` may get memory by the limits of its account and by the limit for incomplete bodies."""
         taken = self._taken_by(waiter.byte_size)
         if waiter.account is not None and not waiter.account.admits(taken):
             return False

@@ -20,7 +20,7 @@ T = TypeVar("T")
 class BusyPoll:
     """Keeps a front's event loop from sleeping while the answers to a few requests in flight are about to come.
 
-    ``spin`` says for how long polling pays. ``in_flight``: the front's requests in flight.
+    ``spin``: decides how long the front polls before it sleeps. ``in_flight``: the requests in flight.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, spin: Spin, in_flight: Sized) -> None:
@@ -42,9 +42,10 @@ class BusyPoll:
     def look(self, ready: Callable[[int], object], receive: Callable[[T], bool], worker: T) -> None:
         """Polls for a moment for the answer to the only request in flight. Call it when the request was just sent.
 
-        If other requests were in flight lately, the event loop is only kept awake, because a request or a connection may come
-        meanwhile. ``ready``: takes a timeout in ms, and returns a true value if something can be read from the worker's lane.
-        ``receive``: reads from ``worker``; returns False if the answer has come, or cannot come any more.
+        If several requests were in flight lately, this method does not poll itself: it only keeps the event loop from
+        sleeping, because a request or a connection may come meanwhile. ``ready``: takes a timeout in ms, and returns a true
+        value if something can be read from the worker's lane. ``receive``: called with ``worker`` to read from its lane;
+        returns False if no more can come, because the answer has come or the worker is gone.
         """
         self._lone += 1
         if self._lone < _MANY:
@@ -63,7 +64,7 @@ class BusyPoll:
             self._loop.call_soon(self._turn)
 
     def answered(self) -> None:
-        """Tells ``spin`` that answers have come. Call it before the answered requests are removed from ``in_flight``."""
+        """Notes that the wait for answers is over. Call it before the answered requests are removed from ``in_flight``."""
         if len(self._in_flight) <= _FEW:
             self._spin.end(monotonic_ns())
 

@@ -96,7 +96,7 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def holds_up(self) -> bool:
-        """Returns whether answers to later requests, which hold memory, can be sent only after the answer to this request."""
+        """Returns whether answers to later requests wait for the answer to this request, and hold memory while they wait."""
         return False
 
     @property
@@ -105,7 +105,7 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
         return "", ""
 
     def left_line(self) -> None:
-        """Called when a request that had waited for arena memory was sent or answered, unless it was cancelled before."""
+        """Does nothing here. Called when a request that had waited for memory was sent or answered, unless it was cancelled."""
 
     def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
         """Sends an answer to the client. Called with each answer to the request, and never again after the final answer.

@@ -123,7 +123,7 @@ class ModelStates:
 
 
 def _why(state: ModelState) -> str:
-    """Returns why the version of ``state`` does not serve, in the repository index's words; "": unloaded, loading or serving."""
+    """Returns the repository index's reason why the version of ``state`` failed; "": the version has not failed."""
     if state.state != "UNAVAILABLE" or state.reason == "unloaded":
         return ""
     return f"version {state.version}: {state.reason}" if state.version else state.reason

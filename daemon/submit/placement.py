@@ -156,7 +156,7 @@ def fill(
 
 
 def _granted(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: Lease | ServingError) -> None:
-    """Sends a request that waited for shared memory, ``lease``; if that is an error, answers ``asked`` with the error."""
+    """Sends a request that waited for memory in ``lease``. If ``lease`` is an error, ``asked`` is answered with the error."""
     try:
         if not isinstance(lease, ServingError) and not asked.cancelled:
             _send(submitter, asked, request, lease)
@@ -176,7 +176,10 @@ def _granted(submitter: Submitter, asked: InFlight, request: UnsentRequest, leas
 
 
 def _send(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: Lease | None) -> None:
-    """Puts a request's tensors into its record or ``lease``, and sends it for ``asked``. If that fails, gives its leases back."""
+    """Puts a request's tensors into the request's record or into ``lease``, and sends the record to a worker.
+
+    ``asked``: the object that gets the answers. If an error occurs, the leases of the request are given back.
+    """
     trace = request.trace
     leases = () if lease is None else (lease,)
     if request.lease is not None:

@@ -144,7 +144,7 @@ class SequenceRouting:
         return worker if worker.incarnation in state.workers else None
 
     def _holder(self, key: Key) -> WorkerLink | None:
-        """Returns the worker whose published page has the sequence ``key`` as open: the last of several, or None if none has."""
+        """Returns the worker whose page shows the sequence ``key`` as open; of several, where it was admitted last; or None."""
         found, newest = None, 0
         for worker in self._workers.values():
             value = worker.sequences.value(key)
@@ -153,7 +153,11 @@ class SequenceRouting:
         return found
 
     def _candidates(self, state: ModelState, gpu: str) -> Sequence[WorkerLink]:
-        """Returns the workers that may take a new sequence: all if ``gpu`` is "", else what ``nearest`` finds for ``state``."""
+        """Returns the workers that may run a new sequence of the model with ``state``.
+
+        If the model is to be loaded on the GPU ``gpu``, these are the workers on ``gpu``. Else, or if ``gpu`` is "", these
+        are all workers that serve the model.
+        """
         found = [self._workers[number] for number in state.workers if number in self._workers]
         found = [worker for worker in found if not worker.closed]
         return nearest(found, gpu, state) if gpu else found
@@ -185,11 +189,11 @@ class SequenceRouting:
 
 
 def _unharmed(run: list[InFlight], state: SequenceState | None) -> list[InFlight]:
-    """Returns the requests at the end of ``run`` that a dead worker has not begun, so that another worker may run them.
+    """Returns the requests at the end of ``run`` that another worker may run after the sequence's worker has died.
 
-    The list is empty if the worker had begun the sequence, or if a request is missing from ``run``, because another front had
-    sent it or a client cancelled it. ``run``: the unanswered requests of one sequence, in order. ``state``: the state of the
-    sequence on the worker's page; None: it is not there.
+    The list is empty if the worker had begun the sequence, if a client cancelled one of the requests, or if the request
+    that starts the sequence is not in ``run``, because another front had sent it. ``run``: the unanswered requests of
+    one sequence, in order. ``state``: the state of the sequence on the worker's page; None: the sequence is not there.
     """
     if state is SequenceState.BEGUN or state is SequenceState.ENDED:
         return []
@@ -236,9 +240,9 @@ class SequencedModel:
 
 
 def nearest(workers: Sequence[WorkerLink], gpu: str, state: ModelState) -> Sequence[WorkerLink]:
-    """Returns the workers on ``gpu`` among ``workers``, a model's. If the model is not meant to be loaded there, returns all.
+    """Returns those of a model's ``workers`` that are on ``gpu``. Returns all if the model is not meant for this GPU.
 
-    ``state``: the model's. The result is empty if the model is meant to be loaded on ``gpu`` and no worker is there now.
+    ``state``: the model's state. The result is empty if the model is meant for ``gpu`` and no worker is there now.
     """
     if not is_meant_for(state, gpu):
         return workers
