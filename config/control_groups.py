@@ -67,7 +67,7 @@ class MemoryGroup:
     def kills(self) -> int | None:
         """Returns how many processes of this group the kernel has killed for want of memory; None: the group has no such count.
 
-        In version 2, processes that were killed because the host had no memory left are counted as well.
+        In cgroup version 2, processes that were killed because the host had no memory left are counted as well.
         """
         return self._lines(_NAMES[self.version].events).get("oom_kill")
 

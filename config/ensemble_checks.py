@@ -104,7 +104,10 @@ def _check_tensors(message: ModelConfig) -> None:
 
 
 def in_order(message: ModelConfig) -> list[int]:
-    """Returns the indices of an ensemble's steps that can run, so that each step follows those whose outputs it reads."""
+    """Returns the indices of an ensemble's steps in an order in which they can run.
+
+    Each step comes after the steps whose outputs it reads. A step of which an input is never written is left out.
+    """
     there = {field.name for field in message.input}
     waiting, ordered = dict(enumerate(message.ensemble_scheduling.step)), list[int]()
     while ready := [number for number, step in waiting.items() if there.issuperset(step.input_map.values())]:
@@ -115,9 +118,10 @@ def in_order(message: ModelConfig) -> list[int]:
 
 
 def _unconnected(message: ModelConfig, tensor: str, written: dict[str, int], made: set[str]) -> str:
-    """Returns a tensor that the step which writes ``tensor`` reads and no step can write; "" if no step writes ``tensor``.
+    """Returns a tensor that cannot be written and without which the step that writes ``tensor`` cannot run.
 
-    ``written``: tensor -> the index of the step that writes it. ``made``: the tensors that can be written.
+    Returns "" if no step writes ``tensor``. ``written``: tensor -> the index of the step that writes it. ``made``: the
+    ensemble's inputs, and the tensors that its steps can write.
     """
     if tensor not in written:
         return ""
@@ -214,8 +218,8 @@ def _check_names(ensemble: str, member: ModelConfig, step: Any) -> None:
 def _join(ensemble: str, known: dict[str, _Tensor], model: ModelConfig, fields: Iterable[tuple[str, Any]]) -> None:
     """Adds to ``known`` the ensemble's tensors that ``model`` reads or writes. ``known``: tensors of other models, by name.
 
-    ``fields``: the names of the tensors in the ensemble, each with the model's input or output. Raises InvalidArgument if
-    a model that was added earlier declares another datatype or shape for a tensor.
+    ``fields``: pairs of a tensor's name in the ensemble and the declaration of the model's input or output for that
+    tensor. Raises InvalidArgument if a model that was added earlier declares another datatype or shape for a tensor.
     """
     for tensor, field in fields:
         said = _Tensor(model.name, data_type_name(field), tuple(field.dims), model.max_batch_size > 0)

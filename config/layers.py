@@ -111,7 +111,7 @@ def described_type(key: str) -> msgspec.inspect.Type:
 
 
 def choices(key: str) -> tuple[str, ...]:
-    """Returns the words that the configuration's ``key``, or its list's items, may be; (): any text or number is allowed."""
+    """Returns the words allowed as ``key``'s value or, if that is a list, as its items; (): any text or number is allowed."""
     return tuple(_words(known_keys()[key]))
 
 
@@ -189,7 +189,7 @@ def _flatten(content: dict[str, Any], source: str) -> Iterator[Setting]:
 
 
 def written(configured: Configured) -> str:
-    """Returns ``configured`` options as TOML, as the defaults' file has them; one that was set has its source as a comment."""
+    """Returns the ``configured`` options as TOML, as in the file of defaults; a comment gives the source of each that was set."""
     lines: list[str] = []
     section = ""
     for line in DEFAULTS.read_text().splitlines():
@@ -436,7 +436,7 @@ def _address(address: str) -> None:
 
 
 def _explained(key: str, reader: Callable[[Any], Any], value: Any) -> None:
-    """Calls ``reader`` with the value of a key. Converts a ValueError to a ConfigurationError that also names the key."""
+    """Calls ``reader`` to check the ``value`` of ``key``. Turns a ValueError into a ConfigurationError that names ``key``."""
     try:
         reader(value)
     except ValueError as error:

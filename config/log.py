@@ -38,7 +38,10 @@ _find_trace: Callable[[], str] = str
 
 
 def name_traces(find: Callable[[], str]) -> None:
-    """Sets the function that finds the trace id for a log line. ``find()`` returns the id for the code that logs; "": none."""
+    """Sets the function that finds the trace ids for a log line.
+
+    ``find()`` returns the ids of the traces of the requests that the code which logs works on; "": none is traced.
+    """
     global _find_trace
     _find_trace = find
 
@@ -83,10 +86,10 @@ def check_writable(options: Log) -> None:
 
 
 class LogFile(WatchedFileHandler):
-    """Appends lines to the log file, as all processes do at once. When log rotation has moved the file, it is opened again.
+    """Appends lines to the log file, which all processes share. When log rotation has moved the file, it is opened again.
 
-    If a line cannot be written to the file, it is written to standard error and no exception is raised. The reason is written
-    there at most once a minute.
+    If a line cannot be written to the file, it is written to standard error and no exception is raised. The reason is
+    written there at most once a minute.
     """
 
     def __init__(self, path: str) -> None:

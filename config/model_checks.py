@@ -481,7 +481,8 @@ def is_isolated(message: ModelConfig) -> bool:
 def isolated_fraction(message: ModelConfig, default: float) -> float:
     """Returns the fraction (0 to 1) of a GPU's memory that XLA takes in a worker that serves this model alone.
 
-    ``default``: the fraction if the model's parameter is not given. Raises InvalidArgument: the parameter is malformed.
+    ``default``: the fraction if the model has no parameter isolated_memory_fraction. Raises InvalidArgument: that
+    parameter is malformed.
     """
     if ISOLATED_FRACTION not in message.parameters:
         return default

@@ -57,7 +57,7 @@ def parse_pbtxt(text: str, model_name: str) -> ModelConfig:
 
 
 def parse_json(text: str, model_name: str) -> ModelConfig:
-    """Parses ``text``, a configuration in JSON; a value may stand for a list of one. Raises InvalidArgument: malformed JSON."""
+    """Parses ``text``, a configuration in JSON; a list of one needs no brackets. Raises InvalidArgument: malformed JSON."""
     # The import comes late: only processes that take overrides pay for it.
     from google.protobuf import json_format
 
@@ -100,9 +100,10 @@ def _as_json(found: re.Match[str]) -> str:
 
 
 def _shaped(what: str, given: Any, described: Descriptor) -> dict[str, Any]:
-    """Returns the JSON object ``given`` with a single value put into a list where the message ``described`` has a list.
+    """Returns a copy of the JSON object ``given`` with lists where the protobuf message ``described`` has lists.
 
-    ``what``: names the object in messages. Raises InvalidArgument: an object or a single value is expected and is not given.
+    If ``given`` has a single value for such a list, the copy has a list of that value. ``what``: names the object in
+    messages. Raises InvalidArgument: an object or a single value is expected and is not given.
     """
     if not isinstance(given, dict):
         raise InvalidArgument(f"{what}: {_kind(given)} is given, an object is expected")
@@ -142,7 +143,7 @@ def _kind(value: Any) -> str:
 
 
 def from_bytes(content: bytes) -> ModelConfig:
-    """Parses a serialised ModelConfig, such as a Load record has. Raises InvalidArgument: ``content`` is malformed."""
+    """Parses a serialised ModelConfig, such as workers get to load a model. Raises InvalidArgument: ``content`` is malformed."""
     message = empty()
     try:
         message.ParseFromString(content)

@@ -43,7 +43,7 @@ def limits(options: RateLimit, gpu: int | None) -> dict[str, int] | None:
 
 
 def of_device(limits: Iterable[Limit], device: int) -> dict[str, int]:
-    """Returns the amounts of ``limits`` on ``device`` by resource; one for this device alone goes before one for all."""
+    """Returns the amounts of ``limits`` on ``device`` by resource; a limit for that device overrides a limit for all devices."""
     found: dict[str, int] = {}
     for limit in sorted(limits, key=lambda limit: limit.device is not None):
         if limit.device in (None, device):

@@ -37,10 +37,11 @@ class Restriction:
 
 
 def parse(entries: Iterable[str]) -> dict[str, Restriction]:
-    """Parses entries ``GROUP[,GROUP...]:KEY=VALUE``. Returns for each group of calls the header that its requests need.
+    """Parses entries ``GROUP[,GROUP...]:KEY=VALUE``. Returns for each restricted group the header that its requests need.
 
-    A group that is not in the result is open to everybody. The groups of an entry without a colon belong to the next entry,
-    because a comma-separated environment variable is split in this way.
+    A group is a set of the server's calls with a name of ``GROUPS``. A group that is not in the result is open to
+    everybody. If an entry has no colon, its groups get the header of the next entry that has one: a comma-separated
+    environment variable splits ``health,trace:KEY=VALUE`` into such entries.
 
     Raises ValueError: an entry is wrong. The message names the first wrong entry without its value, which is a secret.
     """

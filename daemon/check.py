@@ -91,9 +91,9 @@ def check(
 ) -> Iterator[Verdict]:
     """Loads each model in a separate process, and yields a verdict on each: in the order of ``models``, but ensembles last.
 
-    A model whose configuration cannot be read is not loaded. ``devices``: the devices of all workers; a model is loaded on the
-    first device that it may use. ``timeout``: how many seconds the load of each version of a model may take. ``deep``: whether
-    each bucket is asked as well.
+    A model whose configuration cannot be read is not loaded. ``devices``: the devices of all workers; a model is loaded
+    on the first device that it may use. ``timeout``: how many seconds the load of each version of a model may take.
+    ``deep``: whether each loaded model also runs a generated request for each of its buckets.
     """
     tried: dict[str, Verdict] = {}
     for verdict in _tried([model for model in models if not model.members], options, devices, timeout, deep):
@@ -122,7 +122,7 @@ def _circle(name: str, waiting: Mapping[str, FoundModel]) -> str:
 
 
 def _ensemble(model: FoundModel, tried: Mapping[str, Verdict]) -> Verdict:
-    """Returns the verdict on an ensemble, by the rules for its load. ``tried``: the verdicts on its members, by name."""
+    """Returns the verdict on an ensemble, by the checks of a daemon's load. ``tried``: the verdicts on its members, by name."""
     reason, name = model.problem, model.name
     message = model_config.from_bytes(model.config)
     members = {
@@ -158,8 +158,9 @@ def _tried(
 ) -> Iterator[Verdict]:
     """Loads models in several processes, and yields their verdicts in the order of ``models``. No model may be an ensemble.
 
-    ``devices``: the devices of all workers; a model is loaded on the first device that it may use. ``timeout``: how many
-    seconds the load of each version of a model may take. ``deep``: as for ``check``.
+    ``devices``: the devices of all workers; a model is loaded on the first device that it may use. ``timeout``: how
+    many seconds the load of each version of a model may take. ``deep``: whether each model also runs a generated
+    request for each of its buckets.
     """
     # A daemon beside this process may have most of a GPU's memory.
     workers = msgspec.structs.replace(options.workers, gpu_preallocate=False)
@@ -200,7 +201,7 @@ def _tried(
 
 
 def _wait(running: Sequence[_Attempt]) -> None:
-    """Waits up to 0.25 s for a process of the ``running`` attempts to end. Ends those whose process has ended or is late."""
+    """Waits up to 0.25 s until an attempt's process ends or its ``deadline`` passes, and calls ``end`` of each such attempt."""
     poll = select.poll()
     for attempt in running:
         poll.register(attempt.pidfd, select.POLLIN)

@@ -75,7 +75,7 @@ def main() -> None:
 )
 @click.pass_context
 def serve(ctx: click.Context, config: Path | None, watch: bool) -> None:
-    """Serve models until SIGTERM or SIGINT. SIGHUP reads the configuration again."""
+    """Serve models until SIGTERM or SIGINT. SIGHUP reads the configuration again; --watch loads changed models again."""
     first_signals = ctx.find_object(FirstSignals)
     if first_signals is None:
         first_signals = FirstSignals()
@@ -149,10 +149,11 @@ def check(
 ) -> None:
     """Check a configuration FILE, and that the models in its repositories load, without serving anything.
 
-    Each model is loaded and compiled as by a worker, in a process that only checks, on the first of the devices that would serve
-    it. That runs the models' code as the user who calls this. If root calls this, the check runs in tensord.service's sandbox,
-    as its user and with its cache, where the service finds what was compiled when it starts. Exit status 0: all good. 1: a model
-    cannot be served. 2: the configuration is wrong.
+    Each model is loaded and compiled as by a worker, in a process that only checks, on the first of the devices that
+    would serve it. That runs the models' code as the user who calls this. If root calls this, the check runs in
+    tensord.service's sandbox, as its user and with its cache: when the service starts, it finds there what the check
+    has compiled. With --deep, each bucket of a model also runs a request; with --read-only, no code of a model runs.
+    Exit status 0: all good. 1: a model cannot be served. 2: the configuration is wrong.
     """
     from tensord.daemon import check as model_check
     from tensord.daemon.check import Verdict
@@ -218,11 +219,13 @@ def _require_repository(options: Options) -> None:
 
 
 def _checked_from(name: str | None) -> Path | None:
-    """Has the models checked as the user ``name``, if root calls the command; None: the service's user, if it is installed.
+    """Makes the check of models run as the user ``name``; only root may name a user other than the caller.
 
-    For the user of the installed tensord.service, the check runs in the service's sandbox as another process, with whose status
-    this process exits. For any other user, this process becomes that user. Returns the caller's working directory if this
-    process is the one in the sandbox, else None.
+    ``name`` None: if root calls and tensord.service is installed, the service's user; else the caller. For the
+    service's user, the command runs again, as a second process in the service's sandbox, and the first process exits
+    with the status of the second. For any other user that root names, the calling process becomes that user.
+
+    Returns the caller's working directory if this process is the second process, else None.
     """
     from tensord.daemon import service_user
 
@@ -279,10 +282,11 @@ def fetch(
 ) -> None:
     """Bring the model at URL into FOLDER, whose name is the model's, such as models/digits.
 
-    URL names a folder (s3://, gs://, hf://, a path) or an archive (.tar, .tar.gz or .zip, at one of these or https://). The
-    model is downloaded next to FOLDER, checked as by `tensord check`, and then replaces FOLDER by one rename. A fetch that was
-    interrupted goes on with the files that are missing. If FOLDER already holds what is at URL, nothing is done. Exit status 0:
-    the model is in FOLDER. 1: it is not, and FOLDER is unchanged. 2: the configuration is wrong.
+    URL names a folder (s3://, gs://, hf:// or a path) or an archive (the same or https://) whose name ends in .tar,
+    .tar.gz or .zip. The model is downloaded next to FOLDER, checked as by `tensord check` (with --read-only without
+    running its code), and then replaces FOLDER by one rename. A fetch that was interrupted goes on with the files that
+    are missing. If FOLDER already holds what is at URL, nothing is done. Exit status 0: the model is in FOLDER. 1: it
+    is not, and FOLDER is unchanged. 2: the configuration is wrong.
     """
     from tensord.daemon import fetch as fetching
 
@@ -324,8 +328,8 @@ def init_model(folder: Path) -> None:
 def export_model(model: Path, folder: Path, platforms: str) -> None:
     """Write the newest version of the JAX model in the folder MODEL into FOLDER, as a model without Python files.
 
-    It becomes a program of jax.export and a file of parameters, which any tensord can serve and any JAX can call. This runs
-    the model's code as the user who calls it.
+    It becomes a program of jax.export for the given platforms (the default is the one on which this runs) and a file of
+    parameters, which any tensord can serve and any JAX can call. This runs the model's code as the user who calls it.
     """
     from tensord.daemon import check as model_check
     from tensord.daemon.models import repository
@@ -367,7 +371,7 @@ def write_man_pages(folder: Path) -> None:
 
 
 def _described(command: click.Command, ctx: click.Context) -> click.Command:
-    """Returns a copy of a command for click-man, with all of the command's parameters and its whole first help sentence."""
+    """Returns a copy of a command for click-man, with all parameters, and with the help's first paragraph as its short help."""
     described = copy.copy(command)
     described.params = command.get_params(ctx)
     described.short_help = " ".join((command.help or "").strip().partition("\n\n")[0].split()).removesuffix(".")
@@ -386,8 +390,9 @@ def _described(command: click.Command, ctx: click.Context) -> click.Command:
 def print_config(ctx: click.Context, config: Path | None, short: bool) -> None:
     """Print a configuration file that holds every key with its value and what it means.
 
-    A value that is not the default is followed by its source: the file, an environment variable or a flag. If there is none of
-    these, the output is the file of defaults. Your own file only needs the keys that differ from them.
+    With --short, print a table of the keys that something sets instead. A value that is not the default is followed by
+    its source: the file, an environment variable or a flag. If every value is the default, the output is the file of
+    defaults. Your own file only needs the keys that differ from the defaults.
     """
     configured = layers.read(config, os.environ, flags.settings(ctx))
     if short:

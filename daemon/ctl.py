@@ -99,7 +99,8 @@ class _Daemon:
     def ask(self, command: str, **words: Any) -> Any:
         """Sends a command and its arguments, ``words``, to the daemon and returns the answer.
 
-        If the daemon does not answer (2) or answers with an error (1), prints the error and exits with that status.
+        If the daemon does not answer, prints an error and exits with status 2. If the daemon answers with an error, prints
+        that error and exits with status 1.
         """
         try:
             return _ask(self._path, {"command": command, **words})
@@ -146,7 +147,7 @@ class _Unreachable(Exception):
 
 
 class _Refused(Exception):
-    """Raised if the daemon answered a command with an error, whose message is this exception's."""
+    """Raised if the daemon answered a command with an error. The exception's message is that error's message."""
 
 
 def _ask(path: Path | None, question: Mapping[str, Any]) -> Any:
@@ -303,8 +304,9 @@ def health(daemon: _Daemon) -> None:
 def config(daemon: _Daemon, everything: bool) -> None:
     """Show the configuration in force: keys that differ from their default, and where each value came from.
 
-    Files, variables and flags are read again for this. If a key has another value there now, `next` shows that value, and
-    `waits` says what would bring it into force.
+    With --all, keys that have their default are shown as well. The command reads files, variables and flags again: if
+    they now give a key another value, the column `next` shows that value, and the column `waits` says whether a reload
+    or a restart puts it in force.
     """
 
     def print_(result: Mapping[str, Any]) -> None:
@@ -322,7 +324,7 @@ def config(daemon: _Daemon, everything: bool) -> None:
 @click.option("--no-wait", is_flag=True, help="Do not wait for the models that are loaded then.")
 @click.pass_obj
 def reload(daemon: _Daemon, no_wait: bool) -> None:
-    """Read configuration and repositories again, and wait for the models that are loaded then.
+    """Read configuration and repositories again and, without --no-wait, wait for the models that are loaded then.
 
     The command fails if the new configuration is refused.
     """
@@ -343,9 +345,10 @@ def reload(daemon: _Daemon, no_wait: bool) -> None:
 def drain(daemon: _Daemon, seconds: float | None, wait: bool) -> None:
     """Take this daemon out of service behind a load balancer: it is reported as not ready, and later refuses requests.
 
-    It is not ready from now on, and refuses new requests when the time is over. Accepted requests are answered, and the
-    daemon's processes keep running. `undrain` ends this. Do not drain before a restart where there is no balancer: behind
-    systemd's sockets `systemctl restart` alone loses no request, and a drain refuses some.
+    It is not ready from now on. For the seconds given by --time, or supervisor.drain_time, it still takes new requests;
+    then it refuses them. Accepted requests are answered, and the daemon's processes keep running. With --wait, the
+    command returns when nothing is in flight. `undrain` ends this. Do not drain before a restart where there is no
+    balancer: behind systemd's sockets `systemctl restart` alone loses no request, and a drain refuses some.
     """
     result = daemon.ask("drain", wait=False, **({} if seconds is None else {"seconds": seconds}))
     # A daemon that is older than this program says nothing.
@@ -370,8 +373,8 @@ def undrain(daemon: _Daemon) -> None:
 def restart(daemon: _Daemon, worker: str) -> None:
     """Replace WORKER (such as worker-0) by a new process, and wait until the new process has loaded its models.
 
-    The old process answers its requests first. New requests for models that no other worker has wait for the new process.
-    Sequences on the old one are lost.
+    The old process answers its requests first. If no other worker has a model, new requests for it wait for the new
+    process. Sequences on the old process are lost.
     """
     daemon.do("restart", name=worker)
 
@@ -401,7 +404,7 @@ def profile(daemon: _Daemon, worker: str, seconds: float, folder: str | None) ->
 @click.option("--format", type=click.Choice(["default", "ISO8601", "json"]), help="The form of the lines.")
 @click.pass_obj
 def log(daemon: _Daemon, /, **given: Any) -> None:
-    """Show the log settings, or change them until the next reload."""
+    """Show the log settings, or change those that are given as options, until the next reload."""
     settings = {name: value for name, value in given.items() if value is not None}
     daemon.show(None, _print_settings, "log", settings=settings)
 
@@ -425,7 +428,7 @@ def trace(
     log_frequency: int | None,
     inherit: bool,
 ) -> None:
-    """Show which requests are traced, for MODEL or for all models, or change these settings."""
+    """Show which requests are traced, for MODEL or for all models, or change the settings whose options are given."""
     numbers = {"trace_rate": rate, "trace_count": count, "log_frequency": log_frequency}
     settings: dict[str, list[str]] = {name: [str(value)] for name, value in numbers.items() if value is not None}
     if level:

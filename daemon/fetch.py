@@ -434,11 +434,11 @@ def _file(path: str, name: str, info: Mapping[str, Any]) -> File:
 def unpack(archive: Path, name: str, folder: Path, max_byte_size: int) -> None:
     """Unpacks an archive into ``folder``, which must not exist yet. ``name``: the archive's name, by which its format is known.
 
-    If the archive holds only one folder, and that is not a version, the content of that folder becomes the content of
-    ``folder``. ``max_byte_size``: the most bytes of all files in the archive together.
+    If the archive holds only one folder, and the name of that folder is not a version number, the content of that
+    folder becomes the content of ``folder``. ``max_byte_size``: the most bytes of all files in the archive together.
 
-    Raises InvalidArgument: the archive is damaged, too large, or has members that are not allowed; OSError: a file cannot be
-    written.
+    Raises InvalidArgument: the archive is damaged, too large, or has members that are not allowed; OSError: a file
+    cannot be written.
     """
     left = max_byte_size
     folder.mkdir()

@@ -172,7 +172,7 @@ class ResponseSegment:
     __slots__ = ("_bytes", "address", "byte_size", "number")
 
     def __init__(self, number: int, byte_size: int, fd: int) -> None:
-        """Maps the segment ``fd``, which the caller still has to close. Raises OSError or ValueError if mapping fails."""
+        """Maps ``fd``, a worker's segment ``number``. The caller closes ``fd``. Raises OSError or ValueError if that fails."""
         self._bytes = np.frombuffer(mapped(fd, byte_size, mmap.PROT_READ), np.uint8)
         self.number = number
         self.byte_size = byte_size

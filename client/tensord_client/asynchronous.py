@@ -234,8 +234,8 @@ class AsyncPrepared:
 class AsyncLatest(Newest[Answer]):
     """Sends inputs to a model by ``put``, which does not wait; ``await get()`` returns the newest answer.
 
-    While two requests are in flight, ``put`` keeps only the newest inputs, which are sent next. If the event loop ends, its
-    requests end with it.
+    While two requests are in flight, ``put`` keeps only the newest inputs, which are sent next. If an event loop is
+    closed, the requests that were sent in that loop end.
     """
 
     def forget(self) -> None:
@@ -379,8 +379,9 @@ async def connect_async(address: Place | None = None, *, wait: float = 0.0, pati
     """Finds a server, connects to it and returns the client.
 
     Args:
-      address: a folder, a socket's path, ``unix:PATH`` or ``HOST:PORT``; None: ``$TENSORD`` or, if it is not set, the first
-        that answers of: the service of this host (/run/tensord), the user's own daemon, localhost:8000.
+      address: a folder with a daemon's sockets or a repository of models, a socket's path, ``unix:PATH`` or ``HOST:PORT``; None:
+        ``$TENSORD`` or, if it is not set, the first that answers of: the service of this host (/run/tensord), the user's own
+        daemon, localhost:8000.
       wait: seconds to wait for a server to appear at the address; 0: each address is tried once.
       patience: seconds that a call waits, within its own timeout, for a server that has gone away to come back.
 

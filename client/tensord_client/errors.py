@@ -66,7 +66,8 @@ def from_status(status: int, message: str) -> ServingError:
 def _in_plain_words(kind: type[ServingError], message: str) -> ServingError:
     """Makes an exception of class ``kind`` with ``message``, without the note or prefix that the protocol adds to messages.
 
-    If an output does not fit into the caller's memory, Triton answers Internal; this function makes InvalidArgument.
+    If ``message`` says that an output does not fit into the caller's memory, the exception is an InvalidArgument
+    instead; Triton answers such a request with Internal.
     """
     if found := _TOO_SMALL.search(message):
         return InvalidArgument("output '{}' takes {} bytes, and its place has {}".format(*found.group(1, 3, 2)))

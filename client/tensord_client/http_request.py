@@ -236,7 +236,7 @@ class HttpRequest(Pending[Any]):
         self.notify()
 
     def interrupt(self) -> None:
-        """Has whoever waits end this request with Cancelled, because the client was closed. May be called in any thread."""
+        """Ends this request, as the client is closed: the thread or event loop that waits for it gets Cancelled. Thread-safe."""
         channel = self._channel
         if channel is not None:
             channel.shut_down()
@@ -413,7 +413,7 @@ class HttpRequest(Pending[Any]):
         self.notify()
 
     def _unwatch(self) -> None:
-        """Asks the event loop to stop watching the connection. Called in the loop's thread, or after the loop was closed."""
+        """Asks the event loop, unless it is closed, to stop watching the connection. Called in the loop's thread."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -433,7 +433,8 @@ class HttpRequest(Pending[Any]):
     def withdraw(self) -> None:
         """Cancels this request: removes it from the queue for a connection, or closes its connection to tell the server.
 
-        The thread or event loop that waits for the answer does that, possibly after this method has returned.
+        The thread or event loop that waits for the answer does the removing or closing, possibly after this method has
+        returned.
         """
         watching, driver = self._watching, self._driver
         if driver is not None and not driver.is_current:

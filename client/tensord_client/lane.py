@@ -262,7 +262,7 @@ class LaneConnection(Sender):
         return opened
 
     def _close_idle(self, ended: Sequence[int]) -> None:
-        """Closes lanes without requests in flight: a replaced daemon's, and those whose numbers are in ``ended``."""
+        """Closes lanes without requests in flight: those of a daemon that was replaced, and those numbered in ``ended``."""
         gone = [lane for lane in self._former if not lane.in_flight]
         self._former = [lane for lane in self._former if lane not in gone]
         gone += [self._lanes.pop(number) for number in ended if not self._lanes[number].in_flight]

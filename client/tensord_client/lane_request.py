@@ -185,10 +185,10 @@ class LaneRequest(Submission, Pending[Answer]):
         return astray
 
     def watch_again(self) -> None:
-        """Has somebody read the new lane on which this request was sent again.
+        """Arranges that the new lane on which this request was sent again is read.
 
-        If callbacks wait for the answer, the lane's thread reads the lane; if a task waits, the task's event loop does. If the
-        request was cancelled meanwhile, tells the new worker so.
+        If callbacks wait for the answer, the lane's thread reads the lane; if a task waits, the task's event loop does. If
+        the request was cancelled meanwhile, tells the new worker so.
         """
         lane = self.lane
         if lane is None:
@@ -283,8 +283,8 @@ class LaneRequest(Submission, Pending[Answer]):
     def made(self, arrived: Answer | tuple[AnswerRecord, AnswerLease | None]) -> Answer | ServingError:
         """Converts a received record to an answer; returns an error if the record cannot be read.
 
-        ``arrived``: the record, and the lease of the worker's memory that its outputs lie in, or None. If the C extension has
-        made an answer of the record, that answer, which is returned.
+        ``arrived``: the record, and the lease of the worker's memory that its outputs lie in, or None. If the C extension
+        has already made an answer of the record, ``arrived`` is that answer, and the method returns it unchanged.
         """
         if type(arrived) is Answer:
             return arrived

@@ -144,9 +144,10 @@ class LaneSocket:
         return size, ancillary, said
 
     def limit_wait(self, until: float | None) -> None:
-        """Sets how long later calls of ``receive`` wait: at least half of the time until ``until``, and at most all of it.
+        """Sets how long later calls of ``receive`` wait: until ``until``, rounded down to a power of two of milliseconds.
 
-        ``until``: seconds of ``time.monotonic()``; None: without limit. Raises: WaitEnded: ``until`` has passed.
+        Rounded, waits of about the same length need no new setting. ``until``: seconds of ``time.monotonic()``; None:
+        without limit. Raises: WaitEnded: ``until`` has passed.
         """
         milliseconds = 0
         if until is not None:

@@ -124,9 +124,9 @@ class ModelParameters:
 def layout(parameters: Any, partial: bool = False) -> Iterator[Buffer]:
     """Yields a tree of arrays as bytes in safetensors' layout: the header, then each array's memory, without a copy.
 
-    ``partial``: whether every leaf of the tree is meant to be pushed. If False, leaves that no push can have are left
-    out: functions, texts, random keys, and arrays of types that the layout lacks. For these leaves the model keeps the
-    values that it was loaded with.
+    ``partial``: whether the push may lack leaves of the model. If True, every leaf of the tree must be one that can be
+    pushed. If False, leaves that no push can have are left out: functions, texts, random keys, and arrays of types that
+    the layout lacks. For these leaves the model keeps the values that it was loaded with.
 
     Raises: InvalidArgument: the tree has no arrays; or, with ``partial``, a leaf cannot be pushed.
     """

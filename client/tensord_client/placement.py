@@ -127,7 +127,10 @@ class Placed:
         self.slot: Slot | None = None
 
     def holds(self, segments: Iterable[int], slot: Slot | None, hold: Sequence[np.ndarray]) -> Placed:
-        """Stores the numbers of segments, the memory for copies, and the arrays that the request needs. Returns this object."""
+        """Stores what the request needs until its end: numbers of ``segments``, ``slot``, and the arrays ``hold``.
+
+        ``slot``: memory with copies of inputs; None: no input was copied. Returns this object.
+        """
         self.segments, self.slot, self.hold = tuple(segments), slot, hold
         return self
 
@@ -139,7 +142,8 @@ Tensor = tuple[str, str, tuple[int, ...], Optional[Place]]
 class Layout:
     """How each input of a call gets to the worker: by its place in shared memory, inside the request, or copied.
 
-    A layout may be used again for a request with the same arrays, unless they have strings, which a layout has encoded.
+    A layout may be used again for a request with the same arrays, but not if one of these has strings: the layout holds
+    such strings as they were when it was made.
     """
 
     __slots__ = (

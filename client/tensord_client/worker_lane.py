@@ -200,10 +200,11 @@ class ClientLane:
                 self._announced.add(number)
 
     def _number(self, prepared: bytes) -> bytes:
-        """Returns the encoded number that stands for a request's constant part, or the part itself if it must be sent in full.
+        """Returns what to send for a request's constant part: its encoded number or, at the first use, the part itself.
 
-        Many constant parts are used only once. So the first use gives the part, and at the second use it is sent with its
-        number. ``prepared``: the encoded constant part. The caller holds ``lock``. Raises LaneEnded: the worker has ended.
+        Many constant parts are used only once. At the second use, this sends the part with a number to the worker, and
+        returns the number. ``prepared``: the encoded constant part. The caller holds ``lock``. Raises LaneEnded: the worker
+        has ended.
         """
         if prepared not in self._once:
             if len(self._once) >= wire.MAX_NUMBERS:
@@ -414,9 +415,10 @@ class ClientLane:
                 self.promote()
 
     def greeted(self, until: float | None) -> wire.Exchange | None:
-        """Waits for the worker's version of the wire format, unless another thread reads the socket. Returns ``exchange``.
+        """Waits for the worker's version of the wire format, unless another thread reads the socket.
 
-        ``until``: seconds of ``time.monotonic()`` at which the wait ends; None: without limit.
+        ``until``: seconds of ``time.monotonic()`` at which the wait ends; None: without limit. Returns the object of the C
+        extension that sends requests and receives answers in that format; None: the version has not come.
         """
         if self.reading.acquire(False):
             try:
@@ -491,10 +493,7 @@ class ClientLane:
     # ------------------------------------------------------------------------------------------- callbacks and loops
 
     def watch(self, request_id: int) -> None:
-        """Has the lane's thread read the socket until a request has ended for which no thread waits.
-
-        Starts the thread if need be.
-        """
+        """Has the lane's thread, started if need be, read the socket at least until the request ``request_id`` has ended."""
         self.watched.add(request_id)
         if self._thread is None:
             with self.lock:
@@ -557,7 +556,7 @@ class ClientLane:
     def _readable(self, loop: Any) -> None:
         """Receives datagrams and hands their answers to their requests, unless a thread is reading the socket.
 
-        An event loop calls this, with itself, when the socket is readable.
+        The event loop ``loop`` calls this when the socket is readable.
         """
         if not self.reading.acquire(False):
             return
@@ -623,7 +622,7 @@ class ClientLane:
 
 
 class OpenedModel:
-    """The daemon's answer for a model: the description of one version, or of the newest, and the lanes to the model's workers."""
+    """The daemon's answer for a model: the description of the version asked for (0: of the newest), and lanes to its workers."""
 
     def __init__(self, description: Description, lanes: list[ClientLane], coming: int, opened_at: float) -> None:
         """Stores what the daemon answered when it was asked for the model.
@@ -652,7 +651,10 @@ class OpenedModel:
 
     @property
     def lacks(self) -> bool:
-        """Returns whether asking the daemon may give more lanes: workers are still to come, or a lane of several has ended."""
+        """Returns whether the daemon may give more lanes: workers are still to come, or one of two or more lanes has ended.
+
+        If the only lane has ended, the result is False: the next request finds that out by itself.
+        """
         if self.coming:
             return True
         lanes = self.lanes

@@ -250,7 +250,7 @@ class ClientLanes:
         )
 
     def _homes(self, state: ModelState) -> list[WorkerProcess]:
-        """Returns the workers that serve the version of ``state`` and do not stop; at most 253, as one message allows."""
+        """Returns the workers that serve the version of ``state``, at most 253; workers that are stopping are left out."""
         found = (self._supervisor.workers.by_incarnation.get(incarnation) for incarnation in state.workers)
         return [worker for worker in found if worker is not None and worker.alive and not worker.stopping][
             :_MAX_NEW_LANES

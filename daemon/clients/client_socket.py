@@ -216,10 +216,10 @@ class ClientSocket:
     async def _reply(
         self, client: socket.socket, connection: ClientConnection, answer: Any, sockets: list[socket.socket]
     ) -> None:
-        """Sends a client an answer with the descriptors of ``sockets``, and closes the sockets here.
+        """Sends a client an answer with the descriptors of ``sockets``, and then closes ``sockets`` in this process.
 
-        If the host lacks descriptors or memory for that, the lanes that were opened for the answer are ended, and an error is
-        sent instead. Raises OSError: the client is gone.
+        If the host lacks descriptors or memory for that, the lanes that were opened for the answer are ended, and an error
+        is sent instead. Raises OSError: the client is gone.
         """
         with contextlib.ExitStack() as closing:
             for sock in sockets:
@@ -314,7 +314,7 @@ class ClientSocket:
         await self._fronts.settled()
 
     def _say(self, peer: Peer, what: str, error: ServingError) -> None:
-        """Logs that ``what``, such as a connection, was refused to ``peer``, and the ``error``: a line in 10 s per user."""
+        """Logs that ``what``, such as a connection, was refused to ``peer`` with ``error``: at most 1 line per user in 10 s."""
         now = asyncio.get_running_loop().time()
         if now - self._said.get(peer.owner, -_QUIET) >= _QUIET:
             if len(self._said) >= _MAX_QUIET:

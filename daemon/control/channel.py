@@ -111,7 +111,8 @@ class ControlChannel:
     def _received(self) -> tuple[list[Any], list[int]] | None:
         """Receives the records of one datagram and their file descriptors; None: no datagram is there.
 
-        If this process has too many open files, descriptors are lost: InvalidArgument is raised unless the record is a reply.
+        If this process has too many open files, descriptors are lost: replies are then returned without descriptors, and
+        for any other record InvalidArgument is raised.
         """
         try:
             return self._channel.receive()
@@ -159,8 +160,9 @@ class ControlCalls:
     async def ask(self, operation: Operation, peer: Peer = ANONYMOUS, end: int = -1) -> bytes:
         """Calls an operation of the supervisor for a client. Returns the result, which is JSON or empty.
 
-        ``peer``: the client. ``end``: a file descriptor that is sent with the call, and that the caller must close; -1: none is
-        sent. The descriptor is the memory of a push, or becomes readable when a region should be unregistered.
+        ``peer``: the client. ``end``: a file descriptor that is sent with the call, and that the caller must close; -1:
+        none. For a push, the descriptor is the memory with the parameters. For the registration of a region, it becomes
+        readable when the client's process or connection has ended, after which the supervisor unregisters the region.
 
         Raises Unavailable: too many calls wait for replies; ServingError: the error with which the supervisor replied.
         """

@@ -29,7 +29,7 @@ class LogSettings:
         self._publish = publish
 
     def change(self, wanted: ChangeLog) -> bytes:
-        """Applies a client's changes of log settings, ``wanted``, which a front has checked. Returns the new ones as JSON."""
+        """Applies a client's changes of log settings, ``wanted``, which a front has checked. Returns all settings as JSON."""
         self.replace(msgspec.structs.replace(self._current, **wanted.changes()))
         return msgspec.json.encode(described(self._current))
 

@@ -50,12 +50,18 @@ class Refusals:
         self._settle_later()
 
     def mistaken(self, model: str, code: str, message: str) -> None:
-        """Counts a request to ``model`` that failed by its client's mistake, for the log's next line but not the metrics."""
+        """Notes that a request to ``model`` failed by its client's mistake: for the log's next line, not in the metrics.
+
+        ``code``: the HTTP status in digits, or the name of the gRPC status. ``message``: the text of the error.
+        """
         self._mistakes.note(model, code, time.monotonic_ns(), message)
         self._settle_later()
 
     def of_room(self, model: str, on_room: Callable[[T | ServingError], None]) -> Callable[[T | ServingError], None]:
-        """Returns a function that calls ``on_room`` with memory or an error, and counts an error as a refusal for ``model``."""
+        """Returns a callback that takes memory for a request, or the error if there is none, and calls ``on_room`` with it.
+
+        An error is first counted as a refusal of a request to ``model``.
+        """
 
         def given_room(given: T | ServingError) -> None:
             if isinstance(given, ServingError):

@@ -55,13 +55,13 @@ def _made(path: Path) -> Path:
 
 
 def searched(environment: Mapping[str, str]) -> list[Path]:
-    """Returns the folders in which tensorctl looks for sockets: $RUNTIME_DIRECTORY, the user's safe folders, /run/tensord."""
+    """Returns where tensorctl looks for sockets: $RUNTIME_DIRECTORY, folders that only this user can open, and /run/tensord."""
     service = of_service(environment)
     return [*([service] if service else ()), *(path for path in _owns(environment) if not _bad(path)), SERVICE]
 
 
 def further(name: str, pid: int) -> str:
-    """Returns a socket's name of a user's second daemon: control-4711.sock for ``name`` control.sock and ``pid`` 4711."""
+    """Returns the socket's name of a user's second daemon, which has process id ``pid``: control-4711.sock for control.sock."""
     stem, dot, suffix = name.rpartition(".")
     return f"{stem}-{pid}{dot}{suffix}"
 

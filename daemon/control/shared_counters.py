@@ -122,7 +122,7 @@ class FrontCounters:
         self._at = row * _WORDS
 
     def serve(self, serving: bool) -> None:
-        """Sets whether this front is ``serving``: whether it accepts connections. Other fronts then leave some to it."""
+        """Sets whether this front accepts connections. If ``serving``, fronts with more connections leave new ones to it."""
         self._serves[self._row] = serving
 
     def count(self, connections: int) -> None:
@@ -130,7 +130,7 @@ class FrontCounters:
         self._connections[self._row] = connections
 
     def note_number(self, numbered: int, evicted: int) -> None:
-        """Counts a request that got a number: ``numbered`` requests have one now, ``evicted`` lost theirs to this one."""
+        """Counts a request that got a number. This front now has ``numbered`` such requests; ``evicted`` lost their number."""
         at = self._at + _PREPARED
         self._words[at] = numbered
         self._words[at + 1] += 1
@@ -146,7 +146,10 @@ class FrontCounters:
 
     @property
     def codes(self) -> tuple[memoryview, int]:
-        """Returns all fronts' counters, and the index at which this front's counts by code begin, in the order of ``CODES``."""
+        """Returns the counters of all fronts, and the index in them at which this front's counters by status code begin.
+
+        The counters are 64-bit words; those by status code are in the order of ``CODES`` of the front's protocol.
+        """
         return self._words, self._at + _CODES
 
     def own(self) -> int:
@@ -158,7 +161,7 @@ class FrontCounters:
         return sum(self._connections.tolist())
 
     def least(self) -> int | None:
-        """Returns the smallest number of connections of another front that accepts connections; None: there is none."""
+        """Returns the lowest count of connections among the other fronts that accept connections; None: no other front does."""
         serves = self._serves.tolist()
         serves[self._row] = 0
         return min(compress(self._connections.tolist(), serves)) if any(serves) else None
