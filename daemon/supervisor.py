@@ -409,8 +409,8 @@ class Supervisor:
     def _child_said(self, record: Record) -> None:
         """Handles a record of a front or a worker that is about ended traces or about its start.
 
-        Ended traces are sent to the OpenTelemetry collector, if one is configured. A process that has become ready shows that
-        the installed version is this daemon's.
+        Ended traces are sent to the OpenTelemetry collector, if one is configured. If a process has become ready, the installed
+        version is this daemon's, and dead processes can be replaced again.
         """
         if isinstance(record, TracesEnded) and self._spans is not None:
             self._spans.export(record.traces)
@@ -448,7 +448,7 @@ class Supervisor:
     # ----------------------------------------------------------------------------------------------------------- deaths
 
     def _worker_died(self, worker: WorkerProcess, device: Device) -> None:
-        """Tells the fronts and the other parts of the daemon that a worker has died. Has it replaced if it is still needed."""
+        """Tells the fronts and the supervisor's tables that a worker has died. Starts another worker if one is still needed."""
         self._look(worker)
         self._regions.worker_left(worker.incarnation)
         self.lanes.worker_left(worker)
@@ -462,7 +462,7 @@ class Supervisor:
         self._shutdown.child_died()
 
     def _look(self, child: Child) -> None:
-        """Finds out why a child process has died. If another version of tensord is installed by now, the readiness says so."""
+        """Finds out why a child process has died. If another version of tensord is installed, the daemon's readiness says so."""
         self._slots.look(child)
         if child.is_of_other_version:
             self.models.outdated(f"{child.name} {child.describe_exit()}")

@@ -106,7 +106,10 @@ class Strings:
         return Strings(self.content, (self.size,) if isinstance(shape, int) else shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """Returns a new object array of bytes objects, decoded in slices, between which other threads may run."""
+        """Returns these strings as a new array of ``dtype``, or of bytes objects if ``dtype`` is None. Ignores ``copy``.
+
+        The strings are decoded in slices, between which other threads may run.
+        """
         values, at = np.empty(self.size, np.object_), 0
         for start in range(0, self.size, SLICE):
             elements, at = strings.decode(self.content, at, SLICE)
@@ -119,7 +122,7 @@ class Strings:
 
 
 def in_slices(array: Array) -> Array:
-    """Converts an array of strings of any dtype to an object array, in slices, so that other threads run in between."""
+    """Converts an array of bytes or str, of any dtype, to an object array, in slices, so that other threads run in between."""
     if array.dtype == np.object_:
         return array
     flat, made = array.ravel(), np.empty(array.size, np.object_)
@@ -129,7 +132,7 @@ def in_slices(array: Array) -> Array:
 
 
 def encoded_strings(array: Array) -> Array:
-    """Encodes a large array of strings, and returns others unchanged. Slow: call it in the thread that made the array."""
+    """Returns ``Strings`` for over ``SLICE`` strings, other arrays unchanged. Slow: call it in the thread that made ``array``."""
     if array.dtype.kind not in "SUO" or array.size <= SLICE:
         return array
     return cast(Array, Strings(byte_content(array), array.shape))
@@ -146,7 +149,7 @@ def encoded(values: list[Any]) -> bytes:
 def _check_strings(content: bytes, shape: Sequence[int], what: str = "tensor", whose: str = "") -> None:
     """Raises InvalidArgument unless a BYTES tensor's content is exactly as many whole elements as ``shape`` has.
 
-    ``what``: the tensor's name in the message. ``whose``: words that some of Triton's messages add after the name.
+    ``what``: the tensor's name in the message. ``whose``: words after it in some messages, such as `` for model 'm'``, or "".
     """
     wanted, end = element_count(shape, what), len(content)
     found, at = strings.count(content, wanted + 1)
@@ -172,9 +175,9 @@ def _check_strings(content: bytes, shape: Sequence[int], what: str = "tensor", w
 
 
 def received_strings(content: bytes, shape: Sequence[int], what: str, whose: str) -> Array:
-    """Returns the content of a BYTES tensor as an array of bytes objects or, if it is large, as ``Strings``.
+    """Returns the content of a BYTES tensor as an array of bytes objects or, if it has over 64 KiB, as ``Strings``.
 
-    ``what``: the tensor's name in errors. ``whose``: words that some of Triton's messages add after the name.
+    ``what``: the tensor's name in errors. ``whose``: words after it in some errors, such as `` for model 'm'``, or "".
 
     Raises: InvalidArgument: the content has more or fewer elements than the shape.  IncompleteString: the content ends within
       its last element.

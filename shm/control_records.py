@@ -78,7 +78,7 @@ class Readiness(Record, frozen=True, tag="readiness"):
 
 
 class Loading(Record, frozen=True, tag="loading"):
-    """Tells the supervisor which executable a worker compiles or loads: ``number`` of ``total`` (0: not known yet)."""
+    """Tells the supervisor that a worker compiles or loads executable ``number`` of ``total``. ``total`` 0: not known yet."""
 
     name: str
     version: int
@@ -126,7 +126,7 @@ class ChildReady(Record, frozen=True, tag="ready"):
 
 
 class StatePublished(Record, frozen=True, tag="published"):
-    """Tells a front that all state up to ``edition`` was sent. The front answers StateAcknowledged once it uses that state."""
+    """Tells a front that all changes up to number ``edition`` were sent. It answers StateAcknowledged once it uses them."""
 
     edition: int
 
@@ -167,9 +167,9 @@ class LaneClient(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fi
 class LaneOpened(Record, frozen=True, tag="lane"):
     """Gives a front or a worker its end of a new lane: the descriptor of a SEQPACKET socket comes with the record.
 
-    To a front: ``peer`` is the number of the worker's start, and ``device`` the name of the worker's device ("cpu:0",
+    To a front: ``peer`` is the number of the worker's process, and ``device`` the name of the worker's device ("cpu:0",
     "cuda:1"). Two more descriptors come with the record: those of the worker's status page and its sequence page. To a
-    worker: ``peer`` is the number of a front's start or of a client's lane. One counter gives the numbers of both.
+    worker: ``peer`` is the number of a front's process or of a client's lane. One counter numbers processes and lanes.
     """
 
     peer: int
@@ -206,7 +206,7 @@ class TraceChanged(Record, frozen=True, tag="trace"):
 
     ``model`` "": the settings hold for all models that have no settings of their own. If requests are to be traced, the
     descriptor of the counter for sampling comes with the record; all fronts share the counter. If the number of traces is
-    limited, a second descriptor is that of the number of traces that may still be taken (``tensord.shm.trace_counters``).
+    limited, the descriptor of a second counter follows: how many traces may still be taken (``tensord.shm.trace_counters``).
     """
 
     model: str

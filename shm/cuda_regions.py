@@ -395,14 +395,14 @@ class CudaRegion(Leased):
             self.context.synchronize()
 
     def write(self, offset: int, address: int, byte_size: int) -> None:
-        """Queues a copy of host memory at ``address`` to ``offset``. Call ``settle`` before the client learns of it."""
+        """Queues a copy of host memory at ``address`` to ``offset``. Call ``settle`` before the client is told of the data."""
         pointer = self.pointer(offset, byte_size)
         with self.guarded():
             self.context.enter()
             self.context.to_device(pointer, address, byte_size)
 
     def copy(self, offset: int, pointer: int, byte_size: int) -> None:
-        """Queues a copy of device memory at ``pointer`` to ``offset``. Call ``settle`` before the client learns of it."""
+        """Queues a copy of device memory at ``pointer`` to ``offset``. Call ``settle`` before the client is told of the data."""
         target = self.pointer(offset, byte_size)
         with self.guarded():
             self.context.enter()

@@ -40,5 +40,8 @@ def model_of(device: str) -> str:
 
 
 def shared(device: str) -> str:
-    """Returns the device name of the worker that serves all other models beside ``device``: "cpu:0" for "cpu:0#m"."""
+    """Returns the device name of the worker that serves the models that are not isolated: "cpu:0" for "cpu:0#m".
+
+    ``device``: the name of a worker on the same device, which may serve one isolated model alone.
+    """
     return device.partition(_ALONE)[0]

@@ -70,7 +70,7 @@ class Durations:
 
 
 def total(one: Counted, other: Counted) -> Counted:
-    """Returns the sums of ``one`` and ``other``, such as two workers' results of ``Durations.counted`` with the same buckets."""
+    """Returns the sums of two results of ``Durations.counted``, such as two workers'. Both count histograms with equal bounds."""
     found = dict(one)
     for protocol, counts in other.items():
         before = found.get(protocol)

@@ -18,7 +18,7 @@ FIRST_RESPONSE_MS = (100, 500, 2000, 5000)
 class SlowReason(enum.Enum):
     """The reason why a worker answered a request in Python instead of C. The value is a sentence for operators of the daemon.
 
-    A request has no reason if C answers the next equal one: it was the first of its kind, or other requests waited in Python.
+    If C answers the next equal request, there is no reason: Python answered the first of its kind, or one queued behind others.
     """
 
     # Of a model version: they hold for each request to it.

@@ -469,10 +469,10 @@ class WorkerLane(LaneEnd):
 
 
 def _agree(records: list[Any], fds: list[int]) -> bool:
-    """Checks the WireVersion with which the first records of a lane begin, and removes it from ``records``. Returns True.
+    """Checks the WireVersion with which the first records of a lane begin, and removes it from ``records``.
 
-    ``fds``: the descriptors that came with the records; they are closed if this raises. Raises InvalidArgument: another record
-    came first, or the other end uses another version.
+    ``fds``: the descriptors that came with the records; they are closed if this raises. Returns True, for the caller to store
+    that the check is done. Raises InvalidArgument: another record came first, or the other end uses another version.
     """
     first = records.pop(0) if records else None
     if type(first) is WireVersion and first.number == WIRE_VERSION:

@@ -78,7 +78,10 @@ def send(found: Found, number: int) -> bool:
 
 
 def kill_all(mark: str) -> int:
-    """Kills all processes that have ``mark``, in up to 20 rounds until none is left; returns how many were killed."""
+    """Kills the processes that ``has`` finds to have ``mark`` in their environment, in up to 20 rounds until none is left.
+
+    Returns how many were killed. ``mark``: a worker's, or one load's in a worker, as the environment variable ``MARK`` holds it.
+    """
     killed: set[int] = set()
     for _ in range(_MAX_LOOKS):
         found = [each for each in everybody() if has(each, mark) and send(each, signal.SIGKILL)]

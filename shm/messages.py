@@ -233,7 +233,10 @@ class RequestRecord(Record, frozen=True, tag="q"):
         received_ns: int = 0,
         trace: int = 0,
     ) -> RequestRecord:
-        """Makes the record of a request from its scheduling and other fields. The other arguments are fields of the record."""
+        """Makes the record of a request from its scheduling and other fields. The other arguments are fields of the record.
+
+        ``deadline_ns`` 0: no deadline. ``received_ns`` 0: when the worker gets it. ``trace`` 0: no trace data in the answer.
+        """
         first, last = scheduling[:5], scheduling[5:]
         return cls(request_id, prepared, contents, client_id, deadline_ns, received_ns, *first, trace, 0, *last)
 

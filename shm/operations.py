@@ -71,7 +71,7 @@ class ModelStatistics(Record, frozen=True, tag="c.stats"):
 
 
 class Peer(Record, frozen=True, tag="peer"):
-    """Identifies the client that asks by what the kernel says of its socket; ``tensord.daemon.front.peer`` makes it."""
+    """Identifies the client that asks, from what the kernel knows of its socket. ``tensord.daemon.front.peer`` makes it."""
 
     #: "tcp": only the address is known.  "unix": the kernel vouches for the rest.  "operator": the control socket.
     kind: str = "tcp"
@@ -224,8 +224,8 @@ class StageParameters(Record, frozen=True, tag="c.stageparams"):
     """Tells a worker to validate new parameters of a set and copy them to the device, next to those in use.
 
     The memfd whose descriptor comes with the call has all parameters in safetensors format. Without a descriptor, the worker
-    takes the parameters of push ``number`` of this set, which it has kept; number 0 of the set main is what the repository
-    holds. Reply: JSON {"byte_size"}, or an error that says why the parameters are refused; nothing has changed then.
+    takes the parameters that it has kept of this set under ``number``. Number 0 of the set "main" stands for the parameters in
+    the repository. Reply: JSON {"byte_size"}, or an error that says why the parameters are refused; nothing has changed then.
     """
 
     #: The supervisor's number of the push, by which it is committed or aborted.
@@ -331,9 +331,9 @@ class RegionStatus(Record, frozen=True, tag="c.regstat"):
 
 
 class Settle(Record, frozen=True, tag="c.settle"):
-    """Asks the supervisor to reply once every front acts upon all changes known to the asking front. Reply: empty.
+    """A front asks the supervisor to reply once every front acts upon all changes known to the asking front. Reply: empty.
 
-    A worker replies at once: by then it acts upon every record that the supervisor had sent before.
+    The supervisor asks workers, too. A worker replies at once, because it acts upon records in the order in which it gets them.
     """
 
 
@@ -346,7 +346,7 @@ class EndIdleLanes(Record, frozen=True, tag="c.idlelanes"):
 
 
 class TakeProfile(Record, frozen=True, tag="c.profile"):
-    """Tells a worker to record ``seconds`` with JAX's profiler below ``folder``. Reply: empty, after the recording."""
+    """Tells a worker to record ``seconds`` seconds with JAX's profiler below ``folder``. Reply: empty, after the recording."""
 
     seconds: float
     folder: str

@@ -154,7 +154,11 @@ class _ObjectRegion(Leased):
     """Base class of regions in a shared-memory object. It owns the object's descriptor. Offsets count from the region's start."""
 
     def __init__(self, name: str, fd: int, offset: int, byte_size: int) -> None:
-        """Takes ownership of ``fd``; closes it and raises InvalidArgument if the range at ``offset`` is not in the object."""
+        """Takes ownership of ``fd``, the descriptor of a shared-memory object, of which the region is a range.
+
+        ``name``: the region's name, for the error. Raises InvalidArgument, after closing ``fd``: the range is empty or not inside
+        the object.
+        """
         found = os.fstat(fd)
         if byte_size <= 0 or offset < 0 or offset + byte_size > found.st_size:
             os.close(fd)
@@ -174,13 +178,13 @@ class Region(_ObjectRegion):
     """A client's registered range that this process maps to read and write (access modes "guarded" and "sealed")."""
 
     def __init__(self, name: str, fd: int, offset: int, byte_size: int, populate: int = _POPULATE_LIMIT) -> None:
-        """Maps the range at ``offset`` of an object, and takes ownership of its descriptor ``fd``, closed if this raises.
+        """Maps a range of a shared-memory object. Takes ownership of the object's descriptor ``fd``; closes it if this raises.
 
-        ``populate``: if the region has at most this number of bytes, its existing pages are mapped at once; otherwise they are
-        mapped when a request first uses the region.
+        ``offset``, ``byte_size``: the range. ``populate``: if the region has at most this number of bytes, its existing pages are
+        mapped at once; otherwise they are mapped when a request first uses the region.
 
         Raises: InvalidArgument: the range is empty, not page-aligned, or not inside the object, or cannot be mapped.
-          Unavailable: as many mappings are guarded (``tensord.shm.guard``) as one process can guard.
+          Unavailable: the most mappings that one process can guard (``tensord.shm.guard``) are guarded already.
         """
         guard.install()
         super().__init__(name, fd, offset, byte_size)
@@ -222,7 +226,7 @@ class Region(_ObjectRegion):
 
     @property
     def backed(self) -> bool:
-        """Returns whether all pages of the object exist, so that reading or writing them allocates no memory."""
+        """Returns whether all pages of the region's shared-memory object exist. If so, reads and writes allocate no memory."""
         found = os.fstat(self.fd)
         return found.st_blocks * 512 >= found.st_size
 
@@ -239,8 +243,8 @@ class Region(_ObjectRegion):
     def hold(self, held: bool) -> None:
         """Stores whether a GPU's driver has locked the region's pages. May be called in any thread.
 
-        ``held``: True: the driver has locked them; False: it is about to unlock them. Locked pages cannot vanish for the driver
-        (``tensord.shm.guard.may_be_missing``).
+        ``held``: True: the driver has locked the pages, which ``tensord.shm.guard.may_be_missing`` then takes for present; False:
+        the driver is about to unlock them.
         """
         if self._guard is not None:
             self._guard.hold(held)

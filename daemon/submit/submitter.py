@@ -170,7 +170,7 @@ class Submitter:
     def _route(self, request: InFlight, state: ModelState | None = None) -> None:
         """Sends a request to the worker that ``Routing`` chooses. If no worker can run it now, the request waits.
 
-        If the model does not exist or cannot be served, the request is answered with that error, after this method returns.
+        If the model does not exist or cannot be served, the request gets an error that says so, after this method returns.
         ``state``: the state of the request's model; None: it is looked up.
         """
         try:
@@ -244,7 +244,7 @@ class Submitter:
     def _put(self, worker: WorkerLink, request: InFlight) -> None:
         """Puts a request on a worker's lane. If an exception is raised, the request is on no lane.
 
-        An untraced request to a worker that has no other is sent at once; any other at the end of the loop's iteration.
+        A request is sent at once if it is untraced and its worker has no other; else at the end of the event loop's iteration.
         """
         record, numbered, in_flight = request.record, request.numbered, worker.in_flight
         request.worker = worker
@@ -275,7 +275,7 @@ class Submitter:
             self._loop.call_soon(self._end_iteration)
 
     def _flush_later(self, worker: WorkerLink) -> None:
-        """Sends a worker's queued records at the end of the loop's iteration, in one datagram, which mostly forms a batch."""
+        """Sends a worker's queued records in one datagram at the loop iteration's end. Workers mostly run it as one batch."""
         if not worker.dirty:
             worker.dirty = True
             self._dirty.append(worker)
@@ -310,7 +310,7 @@ class Submitter:
             busy_poll.flushed()
 
     def _look(self, worker: WorkerLink) -> bool:
-        """Receives from ``worker`` while only one request is in flight. Returns False if no answer is awaited any more."""
+        """Receives from ``worker``, where the only request is in flight. Returns True if an answer from it is still awaited."""
         if not worker.closed:
             self._receive(worker)
         return bool(worker.in_flight) and not worker.closed
@@ -378,10 +378,11 @@ class Submitter:
         return True
 
     def _take(self, worker: WorkerLink, prepared: PreparedAnswer, own: AnswerRecord) -> None:
-        """Passes the answer ``prepared`` with ``own``, an error or a response that is not the last, to its request.
+        """Passes an answer of ``worker``, either an error or a response that is not the last one, to the request that it answers.
 
         There are two errors that the request does not get. If the worker confirms that a withdrawn request had not begun, the
-        request waits again. If the worker does not have the model any more, the request is sent to another worker.
+        request waits again. If the worker does not have the model any more, the request is sent to another worker. ``prepared``:
+        the part of the answer that repeats. ``own``: the part that does not, with the request's id.
         """
         take = worker.in_flight.pop if prepared.final else worker.in_flight.get
         request, lease = take(own.request_id, None), own.lease
@@ -430,7 +431,11 @@ class Submitter:
             self._fail(request, from_code(answer.code, answer.message))
 
     def _hold(self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, own: AnswerRecord) -> None:
-        """Counts the lease ``key`` of ``own``, an answer of ``worker``, until ``release``, and withdraws what that throttles."""
+        """Counts an answer's memory for its connection and client until ``release``, and withdraws requests that must now wait.
+
+        ``own``: the answer, from ``worker``, with the lease ``key``. ``request``: the answered request; None: it is not in flight
+        any more, and the lease counts for nobody.
+        """
         for concerned in self._throttle.hold(worker, key, request, own):
             self._recall(concerned)
 
@@ -449,7 +454,7 @@ class Submitter:
         return state is not None and state.repeatable and not state.sticky and not state.streams
 
     def release(self, lane: SubmitterLane, key: LeaseKey) -> None:
-        """Gives the lease ``key`` of an answer back over ``lane``, as the bytes were sent. A second call changes nothing."""
+        """Gives the lease ``key`` of an answer back over ``lane`` once nobody reads the answer. A second call changes nothing."""
         left = self._throttle.leave(lane, key)
         if left is None:
             return
@@ -462,7 +467,7 @@ class Submitter:
                 self._send_again(request)
 
     def taken(self, lane: SubmitterLane, response: AnswerRecord) -> None:
-        """Gives back over ``lane`` the memory of a response that was sent. The worker learns of it and may then send more."""
+        """Gives back over ``lane`` the memory of a response that was sent to its client. The worker may then send more."""
         if response.lease is not None:
             self.release(lane, response.lease)
         request = self._in_flight.get(response.request_id)
@@ -495,7 +500,7 @@ class Submitter:
     # -------------------------------------------------------------------------------------- workers and models
 
     def open_lane(self, opened: LaneOpened, fds: list[int]) -> None:
-        """Opens the lane to a worker, ``opened``. Owns ``fds``: the lane's socket, the worker's status and sequence pages."""
+        """Opens a lane, which ``opened`` describes. Owns ``fds``: the lane's socket, the worker's status and sequence pages."""
         lane = SubmitterLane(socket.socket(fileno=fds[0]), self._arena, writable=opened.device.startswith("cuda:"))
         worker = WorkerLink(opened.peer, opened.device, lane, StatusPage.attach(fds[1]), SequencePage.attach(fds[2]))
         self._routing.add(worker)
@@ -510,7 +515,7 @@ class Submitter:
         self._model_changed = asyncio.Event()
 
     async def loaded(self, model: str, version: int) -> None:
-        """Waits until a model version's load has ended. Raises Unavailable: that takes over ``requests.worker_wait`` seconds."""
+        """Waits until a model version's load has ended. Raises Unavailable: that takes too long (``requests.worker_wait``)."""
         try:
             async with asyncio.timeout(self._worker_wait):
                 while self.is_loading(model, version):
@@ -577,7 +582,7 @@ class Submitter:
                 worker.writing = False
 
     def _give_up(self, worker: WorkerLink, error: ServingError) -> None:
-        """Answers the requests of a worker that still runs with ``error``; their memory is kept until its process is gone."""
+        """Answers a worker's requests with ``error`` while its process runs. Their memory is kept until the process is gone."""
         for request in list(worker.in_flight.values()):
             if not request.cancelled:
                 request.cancelled = True

@@ -53,11 +53,12 @@ class Throttle:
     def hold(
         self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, own: AnswerRecord
     ) -> Sequence[Callable[[InFlight], bool]]:
-        """Counts the lease ``key`` of ``own``, the answer of ``worker``, for its connection and client, until ``leave``.
+        """Counts an answer's memory for its connection and its client until ``leave``. Returns which other requests must wait.
 
-        If the connection or the client now holds its share of response memory, its other requests are to be withdrawn: returns
-        a function for each, which returns whether it concerns a request. ``request``: the request that was answered; None: it is
-        not in flight any more, and the lease counts for nobody.
+        If the connection or the client now holds its share of response memory, its other requests are to be withdrawn. For the
+        connection and the client each, a function is returned then that takes a request and returns whether to withdraw it.
+        ``own``: the answer, from ``worker``, with the lease ``key``. ``request``: the request that was answered; None: it is not
+        in flight any more, and the lease counts for nobody.
         """
         size = 0
         for content in own.contents:
@@ -81,7 +82,7 @@ class Throttle:
         return full
 
     def leave(self, lane: SubmitterLane, key: LeaseKey) -> tuple[Account, WorkerLink] | None:
-        """Counts the lease ``key`` of ``lane`` no more: its bytes were sent. Returns its account and worker; None: not held."""
+        """Ends the count of a lease whose bytes were sent. Returns its account and worker; None: the lease was not counted."""
         found = self._outstanding.pop((lane, key), None)
         if found is None:
             return None
@@ -115,7 +116,10 @@ class Throttle:
         return True
 
     def _fills_connection(self, account: Account) -> bool:
-        """Returns whether unread answers have just filled the share of ``account``. Call it once an answer was counted."""
+        """Returns whether an answer that was just counted has filled the connection's share of response memory.
+
+        Only answers that the client has not read count. ``account``: the connection's account.
+        """
         if not account.is_full or account in self.full:
             return False
         self.full.add(account)
@@ -163,8 +167,8 @@ class Throttle:
     def let_all_go(self) -> list[InFlight]:
         """Removes and returns the waiting requests of all connections that may be sent now.
 
-        If answers of a connection can only be sent after the answer to a waiting request, that request is returned although
-        there is no room for its answer, one such request at a time for each connection.
+        A connection may hold answers that it can only send after the answer to a request that waits here. That request is then
+        returned although there is no room for its answer, one such request at a time for each connection.
         """
         going: list[InFlight] = []
         for account, line in list(self.lines.items()):
@@ -230,13 +234,21 @@ class Throttle:
 
 
 def _has_own_room(account: Account, line: _Line) -> bool:
-    """Returns whether the share of ``account``, a connection's, has room for an answer more than those that are expected."""
+    """Returns whether a connection's share of response memory has room for the answer to one more of its waiting requests.
+
+    ``account``: the connection's account, which counts its unread answers. ``line``: its waiting requests, and those that were
+    sent after a wait, whose answers are expected.
+    """
     expected = account.answers + (len(line.sent) + 1) * account.last
     return not account.is_full and (expected <= account.limit or not (line.sent or account.answers))
 
 
 def _has_common_room(client: ClientAccount, kind: Hashable) -> bool:
-    """Returns whether the client's share has room for one more answer of this kind, as it always has for small answers."""
+    """Returns whether one more request of ``kind`` may be sent, as far as its client's share of response memory is concerned.
+
+    If the kind's answers are small, it may be sent. Otherwise the share must have room for all answers that are unread or
+    expected, and for one more, unless there are none so far.
+    """
     expected = client.answers + (len(client.sent) + 1) * client.last
     return kind not in client.bulky or expected <= client.limit or not (client.sent or client.answers)
 

@@ -151,11 +151,11 @@ class SpanExporter:
     def _parts(
         self, trace_id: bytes, own: bytes, moments: Sequence[tuple[str, int]], timeline: Timeline | None, offset: int
     ) -> None:
-        """Queues spans of trace ``trace_id``: of a request's parts, such as "compute", and of its model's requests to others.
+        """Queues the spans inside a request's span: of its parts, such as "compute", and of what its model's code does.
 
-        ``own``: the id of the request's own span. ``moments``: the names and times of the request's moments. ``timeline``: the
-        spans of the model's code and its requests to other models; None: there are none. ``offset``: ns to add to
-        CLOCK_MONOTONIC to get the time since 1970.
+        ``own``: the id of the request's span, in trace ``trace_id``. ``moments``: names and times of events, such as a part's
+        begin. ``timeline``: the spans of the model's code and its requests to other models; None: there are none. ``offset``: ns
+        to add to CLOCK_MONOTONIC to get the time since 1970.
         """
         at = dict(moments)
         run = own
@@ -196,8 +196,8 @@ class SpanExporter:
     ) -> None:
         """Adds the span ``name`` of trace ``trace_id`` to the message that is made now; drops it if too many spans wait.
 
-        ``began_ns``, ``ended_ns``: ns since 1970. ``error``: why it failed, or "". ``kind``, ``flags``: OpenTelemetry's; 0:
-        internal, with a parent in this process.
+        ``began_ns``, ``ended_ns``: ns since 1970. ``error``: why it failed, or "". ``kind``: OpenTelemetry's SpanKind; 0: an
+        internal span. ``flags``: OpenTelemetry's SpanFlags; 0: the parent of the span is in this process.
         """
         counts = self._counts
         if counts.waiting >= self._most:
@@ -257,7 +257,7 @@ def _encoded(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _value(value: Any) -> dict[str, Any]:
-    """Returns the field of an ``AnyValue`` for a value; integers beyond signed 64 bits become text."""
+    """Returns OpenTelemetry's message ``AnyValue`` for a value, as a dict; integers beyond signed 64 bits become text."""
     match value:
         case bool():
             return {"bool_value": value}

@@ -97,7 +97,7 @@ class Values:
 
 
 class _Scope:
-    """Holds the trace settings of one model, or of all without their own, and the counters for sampling that fronts share."""
+    """Holds the trace settings of one model, or of all models that have no own settings, and the shared counters for sampling."""
 
     def __init__(self, values: Values, own: frozenset[str]) -> None:
         self._values = values
@@ -204,7 +204,7 @@ class TraceSettings:
         return [self._record(name) for name in self._scopes]
 
     def _described(self, values: Values) -> dict[str, Any]:
-        """Returns setting values under the protocol's names, in the protocol's order and types, for a JSON answer."""
+        """Returns trace settings for a JSON answer, with the names, the order and the types that Triton's protocol has."""
         return {
             "trace_level": [name for name, bit in LEVELS.items() if values.level & bit] or ["OFF"],
             "trace_rate": str(values.rate),

@@ -61,7 +61,7 @@ def bfloat16_bits(values: np.ndarray) -> np.ndarray:
 def datatype_of(dtype: np.dtype, declared: str = "") -> str | None:
     """Returns the protocol's datatype, such as "FP32", for arrays of a dtype in any byte order; None: no datatype fits.
 
-    ``declared``: the datatype in the model's metadata; if it is "BF16", a uint16 array is BF16.
+    ``declared``: the datatype in the model's metadata, "" if it is not known; if it is "BF16", a uint16 array is BF16.
     """
     found = _DATATYPES.get(dtype)
     if found is not None:

@@ -53,7 +53,7 @@ def read_arguments(
 
     Args:
       own: the arguments, by the names in ``Arguments``. "parameters" may hold parameters of ``PARAMETERS``, by their names there.
-      scheduling: how a request is scheduled of which ``own`` says nothing.
+      scheduling: the values of those scheduling fields that ``own`` does not give.
       others: further arguments that a request may have, each with the function that checks its value.
 
     Raises: InvalidArgument: a value is of another type or out of range.  TypeError: a request has no such argument.
@@ -176,7 +176,7 @@ _OTHERS: dict[str, Callable[[str, Any], Any]] = {"parameters": _parameters, "req
 
 
 class Seldom(TypedDict, total=False):
-    """What most requests have not, by the attributes of ``Call``."""
+    """The attributes of ``Call`` that are set for few requests only."""
 
     places: Mapping[str, Array]
     parameters: Mapping[str, Parameter]
@@ -213,14 +213,14 @@ class Call:
         """Makes a request; nothing is sent.
 
         Args:
-          inputs: C-contiguous arrays by name; arrays of numpy kinds S, U and O (strings, objects) are BYTES. Arrays of the
-            connection's ``empty`` are used where they lie; any others are copied, or sent with the request.
+          inputs: C-contiguous arrays by name; arrays of numpy kinds S, U and O (strings, objects) are BYTES. Arrays that the
+            connection's method ``empty`` has made are used where they lie; any others are copied, or sent with the request.
           version: the model's version; 0: the newest.
           outputs: names of the outputs to return; empty: all of them.
           scheduling: when the request is to be run, in which sequence, and with which parameter set.
           deadline: seconds of ``time.monotonic()``, after which the caller does not wait any more; None: no deadline.
           pure: True: running the request twice does no harm, so that it may be sent again after a failure.
-          seldom: values of attributes that other requests have not.
+          seldom: values of the attributes in ``Seldom``, such as ``request_id``; an attribute that is left out keeps its default.
         """
         self.model = model
         self.inputs = inputs

@@ -86,8 +86,8 @@ class Connection(Protocol):
     def ask(self, call: Call) -> Pending[Answer]:
         """Sends a request. Returns a ``Pending``, an object that waits for the answer.
 
-        With ``call.detached`` the caller may write to ordinary input arrays as soon as this returns; without it, only once the
-        answer has come. To arrays of ``empty`` the caller may write only once the answer has come, in either case.
+        If ``call.detached`` is True, the caller may write to ordinary input arrays as soon as this returns; otherwise, only once
+        the answer has come. To arrays of this object's method ``empty`` the caller may in any case write only after the answer.
 
         Raises: ServingError: the request cannot be sent.
         """
@@ -100,7 +100,7 @@ class Connection(Protocol):
         """
 
     def prepare(self, call: Call) -> Prepared:
-        """Makes a request of ``call`` that can be sent many times, each with what its arrays hold then. Does not send it."""
+        """Makes a request of ``call`` to send many times, each time with its arrays' content at that time. Sends nothing yet."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Makes an array of ``shape`` and ``dtype``, with any content, in memory that the server uses without a copy.

@@ -58,8 +58,8 @@ def _delete(
 ) -> None:
     """Drops a consumer's reference to a ``DeviceView``; DLPack's ``deleter``. May be called in any thread.
 
-    ``managed``: the address of the view's DLManagedTensor. No caller gives ``at`` and ``drop``: as defaults they exist
-    even at the end of the process, when this module's names are gone.
+    ``managed``: the address of the view's DLManagedTensor. ``at`` makes an object of it, ``drop`` takes the reference away; no
+    caller gives them. They are defaults because this may run when Python has already cleared this module's global names.
     """
     # The defaults are never replaced: where arrays live as long as Python, this module's names are gone before them.
     drop(at(managed).manager_ctx)

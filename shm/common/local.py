@@ -35,7 +35,7 @@ class Served(Protocol):
         """
 
     def took(self, request: Any) -> None:
-        """Tells the worker that a response was taken, so that the model may make more. ``request``: the worker's object of it."""
+        """Tells the worker that a response was taken, so that the model may make more. ``request``: the worker's own object."""
 
     def withdraw(self, request: Any) -> None:
         """Tells the worker that nobody waits for an answer any more. ``request``: the worker's object of the request."""
@@ -89,10 +89,10 @@ class LocalRequest(Pending[Answer]):
     # ------------------------------------------------------------------------------------------------ from whoever waits
 
     def made(self, arrived: tuple[Any, tuple[int, int, int] | None]) -> Answer | ServingError:
-        """Makes an answer of a response, and tells the worker that the response was taken. Returns an error if that fails.
+        """Makes an answer of a response, and tells the worker that the response was taken.
 
-        The answer has copies of the outputs, which the caller may change. ``arrived``: the outputs by name, and the times of
-        the run, or None in place of times that were not measured.
+        The answer has copies of the outputs, which the caller may change. If copying fails, the error is returned. ``arrived``:
+        the outputs by name, and the times of the run, or None in place of times that were not measured.
         """
         result, moments = arrived
         call, request = self._call, self.request
@@ -150,7 +150,7 @@ class LocalConnection:
             return found
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        """Returns the configuration of a model's ``version`` with defaults filled in. Loads the model if it is not loaded."""
+        """Returns a model's configuration with defaults filled in. Loads the model if needed. ``version`` 0: the newest."""
         return self._loaded(model, version).config
 
     def ask(self, call: Call) -> LocalRequest:
@@ -160,7 +160,7 @@ class LocalConnection:
     exchange = ask
 
     def prepare(self, call: Call) -> Prepared:
-        """Makes a request of ``call`` that can be sent many times, each with what its arrays hold then. Does not send it."""
+        """Makes a request of ``call`` to send many times, each time with its arrays' content at that time. Sends nothing yet."""
         return Prepared(self.ask, call)
 
     def call_back(self, request: LocalRequest) -> None:

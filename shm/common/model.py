@@ -80,7 +80,7 @@ class Calls:
           inputs: input name -> array; nested mappings are flattened.
           outputs: names of the outputs to return; empty: all of them.
           own: the request's other fields, by the names in ``Own``.
-          places: output name -> the array that the output is written to; None: no output is.
+          places: output name -> the caller's array that the output is written to; None: the caller gives no arrays for outputs.
           streams: True: the caller accepts any number of responses.
           detached: True: the caller goes on before the answer has come, and may write to the input arrays meanwhile.
 
@@ -245,7 +245,7 @@ class Model(Calls):
 
 
 class SequenceSteps(Generic[M]):
-    """Says of each step of a sequence whether it begins the sequence. Base class of sequences, whichever way they wait."""
+    """Base class of sequences, blocking ones and those of asyncio. Adds a sequence's fields to each of its requests."""
 
     def __init__(self, model: M, sequence_id: SequenceId) -> None:
         self._model = model
@@ -257,7 +257,11 @@ class SequenceSteps(Generic[M]):
         self._begun = False
 
     def _step(self, own: Own, end: bool) -> Own:
-        """Adds the sequence's fields to ``own``, those of its next request. Raises InvalidArgument: the sequence has ended."""
+        """Adds the sequence's id, and whether the request begins or ends the sequence, to ``own``. Returns ``own``.
+
+        ``own``: the fields of the sequence's next request. ``end``: True: that request is the last one. Raises InvalidArgument:
+        the sequence has ended.
+        """
         if self._over:
             raise InvalidArgument(
                 f"sequence {self.sequence_id!r} ended with an earlier step: sequence() begins another"

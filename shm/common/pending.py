@@ -48,7 +48,7 @@ class Pending(Generic[T]):
 
         Args:
           model: the name of the model that is asked.
-          deadline: seconds of ``time.monotonic()``, after which its caller does not wait any more; None: no deadline.
+          deadline: seconds of ``time.monotonic()``, after which the request's caller does not wait any more; None: no deadline.
           deadlines: the connection's thread that ends requests at their deadlines if only callbacks wait for them.
         """
         self.model = model
@@ -127,7 +127,7 @@ class Pending(Generic[T]):
         return DeadlineExceeded()
 
     def explained(self, error: ServingError) -> ServingError:
-        """Returns the error that the caller gets if a stream ended with ``error``. This base class returns ``error``."""
+        """Returns the error that iterating over responses raises for ``error``. Here it is ``error``; subclasses may differ."""
         return error
 
     # --------------------------------------------------------------------------------------------------- from a transport

@@ -82,7 +82,7 @@ class Kind(enum.Enum):
 
 
 class Row(NamedTuple):
-    """Describes one scheduling parameter of a request."""
+    """Describes one scheduling parameter of a request in the table ``PARAMETERS``: the parameter's field, type and size limit."""
 
     #: A field of ``Scheduling`` and of the record; also the keyword argument in Python, but for the name of a set.
     field: str

@@ -112,8 +112,8 @@ def flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
 def _given(node: Any, path: tuple[str, ...], known: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yields (path, value) for each input below ``node``. A path has the keys and indices on the way to the value.
 
-    A sequence is walked if names of inputs of the model begin with its path; any other sequence is an input's value.
-    ``known``: the datatype of each input of the model, by name.
+    The items of a sequence are inputs if the model has inputs whose names begin with the sequence's path, joined by "/" or ".";
+    any other sequence is one input's value. ``known``: the datatype of each input of the model, by name.
     """
     for key, value in node:
         inner = (*path, str(key))
@@ -131,8 +131,9 @@ def array(name: str, value: Any, datatype: str | None) -> Array:
 
     Args:
       name: the input's name, for errors.
-      value: a numpy array; an object with ``__array__``, or with ``__dlpack__`` on the host; an array of ``empty`` on a GPU,
-        which is returned unchanged; anything else becomes an array of the input's datatype, as ``cast`` makes it.
+      value: a numpy array; an object with ``__array__``, or with ``__dlpack__`` on the host; an array on a GPU, which the
+        client's method ``empty`` made and which is returned unchanged; anything else becomes an array of the input's datatype,
+        as ``cast`` makes it.
       datatype: the input's datatype in the model's metadata; None: the model has no such input, and numpy chooses a dtype.
     Raises: InvalidArgument: the value cannot be an array, or has a dtype that the protocol lacks.
     """
