@@ -284,10 +284,10 @@ class Worker:
         return woken.events
 
     def _drains(self, at_once: bool) -> bool:
-        """Returns whether this iteration only runs waiting requests, and receives none.
+        """Returns whether this iteration only runs waiting requests, and receives no new ones.
 
-        That is so for some iterations after requests came faster than they could be received, while ``at_once`` (a waiting
-        request can run now) is True and programs are short.
+        If many requests have come while others waited, the next iterations only run waiting requests, up to a limit, as
+        long as programs are short and ``at_once`` is True: a waiting request can run now.
         """
         if self._poller.missed >= _MISSED:
             self._poller.missed, self._draining = 0, _MAX_DRAINING
@@ -344,7 +344,7 @@ class Worker:
         self._close_lane(submitter)
 
     def _look_at_half(self, submitter: SubmitterLink[Request], now_ns: int) -> None:
-        """Records how much of a submitter's partial record came, and when. Raises InvalidArgument: a user holds too much."""
+        """Notes a submitter's partial record and its bytes. Raises InvalidArgument: the user's requests have too many bytes."""
         number, byte_size = submitter.lane.channel.whole, submitter.lane.channel.half_byte_size
         known = self._halves.get(submitter)
         if byte_size == 0 and known is None:
@@ -569,7 +569,7 @@ class Worker:
     # ------------------------------------------------------------------------------------------------- models, the end
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Makes the ``ModelVersion`` of a loaded version, and gives each instance an entry on the status page until it ends."""
+        """Makes a loaded version's ``ModelVersion``. Each instance gets an entry on the status page until the instance ends."""
         for instance in loaded.instances:
             # Those of the version before it have one.
             instance.status_slot = instance.status_slot or (self._free_slots.pop() if self._free_slots else SLOTS)

@@ -73,7 +73,7 @@ class LoadProgress:
         self._part_byte_size = sum(_part(leaf) for leaf in leaves)
 
     def made(self, what: object, program: CompiledProgram, compiled: bool) -> None:
-        """Adds to the sums the program that ``through`` yielded last, and logs it as ``what`` if it was compiled."""
+        """Counts the ``program`` that ``through`` yielded last, and its bytes. Logs it as ``what`` if it was ``compiled``."""
         if compiled:
             self._compiled += 1
             seconds = (time.monotonic_ns() - self._began_ns) / 1e9

@@ -51,10 +51,11 @@ class PipelineProgram:
     ) -> None:
         """
         Args:
-          signature: inputs and outputs of the pipeline, as if it were one model; wide (64-bit) if any of the programs is.
+          signature: inputs and outputs of the pipeline, as if it were one model; ``wide`` if a program has 64-bit types.
           links: the programs in the order in which they run.
           outputs: names of the pipeline's tensors that are its outputs.
           rows: the batch size of the bucket.
+          device: the device on which all programs run.
         """
         self.rows = rows
         self._outputs = tuple(outputs)
@@ -85,7 +86,7 @@ class PipelineProgram:
         return {name: GatherBuffer(name, array, self._batches) for name, array in self._inputs.arrays.items()}
 
     def takes(self, requests: Sequence[RequestTensors]) -> bool:
-        """Returns whether the host should gather these requests' inputs: on a GPU only small ones, if no output stays there."""
+        """Returns whether the host gathers the inputs: on a CPU always; on a GPU if all are small and no output stays there."""
         return not self._device.remote or all(request.small and not request.stays for request in requests)
 
     @property

@@ -87,7 +87,10 @@ class DevicePlacer(Placer):
     def __init__(
         self, signature: Signature, described: Leaves, parameters: Any, several: SeveralDevices | None, remote: bool
     ) -> None:
-        """Keeps leaves that cannot be pushed. ``several`` None: one device. ``remote``: whether it has memory of its own."""
+        """Keeps the leaves that cannot be pushed (``described`` says so) from ``parameters``; all parameter sets share them.
+
+        ``several``: the devices of a model on several; None: it runs on one. ``remote``: whether the device has its own memory.
+        """
         super().__init__(described)
         self._signature = signature
         self._several = several
@@ -123,7 +126,10 @@ class DevicePlacer(Placer):
             return jax.tree.unflatten(self._structure, jax.block_until_ready(placed))
 
     def byte_size_in_place(self, host: Sequence[Array | None]) -> int:
-        """Returns the bytes of ``host`` arrays that a processor's XLA uses uncopied: aligned ones of their leaf's dtype."""
+        """Returns the bytes of those ``host`` arrays that XLA on a processor uses in place, without copying; None counts as 0.
+
+        Such arrays are aligned and have their leaf's dtype. If the parameters go to a GPU or to several devices, returns 0.
+        """
         if not self.lays:
             return 0
         pairs = zip(host, self.leaves, strict=True)
@@ -161,7 +167,7 @@ class DevicePlacer(Placer):
 
 
 def _fixed(described: Leaves, leaves: Sequence[Any]) -> list[Any]:
-    """Returns the ``leaves`` that cannot be pushed (``described`` says so), which all sets share; None for all others."""
+    """Returns a list like ``leaves``: the leaves that cannot be pushed (``described`` says so), and None for the others."""
     return [None if leaf.plain else array for leaf, array in zip(described, leaves, strict=True)]
 
 
@@ -194,7 +200,8 @@ def _stacked(
 ) -> ParameterSets:
     """Places the parameters of a model whose batches mix parameter sets, and returns its sets.
 
-    Leaves that all sets share go to the device. The other leaves stay in host memory until their set is put into the stack.
+    Leaves that all sets share go to the device. The other leaves stay in host memory until their set gets a place in
+    the ``SetStack``, which holds several sets side by side on the device.
     Raises InvalidArgument: ``mixed`` names a leaf that does not exist; Internal: the device has no memory left.
     """
     mixed.check(signature.model, names)

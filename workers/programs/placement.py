@@ -38,7 +38,7 @@ class Placement(NamedTuple):
 
     @property
     def at(self) -> int:
-        """The number of this placement's device, as ``ParameterSet.on`` takes it: 1: the single-thread device; 0: any other."""
+        """1 if this is the device on which XLA runs small programs in a single thread, else 0; ``ParameterSet.on`` takes it."""
         return int(self.is_single_thread)
 
     @property

@@ -30,11 +30,12 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "cu
 
 
 def examine(model: str, traced: jax.stages.Traced, again: jax.stages.Traced, programs: int) -> list[str]:
-    """Reads one of a model's ``programs``, whose first arguments are the parameters and a dict of inputs.
+    """Examines a traced program of a model, whose first arguments are the parameters and a dict of inputs.
 
-    ``again``: another trace of the same function, or the same one. Returns four sentences, "" where nothing was found: why a
-    request that is run again may do or answer something else; what is drawn, what is held, and which inputs mean nothing.
-    Raises Internal: a value of an earlier trace is used.
+    ``again``: another trace of the function, or ``traced`` itself. ``programs``: how many programs the model has.
+    Returns four sentences, "" where nothing was found: why a request that is run again may do or answer something else;
+    which random numbers are the same for all requests; how large the arrays are that every program holds as constants;
+    which inputs no output depends on. Raises Internal: a value of an earlier trace is used.
     """
     arguments = [path[1:] for path, _ in jax.tree_util.tree_leaves_with_path(again.args_info)]
     followed = [frozenset([at] if path[0].idx else []) for at, path in enumerate(arguments)]
@@ -79,7 +80,10 @@ def examine(model: str, traced: jax.stages.Traced, again: jax.stages.Traced, pro
 
 
 def _told(chain: Sequence[Any], operands: Sequence[tuple[object, Any]]) -> object:
-    """Returns what two traces of an operation have in common: its name, the kinds of its results, numbers and constants."""
+    """Returns a value that is equal for an operation in two traces of a function if both traces do the same there.
+
+    It has the operation's name, its results' types, its numbers and its constants. ``chain``, ``operands``: from ``_steps``.
+    """
     plain = [value for each in chain[-1:] for value in each.params.values() if isinstance(value, (int, float, tuple))]
     numbers = [value for value in plain if not isinstance(value, tuple) or all(isinstance(one, int) for one in value)]
     kinds = [(each.primitive.name, [str(made.aval) for made in each.outvars]) for each in chain[-1:]]
@@ -87,7 +91,7 @@ def _told(chain: Sequence[Any], operands: Sequence[tuple[object, Any]]) -> objec
 
 
 def line_of(chain: Sequence[Any]) -> str:
-    """Returns the author's line that an operation comes from, as `` (model.py, line 7, in apply)``; "": it is not known."""
+    """Returns the author's line of the last of nested operations, ``chain``, as `` (model.py, line 7, in apply)``, else ""."""
     tracebacks = [each.source_info.traceback for each in reversed(chain)]
     for frame in itertools.chain.from_iterable(each.frames for each in tracebacks if each is not None):
         if not any(each in frame.file_name for each in _LIBRARIES):
@@ -97,10 +101,14 @@ def line_of(chain: Sequence[Any]) -> str:
 
 
 def _steps(program: Any, arguments: Sequence[frozenset[int]], outer: tuple[Any, ...] = ()) -> Generator[Any, None, Any]:
-    """Yields all operations of a program and of those inside it, and at last what it returns.
+    """Yields each operation of a program and of the programs inside it, and after a program's operations its results.
 
-    Each is the operation behind those in whose programs it is (none: what the whole program returns), and of each operand what it
-    depends on, and its value if it is a constant. ``arguments``: what the program's depend on. Returns this of its results.
+    Yields pairs. The first item is a tuple: the operations in whose programs the operation lies, outermost first, and
+    the operation; for results only the former. The second has a pair for each operand or result: the numbers of the
+    outermost program's arguments on which it depends, and its value if it is a constant, else None.
+
+    ``arguments``: such numbers for each argument of ``program``. ``outer``: the operations in whose programs it lies.
+    Returns such numbers for each result of ``program``.
     """
     plain: Any = getattr(program, "jaxpr", program)
     held = zip(plain.constvars, getattr(program, "consts", ()), strict=False)

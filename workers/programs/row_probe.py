@@ -46,7 +46,7 @@ _BESIDE, _PLACE, _ROWS = "the other rows of its batch", "its place in the batch"
 
 
 class RowFault(NamedTuple):
-    """Names an output, what it depends on besides its own row, and two values of one element."""
+    """Names an output, what a row of it depends on besides itself, and the values of one element of the row in two runs."""
 
     output: str
     on: str
@@ -75,10 +75,11 @@ def generated(inputs: Sequence[Argument], seed: int) -> dict[str, Array]:
 def probe(
     signature: Signature, asked: Sequence[Executable], traced: Traced, remote: bool, check: Callable[[], None]
 ) -> RowFault | None:
-    """Asks executables for the same shapes whether rows mix. Returns what shows it; None: nothing, or they may not be run.
+    """Runs programs on generated inputs of the same shapes to find out whether they mix the rows of a batch.
 
-    ``asked``: the first is for 2 rows or more, and was compiled from ``traced``. ``remote``: they run on a GPU. ``check``: is
-    called before each run. Raises whatever it or a program raises.
+    Returns an output whose rows are mixed, with values that show this. Returns None if no output was found, or if the
+    programs may not be run. ``asked``: the programs; the first is for 2 rows or more, and was compiled from ``traced``.
+    ``remote``: they run on a GPU. ``check``: is called before each run. Raises whatever ``check`` or a program raises.
     """
     (rows, _), program, states = asked[0].wanted, traced.jaxpr, signature.states
     may_be_tried, looping, rounding = read(program.jaxpr)
@@ -118,7 +119,11 @@ def probe(
 
 
 def _divided(signature: Signature, wanted: Wanted) -> tuple[dict[str, Sequence[int]], dict[str, Array]]:
-    """Divides ragged inputs evenly. Returns where rows begin in them and in outputs that are cut like them, and batch inputs."""
+    """Divides a batch's ragged inputs evenly among its rows. Returns two dicts. ``wanted``: the batch's rows and shapes.
+
+    The first has, for each ragged input and each output that is divided like it, the element where each row begins, and
+    where the last row ends. The second has the inputs that the worker makes from ragged inputs.
+    """
     bounds, items, described = dict[str, Sequence[int]](), dict[str, Array](), dict[str, Array]()
     for spec, shape in specs_of(signature, wanted):
         if spec.ragged:
@@ -141,7 +146,7 @@ def find_fault(
     Args:
       inputs: of the program for ``rows`` rows, 2 or more.
       epsilon: the relative rounding error of the coarsest numbers that the program computes with.
-      bounds: for each ragged tensor where each row begins, and the last one ends; its rows stay at their places.
+      bounds: for each ragged tensor where each row begins, and the last one ends. Empty: rows also change places.
     Raises whatever a program raises.
     """
     found: dict[tuple[str, str], RowFault] = {}

@@ -36,7 +36,7 @@ def _programs(value: Any) -> Iterator[Any]:
 
 
 class Reading(NamedTuple):
-    """Tells whether a program may be run on any inputs, as it calls no foreign code, and whether it has loops without an end."""
+    """Tells whether a program may be run on generated inputs (it calls no foreign code), and whether it has ``while`` loops."""
 
     may_be_tried: bool
     loops: bool
@@ -45,7 +45,7 @@ class Reading(NamedTuple):
 
 
 def read(program: Any) -> Reading:
-    """Reads a program (a ``Jaxpr``)."""
+    """Finds out whether a ``Jaxpr`` may be run on generated inputs, whether it has ``while`` loops, and its rounding error."""
     equations, finfo = list(_equations(program)), cast("Any", jnp.finfo)
     exported = [each.params["exported"].mlir_module_serialized for each in equations if "exported" in each.params]
     names = [each.primitive.name for each in equations]
@@ -58,8 +58,9 @@ def read(program: Any) -> Reading:
 def combining(program: Any, rows: int, line: str = "") -> str:
     """Returns the first operation that seems to combine the rows of a batch, with its line in the author's code; "": none does.
 
-    Rows are looked for in the first axis of arrays, which may also have ``rows`` elements for another reason. ``line``: of the
-    operation that calls the program, as a library's own program has the lines of whoever called it first.
+    The first axis of an array is taken for the rows if it has ``rows`` elements, though it may have them for another
+    reason. ``line``: the author's line that calls ``program``, which then stands for all operations of ``program``,
+    because a library's program keeps the lines of its first caller; "": each operation has its own line.
     """
     for equation in program.eqns:
         where = line or line_of([equation])
@@ -88,9 +89,10 @@ def _combines(equation: Any, before: Sequence[Sequence[int]], after: Sequence[in
 
 
 def ending(program: Any, consts: Sequence[Any], *given: Any) -> list[Any]:
-    """Computes a program's outputs with a bounded number of iterations of its loops; to be traced.
+    """Computes ``program``'s outputs with at most ``MOST_ITERATIONS`` iterations of each ``while`` loop; JAX traces this.
 
-    Raises NotImplementedError: there is such a loop in a ``scan`` or a ``cond``.
+    ``consts``, ``given``: the program's constants and arguments. Raises NotImplementedError: an operation such as
+    ``scan`` or ``cond`` has a ``while`` loop inside.
     """
     known = dict(zip((*program.constvars, *program.invars), (*consts, *given), strict=True))
     for equation in program.eqns:

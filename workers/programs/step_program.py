@@ -116,7 +116,7 @@ class StepPrograms:
         return jax.tree.map(_strong, own), jnp.zeros(self._slots, jnp.bool_)
 
     def insert(self, parameters: Any, inputs: dict[str, Any], slots: Any, carry: Any) -> Any:
-        """Returns packed outputs for new ``inputs``, and the carry after ``insert``. ``slots``: their indices in it."""
+        """Returns packed outputs for new ``inputs``, and the next ``carry``. ``slots``: the requests' rows in ``carry``."""
         own, live = carry
         returned = self._functions.insert(parameters, own, slots, inputs)
         if not isinstance(returned, tuple) or len(returned) not in (2, 4):
@@ -135,7 +135,10 @@ class StepPrograms:
         return self._rows.pack(outputs, emits, finished), (jax.tree.map(_strong, kept), live)
 
     def step(self, parameters: Any, unmasked: Any, carry: Any) -> Any:
-        """Calls the author's ``step`` for the first slots. ``unmasked``: BOOL for each slot, whether its request takes part."""
+        """Calls the author's ``step`` for the first ``len(unmasked)`` slots. Returns packed results and the new ``carry``.
+
+        ``unmasked``: BOOL for each of these slots, whether its request takes part. ``carry``: the state of all slots.
+        """
         own, live = carry
         count = unmasked.shape[0]
         first = live[:count]
@@ -202,7 +205,7 @@ class StepPrograms:
         return made
 
     def _flags(self, which: str, name: str, flags: Any, lead: tuple[int, ...]) -> Any:
-        """Returns flags (``name`` in errors) as an array. Raises Internal unless BOOL[lead]. ``which``: the function."""
+        """Returns ``flags`` as an array. Raises Internal (about ``which``, ``name``): it is not BOOL with shape ``lead``."""
         array = jnp.asarray(flags)
         if array.shape != lead or array.dtype != jnp.bool_:
             raise Internal(

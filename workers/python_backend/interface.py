@@ -266,10 +266,10 @@ class MetricFamily:
             self._held = HeldFamily(name, description, kind)
 
     def Metric(self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] | None = None) -> Metric:
-        """Returns the family's metric with these labels, and makes it if there is none. ``buckets``: a histogram's upper bounds.
+        """Returns the family's metric with these ``labels`` (None: without labels), and makes it if there is none.
 
-        Raises TritonModelException: labels or buckets are malformed, the existing metric has other buckets, or there are too many
-        metrics.
+        ``buckets``: a histogram's upper bounds; None for other kinds. Raises TritonModelException: labels or buckets are
+        malformed, the existing metric has other buckets, or there are too many metrics.
         """
         if not isinstance(labels, Mapping | None):
             raise TritonModelException("Failed to create metric. Labels must be a dictionary.")

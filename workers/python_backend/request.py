@@ -266,9 +266,11 @@ class InferenceRequest:
     ) -> None:
         """Makes a request. Models leave out the last three arguments, which the worker sets for requests that ``execute`` gets.
 
-        A model has to give ``inputs``, ``requested_output_names`` and ``model_name``. Only ``parameters`` may be None.
+        A model has to give ``inputs``, ``requested_output_names`` and ``model_name``, and may give None only for ``parameters``.
 
         Args:
+          model_version: the version to call; -1: the newest ready version.
+          flags, timeout: sequence flags (1: start, 2: end; 3: both), and the queue timeout in microseconds (0: none).
           trace: the trace of the request on whose behalf this one is made.
           cancelled: returns whether the client has cancelled the request.
           writer: makes the object to which a response sender writes.

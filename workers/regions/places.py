@@ -70,7 +70,7 @@ class Places:
         return found
 
     def take_lease(self) -> LeaseKey | None:
-        """Passes the lease of the arena's memory on to the submitter. Returns the key that ends the lease, or None."""
+        """Passes the lease of the arena's memory on to the submitter. Returns the lease's key; None: no lease is held."""
         lease, self.lease = self.lease, None
         return None if lease is None else lease.key
 

@@ -32,7 +32,7 @@ class RegionTable:
     def __init__(
         self, policy: RegionPolicy, driver: Driver, gpu: int | None, pinned: PinnedMemory | None = None
     ) -> None:
-        """``gpu``: the daemon's number of the worker's first GPU; None: a processor's worker, which opens any GPU's."""
+        """``gpu``: the daemon's number of the worker's first GPU; None: a processor's worker, which opens regions on any GPU."""
         self._pinned = pinned
         self._policy = policy
         self._driver = driver
@@ -261,7 +261,7 @@ def _is_private(region: AnyRegion) -> bool:
 
 
 def _still_holds(region: Region | SnapshotRegion, fd: int, record: RegisterSystemRegion) -> bool:
-    """Returns whether a region maps the part that ``record`` names of the object of ``fd``, and has lost no memory."""
+    """Returns whether a region maps the part that ``record`` names, in the object open as ``fd``, and has lost no memory."""
     found = os.fstat(fd)
     return (
         region.file == (found.st_dev, found.st_ino)

@@ -26,8 +26,8 @@ if available:
 class PlannedOutput(NamedTuple):
     """Describes where one output lies in the results of a run, and where a request's rows of the output go in its answer.
 
-    Row n of the batch begins at byte ``start + n * step`` of the results. If the output goes into a lease of the response arena,
-    it begins at byte ``start`` of the lease instead, and the program writes all its rows there.
+    Row n of the batch begins at byte ``start + n * step`` of the results. If ``in_lease``, the program writes the
+    request's rows into a lease of the response arena; then the output begins at byte ``start`` of the lease.
     """
 
     #: The number of the content among those of the run.

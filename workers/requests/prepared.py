@@ -165,7 +165,8 @@ def _chosen(record: RequestRecord, version: ModelVersion) -> str | None:
 def _tells(prepared: PreparedRequest, record: RequestRecord, version: ModelVersion) -> bool:
     """Returns whether a record wants its answers to report their parameter set; False if the model has no parameter sets.
 
-    Raises InvalidArgument: the parameter that asks for the report is not a boolean, or the request names its set by a parameter.
+    Raises InvalidArgument: the parameter ``TELLING_PARAMETER``, which asks for the report, is not a boolean; or the
+    parameters name the set, for which the record has a field.
     """
     sets, tells = version.sets, prepared.parameters.get(TELLING_PARAMETER)
     if sets is None:
@@ -489,7 +490,7 @@ def _give_types(named: dict[str, Content], prepared: PreparedRequest, checked: C
 def _arrays(
     prepared: PreparedRequest, record: RequestRecord, signature: Signature, contents: list[Content]
 ) -> dict[str, Array]:
-    """Returns inputs by name, made of ``contents``, in the request's order. Raises InvalidArgument: their size is wrong."""
+    """Returns the inputs' arrays by name. Raises InvalidArgument, naming ``record``: an input's bytes do not fit its shape."""
     made = {
         tensor.name: _array(record, signature, tensor, content)
         for tensor, content in zip(reversed(prepared.inputs), reversed(contents), strict=True)

@@ -169,7 +169,7 @@ class Request(RequestTensors):
         self.ran = max(0, began_ns - self.arrived_ns), computed_ns - began_ns, gathered
 
     def timed(self, answer: AnswerRecord) -> AnswerRecord:
-        """Returns the answer, with times and copied bytes if the client asked for them and the request has run."""
+        """Returns the answer. If the client asked and the request has run, adds times and the number of copied bytes."""
         ran = getattr(self, "ran", None)
         if ran is None:
             return answer

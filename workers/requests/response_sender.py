@@ -52,7 +52,8 @@ def describe(
 ) -> tuple[Described, tuple[bytes, ...]] | None:
     """Returns (name, datatype, shape) of each requested output of a response, ``result``, and the bytes of each.
 
-    Returns None if the outputs do not fit into a record, or if an output must not be sent in this way.
+    Returns None if the outputs do not fit into a record, if the protocol has no datatype for an output, or if an output
+    is BYTES and ``strings`` is False.
 
     Args:
       wanted: names of the requested outputs; empty: all.
@@ -124,9 +125,9 @@ class EncodedResponses:
         self.taken = False
 
     def add(self, record: bytes) -> bool:
-        """Adds a record; the model's thread calls it.
+        """Adds a record to those that the worker's loop will take with this object; the model's thread calls this method.
 
-        Returns False if the loop has taken this object already and the caller must pass it to the loop again.
+        Returns False if the loop has taken this object before: then the caller must pass this object to the loop once more.
         """
         self._records.append(record)
         return not self.taken
@@ -443,7 +444,7 @@ class ResponseSender:
         return self._max_ahead - (self._posted - self._settled)
 
     def posted(self, result: Result | None, final: bool) -> int:
-        """Returns how many bytes ``result`` has, which the loop queues. Counts them as not yet taken by the client."""
+        """Counts and returns the bytes of ``result``, which its client has yet to take (None: 0). ``final``: none follows."""
         size = 0 if result is None else _BYTE_SIZE
         if result is not None and not isinstance(result, ServingError):
             for array in result.values():
@@ -458,7 +459,7 @@ class ResponseSender:
         return self._posted - self._settled
 
     def catch_up(self) -> None:
-        """Counts responses of this sender that were sent together with responses to other requests and not counted yet."""
+        """Adds to this sender's count its responses that were sent together with other requests' and are not counted yet."""
         if self.counted is not None:
             self.counted()
 
@@ -487,7 +488,7 @@ class ResponseSender:
 
 
 def _own(result: dict[str, Array]) -> int:
-    """Replaces by copies the arrays in ``result`` that the model may still change. Returns how many bytes all have."""
+    """Replaces the arrays in ``result`` that the model may still change by copies. Returns the number of bytes of all arrays."""
     size = 0
     for name, array in result.items():
         size += array.nbytes

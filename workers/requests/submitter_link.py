@@ -194,7 +194,7 @@ class SubmitterLink(Generic[R]):
 
     @property
     def returns(self) -> int:
-        """How many leases were given back so far: by the front, or for a client's lane, on all lanes of the client's user."""
+        """How many leases were given back so far: on this lane if a front has it, else on all lanes of the client's user."""
         return self.lane.arena.returned if self.owner is None else self.owner.returned
 
     @property
@@ -228,7 +228,7 @@ class SubmitterLink(Generic[R]):
         return kind
 
     def known_kind(self, version: int, described: Described) -> ResponseKind | None:
-        """Returns the encoder of small responses as ``described``, not a request's last; None: there is none. Any thread."""
+        """Returns the encoder of small responses with outputs ``described``, except last ones; None: there is none."""
         return self._response_kinds.get((version, False, described))
 
     def answer(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
@@ -266,7 +266,7 @@ class LaneOwner(Budget):
     def share(self) -> int:
         """How many bytes of answers a lane of the user may hold even if the user's lanes have reached their common limit.
 
-        The limit is doubled for this, and what is left of the double is divided equally among the lanes.
+        This is twice the limit, less the bytes of answers that all lanes of the user hold, divided by the number of lanes.
         """
         return (2 * self.max_byte_size - self.used - self.waiting_byte_size) // max(1, len(self.submitters))
 
@@ -280,7 +280,7 @@ class LaneOwner(Budget):
             )
 
     def check_room(self, submitter: SubmitterLink[Any], byte_size: int) -> None:
-        """Raises Unavailable if ``byte_size`` bytes more exceed the user's limit and this submitter's share of it."""
+        """Raises Unavailable if ``byte_size`` more bytes of requests exceed the user's limit and also the submitter's share."""
         held, most = self.request_byte_size, self._max_request_byte_size
         share = (2 * most - held) // max(1, len(self.submitters))
         if held + byte_size > most and submitter.request_byte_size + byte_size > share:

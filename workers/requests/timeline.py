@@ -165,7 +165,7 @@ class RequestTimeline:
 
 
 def begun(record: RequestRecord, context: TraceContext | None, queued_ns: int) -> RequestTimeline:
-    """Begins a traced record's timeline. ``context``: the submitter's trace context; None, or another request's: ignored."""
+    """Begins a traced record's timeline. ``context``: a trace context, ignored if it is of another request; None: no context."""
     timeline = RequestTimeline(record.trace & ~TIMING, queued_ns)
     if context is not None and context.request_id == record.request_id:
         timeline.context = context

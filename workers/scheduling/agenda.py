@@ -55,7 +55,7 @@ class Agenda(Generic[P]):
             self._clean()
 
     def take(self, now_ns: int) -> list[P]:
-        """Returns the parts of the loop to ask now, and forgets their times: first parts that have work, then the earliest."""
+        """Returns and removes the parts of the loop to ask now: first parts that have work, then parts that are due, by time."""
         taken, self.woken = self.woken, {}
         if self._due and not self._due.keys().isdisjoint(taken):
             for part in taken:

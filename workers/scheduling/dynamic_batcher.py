@@ -78,7 +78,7 @@ class DynamicBatcher(QueuePlanner[W]):
         return [range(1, smallest + 1), *(range(size, size + 1) for size in larger)]
 
     def company(self, key: Hashable) -> Company | None:
-        """Returns when waiting requests with this key run together; None: none is delayed, or several sizes are preferred."""
+        """Returns when requests with a key run together. None: none is delayed, or ``BatchRules.preferred`` has several sizes."""
         preferred, limit = self._rules.preferred, self._limit(key)
         if not self.delays or len(preferred) > 1:
             return None

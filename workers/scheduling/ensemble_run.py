@@ -135,10 +135,11 @@ class EnsembleRun(Generic[T]):
                     self._controls[tensor, iteration] = controls
 
     def _look(self, tensor: str, iteration: int, again: bool) -> T | None:
-        """Returns a tensor's value to a step, or None if the tensor was left out. Drops the value after its last use.
+        """Returns a tensor's value for a step or an answer; None: the tensor was left out.
 
-        ``iteration``: the number of the streaming step's response for which the step runs. ``again``: whether the step takes the
-        tensor in every iteration; then the value is kept, unless it depends on a streaming step.
+        ``iteration``: the number of the streaming step's response for which the step runs. ``again``: whether the step runs
+        for each such response. If so, a value that depends on no streaming step is kept; other values are dropped after
+        their last use.
         """
         key = (tensor, iteration) if self._dynamic(tensor) else (tensor, 0)
         value = self._values[key]
@@ -158,7 +159,7 @@ class EnsembleRun(Generic[T]):
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def _due(self, number: int, tensor: str, iteration: int) -> list[int]:
-        """Returns the iterations (a stream's response numbers) in which a step may run, given ``tensor`` in ``iteration``."""
+        """Returns the numbers of a stream's responses for which step ``number`` may run once ``tensor`` of ``iteration`` came."""
         if self._needed.origins[number] is None:
             return [0]
         if self._dynamic(tensor):

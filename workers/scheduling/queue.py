@@ -150,10 +150,10 @@ class Shares(dict[Hashable, int]):
             del self[owner]
 
     def below(self, owner: Hashable, waiting: int, most: int) -> bool:
-        """Returns whether an owner may queue another request although ``waiting`` requests fill all ``most`` places.
+        """Returns whether an owner may queue another request although ``waiting`` requests fill the queue, which is for ``most``.
 
-        The owner may if the queue also holds requests of other owners, and if this owner has less than an equal part of the
-        places that are left when the number of places is doubled.
+        The owner may if requests of other owners wait too, and if fewer requests of this owner wait than its share: twice
+        ``most``, less ``waiting``, divided by the number of owners, but at least 1.
         """
         others = len(self) - (owner in self)
         return others > 0 and self.get(owner, 0) < max(1, (2 * most - waiting) // (others + 1))
@@ -243,7 +243,7 @@ class RequestQueue(Generic[W]):
         return 0 < most <= waiting and not self._shares.below(owner, waiting, most)
 
     def _append(self, request: W, number: int) -> None:
-        """Inserts a request into line ``number``, behind the other requests of its owner."""
+        """Inserts a request behind its owner's requests in the list (line) ``number``, which is 2 * (priority level - 1)."""
         last, owner = self._last, request.owner
         if owner not in last and len(last) > 2 * len(self._shares) + 64:
             # Who has nothing waiting and is not ahead of the others begins like one that was never there.
@@ -278,7 +278,10 @@ class RequestQueue(Generic[W]):
         newer.sequence, newer.since_ns = older.sequence, older.since_ns
 
     def _insert_in_order(self, request: W, number: int) -> None:
-        """Inserts a request into line ``number``, in the order of ``sequence`` among its owner's requests with its key."""
+        """Inserts a request among the requests of its owner with its batching key, in the ascending order of ``sequence``.
+
+        ``number``: the list (line) of the queue: 2 * (priority level - 1), or 1 more for requests whose timeout has passed.
+        """
         self._insert(request, number)
         self._last[request.owner] = max(self._last.get(request.owner, 0), request.sequence)
         waiting = self._lines[number][request.key][request.owner]
@@ -415,7 +418,7 @@ class RequestQueue(Generic[W]):
         return True
 
     def _withdraw(self, request: W, owners: _Waiters[W]) -> None:
-        """Removes a request from ``owners``, the requests of its line and batching key, and from its owner's counts."""
+        """Removes a request from ``owners``: the requests of a list with a batching key. Counts one less for its owner."""
         owner = request.owner
         waiting = owners[owner]
         del waiting[request.sequence]
@@ -485,7 +488,7 @@ class RequestQueue(Generic[W]):
             waiting.move_to_end(request.sequence, last=False)
 
     def _end(self, number: int, line: dict[Hashable, _Waiters[W]], key: Hashable) -> None:
-        """Removes from ``line``, which is line ``number``, a key without requests. Removes an empty line, except line 0."""
+        """Removes ``key`` from ``line``, list ``number`` of the queue. Removes the list if it is empty; list 0 always stays."""
         del line[key]
         if not line and number:
             del self._lines[number]

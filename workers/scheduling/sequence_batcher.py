@@ -222,7 +222,7 @@ class SequenceBatcher(Planner[S]):
         return True
 
     def _look(self, live: LiveSequence[S] | None) -> None:
-        """If a ``live`` sequence's first waiting request may run now, the next batches include it. None: does nothing."""
+        """Lets batches take the first waiting request of sequence ``live`` if that request may run now. None: does nothing."""
         if live is not None and live.ready and live.slot is not None:
             if self._attach is not None:
                 self._attach(live.waiting[0])

@@ -98,7 +98,7 @@ class Buckets:
         return rows, tuple(shapes)
 
     def _units(self, spec: TensorSpec, count: int, rows: int) -> int:
-        """Returns how many units (``ragged.unit``) ragged input ``spec`` with ``count`` units is padded to, for ``rows``."""
+        """Returns to how many units (``ragged.unit``) an input with ``count`` units is padded; ``rows`` if no dim varies."""
         if -1 not in spec.model_dims:
             return rows
         sizes = self.axes.get(_ragged_axis(spec) or "", ())
@@ -170,7 +170,7 @@ def _ragged_axis(spec: TensorSpec) -> str | None:
 
 
 def _most_of(spec: TensorSpec) -> str:
-    """Returns the key, among the sizes of axes, for the size of a ragged input's largest request. No axis is named so."""
+    """Returns the key for a ragged input's largest request in dicts from axis names to sizes. No axis has such a name."""
     return f"most of {spec.name}"
 
 

@@ -58,10 +58,11 @@ def flat(array: Array) -> Array:
 
 
 def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, most: int) -> tuple[int, ...]:
-    """Returns the shape in a batch of a ragged input, or of an input ``spec`` that the worker makes from the ragged ``source``.
+    """Returns the shape that an input ``spec`` has in a batch: a ragged input, or one that the worker makes from a ragged one.
 
-    The batch has room for ``rows`` rows and, over all of its rows, ``units`` times ``unit(spec)`` elements, of which one
-    request has ``most`` at the most.
+    ``source``: that ragged input; ``spec`` itself if clients send ``spec``. ``rows``: for how many rows the batch has
+    room. ``units``: for how many units of ``unit(source)`` elements all rows together have room. ``most``: the most
+    elements of ``source`` that one request of the batch may have.
     """
     if spec.of_batch is None:
         return (units * unit(spec),)
@@ -184,10 +185,11 @@ def _declared(what: str, module: ModuleType, name: str, kind: Any) -> Any:
 
 
 def ragged_signature(described: Signature, message: ModelConfig, segments: Mapping[str, str]) -> Signature:
-    """Returns ``described`` with the batch inputs of a checked configuration, and with outputs cut like a ragged input.
+    """Returns ``described`` with the batch inputs and the batch outputs of a checked configuration, ``message``.
 
-    ``segments``: as ``declare_ragged`` returns them. Raises InvalidArgument: an input that a batch input describes is not
-    ragged, or has axes that cannot be laid out one behind the other.
+    The worker makes a batch input from a ragged input, and divides a batch output among requests like a ragged input.
+    ``segments``: as ``declare_ragged`` returns them. Raises InvalidArgument: the source of either is not ragged, or an
+    axis of a ragged input is also an axis of an input that is not ragged.
     """
     what, kinds = f"model '{described.model}'", model_config_pb2.BatchInput.Kind
     made = [

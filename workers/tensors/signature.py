@@ -234,7 +234,7 @@ def parse_declaration(what: str, text: object) -> Declared:
 def declare(
     message: ModelConfig, inputs: Mapping[str, Declared], outputs: Mapping[str, Declared], where: str = "model.py"
 ) -> None:
-    """Adds inputs and outputs declared in file ``where`` to a configuration. Raises InvalidArgument: it contradicts them."""
+    """Adds tensors declared in file ``where`` to a configuration. Raises InvalidArgument: file and configuration disagree."""
     for kind, fields, declared in (("input", message.input, inputs), ("output", message.output, outputs)):
         known = {field.name: field for field in fields}
         for name, tensor in declared.items():

@@ -21,7 +21,7 @@ class Turns:
     """
 
     def __init__(self, long_seconds: float) -> None:
-        """``long_seconds``: after this time in one step, a thread no longer blocks the next one; 0: a thread always blocks it."""
+        """``long_seconds``: after this time in one step, a thread no longer blocks the next thread; 0: it always blocks it."""
         self._long = long_seconds
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
@@ -30,9 +30,10 @@ class Turns:
 
     @contextlib.contextmanager
     def turn(self, cancellation: Cancellation) -> Iterator[Callable[[], None]]:
-        """Waits until the calling thread may work, which it does in the block. Yields a function to call when a new step begins.
+        """Waits until the calling thread may work; the thread then works inside the ``with`` block.
 
-        Raises Cancelled: ``cancellation`` was cancelled during the wait.
+        Yields a function that the thread calls whenever the next step of its work begins. Raises Cancelled:
+        ``cancellation`` was cancelled during the wait.
         """
         mine = object()
         self._wait(mine, cancellation)
