@@ -26,13 +26,13 @@ class ResponseOrder(Generic[K, A]):
         self._ready: dict[K, A] = {}
 
     def __len__(self) -> int:
-        """Returns how many requests were given to ``taken`` and neither had their answer returned nor were forgotten."""
+        """Returns how many requests that were given to ``taken`` still await the sending of their answer."""
         return len(self._turns)
 
     def passes(self, request: K) -> bool:
-        """Returns whether a request's answer may be sent now, while no other answer is stored. If so, forgets the request.
+        """If a request's answer may be sent now and no answer is stored, forgets the request and returns True.
 
-        If this returns False, give the answer to ``done``.
+        Otherwise returns False; then give the answer to ``done``.
         """
         turns = self._turns
         if self._ready or not turns or turns[0] is not request:

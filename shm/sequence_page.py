@@ -50,7 +50,7 @@ _MOST_MODELS = 1024
 class SequenceKeys:
     """Makes the 128-bit keys by which sequence pages list a model version's sequences. Every process makes the same keys.
 
-    If the version is loaded again, the keys stay the same, so that its sequences go on in the load that they began in. If two
+    If the version is loaded again, the keys stay the same, so that requests still find sequences that began before. If two
     sequences have the same key by chance, a request may be sent to the wrong worker. As the worker compares whole ids, the
     request then fails, and never uses another sequence's state.
     """
@@ -180,9 +180,10 @@ class SequencePage:
                 yield (low, words[at + 1]), _STATES[words[at + 2] & 3], words[at + 2] >> 2
 
     def value(self, key: Key) -> int:
-        """Returns the word that the page has for a key, in bits that the module's docstring explains; 0: the page lacks the key.
+        """Returns the value that the page has for a key; 0: the page has no entry for the key.
 
-        Of two sequences, the sequence that was admitted later has the larger value.
+        For a sequence the value is its admission (CLOCK_MONOTONIC, ns) << 2 | ``SequenceState``, so a later one has a larger
+        value; for a model version it is edition << 42 | free slots << 22 | backlog << 2.
         """
         low, high = key
         words = self._words
@@ -265,7 +266,7 @@ class SequencePage:
         return _HEADER if at + _ENTRY == self._end else at + _ENTRY
 
     def _place(self, key: Key) -> int:
-        """Returns the index of the first word of a key's entry; without an entry, of the free entry the key would get."""
+        """Returns the index of the first word of a key's entry, or, if the key has none, of the free entry where it belongs."""
         words, at = self._words, self._home(key[0])
         while words[at] and (words[at] != key[0] or words[at + 1] != key[1]):
             at = self._next(at)

@@ -66,7 +66,7 @@ class Running(NamedTuple):
 
 
 def model_key(name: str, version: int) -> int:
-    """Returns a 64-bit hash of version ``version`` of model ``name``. A process that knows all models can find it by that."""
+    """Returns a 64-bit hash of a model version. A process that knows all model versions can find which one has the hash."""
     return int.from_bytes(hashlib.blake2b(f"{name}/{version}".encode(), digest_size=8).digest(), "little")
 
 

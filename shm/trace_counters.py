@@ -59,10 +59,11 @@ class Passes:
 class SampleCounter(Passes):
     """Samples one request in every ``rate``, counted over all fronts together. It owns the descriptor of the shared counter.
 
-    The shared counter says how many blocks of requests are left before the next traced request. A front takes one block off
-    the counter, and lets that block's requests pass untraced without looking at the counter again. A request that finds no
-    block left is traced, and puts all blocks back. If requests of two fronts find none at the same moment, both are traced,
-    and twice as many requests pass untraced then. So over time one request in ``rate`` is traced.
+    The requests between two traced ones are divided into blocks, and the shared counter says how many blocks are left. A
+    front takes one block off the counter, and leaves as many requests untraced as a block has before it looks at the counter
+    again. If no block is left, the front traces the next request, and adds all blocks to the counter again. If two fronts do
+    so at the same moment, both trace a request, and the counter has twice the blocks. So over time one request in ``rate``
+    is traced.
     """
 
     __slots__ = ("_block", "_blocks", "_rest", "fd")

@@ -122,7 +122,7 @@ def append(path: str, traces: bytes) -> None:
 
 
 def _put(fd: int, content: bytes, at: int) -> None:
-    """Writes ``content`` at ``at`` in the file ``fd``. If the disk is full, restores the file's end and raises OSError."""
+    """Writes ``content`` at offset ``at`` of file ``fd``. If the disk is full, undoes the write and raises OSError."""
     written = 0
     try:
         written = os.pwrite(fd, content, at)

@@ -196,7 +196,7 @@ class Tracer:
         self._last_id = incarnation << _ID_BITS
 
     def changed(self, record: TraceChanged, fds: list[int]) -> None:
-        """Sets a model's trace settings to ``record`` (model "": those without their own). Takes ownership of ``fds``."""
+        """Applies the trace settings in ``record``. Takes ownership of ``fds``, the descriptors of its counters for sampling."""
         self._forget(record.model)
         self._samplers[record.model] = Sampler(record, fds, self._files)
         self._look()

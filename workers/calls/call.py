@@ -87,7 +87,7 @@ class ModelCall:
         return self._asked > self._answered
 
     def answered(self, result: Result | None, final: bool) -> None:
-        """Hands ``result``, a response or None, to whoever waits. ``final``: whether it is the last. The loop calls it."""
+        """Gives ``next`` a response, or None if the call ends without one. ``final``: whether it ends. The loop calls this."""
         self._answered += 1
         self._came.put((result, final))
         first, self._first = self._first, None

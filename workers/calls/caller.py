@@ -143,7 +143,7 @@ class Caller:
         execution: object = None,
         phase: CallerPhase = CallerPhase.SERVING,
     ) -> None:
-        """``phase``: decides what the code may call. ``execution``: that of the run; None: the run keeps no instance busy."""
+        """``requests``: what the code works on. ``execution``: their run if it keeps an instance. ``phase``: allowed calls."""
         self.port = port
         self.requests = tuple(requests)
         self.execution = execution
@@ -157,7 +157,7 @@ class Caller:
         return self.phase is CallerPhase.SERVING and not (self is self.port.detached and self.port.loading)
 
     def close(self) -> None:
-        """Drops the requests, which have ended. Calls by a task that the code has left running then serve no request."""
+        """Drops the requests, which have ended. If the code has left a task running, calls by that task are for no request."""
         self.requests, self.execution = (), None
 
     def __repr__(self) -> str:
@@ -183,7 +183,7 @@ _current: ContextVar[Caller] = ContextVar("caller")
 
 @contextlib.contextmanager
 def calling(caller: Caller) -> Iterator[Caller]:
-    """Runs the block as code of ``caller``'s model. Then calls ``port.ran``, which restores process-wide state."""
+    """Runs the block as code of ``caller``'s model. Then ``port.ran`` restores what the code changed in the whole process."""
     token = _current.set(caller)
     try:
         yield caller
@@ -201,7 +201,7 @@ def current() -> Caller | None:
 def caller() -> Caller | None:
     """Returns the ``Caller`` of the model whose code called this, directly or through libraries; None: no model's code did.
 
-    If the requests on which the code works are unknown, returns ``port.detached`` of the model.
+    If it is unknown on which requests the code works, returns a ``Caller`` of the model that has no requests.
     """
     found = _current.get(None)
     if found is not None:

@@ -42,7 +42,7 @@ class MetricKind(enum.Enum):
 
 
 class Value:
-    """The value of one metric: ``sum``, and for a histogram also ``counts``, the number of values in each bucket."""
+    """The value of one metric. ``sum``: a counter's or gauge's value, or a histogram's total; ``counts``: values per bucket."""
 
     __slots__ = ("buckets", "counts", "holders", "sum")
 
@@ -73,7 +73,7 @@ class MetricRegistry:
         self._count = 0
 
     def hold(self, name: str, description: str, kind: MetricKind, owner: tuple[str, int]) -> None:
-        """Adds ``owner`` to the holders of the metric family of a name, and makes the family if there is none.
+        """Adds ``owner``, a model's name and version, to the holders of a metric family; makes the family if there is none.
 
         Raises InvalidArgument: the name or description is malformed, or the family is of another kind.
         Raises Unavailable: there are too many families.
@@ -97,7 +97,7 @@ class MetricRegistry:
             family.owners.append(owner)
 
     def release(self, name: str, owner: tuple[str, int], held: Iterable[Labels]) -> None:
-        """Removes ``owner`` from the holders of family ``name`` and its metrics ``held``; what nobody holds is removed."""
+        """Removes a model version (``owner``) as holder of family ``name`` and its metrics ``held``; drops what nobody holds."""
         with self._lock:
             family = self._families[name]
             for labels in held:

@@ -198,7 +198,7 @@ def _said(error: BaseException) -> str:
 
 
 def _of_stablehlo(name: str, content: bytes) -> export.Exported:
-    """Reads file ``name`` with StableHLO ``content``. Returns ``main``, of positional arguments and a tuple of results."""
+    """Returns function ``main`` of file ``name`` with StableHLO ``content``: it takes positional arguments, returns a tuple."""
     # A lowered function has a context with all of JAX's dialects; no public function makes one.
     lowered: Any = jax.jit(lambda: ()).lower().compiler_ir("stablehlo")
     context = lowered.context
@@ -324,7 +324,10 @@ class _Artifact:
     def create(
         self, path: Path, config: Mapping[str, Any], device: jax.Device
     ) -> tuple[Callable[..., dict[str, Any]], dict[str, Any]]:
-        """Returns the function that runs the programs, and its parameters. Raises InvalidArgument: the parameters do not fit."""
+        """Returns the function that runs the artifact's programs, and the parameters that the programs take, by name.
+
+        The arguments are not used. Raises InvalidArgument: the parameters do not fit the programs.
+        """
         return self._apply, self._loaded()
 
     def _apply(self, params: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -363,7 +366,7 @@ class _Artifact:
                 )
 
     def _has_batch(self) -> bool:
-        """Returns whether the first dim of every tensor is the batch: the configuration says so, or the dims are named so.
+        """Returns whether each tensor's first dim is the batch: by configuration, or as all are named ``b`` or ``batch``.
 
         Any other dim that varies must not be used to batch: rows along it may depend on each other.
         """
@@ -396,7 +399,7 @@ class _Artifact:
         return tuple(sorted(sizes))
 
     def _declared(self, groups: Sequence[Sequence[ProgramArray]]) -> dict[str, str]:
-        """Returns tensor name -> declaration as in a model.py. ``groups``: each program's arrays, which differ only in dims."""
+        """Returns tensor name -> declaration as in a model.py. ``groups``: each program's arrays; only dims differ in them."""
         found: dict[str, str] = {}
         by_name = [{leaf.name: leaf for leaf in group} for group in groups]
         for leaf in groups[0]:
@@ -407,7 +410,7 @@ class _Artifact:
         return found
 
     def _loaded(self) -> dict[str, Any]:
-        """Returns the parameters by their names as arguments. Raises InvalidArgument if they do not fit the program."""
+        """Returns the parameters by the names of the program's arguments. Raises InvalidArgument: they do not fit the program."""
         wanted = {leaf.name.removeprefix("params/"): leaf for leaf in self._programs[0].parameters}
         if not self._parameters:
             return {}

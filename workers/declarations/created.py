@@ -31,7 +31,7 @@ def created(
       described: the model's signature.
       returned: what ``create`` of model.py (``module``) returned.
       asked: properties of requests that the function asks for, which are then among its inputs; None: none.
-      indexed: whether the function has an argument ``index``, with the parameter set of each row.
+      indexed: whether the function has an argument ``index``: for each row the position of its parameter set in the stack.
     Raises InvalidArgument: ``create`` returned something else, or the function does not have the arguments that are expected.
     """
     model, states = described.model, described.states

@@ -108,7 +108,7 @@ def choose_buckets(message: ModelConfig, module: ModuleType, described: Signatur
 
 
 def check_size(buckets: Buckets, limit: int) -> None:
-    """Raises InvalidArgument: tensors of the largest batch of ``buckets`` compiled at load have more bytes than ``limit``."""
+    """Raises InvalidArgument: inputs and outputs of the largest batch that ``buckets`` allows have more bytes than ``limit``."""
     described = buckets.signature
     fixed = sum(_byte_size(spec, spec.model_dims) for spec in described.outputs.values() if -1 not in spec.model_dims)
     most = buckets.batch[-1]
@@ -163,7 +163,7 @@ def read_labels(message: ModelConfig, folder: Path) -> dict[str, tuple[str, ...]
 
 
 def queue_rules(message: ModelConfig, max_size: int, workers: int) -> QueueRules:
-    """Returns the rules of a model's queue. ``max_size``: the most requests. ``workers``: those that share the limits."""
+    """Returns the rules of a model's queue. ``max_size``: the most requests. ``workers``: how many workers share its limits."""
     replaces = wants(message, REPLACE_WAITING)
     if not message.HasField("dynamic_batching"):
         return QueueRules(max_size, replaces=replaces)
@@ -188,7 +188,10 @@ def _policy(policy: Any, workers: int) -> QueuePolicy:
 
 
 def batch_rules(message: ModelConfig) -> BatchRules:
-    """Returns the rules by which requests form batches. Generators and what mixes rows never batch; Python models if asked to."""
+    """Returns the rules by which a model's requests form batches.
+
+    Generators and models whose rows mix run each request alone, and so do Python models without ``dynamic_batching``.
+    """
     asked = message.HasField("dynamic_batching")
     yields = message.backend != "python" and message.model_transaction_policy.decoupled
     if message.max_batch_size < 1 or yields or (message.backend == "python" and not asked):

@@ -32,7 +32,10 @@ _EXAMPLES: Mapping[str, Any] = {
 
 
 def check_names(message: ModelConfig, module: ModuleType) -> None:
-    """Raises InvalidArgument if ``module``, the model.py, has a misspelt declaration. ``message``: config.pbtxt, as given."""
+    """Raises InvalidArgument if an unused name in ``module``, the model.py, is nearly that of a missing declaration.
+
+    ``message``: the model's config.pbtxt. What it sets is not missing in the model.py.
+    """
     fields = {{"input": "inputs", "output": "outputs"}.get(field.name, field.name) for field, _ in message.ListFields()}
     configured = {key.partition(".")[0] for key in message.parameters} | fields
     missing = sorted(_EXAMPLES.keys() - vars(module).keys() - configured)

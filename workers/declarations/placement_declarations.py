@@ -28,14 +28,14 @@ _MOST = 1 << 16
 
 
 def _given(message: ModelConfig, module: ModuleType, name: str, default: Any = None) -> tuple[Any, str, bool]:
-    """Returns what a model declares as ``name`` (else ``default``), the declaration's place for errors, and if it is text."""
+    """Returns the value of declaration ``name`` (else ``default``), words for its place in errors, and whether it is a string."""
     if name in message.parameters:
         return message.parameters[name].string_value, f"parameter '{name}'", True
     return getattr(module, name, default), f"{name} of model.py", False
 
 
 def device_count(message: ModelConfig, module: ModuleType) -> int:
-    """Returns how many devices a model asks for, 0 if it does not say. Raises InvalidArgument: no integer above 0 is given."""
+    """Returns the declared number of devices, 0 if none is declared. Raises InvalidArgument: the value is no integer above 0."""
     given, where, is_text = _given(message, module, "devices")
     if is_text and given.isdecimal():
         given = int(given)
@@ -75,9 +75,10 @@ def chosen_devices(
 def given_devices(
     message: ModelConfig, module: ModuleType, devices: Sequence[jax.Device], gpu: int | None, keeps_state: bool
 ) -> tuple[jax.Device | tuple[jax.Device, ...], SeveralDevices | None]:
-    """Returns the device or devices that ``create`` gets, and those that programs run on (None: the worker's first device).
+    """Returns the device or devices that ``create`` gets, and the devices that the model's programs run on.
 
-    ``gpu``: the number of the first of ``devices``; None: they are no GPUs. ``keeps_state``: whether the model has state.
+    The second result is None if the programs run on the worker's first device alone. ``gpu``: the number of the first of
+    ``devices``; None: they are no GPUs. ``keeps_state``: whether the model has state.
     Raises: InvalidArgument: the number of devices is malformed or too large.  Unsupported: state needs the worker's first device.
     """
     count = device_count(message, module)
@@ -91,9 +92,9 @@ def given_devices(
 
 
 def is_on_demand(message: ModelConfig, module: ModuleType) -> bool:
-    """Returns whether a model's parameters may leave the device for others, and come back with the next request.
+    """Returns whether a model's ``memory_policy`` lets its parameters leave the device to make room for other models.
 
-    Raises: InvalidArgument: the policy does not exist.  Unsupported: the model has no parameters on the device.
+    Raises: InvalidArgument: ``memory_policy`` is unknown.  Unsupported: the model has no parameters on the device.
     """
     given, where, _ = _given(message, module, "memory_policy", RESIDENT)
     if given not in (RESIDENT, ON_DEMAND):

@@ -100,10 +100,10 @@ class RequestInputs:
 
 
 class KnownParameters:
-    """The request parameters that one model version knows. Any other parameter is refused, or logged once."""
+    """The request parameters that a model version knows. With ``strict_parameters`` others are refused, else logged once."""
 
     def __init__(self, message: ModelConfig, module: ModuleType, options: Options) -> None:
-        """Raises InvalidArgument if ``strict_parameters`` of ``module``, the model.py, is neither True nor False."""
+        """Reads what ``module`` (model.py) and ``options`` allow. Raises InvalidArgument: ``strict_parameters`` is no bool."""
         self._model, self._names = message.name, [*map(str, getattr(module, "request", {}))]
         self._strict, self._told = getattr(module, "strict_parameters", False), set[str]()
         if type(self._strict) is not bool:
@@ -115,7 +115,7 @@ class KnownParameters:
         self._headers = [header_pattern.compiled(pattern) for pattern in patterns if pattern]
 
     def check(self, given: Iterable[str], label: str) -> None:
-        """Raises InvalidArgument if a strict model does not know a parameter in ``given``. ``label``: begins the error."""
+        """Raises InvalidArgument if ``strict_parameters`` is set and a ``given`` name is unknown. ``label`` starts the text."""
         for name in given:
             short = name[:_MOST_NAMED]
             told = short in self._told or (len(self._told) >= _MOST_TOLD and not self._strict)
@@ -132,7 +132,7 @@ class KnownParameters:
 
 
 def request_inputs(message: ModelConfig, module: ModuleType) -> RequestInputs | None:
-    """Returns what model.py (``module``) asks for of requests, or None. Raises InvalidArgument: a declaration is wrong."""
+    """Returns the request properties that model.py declares as inputs, or None. Raises InvalidArgument: a bad declaration."""
     declared, host = getattr(module, "request", {}), bool(getattr(module, "host", False))
     model, batches = message.name, message.max_batch_size > 0
     if not isinstance(declared, Mapping):
@@ -175,7 +175,7 @@ def _zero(spec: TensorSpec) -> Parameter:
 
 
 def _element(what: str, spec: TensorSpec, given: Any) -> Any:
-    """Returns ``given`` as an element of the datatype of ``spec``. Raises InvalidArgument, with ``what``: it does not fit."""
+    """Returns ``given`` in the datatype of ``spec``. Raises InvalidArgument, whose message ``what`` begins: it does not fit."""
     kind = spec.dtype.kind
     if spec.datatype == "BYTES":
         if isinstance(given, str):

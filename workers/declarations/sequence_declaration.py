@@ -61,7 +61,7 @@ class _CorrelationId(NamedTuple):
 
     @property
     def false(self) -> Array:
-        """The value of this input in a row of a batch that no request fills."""
+        """The value of this input in a row that only pads a batch and belongs to no request: 0, or an empty string."""
         if self.spec.datatype == "BYTES":
             return np.full(self.shape, b"", np.object_)
         return np.zeros(self.shape, self.spec.dtype)
@@ -111,7 +111,7 @@ class ControlInputs:
         return self._flags[controls.start, controls.end] | {each.spec.name: each.array(controls) for each in self._ids}
 
     def of_each(self, asked: Iterable[Asked]) -> list[dict[str, Array]]:
-        """Returns the control inputs of each ``asked`` request, until a correlation id does not fit the datatype."""
+        """Returns the control inputs of each of ``asked``, up to the first correlation id that does not fit the datatype."""
         found: list[dict[str, Array]] = []
         with contextlib.suppress(InvalidArgument):
             for each in asked:

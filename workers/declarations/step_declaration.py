@@ -46,7 +46,7 @@ class StepDeclaration:
 def declare_steps(message: ModelConfig, module: ModuleType) -> StepDeclaration | None:
     """Returns what a model that runs step by step declares, and marks the model as decoupled; None: any other model.
 
-    Raises: InvalidArgument: a declaration is malformed.  Unsupported: a host model has no slots.
+    Raises: InvalidArgument: a declaration is malformed.  Unsupported: the model's functions are not compiled (``host``).
     """
     what = f"model '{message.name}'"
     if not hasattr(module, "slots"):
@@ -85,7 +85,7 @@ def _number(what: str, module: ModuleType, name: str, most: int, default: int | 
 
 
 def check_stepped(message: ModelConfig, described: Signature) -> None:
-    """Raises InvalidArgument or Unsupported if a model that runs step by step has what it cannot have, such as sequences."""
+    """Raises InvalidArgument or Unsupported if ``message``, or ``described``, the signature, rules out a step by step model."""
     what = f"model '{message.name}'"
     if message.max_batch_size:
         raise InvalidArgument(
@@ -114,7 +114,7 @@ def check_stepped(message: ModelConfig, described: Signature) -> None:
 
 
 def check_buckets(buckets: Buckets) -> None:
-    """Raises InvalidArgument if an input's axis varies without buckets, or is named like an input. For step by step models."""
+    """Checks a step by step model's ``buckets``. Raises InvalidArgument: a varying axis has no buckets or an input's name."""
     what, axes = f"model '{buckets.signature.model}'", set(buckets.named)
     for spec in buckets.signature.inputs.values():
         for axis, dim in zip(spec.axes, spec.model_dims, strict=True):

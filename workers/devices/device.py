@@ -23,7 +23,7 @@ class NoDevice(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DeviceName:
-    """The name of a device, such as ``cpu:0``, ``cuda:1``, ``cuda:1/2`` or ``cuda:1#model`` (see ``shm.device_names``)."""
+    """The name of a device: ``cpu:0``, ``cuda:1``, ``cuda:1/2`` (for worker 2 of that GPU) or ``cuda:1#m`` (for model m only)."""
 
     platform: str
     index: int

@@ -105,5 +105,5 @@ def may_be_written(memory: memoryview) -> bool:
 
 
 def _look(memory: memoryview) -> None:
-    """Reads the last byte of memory. If a client has truncated the object behind it, ``shm.guard`` counts a fault."""
+    """Reads the last byte of ``memory``, so that ``shm.guard`` notices before the driver if a client has truncated its file."""
     memory[-1]

@@ -47,7 +47,7 @@ GatheredPart = tuple[str, np.dtype[Any], tuple[int, ...], Sequence[Array]]
 
 
 def prepare_environment(options: Workers) -> None:
-    """Limits XLA's GPU memory by environment variables that are not set yet. Call it before JAX's back end starts."""
+    """Limits XLA's GPU memory by environment variables; keeps those that are set. Call it before JAX's back end starts."""
     if not os.environ.keys() & {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}:
         # Workers that share a GPU take equal parts, however many of them run already.
         os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{options.gpu_memory_fraction / options.per_gpu:g}"
@@ -78,7 +78,7 @@ class CudaDevice:
     # ------------------------------------------------------------------------------------------------------- inputs
 
     def gather(self, parts: Sequence[GatheredPart]) -> tuple[dict[str, jax.Array], int]:
-        """Gathers a batch's inputs (``parts``) on the device. Returns a program's arguments by name, and how much was copied.
+        """Gathers a batch's inputs (``parts``) on the device. Returns a program's arguments by name, and the bytes copied.
 
         Raises InvalidArgument: a region cannot be read any more; Unavailable: there is no memory; DeviceLost: the GPU failed.
         """
@@ -131,9 +131,10 @@ class CudaDevice:
     def send(
         self, parts: Sequence[tuple[str, np.dtype[Any], tuple[int, ...], int]], byte_size: int
     ) -> dict[str, jax.Array]:
-        """Sends the first ``byte_size`` bytes of ``host`` to the device in one transfer. Returns the program's arguments by name.
+        """Sends the first ``byte_size`` bytes of ``self.host``, the host memory for inputs, to the device in one transfer.
 
-        ``parts``: name, dtype and shape of each input, and its offset in ``host``, a multiple of ``ALIGNMENT``.
+        Returns the program's arguments by name. ``parts``: name, dtype and shape of each input, and its offset in the host
+        memory, a multiple of ``ALIGNMENT``.
         """
         self._reserve(byte_size)
         self.context.to_device(self._staging, self.host.address, byte_size)
@@ -157,7 +158,10 @@ class CudaDevice:
         self._staging_byte_size = size
 
     def _fill_together(self, staged: Sequence[tuple[GatheredPart, int]], byte_size: int) -> int:
-        """Queues one transfer of the ``staged`` tensors in host memory, then copies in the device. Returns bytes copied."""
+        """Queues one transfer of the tensors in host memory, then copies of those on the device. Returns the bytes copied.
+
+        ``staged``: inputs, each with its offset in the memory that is filled.
+        """
         content, copied, of_host = self.host.content, 0, False
         of_device: list[tuple[int, CudaTensor | GpuArray]] = []
         for (_, dtype, shape, arrays), at in staged:
@@ -320,9 +324,9 @@ class CudaDevice:
             XLA's stream    | program ▸ its event |
             the worker's                          └▶ waits for it ▸ copy ▸ the one event that a thread waits for
 
-        DLPack's stream argument does this. The reverse, XLA waiting for copies, costs more than it saves: XLA takes the stream
-        only with each import of memory by DLPack, which takes longer than a small transfer. Returns an object to keep until the
-        queued work is done. An error of computing ``made`` that is known by now is raised.
+        DLPack's stream argument does this. The reverse, XLA waiting for copies, costs more than it saves: XLA learns the stream
+        only when memory is imported by DLPack, and an import takes longer than a small transfer. Returns an object to keep until
+        the queued work is done. An error of computing ``made`` that is known by now is raised.
         """
         if self._waits:
             try:

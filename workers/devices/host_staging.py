@@ -47,7 +47,7 @@ class StagingPool:
         self._closed = False
 
     def prepare(self) -> None:
-        """Allocates and page-locks one piece in advance, so that the thread that takes it need not wait for the driver."""
+        """Allocates and page-locks one piece of host memory in advance, so that no thread has to wait for the driver later."""
         self._free.append(self._made())
 
     def take(self) -> HostStaging:

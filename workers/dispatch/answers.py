@@ -79,10 +79,10 @@ def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -
 
 
 def complete_planned(plan: AnswerPlan, request: Request, outputs: BatchOutputs, row: int) -> AnswerRecord | None:
-    """Writes, of ``outputs``, those of a request that go to regions; returns the record of its answer with the other outputs.
+    """Writes a request's outputs that go to regions, and returns the record of its answer with all other outputs.
 
-    Returns None, and writes nothing, if any region of the request is GPU memory. ``row``: the batch's row at which the
-    request begins. ``plan``: where its outputs lie.
+    Returns None, and writes nothing, if any region of the request is GPU memory. ``row``: the row of ``outputs`` at which
+    the request begins. ``plan``: where its outputs lie.
 
     Raises InvalidArgument: the memory of a region does not exist any more.
     """

@@ -79,7 +79,7 @@ class CachedAnswers:
         return True
 
     def keep(self, version: ModelVersion, execution: Execution, cache: ResponseCache) -> None:
-        """Stores an execution's results, unless parameters or models changed since the requests came. Only logs a failure."""
+        """Stores an execution's results, unless parameters or models changed since its requests came. Logs if storing fails."""
         for request, result in zip(execution.requests, execution.results, strict=True):
             if isinstance(result, ServingError):
                 continue
@@ -119,7 +119,7 @@ class CachedAnswers:
     def _chosen(self, graph: EnsembleGraph, request: Request) -> list[tuple[ModelVersion, ParameterSet]]:
         """Returns the models of the steps of ``graph`` that have parameters, each with the parameter set that a request uses.
 
-        A model without a set of the request's name uses its main set.
+        If a model has no set of the name that the request gives, the request uses the model's main set.
         """
         name = request.own.parameter_set
         found: list[tuple[ModelVersion, ParameterSet]] = []
@@ -132,7 +132,7 @@ class CachedAnswers:
     def _still_holds(
         self, question: Question, version: ModelVersion, request: Request, ran: ParameterSet | None
     ) -> bool:
-        """Returns whether an answer was computed with the parameters that the cache key (``question``) of its request names.
+        """Returns whether an answer was computed with the parameters that are part of its request's cache key, ``question``.
 
         ``ran``: the parameter set with which the model ran; None: the model has no parameters or is an ensemble.
         """

@@ -174,9 +174,9 @@ class Dispatcher:
         self._queue(version, request, now_ns)
 
     def submit_of_client(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> None:
-        """Submits a request that came on a client's lane: clears the fields that only a front may set, and checks the limits.
+        """Submits a request that came on a client's lane: clears the fields that only a front may set, and checks limits.
 
-        A request beyond a limit is answered with Unavailable.
+        A request is answered with Unavailable if the lane has too many in flight or its user's answers hold too many bytes.
         """
         assert submitter.segments is not None
         self.lane_requests += 1
@@ -339,8 +339,9 @@ class Dispatcher:
     # ---------------------------------------------------------------------------------------------------------- running
 
     def run_due(self, now_ns: int) -> int | None:
-        """Does the work of one loop iteration: runs steps and the due batches of one model, and gives batches to other threads.
+        """Does the work of one loop iteration.
 
+        Launches steps of models that run step by step, runs due batches of one other model, and gives batches to other threads.
         Returns the time (monotonic, ns) at which to call this again: at once if the time is not after ``now_ns``. Returns None
         if there is nothing to do before the next event.
         """
@@ -365,7 +366,7 @@ class Dispatcher:
 
     @property
     def runs_short_programs(self) -> bool:
-        """True if no model runs step by step, and the last program that the loop ran did less work than an iteration may do."""
+        """True if no model runs step by step, and the work of the loop's last program is known to fit into one iteration."""
         return not self._stepping.living and self._share < 1
 
     def _retry(self, now_ns: int) -> None:
@@ -420,8 +421,8 @@ class Dispatcher:
     def _run(self, version: ModelVersion, now_ns: int, alone: bool) -> None:
         """Runs a version's next batch in the loop.
 
-        If ``alone``, also runs further batches as long as many requests to short programs wait. The answers of all these batches
-        leave together, with one system call and one wake-up of the receiver.
+        If ``alone``, which says that no other model has work, also runs further batches as long as many requests to short
+        programs wait. The answers of all these batches leave together, with one system call and one wake-up of the receiver.
         """
         done = self._run_batch(version, now_ns)
         while alone and done < 1 and len(version.planner) >= _MANY:
@@ -487,8 +488,8 @@ class Dispatcher:
     def _gone(self, request: Request, now_ns: int) -> bool:
         """Answers a request that will not run because it was cancelled or its lane has ended.
 
-        Returns False, and does nothing, if the request may still run. Requests that the planner drops with the request are
-        answered with errors, too.
+        Returns False, and does nothing, if the request may still run. If requests of the same sequence cannot run without it,
+        they are answered with errors, too.
         """
         if not request.submitter.closed and not request.cancelled:
             return False
@@ -532,7 +533,7 @@ class Dispatcher:
 
 
 def _extend(version: ModelVersion, grouped: GroupedCalls, batch: list[Request]) -> GroupedProgram | None:
-    """Adds to ``batch`` waiting requests that one program of ``grouped`` computes with it. Returns the program, or None."""
+    """Adds to ``batch`` waiting requests for one call of a program of ``grouped``. Returns the program; None: no program fits."""
     key = batch[0].key
     waiting = version.queue.rows(key)
     program = grouped.find(shapes_of(key), waiting + 1)

@@ -105,7 +105,7 @@ class EnsembleRuns:
         self._working = False
 
     def run(self, version: ModelVersion, graph: EnsembleGraph, batch: list[Request], now_ns: int) -> bool:
-        """If all steps of ``graph`` allow it, runs a batch as a pipeline and returns True; else begins its steps: False."""
+        """Runs a batch as a pipeline if all steps of ``graph`` allow it, else begins the steps. Returns whether it was run."""
         # A trace has each step; of what was being executed when a worker died each step is blamed for itself; and each step finds
         # the parameter set that its request names, and says which it was.
         steps = [
@@ -283,7 +283,7 @@ class EnsembleRuns:
         self._work()
 
     def _take(self, run: _Run) -> None:
-        """Starts steps on waiting responses, oldest first, until enough steps run or the client has to take answers first."""
+        """Starts later steps on stored responses, oldest first, until the graph's limit is reached or a client must catch up."""
         while run.untaken and run.error is None:
             start, inner, result = run.untaken[0]
             if run.run.running:
@@ -445,7 +445,7 @@ def _check_set(request: Request, members: Iterable[ModelVersion]) -> None:
 
 
 def _fitted(arrays: dict[str, Array], specs: dict[str, TensorSpec], batches: bool) -> dict[str, Array]:
-    """Returns ``arrays`` with the batch dimension added or removed, as ``specs`` need it. ``batches``: if specs have one."""
+    """Returns ``arrays`` with a batch dimension added or removed to fit ``specs``. ``batches``: whether ``specs`` have it."""
     return {
         name: fitting(array, specs[name].dims, batches) if name in specs else array for name, array in arrays.items()
     }

@@ -61,12 +61,12 @@ Regions = dict[str, Region]
 
 
 class _Batch:
-    """Describes to the C extension requests of one row, with the same shapes, to one load of a version: they can share a run."""
+    """Describes to the C extension requests that may share a run: each has one row, and all have the same version and shapes."""
 
     def __init__(
         self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Shapes, runs: SequenceRuns | None = None
     ) -> None:
-        """Finds the model's program for each number of rows. ``key``: the inputs' shapes. ``runs`` None: no sequences."""
+        """Finds the model's programs by number of rows. ``key``: inputs' shapes. ``runs``: runs sequences; None: has none."""
         self.version = version
         self.model = model
         self._key = key
@@ -122,7 +122,7 @@ class _Batch:
 
 
 class _Alone:
-    """Describes to the C extension large requests with inputs of the same shapes; each of them runs alone."""
+    """Describes large requests with inputs of the same shapes to the C extension. Each of these requests has a run of its own."""
 
     def __init__(self, version: ModelVersion, model: JaxModel, executable: Executable) -> None:
         self._version = version
@@ -130,7 +130,7 @@ class _Alone:
         self.executable = executable
 
     def native(self) -> _native.Batch:
-        """Returns the C extension's description of these requests; without programs, because each request runs alone."""
+        """Returns the C extension's description of the requests. It names no programs, because no two requests share a run."""
         sizes = self._version.batcher.at_once(self.executable.wanted.shapes)
         most = min(max((some[-1] for some in sizes), default=0), _native.MAX_ROWS)
         return _native_batch(self, self._version, self.executable.share / self.executable.rows, (-1,) * max(1, most))
@@ -247,7 +247,7 @@ class FastPath(Poller):
                     statistics.slow_requests[why] += 1
 
     def _learn(self, version: ModelVersion, execution: Execution, request: Request) -> SlowReason | None:
-        """Makes C answer repeats of a request in ``execution``. Returns why it will not; None: it will, or the run failed."""
+        """Has the C extension answer repeats of ``request``. Returns why it will not; None: it will, or ``execution`` failed."""
         preparation, submitter = request.preparation, request.submitter
         if preparation is None or submitter.closed:
             return SlowReason.NEW if request.sink is None else SlowReason.INSIDE
@@ -285,7 +285,10 @@ class FastPath(Poller):
     def _learn_together(
         self, execution: Execution, request: Request, preparation: Preparation, regions: Regions, layout: OutputLayout
     ) -> SlowReason | None:
-        """Has C answer repeats of a request in shared runs, with outputs in ``layout``; returns why it cannot, or None."""
+        """Has the C extension answer repeats of ``request`` in runs of several requests. Returns why it cannot, or None.
+
+        ``preparation``: the prepared request. ``regions``: those of its tensors, by name. ``layout``: that of the run's outputs.
+        """
         version, plan, prepared = request.version, preparation.plans.get(layout), preparation.prepared
         if plan is None:
             return SlowReason.TRACED if request.timeline is not None else SlowReason.LARGE
@@ -385,7 +388,7 @@ class FastPath(Poller):
         return None
 
     def _found(self, places: Sequence[RegionSlice | None], submitter: SubmitterLink[Request]) -> Regions | None:
-        """Returns a submitter's regions in ``places``, by name; None: one is not mapped, or a place in one has no bytes."""
+        """Returns a submitter's regions that ``places`` lie in, by name; None: a region is not mapped, or a place has 0 bytes."""
         regions: RegionTable | LaneSegments = submitter.segments or self._regions
         found: Regions = {}
         for place in places:
@@ -426,7 +429,10 @@ class FastPath(Poller):
 
 
 def _plan_single(execution: Execution, preparation: Preparation) -> tuple[AnswerPlan, Mapping[int, str]] | None:
-    """Returns a plan for answers to an execution's only request, and output names by ``PlannedOutput.content``, or None."""
+    """Returns a plan for answers to an execution's only request, and each output's name by its number in the plan.
+
+    Returns None if the outputs were not placed as a plan needs it. ``preparation``: the prepared request.
+    """
     (request,), made, places = execution.requests, execution.outputs, execution.places
     plan = None if made is None else preparation.plans.get(made.layout)
     if made is not None and plan is not None and plan.numbered is not None:
@@ -449,7 +455,10 @@ def _plan_single(execution: Execution, preparation: Preparation) -> tuple[Answer
 
 
 def _says_what_holds(request: Request, execution: Execution) -> bool:
-    """Returns whether repeats of a request get an answer that differs only in its tensors, while the parameters stay the same."""
+    """Returns whether answers to repeats of a request will differ from the request's answer only in their tensors.
+
+    That holds until the model's parameters change. ``execution``: the run that computed the request's answer.
+    """
     if isinstance(request.chosen, ParameterSet):
         return False  # its sequence has its own, which the planner knows; others of that kind have main's
     if not request.tells:
@@ -459,7 +468,7 @@ def _says_what_holds(request: Request, execution: Execution) -> bool:
 
 
 def _timeline_end(version: ModelVersion) -> bytes | None:
-    """Returns the encoded part of a timeline after its timestamps; this part names the version of ``main``, if there is one."""
+    """Returns a timeline's encoded end; it names parameter set ``main`` and its number, if a client has replaced the values."""
     main = None if version.sets is None else version.sets.main
     return timeline_end((main.name, main.number) if main is not None and main.number else None)
 
@@ -475,12 +484,12 @@ def _sets_of(request: Request) -> dict[str, ParameterSet] | None:
 
 
 def _is_large(request: Request, preparation: Preparation, checked: Checked) -> bool:
-    """Returns whether a request's inputs, as ``checked``, are too large to be copied into a batch."""
+    """Returns whether a request's inputs are too large to copy into a batch. ``checked``: their sizes if they are in regions."""
     return not request.small if preparation.own else sum(checked.sizes) >= _LARGE
 
 
 def _holds(numbered: Numbered[PreparedAnswer], request: Request) -> bool:
-    """Returns whether a ``numbered`` answer was sent to the request's submitter, and repeats the parameters of the request."""
+    """Returns whether ``numbered``, a prepared answer, was sent to the request's submitter and names the right parameter set."""
     known = numbered in request.submitter.lane.published
     return known and (not request.tells or numbered.prepared.parameters == request.told)
 
@@ -497,5 +506,8 @@ def _take_back(submitter: SubmitterLink[Request], datagram: bytes) -> bool:
 
 
 def _address(place: RegionSlice | None, byte_size: int, regions: Regions) -> int:
-    """Returns a tensor's address in ``place``; 0 for None, a tensor in the record. Raises InvalidArgument: it is outside."""
+    """Returns the address of a tensor in a region (``place``); 0 if ``place`` is None: the tensor is in a record.
+
+    Raises InvalidArgument: the ``byte_size`` bytes of the tensor are not all inside the region.
+    """
     return 0 if place is None else address_of(regions[place.region].view(place.offset, byte_size))

@@ -144,9 +144,9 @@ def _count_ahead(version: ModelVersion) -> None:
 
 
 def in_order(version: ModelVersion, taken: object, answer: Callable[[], None]) -> None:
-    """Calls ``answer``; if the version answers in order, only after all requests that left the queue earlier are answered.
+    """Calls ``answer``; if the version preserves order, only once all requests taken from the queue earlier are answered.
 
-    ``taken``: identifies when the requests left the queue.
+    ``taken``: the request or the execution that ``answer`` is for, as noted when its requests left the queue.
     """
     if version.order is None:
         answer()

@@ -55,7 +55,10 @@ class LaneAnswers:
         self._channel: Channel | None = None
 
     def begin(self, poller: Poller, access: int) -> None:
-        """Begins to limit which requests ``poller`` answers by itself, and to log every ``access``-th answer without an error."""
+        """Begins to limit how many requests ``poller`` answers by itself before one has to be logged or traced.
+
+        ``access``: of so many answers without an error one is logged; 0: no answer is logged.
+        """
         self._poller = poller
         self.log_every(access)
 

@@ -187,10 +187,10 @@ class Outbox:
         return result
 
     def _place_small(self, request: Request, outputs: BatchOutputs, row: int) -> bool:
-        """Answers a client's request whose outputs are small, by a plan that is stored or made now.
+        """Answers a client's request whose outputs are small, by a stored or a new plan, which says where outputs go.
 
-        The outputs are copied from the batch's rows, from ``row`` on. Returns False, and sends nothing, if there is no such plan,
-        and the caller must place the outputs otherwise.
+        The outputs are copied from the batch's rows, from ``row`` on. Returns False, and sends nothing, if there can be no plan
+        or the answer cannot be sent now; then the caller must place the outputs otherwise.
         """
         submitter = request.submitter
         if submitter.closed or request.cancelled or request.timeline is not None or request.sink is not None:
@@ -318,10 +318,10 @@ class Outbox:
         return Unavailable(_describe_full(request.submitter, byte_size))
 
     def hold(self, request: Request) -> bool:
-        """Decides whether a request must wait because too many bytes of answers to its submitter wait to be sent.
+        """Decides whether a request must wait because too many bytes of answers to its submitter are not sent yet.
 
-        The request waits only if a large answer of the same model and shapes is among the waiting answers or, if the model
-        answers in order, any large answer of the model. Returns whether it waits; ``retry`` returns the request when it may run.
+        Returns True only if one of these answers is a large answer of the same model and shapes or, if the model preserves
+        order, any large answer of the model. If the request waits, ``retry`` returns it when it may run.
         """
         submitter, version = request.submitter, request.version
         if request.sink is not None or submitter.blocked_byte_size <= self._bound(submitter):
@@ -400,9 +400,9 @@ class Outbox:
 
 
 def _numbered(request: Request, answer: AnswerRecord) -> tuple[AnswerRecord, Numbered[PreparedAnswer] | None]:
-    """Makes the repeating part of a request's large answer prepared, so that the record carries only a number for it.
+    """Prepares a large answer: the part that later answers repeat gets a number, which replaces the part in the record.
 
-    Returns the new record and the numbered part. Returns the record unchanged, and None, if the answer cannot be prepared.
+    Returns the new record, and the part with its number. If the answer cannot be prepared, returns the old record and None.
     """
     preparation, prepared = request.preparation, cast(PreparedAnswer, answer.prepared)
     # Parameters are each answer's own, but for what it says of the parameter set.

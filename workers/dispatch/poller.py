@@ -17,7 +17,7 @@ Datagram = tuple[bytes, list[int], int]
 
 
 class Woken(NamedTuple):
-    """The result of waiting for events: the events, datagrams that the C extension has left to Python, and unsent datagrams."""
+    """What ``Poller.wait`` returns: events, datagrams that Python has to handle, and answers that sockets could not take yet."""
 
     #: File descriptor and its epoll event mask.
     events: list[tuple[int, int]]
@@ -64,7 +64,7 @@ class Poller:
         return 0
 
     def let_pass(self, most: int, joins: bool) -> None:
-        """Sets to ``most`` how many more client requests ``wait`` may answer. ``joins``: whether to leave out those traced."""
+        """Sets to ``most`` how many more client requests ``wait`` may answer. ``joins``: whether it leaves out traced ones."""
 
     def close(self) -> None:
         """Releases everything that ``learn`` has stored, before the worker's loop ends."""
@@ -74,7 +74,7 @@ class Poller:
 
         Args:
           timeout_ns: how long to wait at most; 0 or less: does not wait, only returns what is there.
-          idle: whether no request waits in the worker, so that requests may be answered during the wait.
+          idle: whether the worker has nothing else to run, so that requests that arrive now may be answered during the wait.
           sleeps: whether to sleep immediately, without polling before.
         """
         if timeout_ns <= 0:
@@ -89,7 +89,7 @@ class Poller:
         return Woken(events, [], [])
 
     def _look(self, until_ns: int) -> list[tuple[int, int]]:
-        """Polls for events without sleeping until a time (monotonic, ns). Returns an empty list if none came."""
+        """Polls until a time (monotonic, ns), without sleeping. Returns (file descriptor, epoll mask) of each event, if any."""
         poll = self._epoll.poll
         now_ns = time.monotonic_ns()
         while now_ns < until_ns:

@@ -106,7 +106,10 @@ class Responses(ResponseReceiver):
         return request.submitter.known_kind(request.version.version, found[0])
 
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
-        """Queues ``result`` for the loop, behind the sender's earlier ones. ``wake`` False: ``gather`` will find it."""
+        """Queues ``result`` for the loop, behind the sender's earlier ones. ``final``: whether it is the sender's last.
+
+        ``byte_size``: what ``result`` counts as until it is placed. ``wake``: False leaves it to a later call of ``gather``.
+        """
         self._arrived.append((sender, (result, final, byte_size)))
         # Whoever takes them says so before it looks for them.
         if wake and (final or not self._posted):
@@ -125,7 +128,7 @@ class Responses(ResponseReceiver):
     def returned(self, execution: Execution) -> None:
         """Handles the return of a model's function: moves requests that are answered through senders to ``execution.streamed``.
 
-        Ends such a request if the model failed for it or if it was cancelled. Otherwise its sender may still send.
+        A moved request ends if the model failed for it or if it was cancelled. Otherwise its sender may still send responses.
         """
         self._take()
         requests, results = execution.requests, execution.results
@@ -212,7 +215,7 @@ class Responses(ResponseReceiver):
         return min([give_up_ns for _, give_up_ns in self.kept.values()], default=NEVER)
 
     def gather(self, now_ns: int) -> None:
-        """Once ``now_ns`` has reached ``look_ns``, sends the responses that threads have queued without waking the loop."""
+        """If ``now_ns`` has reached ``look_ns``, the set time, sends responses that threads queued without waking the loop."""
         if 0 < self.look_ns <= now_ns:
             self.look_ns = 0
             self._take()
@@ -269,7 +272,7 @@ class Responses(ResponseReceiver):
             hand_over(request, result, None, final)
 
     def _note_end(self, sender: ResponseSender, result: Result | None) -> None:
-        """Adds run and outputs of the sender's traced request to its timeline. ``result``: None if there are no outputs."""
+        """Adds to the timeline of a sender's traced request when it ran, and its outputs. ``result``: the outputs; None: none."""
         request, shown = sender.request, {} if result is None else result
         assert request.timeline is not None
         request.timeline.executed((sender.began_ns, sender.began_ns, self._clock()), request.arrays, shown)
@@ -314,7 +317,7 @@ class Responses(ResponseReceiver):
         return 0 if final else response_byte_size(record.contents)
 
     def _place_small(self, sender: ResponseSender, result: dict[str, Array], final: bool) -> int:
-        """Queues ``result`` if it fits into a record. Returns the bytes that the client must acknowledge; 0: it is larger."""
+        """Queues ``result`` if it fits into a record. Returns the bytes that the client must acknowledge; 0: it does not fit."""
         request = sender.request
         if (
             not sender.plain

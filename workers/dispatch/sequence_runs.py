@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class SequenceRuns:
-    """Runs requests of a version's sequences in batches that the C extension gathers, while no other request waits."""
+    """If no other request waits, runs requests of a version's sequences in batches that the C extension gathers."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class SequenceRuns:
         submitters: Mapping[int, SubmitterLink[Request]],
         register: SequenceRegister,
     ) -> None:
-        """Begins without chosen requests. ``submitters``: file descriptor of a lane -> the front or client that sends on it."""
+        """``submitters``: file descriptor of a lane -> its submitter. ``register``: writes the sequences to the worker's page."""
         self._version = version
         self._model = model
         self._sequences = sequences
@@ -57,7 +57,7 @@ class SequenceRuns:
         self._given: list[dict[str, Array]] = []
 
     def choose(self, asked: list[Asked], clients: list[int] | None = None) -> int:
-        """Chooses the requests that may run now, and returns how many they are, from the first one on.
+        """Chooses requests that may run now. Returns how many are chosen: they are the first so many of ``asked``.
 
         Args:
           asked: (correlation id, START, END) of each request.
@@ -84,7 +84,7 @@ class SequenceRuns:
         return len(self._chosen)
 
     def program(self, executable: Executable) -> Callable[[], list[Content]]:
-        """Returns a function that C calls once the inputs are gathered: it runs the chosen requests on ``executable``."""
+        """Returns a function that runs on ``executable`` what ``choose`` has chosen. C calls it once the inputs are gathered."""
         step = self._model.gathered_run(executable)
         columns = {name: array.reshape(executable.rows, -1) for name, array in executable.gathered.items()}
 
@@ -103,7 +103,7 @@ class SequenceRuns:
         return run
 
     def _ran(self) -> None:
-        """Marks the chosen requests as run, successfully or not. It must be called before any of their answers is sent."""
+        """Marks the requests chosen by ``choose`` as run, successfully or not. Call it before any of their answers is sent."""
         self._sequences.table.have_run(self._chosen, time.monotonic_ns())
         self._chosen = []
         if self._register.changed:

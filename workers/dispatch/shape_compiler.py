@@ -72,8 +72,8 @@ class ShapeCompiler:
     def park(self, version: ModelVersion, batch: list[Request], wanted: Wanted) -> None:
         """Has a thread compile the program ``wanted`` for a batch, whose requests wait outside the queue until then.
 
-        Requests in the queue with the same batching key wait too. If too many shapes are being compiled already, all these
-        requests are answered with Unavailable instead.
+        Requests in the queue with the same batching key wait too. If too many shapes are being compiled already, the requests
+        of ``batch`` are answered with Unavailable instead.
         """
         model = version.jitted
         if model is None:
@@ -114,7 +114,10 @@ class ShapeCompiler:
     def _compile(
         self, version: ModelVersion, executables: Executables, wanted: Wanted, running: list[tuple[int, int]]
     ) -> Executable:
-        """Compiles the program ``wanted``; the compiler's thread calls this. Raises the compiler's errors, or DeviceLost."""
+        """Compiles the program ``wanted``; the compiler's thread calls this. Raises the compiler's errors, or DeviceLost.
+
+        ``executables``: compiles the program. ``running``: submitter and id of each request that waits for the program.
+        """
         self._page.begin(COMPILER_SLOT, running, version.page_key, self._clock())
         try:
             return executables.compile(wanted)
@@ -155,7 +158,7 @@ class ShapeCompiler:
         return compiled
 
     def _next_grouped(self) -> None:
-        """Begins to compile programs for calls of several requests, unless another compilation runs. Oldest shape first."""
+        """If no compilation runs, begins to compile the first-queued program of those that run several requests in a call."""
         if self._under_way or not self._grouped:
             return
         version, grouped, single = self._grouped.popleft()

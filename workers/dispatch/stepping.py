@@ -106,7 +106,7 @@ class StepRows:
         sender.counted = functools.partial(self.leave, slot)
 
     def leave(self, slot: int) -> None:
-        """If the request in a slot gets its responses together with others, counts these, and sends later ones separately."""
+        """If a slot's request is answered with others, counts the responses it got so, and has it answered alone from now on."""
         member = self.members.pop(slot, None)
         if member is None:
             return
@@ -128,10 +128,10 @@ class StepRows:
             self.leave(slot)
 
     def send(self, slots: list[int], rows: Array, now_ns: int) -> list[ResponseSender]:
-        """Sends a step's responses to the requests in these slots together. Each slot must have True in ``joined``.
+        """Sends a step's responses to the requests in ``slots`` together. ``join`` must have been called for each of them.
 
-        Returns the senders whose requests are answered separately from now on. ``rows``: the step's outputs, UINT8[all slots,
-        size].
+        Returns the senders whose clients may have no room left; their requests are answered separately from now on.
+        ``rows``: the step's outputs, UINT8[all slots, size].
         """
         if slots != self._ready:
             self._prepare(slots)
@@ -160,9 +160,9 @@ class StepRows:
         self._ready = slots
 
     def _look(self) -> list[ResponseSender]:
-        """Returns the senders whose clients may be too far behind, or all senders after 4096 steps.
+        """Returns the senders whose clients may have no room left for responses, or all senders after 4096 noted steps.
 
-        The requests of these senders are answered separately from now on.
+        The requests of these senders are answered separately from now on, so no more than 4096 steps are ever noted.
         """
         steps = len(self._left_ns)
         full = [member.sender for member in self.members.values() if steps >= min(member.until, _MOST)]
@@ -260,9 +260,9 @@ class Stepping:
     # -------------------------------------------------------------------------------------------------------- to the device
 
     def dispatch(self, now_ns: int) -> bool:
-        """Launches on the device as many calls of ``step``, and of ``insert`` for free slots, as the planner allows.
+        """Launches as many calls of the model's ``step`` and ``insert`` as its planner allows to be on the device.
 
-        Returns whether there is more to do immediately: a launch whose results are to be read, or a request that may get a slot.
+        Returns whether there is more to do immediately: the results of a launch are to be read, or a request may begin.
         """
         batcher, given = self._batcher, self.given
         if given and given[0].run.ready:
@@ -282,7 +282,7 @@ class Stepping:
         return bool(given) or batcher.due_ns() is not None
 
     def _parts(self, step: Step[Request]) -> list[tuple[Step[Request], ParameterSet | None]]:
-        """Splits a step into parts, one for each parameter set with which its requests continue; None stands for the main set."""
+        """Splits a step by the parameter sets that its requests use: a part has the requests of one set. None: the main set."""
         groups: dict[ParameterSet | None, list[SlotHolder[Request]]] = {}
         for holder in step.holders:
             groups.setdefault(_held(holder.request), []).append(holder)
@@ -305,7 +305,7 @@ class Stepping:
         self._insert(requests, now_ns)
 
     def _insert(self, requests: list[Request], now_ns: int) -> None:
-        """Gives requests slots by one call of ``insert``. If that fails, calls ``insert`` for each alone, so not all fail."""
+        """Begins requests by one call of the model's ``insert``. If the call fails, calls ``insert`` for each request alone."""
         try:
             sets = self._model.executables.sets
             chosen = chosen_by(sets, requests)
@@ -369,8 +369,8 @@ class Stepping:
 
         Args:
           answers: the requests, each with the number of its row in ``rows``.
-          join: whether requests that go on get their responses together from the next step on. Row numbers must then be slot
-            numbers.
+          join: whether requests that have not ended get their responses together from the next step on. Row numbers must then be
+            slot numbers.
         """
         if not answers:
             return
@@ -410,7 +410,7 @@ class Stepping:
             self._batcher.pause(request)
 
     def _lose(self, error: BaseException) -> None:
-        """Ends with an error all requests that have a slot: the device's state is lost. Waiting requests run afterwards."""
+        """Fails all requests that have begun, because ``error`` lost their state on the device. Requests that wait still run."""
         cause = (error.__cause__ or error) if isinstance(error, StateLost) else self._model.lost() and error
         _log.error("%s, and with it all requests that had a slot", self._model.describe(cause), exc_info=cause)
         self.given.clear()

@@ -181,7 +181,7 @@ class GpuExecutable(Executable):
         return RunOutputs(dict(zip(self._signature.outputs, kept, strict=True)), None)
 
     def _delivered(self, arrays: Mapping[str, Any], request: RequestTensors, places: Places) -> RunOutputs:
-        """Copies ``arrays``, one request's outputs, to those of its ``places`` that the GPU can reach. Returns all outputs."""
+        """Copies a request's outputs, ``arrays``, to those of ``places`` that the GPU can reach. Returns all outputs by name."""
         reached = places.reached()
         outputs = self._cuda.deliver({name: arrays[name] for name in self._signature.outputs}, reached)
         places.written = reached.keys()

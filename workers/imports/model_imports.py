@@ -311,7 +311,7 @@ class PlainName(ModuleType):
 
 
 class PlainNames:
-    """Import hook that makes placeholder modules. It comes last on ``sys.meta_path``, after the environment's own modules."""
+    """Import hook for a module name that several models have: makes a placeholder. It comes last on ``sys.meta_path``."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -352,7 +352,7 @@ def importer_of(builtins: dict[str, Any]) -> ModelImports | None:
 
 
 def python_source(folder: Path) -> bytes:
-    """Returns names and contents of all Python files in a version's folder. They are part of the key of cached programs."""
+    """Returns path, size and content of all Python files of a version, one after another: part of the cached programs' keys."""
     pieces: list[bytes] = []
     there = itertools.islice(model_folder.walk(folder), model_folder.MAX_ENTRIES)
     files = [Path(name) for name, status in there if status is not None and stat.S_ISREG(status.st_mode)]
