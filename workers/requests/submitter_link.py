@@ -228,7 +228,7 @@ class SubmitterLink(Generic[R]):
         return kind
 
     def known_kind(self, version: int, described: Described) -> ResponseKind | None:
-        """Returns the encoder of small responses with outputs ``described``, except last ones; None: there is none."""
+        """Returns the encoder of small responses with outputs ``described``, except last ones; None: none. Thread-safe."""
         return self._response_kinds.get((version, False, described))
 
     def answer(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
