@@ -238,7 +238,7 @@ class ParameterPushes:
             self._let_go([parameters.leave()])
 
     def _leave(self, sets: ParameterSets, former: ParameterSet) -> None:
-        """Makes a thread take ``former``, replaced parameters, off the device; to host memory first, if ``sets`` keeps them."""
+        """Has the pushes' thread take the replaced set ``former`` off the device; to host memory first, if ``sets`` keeps it."""
 
         def leave() -> None:
             # The room for versions before may have been too small for it.
@@ -254,7 +254,7 @@ class ParameterPushes:
         self._thread.do(leave, done)
 
     def _let_go(self, unused: list[object]) -> None:
-        """Has the thread drop objects, as freeing them takes long. ``unused``: holds the only references to them."""
+        """Has the pushes' thread drop objects, as freeing them takes long. ``unused``: holds the only references to them."""
         self._thread.do(unused.clear, lambda _: None)
 
     def _is_here(self, version: ModelVersion) -> bool:

@@ -94,7 +94,7 @@ class OwnFlags:
         return apply
 
     def take(self, name: str, value: Any, stack: contextlib.ExitStack) -> None:
-        """Applies, until ``stack`` is closed and in each later ``code`` block, JAX's setting ``name``, made by the model.
+        """Applies JAX's setting ``name``, made by the model's code, until ``stack`` is closed and in each later ``code`` block.
 
         Does nothing if the setting has this value already.
         """

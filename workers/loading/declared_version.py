@@ -132,7 +132,7 @@ def declared_version(load: VersionLoad, target: LoadTarget) -> DeclaredVersion:
 
 
 def _declared_names(load: VersionLoad) -> _Names:
-    """Adds the tensors that model.py declares to the configuration. Returns the names for which a configuration has no place."""
+    """Adds model.py's tensors to the configuration of ``load``. Returns axis names and segment ids, which do not fit in it."""
     message, module = load.message, load.module
     triton = hasattr(module, "TritonPythonModel")
     message.backend = message.backend or ("python" if triton else "jax")

@@ -32,8 +32,8 @@ def compiling_alone(aside: Aside, turns: Turns, progress: LoadProgress) -> Itera
     """Waits for the turn to compile a model and run it for the first time; the turn lasts as long as the context.
 
     Compilation takes much memory, also on a GPU, so only one model at a time has the turn. During the wait, ``aside`` lets
-    other models be loaded up to the same point. ``progress.renew`` is set to the function that begins a new step of the turn.
-    Raises Cancelled: the load was cancelled while it waited.
+    other models load until they wait for the turn as well. ``progress.renew`` is set to a function to call whenever a new
+    step of the work begins. Raises Cancelled: the load was cancelled while it waited.
     """
     with aside(), turns.turn(progress.cancellation) as progress.renew:
         yield
@@ -65,7 +65,11 @@ class InstanceGroups:
     def __init__(
         self, message: ModelConfig, gpu: int | None, limits: Mapping[str, int] | None, devices: int = 1
     ) -> None:
-        """``gpu`` None: a processor. ``limits``: resource -> amount; None: no limits. Raises InvalidArgument: one is exceeded."""
+        """Plans the instances that ``message`` asks for on this worker. Raises InvalidArgument: one needs more than a limit.
+
+        ``gpu``: the number of the first of the worker's ``devices`` GPUs; None: the worker runs on a processor. ``limits``:
+        resource -> the most that an instance may need; None: there are no limits.
+        """
         own = set() if gpu is None else {*range(gpu, gpu + devices)}
         groups = [
             group
@@ -107,7 +111,10 @@ class InstanceGroups:
         return self.active > 1 or any(planned.needs for planned in self.instances)
 
     def take_turns(self, model: str, kind: str) -> None:
-        """Logs that instances run one at a time. Raises Unsupported: an instance needs resources. ``kind``: names such models."""
+        """Logs that the instances of ``model`` run one at a time.
+
+        Raises Unsupported: an instance needs resources of the rate limiter, which no model of this ``kind`` can wait for.
+        """
         if any(planned.needs for planned in self.instances):
             raise Unsupported(f"model '{model}': {kind} cannot wait for resources of the rate limiter")
         _log.info("model '%s': its %d instances take turns", model, self.active)

@@ -44,7 +44,7 @@ from tensord.workers.tensors.state import initial_state
 def run_samples(
     jitted: JaxModel, prepared: Sequence[Sample], own: ExecutionDevice, model: str, check: CheckDevice
 ) -> None:
-    """Runs ``prepared`` samples on a jitted model; closes ``own``, the thread's device. ``check``: raises if that failed."""
+    """Runs samples ``prepared`` on ``jitted``, then closes ``own``, the thread's device. ``check``: raises if ``own`` failed."""
     if jitted.free_state is not None:
         for sample in prepared:
             sample.begin(jitted.free_state.begun)
@@ -57,7 +57,10 @@ def run_samples(
 
 
 def indexed(apply: Callable[..., Any]) -> Apply:
-    """Turns ``apply(stacked parameters, inputs, index)`` into a function that takes parameters and index as a pair."""
+    """Wraps ``apply(stacked, inputs, index)`` as a function of ``(stacked, index), inputs``.
+
+    ``stacked``: the tree in which each leaf holds all parameter sets. ``index``: for each row, its set's index in the leaves.
+    """
 
     @functools.wraps(apply)
     def of_pair(parameters: tuple[Any, Any], inputs: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +118,7 @@ def jitted_model(
     plan: InstancePlan,
     target: LoadTarget,
 ) -> JaxModel:
-    """Makes a jitted model of ``created``, no program compiled yet. Raises Internal: there is no memory for parameters."""
+    """Makes a jitted model of ``created``, ``create``'s checked result; compiles nothing. Raises Internal: too little memory."""
     apply, parameters, first = created
     described, several, limits = declared.taken, plan.several, target.options.executables
     apply = load.flags.applied(apply)

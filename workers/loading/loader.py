@@ -99,8 +99,9 @@ class Loader:
     ) -> None:
         """
         Args:
+          inbox, page: the inbox of the worker's loop, and the worker's status page, for instances' threads.
           server: carries out calls that models make to other models; None: no model is served.
-          aside: makes a context that the loader's thread enters while other loads may go on.
+          aside: makes a context that the thread enters while it only waits, so that other loads go on meanwhile.
         """
         own_flags.prepare()
         self._target = target
@@ -155,7 +156,10 @@ class Loader:
             raise self._failure(record, what, error, progress.cancellation) from None
 
     def _module(self, record: Load, message: ModelConfig, imports: ModelImports, flags: OwnFlags) -> ModuleType:
-        """Runs a version's model.py and returns its module; if there is none, makes a module from exported programs."""
+        """Returns a version's module: its model.py, run; or, if there is none, a module made from exported programs.
+
+        ``imports``: the package in which model.py runs. ``flags``: the JAX settings with which model.py runs.
+        """
         folder, file = Path(record.version_path), message.default_model_filename or "model.py"
         # Finds modules that were installed since the last load.
         importlib.invalidate_caches()
@@ -165,7 +169,7 @@ class Loader:
             return imports.run(folder / file)
 
     def _failure(self, record: Load, what: str, error: BaseException, cancellation: Cancellation) -> BaseException:
-        """Returns the error with which a load (``record``) fails for ``error``. Logs an unexpected error under ``what``.
+        """Returns the error with which ``record``'s load fails after ``error``. Logs an unexpected one; ``what`` names the work.
 
         Raises: Cancelled: the load was cancelled, whatever else went wrong.  DeviceLost: the device has failed.
         """
@@ -357,9 +361,9 @@ class Loader:
     def regrouped(self, record: Load, former: LoadedModel, cancellation: Cancellation) -> LoadedModel | None:
         """Changes how many instances the serving version ``former`` has, as ``record`` says, and returns the changed version.
 
-        Returns None, so that the version must be loaded, if nothing or anything else has changed. What the model adds to a
-        configuration when it completes it counts as no change. Instances that stay are not started again, and nothing is
-        compiled. Raises ServingError: an instance could not be started.
+        Returns None, so that the version must be loaded, if nothing has changed, or more than the number of instances. What the
+        model adds to a configuration when it completes it counts as no change. Instances that stay are not started again, and
+        nothing is compiled. Raises ServingError: an instance could not be started.
         """
         maker, known = former.maker, former.record
         if maker is None or known is None or not record.content or record.config == known.config:
@@ -407,7 +411,7 @@ class Loader:
 
     @staticmethod
     def _completed(message: ModelConfig, record: Load, maker: InstanceMaker) -> ModelConfig:
-        """Returns the configuration of a Load record, completed with defaults and the name and back end of ``message``."""
+        """Returns ``record``'s configuration with defaults for the GPUs of ``maker``, and ``message``'s name and back end."""
         given = model_config.from_bytes(record.config)
         given.name, given.backend = message.name, given.backend or message.backend
         model_config.complete(given, maker.gpus)
@@ -415,7 +419,7 @@ class Loader:
 
 
 def _without_counts(message: ModelConfig, maker: InstanceMaker) -> bytes:
-    """Serialises a completed configuration without numbers of instances, names nobody gave, and GPUs that ``maker`` lacks."""
+    """Serialises a completed configuration without instance counts, default names of groups, and GPUs not in ``maker.gpus``."""
     rest = model_config.empty()
     rest.CopyFrom(message)
     for index, group in enumerate(rest.instance_group):
@@ -434,7 +438,7 @@ def _folders(record: Load) -> tuple[Path, Path]:
 
 
 def _buckets(load: VersionLoad, described: Signature) -> Buckets:
-    """Returns the shapes for which programs of a ``described`` model are compiled. State of varying size counts as input."""
+    """Chooses the shapes for which the model of ``load`` is compiled. State of varying size in ``described`` counts as input."""
     described = program_signature(described) if described.free else described
     return choose_buckets(load.message, load.module, described)
 

@@ -88,7 +88,7 @@ def fixed_names(parameters: Any) -> frozenset[str]:
 
 
 def parted(apply: Callable[..., Any], parameters: Any) -> tuple[Callable[..., Any], Any]:
-    """Returns ``apply`` for a list of only the arrays in ``parameters``, and that list; if all are arrays, both unchanged."""
+    """Wraps ``apply`` to take a list of ``parameters``' arrays; returns both. If all are arrays, returns both arguments."""
     leaves, structure = jax.tree.flatten(parameters)
     arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
     if len(arrays) == len(leaves):

@@ -43,9 +43,10 @@ class LoadTarget:
         alone: bool = False,
         pinned: PinnedBudget | None = None,
     ) -> LoadTarget:
-        """Makes a ``LoadTarget`` for a worker process; turns on JAX's own cache in the configured directory, too.
+        """Makes a worker's ``LoadTarget`` from the daemon's ``options``; turns on JAX's cache in the configured directory, too.
 
         Args:
+          gpu: the number of the worker's GPU; None: the device is a processor.
           cuda: the GPU for the loop's thread; None: the device is a processor, or CUDA cannot be used.
           alone: whether one model has the process to itself, and may change process-wide state.
           pinned: the host memory that may be page-locked for parameters that leave a GPU; None: none may be.

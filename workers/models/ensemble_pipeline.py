@@ -123,7 +123,7 @@ class EnsemblePipeline:
             step.version.statistics.add(done.part(share, whole))
 
     def _build(self, rows: int) -> PipelineProgram | None:
-        """Builds the program for the smallest batch size, at least ``rows``, that all its models share; None: they share none."""
+        """Builds the program for the smallest batch size, at least ``rows``, that all models have programs for; None: no such."""
         if any(-1 in spec.dims for spec in self._signature.inputs.values()):
             return None
         bucket, found = rows, list[Executable]()
@@ -210,9 +210,10 @@ def needs_steps(request: Request) -> bool:
 
 
 def _program(step: _Step, batches: bool, rows: int) -> Executable | None:
-    """Returns the program that computes a step for ``rows`` rows. ``batches``: whether the ensemble has a batch dimension.
+    """Returns the program that computes a step for ``rows`` rows; None: a program alone cannot run the step.
 
-    None: running the step takes more than a program (a thread, the response cache), or its model differs in ``batches``.
+    None is returned, for example, if the step needs a thread or the response cache, or if the ensemble has a batch dimension
+    and the step's model has none, or the reverse. ``batches``: whether the ensemble has a batch dimension.
     """
     member = step.version
     loaded, model, specs = member.loaded, member.jitted, member.signature.inputs

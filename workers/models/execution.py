@@ -132,7 +132,7 @@ class Execution:
         return sender
 
     def caller(self, port: ModelPort) -> Caller:
-        """Makes the object by which the code of ``port``'s model calls others for the batch's requests (none in a warmup)."""
+        """Makes the ``Caller`` by which ``port``'s model calls others for the batch's requests. A warmup has no requests."""
         if self.responder is None:
             return Caller(port)
         return Caller(port, self.requests, self.whole or self)
@@ -242,6 +242,6 @@ def own_failure(
 
 
 def _log_failure(sentence: str, error: BaseException | None, requests: Sequence[Request]) -> None:
-    """Logs ``sentence``, about failed requests, with the stack trace of ``error``, unless this second had too many."""
+    """Logs ``sentence``, about failed requests, with ``error``'s stack trace, unless many such lines were logged this second."""
     if _FAILURES.admits():
         _log.error("%s%s", sentence, _FAILURES.say_left_out(), exc_info=error, extra=traced(requests))

@@ -52,7 +52,7 @@ def _tensor(name: str, spec: Any) -> TensorSpec:
 
 
 def travelling(apply: Callable[..., Any], described: Signature) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
-    """Wraps ``apply(parameters, inputs, state)``: the result has the ``described`` state among its inputs and outputs."""
+    """Wraps ``apply(parameters, inputs, state)``: the wrapper's inputs and outputs include the state of ``described``."""
     names = [spec.name for spec in described.states]
 
     def step(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class FreeState:
         request.keep(arrays)
 
     def _fitting(self, request: RequestTensors, kept: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Returns ``kept``, a sequence's state. Raises InvalidArgument: the request's inputs give an axis another size."""
+        """Checks inputs against sequence state ``kept`` and returns it. Raises InvalidArgument: they differ in an axis's size."""
         lengths = self._lengths(request.arrays)
         for spec in self._described.states:
             for axis, size in zip(spec.axes, kept[spec.name].shape[self._described.batches :], strict=True):
@@ -114,7 +114,7 @@ class FreeState:
         return self._shapes.lengths({name: array for name, array in arrays.items() if name in self._described.inputs})
 
     def begun(self, arrays: Mapping[str, Array], rows: int) -> dict[str, Array]:
-        """Returns the initial state for first inputs ``arrays``. Raises InvalidArgument: they give an axis two sizes."""
+        """Returns initial state for ``rows`` rows of inputs ``arrays``. Raises InvalidArgument: they give one axis two sizes."""
         lengths = self._lengths(arrays)
         lead = (rows,) if self._described.batches else ()
         found: dict[str, Array] = {}

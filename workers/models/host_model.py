@@ -125,7 +125,7 @@ class HostModel(HostFunction):
 
 
 def fetched(request: Request) -> tuple[dict[str, Array], int]:
-    """Returns a request's inputs in host memory, and the bytes copied. Reads each ``LateTensor``, in the model's own thread."""
+    """Returns a request's inputs in host memory, and how many bytes of them were copied from regions. For the model's thread."""
     inputs = {name: np.asarray(array) for name, array in request.arrays.items()}
     copied = sum(array.nbytes for array in request.arrays.values() if isinstance(array, LateTensor))
     return inputs, copied

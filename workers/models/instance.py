@@ -61,10 +61,11 @@ class Instance:
 
         Args:
           create: makes the model; called in the thread.
+          inbox: passes functions from the thread to the worker's loop.
           page: the status page in which the thread notes the batch that it runs.
           warm: warms the model up before the instance counts as started; called in the thread.
           check: raises if the model's device has failed.
-          code: makes a context manager, in which the thread works, that sets JAX's settings as the model's code has changed them.
+          code: makes a context in which the thread works: in it, JAX's settings are as the model's code has changed them.
         """
         self._code = code
         self._check = check
@@ -154,7 +155,7 @@ class Instance:
             self._say_closed()
 
     def _say_closed(self) -> None:
-        """Empties the queue of an instance whose start failed. Batches are dropped, and each ``closed`` is called on the loop."""
+        """Drops the batches queued for an instance whose start failed. The loop calls the function of each queued ``close``."""
         with contextlib.suppress(queue.Empty):
             while True:
                 job = self._jobs.get_nowait()

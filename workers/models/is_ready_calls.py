@@ -39,11 +39,11 @@ class IsReadyCalls:
         self._logged = False
 
     def join(self, is_ready: Callable[[], object]) -> None:
-        """Adds an instance's ``is_ready`` to the functions that are called."""
+        """Has ``ask`` call an instance's ``is_ready``, too."""
         self._models.append(is_ready)
 
     def leave(self, is_ready: Callable[[], object]) -> None:
-        """Removes an instance's ``is_ready`` from the functions that are called."""
+        """Has ``ask`` no longer call an instance's ``is_ready``."""
         with contextlib.suppress(ValueError):
             self._models.remove(is_ready)
 

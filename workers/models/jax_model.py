@@ -162,10 +162,10 @@ class JaxModel:
         return self.executables.find(self.wanted_by(requests))
 
     def programs(self, key: Shapes, most: int) -> list[Executable | GroupedProgram | None]:
-        """Returns the programs for 1 to ``most`` rows of a batching key; None in the list: no program for this many is compiled.
+        """Returns the programs of a batching ``key`` for each number of rows from 1 to ``most``; None: none is compiled for it.
 
-        If one call can run several requests, the list is for 1 to ``grouped_calls.MOST`` requests instead of rows. The list is
-        empty if outputs have to be cut, inputs are ragged, or sequence state varies in size.
+        If one call can run several requests, the list has instead a program for each number of requests from 1 to
+        ``grouped_calls.MOST``. The list is empty if outputs have to be cut, inputs are ragged, or sequence state varies in size.
         """
         if self.grouped is not None:
             # What does not share calls, or not yet, is run one after the other.
@@ -187,7 +187,10 @@ class JaxModel:
             self.grouped.prepare(singles, functools.partial(self.executables.kept_grouped, cancellation))
 
     def gathered_run(self, executable: Executable) -> Callable[[Sequence[int], Sequence[bool]], list[Content]]:
-        """Returns a function that runs an executable on inputs already in its memory: with state, a ``GatheredRun``."""
+        """Returns a function (slots, starts) -> outputs that runs ``executable`` on inputs already in its memory.
+
+        ``slots`` and ``starts``: each row's index in the sequence state, and whether its sequence starts.
+        """
         if self._carry is None:
             return lambda slots, starts: executable.run()
         return GatheredRun(executable, self._carry, self._signature)
@@ -225,7 +228,7 @@ class JaxModel:
         return not self._cut and len(requests) == 1 and (not self._signature.batches or requests[0].rows == bucket)
 
     def execute(self, execution: Execution, carry: Carry | None = None) -> None:
-        """Runs ``execution`` and fills in its outputs. ``carry``: the state of an instance's sequences; None: the model's.
+        """Runs ``execution`` and fills in its outputs. ``carry``: an instance's sequence state; None: this object's, if any.
 
         Raises LookupError: no executable for the batch is compiled.  StateLost: the run failed, and all sequences lost state.
         """
@@ -274,7 +277,7 @@ class JaxModel:
         return rows, max(0, executable.elements - given)
 
     def padding(self, key: Shapes, done: NativeRuns) -> tuple[int, int]:
-        """Returns how many rows and input elements were padding in the C code's runs for ``key`` that ``done`` counts."""
+        """Returns how many rows and input elements were padding in runs by C code. ``done``: counts of the runs for ``key``."""
         rows = elements = byte_size = 0
         inputs, outputs = self._signature.inputs.values(), self._signature.outputs.values()
         row = sum([spec.dtype.itemsize * math.prod(shape or ()) for spec, shape in zip(inputs, key, strict=True)])

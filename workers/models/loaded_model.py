@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class InstanceMaker:
-    """Makes the instances of a loaded model version: it holds their functions, warmup samples, imports and numbers of GPUs.
+    """Makes the instances of a loaded model version: it holds their functions, warmup samples, imports and the GPUs' numbers.
 
     If a later load changes only the number of instances, this object and the existing instances remain in use.
     """

@@ -112,7 +112,7 @@ class ModelTable:
         self.on_change()
 
     def vouches(self, name: str, number: int) -> bool:
-        """Returns whether version ``number`` serves, and has no ``is_ready`` to call first. Any thread may call this."""
+        """Returns whether version ``number`` serves, and has no ``is_ready`` that must confirm it. Any thread may call this."""
         found = self._found.get((name, number))
         return found is not None and found.loaded.is_ready_calls is None
 

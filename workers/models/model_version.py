@@ -379,10 +379,10 @@ def by_version(requests: list[Request]) -> dict[ModelVersion, list[Request]]:
 
 
 def _concerned(began: object | None, former: ParameterSet | None, new: ParameterSet, moves: bool) -> bool:
-    """Returns whether a push changes the parameters of a sequence or request that has begun, or makes it keep its former ones.
+    """Returns whether a push affects a sequence or request that has begun: it gets the new parameters, or keeps the former.
 
-    ``began``: the parameters that it has used until now; None: always the newest of ``main``. ``former``: the set that ``new``
-    replaces. ``moves``: whether what has begun goes on with ``new``.
+    ``began``: the parameters that the sequence or request has used until now; None: always the newest of ``main``.
+    ``former``: the set that ``new`` replaces, or None. ``moves``: whether the sequence or request goes on with ``new``.
     """
     if began is None:
         return new.name == MAIN_SET

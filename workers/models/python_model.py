@@ -45,9 +45,10 @@ _log = logging.getLogger(__name__)
 
 
 def auto_complete(module: ModuleType, message: ModelConfig, port: ModelPort) -> ModelConfig:
-    """Returns the configuration ``message``, completed by ``auto_complete_config`` of the model's ``module`` if it has one.
+    """Returns the configuration ``message``, as ``auto_complete_config`` of the model's ``module`` completes it.
 
-    Raises InvalidArgument if the result is no valid configuration, or what the model raises.
+    If the module has no such function, returns ``message`` itself. ``port``: connects the module's code with the worker.
+    Raises InvalidArgument: the result is no valid configuration; or whatever ``auto_complete_config`` raises.
     """
     complete = getattr(module.TritonPythonModel, "auto_complete_config", None)
     if complete is None:
@@ -91,7 +92,7 @@ class PythonVersion:
     outputs: DeclaredOutputs = field(init=False)
 
     def __post_init__(self) -> None:
-        """Raises InvalidArgument: a model parameter is invalid."""
+        """Raises InvalidArgument: the value of ``strict_outputs`` in the model's configuration is no boolean."""
         object.__setattr__(self, "outputs", DeclaredOutputs(self.message, self.signature))
 
 
@@ -214,9 +215,10 @@ class PythonModel:
         )
 
     def _sent(self, request: Request, asked: interface.InferenceRequest) -> Result | None:
-        """Returns the result of a request to a decoupled model after its run; its responses go through response senders.
+        """Returns the result of a request to a decoupled model, after the model's run; responses go through response senders.
 
-        ``STREAMED``: a sender answers, now or later. Internal: no sender is left. None: the model asked for another run.
+        ``asked``: the request as the model got it. ``STREAMED``: a sender answers, now or later. Internal: no sender is left.
+        None: the model asked for another run.
         """
         again = bool(asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
         held = asked.sender is not None
@@ -237,8 +239,8 @@ class PythonModel:
     ) -> None:
         """Ends with an error those of ``requests`` that a coroutine has left unanswered. The coroutines' thread calls this.
 
-        ``asked``: the requests as ``execute`` got them. ``error``: what the coroutine raised; all requests end. None: it
-        returned; a kept sender may still answer a request.
+        ``asked``: the requests as ``execute`` got them. ``caller``: the coroutine's run, which is closed. ``error``: what the
+        coroutine raised, with which all requests end; None: it returned, and requests whose sender the model keeps go on.
         """
         caller.close()
         if self._port.ran is not None:
@@ -345,7 +347,7 @@ class DeclaredOutputs:
         self._warned = False
 
     def fit(self, name: str, array: Array, rows: int) -> Array:
-        """Returns an output's ``array`` in the shape that clients see, ``dims``, even if it has the configured ``reshape``.
+        """Returns ``array``, an output of ``rows`` rows, in the shape for clients, ``dims``; a ``reshape`` is undone.
 
         An output of other dimensions stays as it is, with one warning. With ``strict_outputs``, raises Internal instead.
         """

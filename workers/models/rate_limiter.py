@@ -64,7 +64,7 @@ class RateLimiter:
         self._limits.update(self._given)
 
     def may_run(self, instance: Instance) -> bool:
-        """Reserves an instance's resources until ``done``. Returns False if too few are free; retry once ``moved`` is True."""
+        """Reserves an instance's resources until ``done``. False: too few are free; retry when ``self.moved`` is True."""
         if instance not in self._running:
             self._waiting[instance] = None
             self._grant()

@@ -101,11 +101,11 @@ class RegisteredSequences:
         self._register.changed.add(self)
 
     def begun(self, correlation_id: int | str, generation: int) -> None:
-        """Writes to the sequence page that the first request of a sequence of this ``generation`` is about to run."""
+        """Writes to the sequence page, which fronts read, that the sequence of this ``generation`` begins to run."""
         self._register.page.begin(*self._entries[generation])
 
     def gone(self, correlation_id: int | str, generation: int) -> None:
-        """Writes to the sequence page that a sequence of this ``generation`` has ended: none of its requests waits or runs."""
+        """Notes on the sequence page, which fronts read, that the sequence of this ``generation`` is over: no request is left."""
         self._register.page.end(*self._entries.pop(generation))
         self._register.live -= 1
         self._register.ended = True

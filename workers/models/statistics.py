@@ -43,7 +43,7 @@ class Duration:
         self.ns += ns
 
     def to_dict(self) -> dict[str, int]:
-        """Returns the dict for an entry of Triton's statistics extension."""
+        """Returns the count and the nanoseconds as Triton's statistics extension has them."""
         return {"count": self.count, "ns": self.ns}
 
 
@@ -134,7 +134,7 @@ class NativeRuns(NamedTuple):
     batches: list[tuple[int, int, int, int, int]]
 
     def part(self, share: int, whole: int) -> NativeRuns:
-        """Returns the counts for one model of an ensemble's pipeline, which took ``share / whole`` of the time of these runs."""
+        """Returns one model's counts out of those of a pipeline of models. ``share / whole``: the model's part of the time."""
         took = self.compute_ns[1] * share // whole
         batches = [(size, count, 0, ns * share // whole, 0) for size, count, _, ns, _ in self.batches]
         return NativeRuns(self.answered, self.rows, self.runs, took, 0, 0, (0, took, 0), batches)
@@ -215,7 +215,7 @@ class VersionStatistics:
         self.responses = ResponsesByNumber()
 
     def executed(self, execution: Execution, failed: Mapping[Request, Failure], now_ns: int) -> None:
-        """Counts an execution, with its ``failed`` requests. Its answers are written, or wait for memory.
+        """Counts an execution whose answers are written or wait for memory. ``failed``: its requests that failed -> the reason.
 
         Requests that response senders answer are counted by ``streamed`` instead, after their last response.
         """

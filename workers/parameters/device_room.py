@@ -144,7 +144,7 @@ class DeviceRoom:
             oldest.sets.forget_before(oldest)
 
     def forget(self, parameters: ParameterSet) -> None:
-        """Forgets ``parameters``, a replaced set, so that its device memory does not count. Ignores a set not stored."""
+        """Forgets a replaced set, so that its bytes do not count against the limit for kept sets. Ignores a set not kept."""
         self._former.pop(parameters, None)
 
     def left(self, parameters: ParameterSet) -> None:

@@ -150,14 +150,17 @@ class ParameterSet:
         return any(tree is not _ABSENT for tree in self._trees)
 
     def _placed(self, placement: int) -> Any:
-        """Copies the leaves to the device of ``placement``, and returns their tree there. Raises whatever copying raises."""
+        """Copies the tree to a device and returns it. ``placement``: 1: the single-thread device; 0: any other.
+
+        Raises whatever copying raises.
+        """
         if placement:
             assert self.sets.share is not None
             return self.sets.share(self.sets.placer.lay(self.hosted()))
         return self.sets.placer.place(self.hosted() if self._pinned is None else self._pinned, self.sets.main)
 
     def _shared(self, placement: int) -> Any:
-        """Returns the tree for the device of ``placement``, which shares memory with that of the leaves. Copies no array."""
+        """Makes the tree for a device in the memory of the other device's tree. ``placement``: as in ``on``. Copies no array."""
         if placement:
             assert self.sets.share is not None
             return self.sets.share(self._trees[0])
@@ -246,7 +249,7 @@ class ParameterSet:
             self.on(1)
 
     def moved(self, tree: Any) -> None:
-        """Replaces the arrays, while the model loads, by ``tree``: equal arrays on the devices that its first program uses."""
+        """Replaces the set's arrays, while the model loads, by ``tree``: equal arrays on the devices of the model's program."""
         self._trees = [tree, _ABSENT]
 
     def said(self) -> dict[str, Parameter]:
@@ -331,7 +334,7 @@ class ParameterSets:
         return self.main if name == MAIN_SET else self.named.get(name)
 
     def find(self, name: str) -> ParameterSet:
-        """Returns the set in use under a name, and records its use (not of ``main``). Raises NotFound: there is no such set."""
+        """Returns the set under ``name``; records the use of a set other than ``main``. Raises NotFound: there is no such set."""
         found = self.named.get(name)
         if found is None:
             if name == MAIN_SET:
@@ -349,9 +352,9 @@ class ParameterSets:
             )
 
     def commit(self, parameters: ParameterSet, stays: bool = False) -> Unused:
-        """Puts ``parameters`` into use after ``prepare``. Keeps the set of this name that was in use before for further use.
+        """Puts ``parameters`` into use after ``prepare``. Keeps the set that they replace, because it may be used again.
 
-        ``stays``: whether that former set stays on the device, because requests that have begun go on with it.
+        ``stays``: whether the replaced set stays on the device, because requests that have begun go on with it.
         """
         former = self.newest(parameters.name)
         parameters.stamp = object()

@@ -81,7 +81,7 @@ class SealedMemory:
     """Sealed memory, mapped for reading. It stays mapped while arrays in it exist."""
 
     def __init__(self, fd: int) -> None:
-        """Maps sealed memory. The caller keeps ``fd`` and may close it.
+        """Maps sealed memory. ``fd`` remains the caller's, which may close it once this has returned.
 
         Raises InvalidArgument: the memory is not sealed, or empty; Unavailable: mapping fails, or too many files are open.
         """
@@ -309,7 +309,7 @@ class MemoryPool:
         self._forget(self._memories[:-MOST_RETURNING])
 
     def expire(self, now_ns: int) -> bool:
-        """Frees memory of sizes that were not filled for a while, and memory that was unused at the last call and still is.
+        """Frees memory of a size that was last filled long ago, and memory that was unused at the last call and still is.
 
         Returns False once no memory is kept, so that no further call is needed. ``now_ns``: CLOCK_MONOTONIC.
         """

@@ -50,7 +50,7 @@ class SetDeclaration(NamedTuple):
         return bool(self.names) and not any(_is_in(name, own) for own in self.names)
 
     def check(self, model: str, names: Sequence[str]) -> None:
-        """Raises InvalidArgument if the model has no parameters, or if a declared name has no leaf in ``names``."""
+        """Raises InvalidArgument: there are no parameters, or a name in ``self.names`` is no leaf or subtree among ``names``."""
         for own in self.names:
             if not any(_is_in(name, own) for name in names):
                 raise InvalidArgument(
@@ -123,9 +123,10 @@ class SetStack:
         self._at, self._open, self._put = at, open, put
 
     def specs(self, spec: Callable[[tuple[int, ...], Any], Any], rows: int) -> tuple[Any, Any]:
-        """Describes what a program for ``rows`` rows takes as parameters: the tree with stacked leaves, and each row's index.
+        """Describes what a program for ``rows`` rows takes as parameters: the tree of stacked leaves, and each row's set.
 
-        ``spec``: makes the description of an array from its shape and dtype.
+        A leaf that differs between sets holds one set at each index; a row's set is such an index. ``spec``: makes the
+        description of an array from its shape and dtype.
         """
         shapes = [leaf.shape if leaf.shared else (self.slots, *leaf.shape) for leaf in self._leaves]
         tree = [spec(shape, leaf.placed) for shape, leaf in zip(shapes, self._leaves, strict=True)]
@@ -143,7 +144,7 @@ class SetStack:
         )
 
     def holds(self, parameters: ParameterSet) -> bool:
-        """Returns whether a parameter set is in the stack now."""
+        """Returns whether this stack, a model version's sets side by side on the device, holds ``parameters`` now."""
         return parameters in self._slots
 
     def arguments(self, sets: ParameterSets, chosen: Chosen, rows: int) -> tuple[Any, Array]:

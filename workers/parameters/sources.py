@@ -113,8 +113,9 @@ class Making:
     def copied(self, byte_size: int, copy: Copy) -> int:
         """Copies, as one piece, a source of ``byte_size`` bytes in safetensors' layout. Returns the sealed memory's descriptor.
 
-        Spaces are added behind the header so that the tensors are aligned: XLA then uses them without a copy on a processor.
-        The header is read first; nothing else is copied if it is malformed or names other leaves than the model's.
+        ``copy``: copies the source's bytes from an offset on into an array. Spaces are added behind the header so that the
+        tensors are aligned: XLA then uses them without a copy on a processor. The header is read first; if the header is
+        malformed, or its leaves are not the model's, nothing else is copied.
 
         Raises InvalidArgument: the source or its header is not valid, the source is too large or has become too short, or its
         checksum is wrong; Unavailable: there is no memory.
@@ -177,7 +178,7 @@ class Making:
             raise InvalidArgument(f"{self.what}: their {kind} is {found}, {wanted[:128]} was given")
 
     def close(self) -> None:
-        """Ends the leases of the regions that ``make`` has read, and closes the file descriptor. May be called more than once."""
+        """Ends the leases of the regions that ``make`` has read, and closes ``fd`` if open. May be called more than once."""
         for region in self._regions:
             region.unlease()
         self._regions = []
@@ -237,7 +238,7 @@ def plan(
 
 
 def _path(given: str, folders: tuple[Path, Path]) -> Path:
-    """Returns the path of a file or folder of a model. ``given``: its path in the first of ``folders`` that has it.
+    """Returns the path of a model's file or folder. ``given``: this path within the first of ``folders`` that has such a file.
 
     Raises InvalidArgument: the path leads out of the model's folder; NotFound: there is no such file.
     """
@@ -311,7 +312,7 @@ def _reading(fd: int, what: str) -> Copy:
 
 
 def _place(making: Making, name: str, place: LeafPlace, regions: RegionTable) -> tuple[LaidLeaf, Copy]:
-    """Finds a push's leaf ``name`` at ``place``, and leases the region. Returns it, and a function that copies its bytes.
+    """Leases, for ``making``, the region at ``place``. Returns leaf ``name`` of the push, and a function that copies its bytes.
 
     Raises InvalidArgument: the leaf's datatype, shape or range is not valid; NotFound: there is no such region.
     """

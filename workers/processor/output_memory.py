@@ -95,7 +95,7 @@ def _tried_at(address: int, byte_size: int) -> str:
 
 
 def attached() -> bool:
-    """Returns whether ``attach`` has succeeded."""
+    """Returns whether ``attach`` has redirected XLA's allocations, and its test has succeeded."""
     return _attached
 
 

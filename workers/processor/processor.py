@@ -103,8 +103,8 @@ class HostExecutable(Executable):
     def computed(self, parameters: Any, arguments: dict[str, Any], addresses: Mapping[str, int]) -> dict[str, Any]:
         """Runs the program on ``arguments``. The outputs may not be computed yet when this returns.
 
-        ``addresses``: output name -> address of the memory that XLA should write the output to. A run that learns how XLA
-        allocates the outputs, because that is not known yet, ignores them.
+        ``addresses``: output name -> address of the memory that XLA should write the output to. If it is not known yet how XLA
+        allocates the outputs, the run finds that out and ignores ``addresses``.
         """
         learned = self.memory_of_outputs
         if learned is None and self.placement.several is None and output_memory.attached():
@@ -131,9 +131,9 @@ class HostExecutable(Executable):
     def offer(self, places: Places) -> None:
         """Chooses the places to which the next run is to write large outputs directly, and stores them in ``places``.
 
-        Only aligned places are chosen. A client can read and change its region while the program runs, so places in regions are
-        chosen only for programs that write nothing else to their outputs' memory, and only if the request does not use the bytes
-        of the place otherwise.
+        Only aligned places are chosen. A client can read and change its region while the program runs. So a place in a region is
+        chosen only if the program writes nothing but outputs to the memory of its outputs, and if no input and no other output
+        of the request overlaps the place.
         """
         outputs = self.memory_of_outputs
         if outputs is None:
@@ -154,14 +154,14 @@ class HostExecutable(Executable):
             places.addresses[name] = address
 
     def written(self, outputs: Mapping[str, Array], addresses: Mapping[str, int]) -> list[str]:
-        """Returns which outputs XLA has written to their addresses. If one was not, the next run finds out XLA's places anew."""
+        """Returns which outputs XLA has written to ``addresses``. If any is missing, the next run learns XLA's allocations."""
         found = [name for name, address in addresses.items() if address_of(outputs[name]) == address]
         if len(found) < len(addresses):
             self.memory_of_outputs = None
         return found
 
     def settle(self, places: Places) -> None:
-        """Withdraws the memory in ``places`` from XLA once the request is answered. It can be used again afterwards."""
+        """Withdraws from XLA the memory in ``places``, so that it can be used again. The request must have been answered."""
         for name, memory in places.offered.items():
             self.give_up(places.addresses[name], memory)
         places.offered.clear()
@@ -213,7 +213,7 @@ def _overlapping(one: _Range, others: list[_Range]) -> int:
 
 
 class Processor(ExecutionDevice):
-    """Runs programs on the worker's CPU, on several devices, or on GPUs that only XLA can access. Any thread may use it."""
+    """Runs programs on the worker's CPU, on several devices, or on a GPU if CUDA cannot be used. Any thread may use it."""
 
     remote = False
 

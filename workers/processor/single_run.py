@@ -111,8 +111,8 @@ class SingleRun:
         Args:
           places: for each input that is not in a region: its segment and offset in the submitter's arena, or its bytes.
           chosen: the parameter set; None: the main set.
-        Raises InvalidArgument: a place is outside the arena; LookupError: XLA can no longer be made to write the outputs to their
-        places; or whatever the program raises.
+        Raises InvalidArgument: an input is outside the arena; LookupError: XLA can no longer be made to write the outputs
+        directly to the answer's memory; or whatever the program raises.
         """
         arguments = dict(self._fixed)
         for (name, dtype, shape, byte_size), place in zip(self._inputs, places, strict=True):

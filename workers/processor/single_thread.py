@@ -51,7 +51,7 @@ class SingleThreadDevice:
         self.device = _opened()
 
     def suits(self, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled | None = None) -> bool:
-        """Returns whether a lowered program's cost is known and small. ``compiled``: None unless it has open dimensions."""
+        """Returns whether a program's cost is known and small. ``compiled``: given only if some of the sizes are unknown."""
         return is_within(compiled or lowered, Most(self.max_flops, _MAX_BYTE_SIZE), lowered)
 
     def __repr__(self) -> str:
@@ -107,9 +107,10 @@ def share(parameters: Any, device: jax.Device) -> Any:
 class SmallPrograms:
     """Decides which programs of one model version run on the single-thread device, and compiles these. For any thread.
 
-    A program runs there if it is small and a test run there has succeeded. If a version cannot use the device (a sharding
-    or a function that it calls binds it to the worker's device, or its parameters would have to be copied), all its
-    programs run on the worker's device, which is logged once.
+    The single-thread device is an additional CPU device of the worker, with one thread. A program runs there if it is small
+    and a test run there has succeeded. A version cannot use the device if a sharding or a called function binds the version
+    to the worker's device, or if its parameters would have to be copied. All programs of such a version run on the worker's
+    device, which is logged once.
     """
 
     def __init__(self, signature: Signature, device: SingleThreadDevice, sets: ParameterSets) -> None:
@@ -122,7 +123,7 @@ class SmallPrograms:
         self._possible = True
 
     def open(self) -> Placement | None:
-        """Returns the placement on the single-thread device, with the parameters; None if they could not be placed there."""
+        """Returns where and with which parameters programs run on the single-thread device; None: they cannot run there."""
         with self._opening:
             if self._placement is None and self._possible:
                 try:
@@ -160,7 +161,7 @@ class SmallPrograms:
             return None
 
     def _is_small(self, lowered: jax.stages.Lowered) -> bool | None:
-        """Returns whether one thread is enough for a lowered program; None: that shows once it is compiled (open sizes)."""
+        """Returns whether one thread is enough for a program; None: that cannot be told before it is compiled."""
         # XLA raises an error for the cost of a program with open sizes, or (from JAX 0.11 on) ends the process.
         if _has_open_sizes(lowered):
             return None
@@ -197,7 +198,7 @@ class SmallPrograms:
         return CompiledProgram(made, placement)
 
     def give_up(self, error: Exception) -> None:
-        """Logs an error. From now on, all programs that this version compiles use all threads because of the error."""
+        """Logs ``error``. Programs that this version compiles from now on use all threads, even if they are small."""
         name, kind = self._signature.model, type(error).__name__
         _log.info("model '%s': its programs get all threads, whatever their size: %s: %s", name, kind, error)
         self._possible = False

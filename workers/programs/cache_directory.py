@@ -210,7 +210,7 @@ class CacheDirectory:
 
 
 def _open(stack: contextlib.ExitStack, name: str, above: int, flags: int) -> int:
-    """Opens directory ``name`` in the one of descriptor ``above``; makes it (0700) if missing. ``stack`` closes it."""
+    """Opens directory ``name`` in that of descriptor ``above``, or makes it (0700). Returns a descriptor; ``stack`` closes it."""
     try:
         place = os.open(name, flags, dir_fd=above)
     except FileNotFoundError:

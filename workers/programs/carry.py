@@ -126,9 +126,10 @@ def carry_specs(signature: Signature) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """Wraps ``apply``, which takes and returns one state for each row, so that it takes and returns the carry.
+    """Wraps ``apply``, which takes and returns one state for each row; the wrapper takes and returns the carry instead.
 
-    The carry is all sequences' state. JAX traces the result: (parameters, inputs, ``rows_argument``, carry) -> (outputs, carry).
+    The carry is all sequences' state. JAX traces the wrapper: (parameters, inputs, rows, carry) -> (outputs, carry).
+    ``rows`` holds each row's index in the carry and whether its sequence starts, as ``rows_argument`` makes it.
     """
 
     def step(parameters: Any, inputs: dict[str, Any], rows: Any, carry: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

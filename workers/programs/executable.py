@@ -109,7 +109,7 @@ class ExecutionDevice(ABC):
         return
 
     def close(self) -> None:
-        """Frees the memory that this thread's object has allocated for the device, if any. May be called more than once."""
+        """Frees the memory, if any, that this object has allocated on the device. The method may be called more than once."""
         return
 
 
@@ -262,7 +262,7 @@ class Executable(ABC):
         """
 
     def uncut(self, outputs: RunOutputs) -> BatchOutputs | None:
-        """Returns a run's outputs as bytes, which each answer will cut; None: the outputs are too large, or stay on a GPU."""
+        """Returns a run's outputs as bytes, out of which each answer is cut later; None: they are too large, or stay on a GPU."""
         if outputs.contents is None:
             return None
         if self._layout is None:
@@ -299,7 +299,8 @@ class Executable(ABC):
     ) -> SingleRun | None:
         """Returns an object that runs repeats of a prepared request one at a time, without batches; None: that is not possible.
 
-        ``inputs``: each input and its number of bytes. ``names``: number of a content in ``plan`` -> output name.
+        ``inputs``: each input and its number of bytes. ``names``: number of an output's content in ``plan`` -> output name.
+        ``regions``: name -> region, for the regions that the request names.
         """
         return None
 

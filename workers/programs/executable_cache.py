@@ -227,7 +227,7 @@ class ExecutableCache:
         return program._replace(byte_size=len(content))
 
     def good_rows(self, key: str, *, found: bool = False) -> bool:
-        """Returns whether it is noted that a model version's rows are independent; ``found``: notes it now."""
+        """Returns whether the cache notes under ``key`` that a model's rows are independent; ``found``: writes the note first."""
         if self._directory is not None and found:
             with contextlib.suppress(OSError):
                 self._directory.write(f"{key}.rows", b"good")

@@ -69,13 +69,14 @@ class Executables:
     ) -> None:
         """
         Args:
-        buckets: which batch sizes and shapes to compile at load.
-        source: the model's source code, part of the cache's keys.
-        max_unexpected: how many executables for shapes without a bucket are kept.
-        device: the worker's device, as the thread uses it that runs the executables.
-        initial: the initial state of a model with state; None: the model has no state.
-        several: the devices of a model that runs on several; None: the worker's device.
-        rows_apart: whether ``warm`` refuses a function that does not treat each row of a batch by itself.
+          buckets: which batch sizes and shapes to compile at load.
+          apply, sets: the model's function and its parameter sets.
+          source: the model's source code, part of the cache's keys.
+          max_unexpected: how many executables for shapes without a bucket are kept.
+          device: the worker's device, as an object for the thread that runs the executables.
+          initial: the initial state of a model with state; None: the model has no state.
+          several: the devices of a model that runs on several; None: the worker's device.
+          rows_apart: whether ``warm`` refuses a function that does not treat each row of a batch by itself.
         """
         self._initial = initial
         self.device = device
@@ -109,7 +110,8 @@ class Executables:
     def warm(self, progress: LoadProgress) -> None:
         """Compiles the executable of every bucket, or loads it from the cache, and runs the smallest one.
 
-        Raises Internal if outputs are not as declared, rows mix or memory is too small, and Cancelled if the load was given up.
+        Raises Internal: outputs are not as declared, a batch's rows affect each other or memory is too small; Cancelled: the
+        load was given up.
         """
         planned = [Wanted(rows, shapes) for rows, shapes in self._buckets.planned()]
         if self._signature.states or self.sets.stack is not None:
@@ -140,8 +142,8 @@ class Executables:
     def _check_rows(self, wanted: Wanted, cancellation: Cancellation) -> bool:
         """Finds out whether the function treats each row of a batch by itself, by running its programs on generated inputs.
 
-        Returns False if another start may say more, as there was too little memory. Raises Internal: it does not; Cancelled: the
-        load was given up; DeviceLost: the device has failed.
+        Returns False if there was too little memory to find out; a later start tries again. Raises Internal: rows affect each
+        other; Cancelled: the load was given up; DeviceLost: the device has failed.
         """
         if self._lowering.traced is None:
             self._lowering.lower(*wanted, self._usual)
@@ -243,7 +245,7 @@ class Executables:
                 self._usual = found[1]
 
     def _open(self, stack: SetStack) -> None:
-        """Allocates a stack's arrays on the programs' device, and compiles ``put`` for them. Raises Internal: no memory."""
+        """Allocates ``stack``'s arrays, and compiles ``put``, which writes a set to them. Raises Internal: too little memory."""
         name, usual = self._signature.model, self._usual
         device_memory.check(name, "its parameter sets need", stack.byte_size, jax.local_devices()[:1])
         with precision(self._signature.wide):
@@ -298,10 +300,11 @@ class Executables:
         return self.device.executable(wanted, self._signature, compiled)
 
     def trials(self, ask: Callable[[dict[str, Array], int], Mapping[str, Array]]) -> Iterator[dict[str, str | float]]:
-        """Asks each bucket with generated inputs, of as few rows as it is for, and compares the answers with ``apply`` alone.
+        """Sends each bucket a request with generated inputs, and compares the answers with those of ``apply`` alone.
 
-        ``ask``: answers a request, given its inputs and number of rows. Yields a row of a table for each bucket, whose
-        ``difference`` is "" if rounding can explain how the answer differs, but not for one that ``ask`` refuses to answer.
+        The request has the fewest rows for which the bucket is used. ``ask``: answers it, given its inputs and number of rows.
+        Yields a table's row for each bucket, except where ``ask`` refuses to answer. The row's ``difference`` is "" if rounding
+        can explain how the answer differs.
         """
         for wanted, executable in self._planned.items():
             smaller = [each.rows for each in self._planned if each.shapes == wanted.shapes and each.rows < wanted.rows]
@@ -327,7 +330,10 @@ class Executables:
             }
 
     def _difference(self, inputs: Mapping[str, Array], made: Mapping[str, Array]) -> str:
-        """Says how an answer differs from what the function alone gives; "": by rounding at most, or the model has state."""
+        """Says how ``made``, the answer to ``inputs``, differs from what the function alone gives.
+
+        "": rounding can explain the difference; or the model has state or mixes parameter sets, and nothing is compared.
+        """
         if self._initial is not None or self.sets.stack is not None:
             return ""
         with precision(self._signature.wide), np.errstate(all="ignore"):

@@ -39,7 +39,7 @@ class HostInputs:
 
     @functools.cached_property
     def arrays(self) -> dict[str, Array]:
-        """The arrays by name, whose memory XLA reads without a copy."""
+        """The arrays for the program's arguments, by name. XLA reads their memory without a copy."""
         return {name: aligned(shape, dtype) for name, dtype, shape in self._arguments}
 
     def send(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class GatherBuffer:
     __slots__ = ("_bytes", "_name", "_slot_byte_size", "_slots", "array")
 
     def __init__(self, name: str, array: Array, lead: bool) -> None:
-        """``array``: the program's argument ``name``. ``lead``: whether its first axis counts rows; False: there is one."""
+        """``array``: a program's argument ``name``. ``lead``: whether its first axis counts rows; False: ``array`` is one row."""
         self._name = name
         self.array = array
         self._slots = array if lead else array[None]

@@ -183,10 +183,11 @@ class GroupedProgram:
     ) -> None:
         """
         Args:
+          rows: the number of requests that one call computes.
           memory: where the requests' inputs are gathered.
           outputs: the layout of a request's outputs in the results.
           read: copies results to host memory.
-          room: the number of requests for which the results have room.
+          room: the number of requests for which the results have room, which may be more than ``rows``.
         """
         self.rows = rows
         self._signature = signature
@@ -275,7 +276,7 @@ class GroupedProgramMaker:
     """Compiles the programs that run several requests of one shape in one call. Any thread may use it."""
 
     def __init__(self, single: Executable, signature: Signature, apply: Apply) -> None:
-        """``single``: one request's executable. Programs of ``apply`` run on its device; another might round differently."""
+        """``single``: one request's executable. Programs of ``apply`` run on ``single``'s device, to round as ``single`` does."""
         self._single = single
         self._signature = signature
         self._apply = apply
@@ -283,7 +284,7 @@ class GroupedProgramMaker:
         self._inputs = Packing([(spec.name, shape, spec.dtype) for spec, shape in specs_of(signature, single.wanted)])
 
     def numbers(self, lengths: Sequence[int]) -> dict[int, int | None]:
-        """Returns, for each number of requests in ``lengths``, the argument ``number`` with which to call ``compile``."""
+        """Maps each number of requests in ``lengths`` to the argument for ``compile``: itself; None: one program fits all."""
         return {length: length if self._one_for_each else None for length in lengths}
 
     @property
@@ -406,7 +407,7 @@ class _Shape:
 
 
 class GroupedCalls:
-    """Compiles and finds a version's programs for several requests in one call. ``compile`` and ``prepare`` suit any thread."""
+    """Compiles and finds programs that run several requests in one call. Any thread may call ``compile`` and ``prepare``."""
 
     def __init__(self, signature: Signature, apply: Apply) -> None:
         self._signature = signature
@@ -414,7 +415,7 @@ class GroupedCalls:
         self._shapes: dict[Hashable, _Shape] = {}
 
     def prepare(self, singles: Sequence[Executable], make: Make) -> None:
-        """Has ``make`` compile, for the shapes of ``singles``, programs for several requests. Raises what tracing raises."""
+        """For each of ``singles``, programs for one request, has ``make`` compile some for several. Raises what tracing does."""
         for single in singles:
             if self.wants(single):
                 self.add(single, self.compile(single, make))
@@ -429,7 +430,7 @@ class GroupedCalls:
         return None if shape is None else shape.fitting[min(waiting, MOST)]
 
     def wants(self, single: Executable) -> bool:
-        """Returns whether to compile programs for several requests of a shape: once per shape, if work and inputs are small."""
+        """Returns whether to compile programs for several requests: ``single`` has a new shape, little work and small inputs."""
         shapes = single.wanted.shapes
         if shapes in self._shapes:
             return False
@@ -478,9 +479,9 @@ class GroupedCalls:
 
 
 def _padded(waiting: int, weight: Weight) -> int:
-    """Returns for how many requests a program is looked up when ``waiting`` requests wait: at most ``MOST``.
+    """Returns the number of requests for which a program is chosen when ``waiting`` requests wait: at most ``MOST``.
 
-    For a tiny program (``weight``), more than half of ``MOST`` count as ``MOST``, so that one call is enough.
+    If the program is tiny (``weight``) and more than half of ``MOST`` wait, the number is ``MOST``: one call is then enough.
     """
     if waiting > MOST // 2 and (waiting >= MOST or weight is Weight.TINY):
         return MOST
