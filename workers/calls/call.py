@@ -87,7 +87,7 @@ class ModelCall:
         return self._asked > self._answered
 
     def answered(self, result: Result | None, final: bool) -> None:
-        """Gives ``next`` a response, or None if the call ends without one. ``final``: whether it ends. The loop calls this."""
+        """Gives ``next`` a response, or None if the call ends without one. ``final``: whether it is last. The loop calls this."""
         self._answered += 1
         self._came.put((result, final))
         first, self._first = self._first, None

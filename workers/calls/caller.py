@@ -143,7 +143,7 @@ class Caller:
         execution: object = None,
         phase: CallerPhase = CallerPhase.SERVING,
     ) -> None:
-        """``requests``: what the code works on. ``execution``: their run if it keeps an instance. ``phase``: allowed calls."""
+        """``requests``: what the code works on. ``execution``: their run if it occupies an instance. ``phase``: allowed calls."""
         self.port = port
         self.requests = tuple(requests)
         self.execution = execution
@@ -183,7 +183,7 @@ _current: ContextVar[Caller] = ContextVar("caller")
 
 @contextlib.contextmanager
 def calling(caller: Caller) -> Iterator[Caller]:
-    """Runs the block as code of ``caller``'s model. Then ``port.ran`` restores what the code changed in the whole process."""
+    """Runs the block as code of ``caller``'s model. Then ``port.ran`` restores process-wide state, such as ``sys.path``."""
     token = _current.set(caller)
     try:
         yield caller

@@ -85,7 +85,7 @@ def _number(what: str, module: ModuleType, name: str, most: int, default: int | 
 
 
 def check_stepped(message: ModelConfig, described: Signature) -> None:
-    """Raises InvalidArgument or Unsupported if ``message``, or ``described``, the signature, rules out a step by step model."""
+    """Raises InvalidArgument or Unsupported if the configuration or signature (``described``) forbids to run step by step."""
     what = f"model '{message.name}'"
     if message.max_batch_size:
         raise InvalidArgument(
@@ -114,7 +114,7 @@ def check_stepped(message: ModelConfig, described: Signature) -> None:
 
 
 def check_buckets(buckets: Buckets) -> None:
-    """Checks a step by step model's ``buckets``. Raises InvalidArgument: a varying axis has no buckets or an input's name."""
+    """Raises InvalidArgument if a step by step model has a varying axis without ``buckets``, or an axis named like an input."""
     what, axes = f"model '{buckets.signature.model}'", set(buckets.named)
     for spec in buckets.signature.inputs.values():
         for axis, dim in zip(spec.axes, spec.model_dims, strict=True):

@@ -105,7 +105,7 @@ class EnsembleRuns:
         self._working = False
 
     def run(self, version: ModelVersion, graph: EnsembleGraph, batch: list[Request], now_ns: int) -> bool:
-        """Runs a batch as a pipeline if all steps of ``graph`` allow it, else begins the steps. Returns whether it was run."""
+        """Runs a batch as a pipeline if all steps of ``graph`` allow it, else begins its steps. Returns whether the batch ran."""
         # A trace has each step; of what was being executed when a worker died each step is blamed for itself; and each step finds
         # the parameter set that its request names, and says which it was.
         steps = [
@@ -283,7 +283,7 @@ class EnsembleRuns:
         self._work()
 
     def _take(self, run: _Run) -> None:
-        """Starts later steps on stored responses, oldest first, until the graph's limit is reached or a client must catch up."""
+        """Starts later steps on stored responses, oldest first, until as many as allowed are in use or the client is behind."""
         while run.untaken and run.error is None:
             start, inner, result = run.untaken[0]
             if run.run.running:

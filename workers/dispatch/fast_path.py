@@ -468,7 +468,7 @@ def _says_what_holds(request: Request, execution: Execution) -> bool:
 
 
 def _timeline_end(version: ModelVersion) -> bytes | None:
-    """Returns a timeline's encoded end; it names parameter set ``main`` and its number, if a client has replaced the values."""
+    """Returns the encoded fields after a timeline's timestamps: the main parameter set's name and number, if it was replaced."""
     main = None if version.sets is None else version.sets.main
     return timeline_end((main.name, main.number) if main is not None and main.number else None)
 

@@ -108,7 +108,8 @@ class Responses(ResponseReceiver):
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
         """Queues ``result`` for the loop, behind the sender's earlier ones. ``final``: whether it is the sender's last.
 
-        ``byte_size``: what ``result`` counts as until it is placed. ``wake``: False leaves it to a later call of ``gather``.
+        ``byte_size``: the bytes for which ``result`` counts until it is placed. ``wake``: whether to wake the loop; if not, a
+        later call of ``gather`` takes the result.
         """
         self._arrived.append((sender, (result, final, byte_size)))
         # Whoever takes them says so before it looks for them.
@@ -215,7 +216,7 @@ class Responses(ResponseReceiver):
         return min([give_up_ns for _, give_up_ns in self.kept.values()], default=NEVER)
 
     def gather(self, now_ns: int) -> None:
-        """If ``now_ns`` has reached ``look_ns``, the set time, sends responses that threads queued without waking the loop."""
+        """If ``now_ns`` has reached ``self.look_ns``, sends responses that threads queued without waking the worker's loop."""
         if 0 < self.look_ns <= now_ns:
             self.look_ns = 0
             self._take()

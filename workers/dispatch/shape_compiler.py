@@ -158,7 +158,7 @@ class ShapeCompiler:
         return compiled
 
     def _next_grouped(self) -> None:
-        """If no compilation runs, begins to compile the first-queued program of those that run several requests in a call."""
+        """If nothing is compiling, begins to compile the next queued program, which runs several requests in one call."""
         if self._under_way or not self._grouped:
             return
         version, grouped, single = self._grouped.popleft()

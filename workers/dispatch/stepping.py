@@ -106,7 +106,7 @@ class StepRows:
         sender.counted = functools.partial(self.leave, slot)
 
     def leave(self, slot: int) -> None:
-        """If a slot's request is answered with others, counts the responses it got so, and has it answered alone from now on."""
+        """If a slot's request is answered with others, counts its responses so far. It is answered separately from now on."""
         member = self.members.pop(slot, None)
         if member is None:
             return
@@ -410,7 +410,7 @@ class Stepping:
             self._batcher.pause(request)
 
     def _lose(self, error: BaseException) -> None:
-        """Fails all requests that have begun, because ``error`` lost their state on the device. Requests that wait still run."""
+        """Fails all requests that have begun: ``error`` destroyed their state on the device. Waiting requests still run."""
         cause = (error.__cause__ or error) if isinstance(error, StateLost) else self._model.lost() and error
         _log.error("%s, and with it all requests that had a slot", self._model.describe(cause), exc_info=cause)
         self.given.clear()
