@@ -108,7 +108,7 @@ def choose_buckets(message: ModelConfig, module: ModuleType, described: Signatur
 
 
 def check_size(buckets: Buckets, limit: int) -> None:
-    """Raises InvalidArgument: inputs and outputs of the largest batch that ``buckets`` allows have more bytes than ``limit``."""
+    """Raises InvalidArgument: tensors of the largest batch in ``buckets`` that is compiled for at load exceed ``limit`` bytes."""
     described = buckets.signature
     fixed = sum(_byte_size(spec, spec.model_dims) for spec in described.outputs.values() if -1 not in spec.model_dims)
     most = buckets.batch[-1]

@@ -106,7 +106,7 @@ class PinnedMemory:
         self._thread.do(functools.partial(self._lock, memory), functools.partial(self._tried, memory))
 
     def unpin(self, view: memoryview) -> None:
-        """Asks the thread that locks memory to unlock ``view``. Does nothing if ``view`` was not given to ``pin`` before.
+        """Asks the thread that locks memory to unlock ``view``. Does nothing if ``pin`` did not have ``view`` locked.
 
         The owner of the memory may close it immediately: the mapping stays until the memory is unlocked.
         """

@@ -128,7 +128,7 @@ class StepRows:
             self.leave(slot)
 
     def send(self, slots: list[int], rows: Array, now_ns: int) -> list[ResponseSender]:
-        """Sends a step's responses to the requests in ``slots`` together. ``join`` must have been called for each of them.
+        """Sends a step's responses to the requests in ``slots`` together. Each slot must have True in ``self.joined``.
 
         Returns the senders whose clients may have no room left; their requests are answered separately from now on.
         ``rows``: the step's outputs, UINT8[all slots, size].
