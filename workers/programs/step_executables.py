@@ -65,14 +65,15 @@ class StepExecutables:
         source: bytes,
         device: ExecutionDevice,
     ) -> None:
-        """
+        """Stores what the programs are compiled from. Compiles nothing yet.
+
         Args:
-        buckets: the input shapes that ``insert`` is compiled for.
-        programs: the functions to compile.
-        slots: how many requests the carry (the batch's state) has room for.
-        step_slots: numbers of slots that ``step`` is compiled for, ascending; the last is ``slots``.
-        insert_rows: how many requests ``insert`` takes; 0: one, without an axis for requests.
-        source: the model's source code, part of the cache's keys.
+          buckets: the input shapes that ``insert`` is compiled for.
+          programs: the functions to compile.
+          slots: how many requests the batch's state has room for.
+          step_slots: the numbers of requests that ``step`` is compiled for, ascending; the last one is ``slots``.
+          insert_rows: how many requests ``insert`` takes; 0: one, without an axis for requests.
+          source: the model's source code, part of the cache's keys.
         """
         self._step_slots = step_slots
         self._signature = signature
