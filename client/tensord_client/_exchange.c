@@ -191,9 +191,11 @@ static int keep(const exchange_t *self, PyObject *loop, PyObject *key, const ten
             return 0;
     }
     /* Two bytes begin a datagram of one record. */
-    PyObject *item = Py_BuildValue("y#O", to->begin + 2, (Py_ssize_t)(to->at - to->begin) - 2, key);
+    PyObject *record = PyBytes_FromStringAndSize(to->begin + 2, (Py_ssize_t)(to->at - to->begin) - 2);
+    PyObject *item = record == NULL ? NULL : PyTuple_Pack(2, record, key);
     int wrong = item == NULL || PyList_Append(outgoing, item);
     Py_XDECREF(item);
+    Py_XDECREF(record);
     return !wrong;
 }
 

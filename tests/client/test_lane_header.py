@@ -188,6 +188,9 @@ def test_records_to_a_worker_are_read_as_msgspec_reads_them(
     except msgspec.ValidationError as error:
         assert "of length <=" in str(error)  # as are lengths
         return
+    except msgspec.DecodeError as error:  # as newer versions of msgspec say it
+        assert "UTF-8" in str(error)
+        return
     assert said == "".join([_request(each) for each in meant if isinstance(each, RequestRecord)])
 
 
