@@ -8,6 +8,7 @@ Exit status: 0: done; 1: a failure while serving, or a bad repository; 2: a bad 
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import logging
 import os
@@ -374,6 +375,8 @@ def _described(command: click.Command, ctx: click.Context) -> click.Command:
     """Returns a copy of a command for click-man, with all parameters, and with the help's first paragraph as its short help."""
     described = copy.copy(command)
     described.params = command.get_params(ctx)
+    # A line that begins with a dot or an apostrophe is a request to troff.
+    described.help = re.sub("^(?=[.'])", r"\\&", inspect.cleandoc(command.help or ""), flags=re.MULTILINE)
     described.short_help = " ".join((command.help or "").strip().partition("\n\n")[0].split()).removesuffix(".")
     if isinstance(command, click.Group):
         assert isinstance(described, click.Group)
