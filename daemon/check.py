@@ -58,7 +58,7 @@ class Verdict:
     printed: str = ""
     #: The completed configurations of the versions that can be served.
     configs: Mapping[int, ModelConfig] = field(default_factory=dict)
-    #: What was found about each version that was loaded.
+    #: The outcome of each version's load; empty if nothing was loaded.
     outcomes: Sequence[LoadOutcome] = ()
 
 

@@ -404,7 +404,7 @@ class CheckLoads(Record, frozen=True, tag="check"):
     options: msgspec.Raw
     #: Versions of models, in the order in which a worker would load them.
     loads: tuple[Load, ...]
-    #: Whether to ask each bucket of what was loaded.
+    #: True: each bucket of the loaded models is asked with a generated request, and its answer compared.
     deep: bool = False
 
 
@@ -424,7 +424,7 @@ class LoadOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     #: The completed configuration as JSON, if it does.
     config: str = ""
     footprint: Footprint = Footprint()
-    #: What was found by asking each bucket: rows of a table, with the columns of ``Executables.trials``.
+    #: One row of a table for each bucket that was asked, with the columns of ``Executables.trials``.
     trials: tuple[dict[str, str | float], ...] = ()
     #: How many bytes the process had printed by then.
     printed: int = 0

@@ -121,7 +121,7 @@ class RegisterCudaRegion(Record, frozen=True, tag="c.regcuda"):
     #: The GPU, counted as the daemon sees them.
     device_id: int
     byte_size: int
-    #: The same as in RegisterSystemRegion.
+    #: True, in a call to a worker: a region of that name may exist, and this one replaces it in one step.
     renews: bool = False
     #: True if this worker opens it now. Otherwise another worker has that GPU, and this one opens it when a request needs it
     #: here.
@@ -289,10 +289,10 @@ class PushParameters(Record, frozen=True, tag="c.push"):
     source: ParameterSource
     #: 0: one more than the last.
     number: int = 0
-    #: The same as in MakeParameters.
+    #: True if leaves that the source lacks are the set's newest, or main's where the worker has no set of that name.
     partial: bool = False
     checksum: str = ""
-    #: The same as in StageParameters and CommitParameters.
+    #: True if a value that is not finite is an error.
     check_finite: bool = False
     move_sequences: bool = False
 

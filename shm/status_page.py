@@ -46,7 +46,7 @@ class WorkerState(enum.IntEnum):
 
 
 class Outputs(enum.IntEnum):
-    """Whether XLA writes a worker's large outputs directly where clients or fronts read them, or the outputs are copied there."""
+    """Says if XLA writes a worker's large outputs directly where clients or fronts read them, or if they are copied there."""
 
     #: Nothing is decided: the worker starts.
     UNKNOWN = 0

@@ -110,10 +110,8 @@ class LaneRequest(Submission, Pending[Answer]):
 
         Returns whether this call ended it; False: it had ended already.
         """
-        with self._lock:
-            if self._ended:
-                return False
-            self._ended = True
+        if not super().end():
+            return False
         lane, slot = self.lane, self.placed.slot
         if lane is not None and lane.watched:
             lane.watched.discard(self.request_id)

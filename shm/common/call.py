@@ -237,7 +237,7 @@ class Call:
         self.request_id = ""
         #: The trace that the request belongs to, and the span in it, in the form of W3C Trace Context; "": it belongs to none.
         self.traceparent = ""
-        #: What a connection keeps of a call that is sent many times; None: nothing yet.
+        #: Where the inputs of a call that is sent many times lie, as its connection last placed them; None before the first.
         self.layout: Any = None
         for name, value in seldom.items():
             setattr(self, name, value)

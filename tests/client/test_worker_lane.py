@@ -156,7 +156,7 @@ def test_the_answers_of_a_datagram_are_their_requests(ends: Ends) -> None:
 
 
 def test_a_request_has_one_last_answer(ends: Ends) -> None:
-    """What a worker sends for a request that has had its last answer is dropped, also in the same datagram."""
+    """An answer to a request that has had its last answer is dropped, also in the same datagram."""
     (first, first_id), (second, second_id) = ends.submit(), ends.submit()
     again = answer(first_id, 0, (np.zeros(2, np.float32).tobytes(),))
     ends.worker.send(packed(_NUMBERED, answer(first_id), again, answer(second_id)))

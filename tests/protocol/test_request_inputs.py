@@ -56,7 +56,7 @@ STATEFUL = """
 
         return apply, None
 """
-#: It takes no parameter but its own.
+#: A model that refuses request parameters which it does not declare.
 STRICT = SINGLE + "    strict_parameters = True\n"
 #: Everything that can be told, as text.
 HOST = """

@@ -32,7 +32,7 @@ _NAMES = ("max_steps", "inserts_per_step", "step_slots", "insert_rows", "gather"
 
 @dataclass(frozen=True, slots=True)
 class StepDeclaration:
-    """What a model that makes its answers step by step declares: how many requests share steps, and how responses are joined."""
+    """Holds what a stepped model declares: how many requests share a step, and how the responses of one request are joined."""
 
     rules: StepRules
     #: Numbers of slots that steps are compiled for, ascending; the last is all slots.

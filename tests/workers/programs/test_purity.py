@@ -1,4 +1,4 @@
-"""What is found in a traced program, by functions that lie and by functions that are as they should be."""
+"""Examines traced programs: of functions that are not what they seem, and of functions that are as they should be."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_a_value_of_an_earlier_trace_that_is_used() -> None:
 
 
 def test_values_that_inner_functions_leave_outside() -> None:
-    """Those that JAX has traced before, too."""
+    """Inner functions that JAX has traced before are examined, too."""
     inner = jax.jit(lambda x: kept.append(x * 2) or x + 1)
     try:
         for _ in range(2):

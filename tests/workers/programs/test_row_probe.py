@@ -53,7 +53,7 @@ def test_no_row_wise_function_is_accused(case: Case) -> None:
     assert asked(case, 5)[0] is None
 
 
-#: Of these the output of a row is the same beside any others, but not in another place, or beside another number of them.
+#: Functions whose rows depend on their place in the batch or on its number of rows, but not on the other rows' values.
 _ELSEWHERE = {"one_noise": "place", "dropout": "place", "positions_of_rows": "place", "by_number_of_rows": "number"}
 
 

@@ -1,4 +1,4 @@
-"""What can be read from a program: whether it may be run, how exactly it computes, what combines rows, and that it ends."""
+"""Reads programs: if they may be run, how exactly they compute, which operation combines rows, and that their loops end."""
 
 from __future__ import annotations
 
