@@ -353,8 +353,8 @@ class Buddies:
     """A buddy allocator: it hands out blocks of ``BLOCK`` x 2^n bytes inside one range, whose size is a power of two.
 
     The offset of a block's buddy is the block's offset with one bit flipped, the bit of the block's size. Released blocks are
-    joined with their buddies only when no other free block is large enough. Most often the next block is wanted in the same
-    size, and most of the work would be to join blocks only to split them again.
+    joined with their buddies only when no other free block is large enough, because the next block is most often wanted in the
+    same size, and would have to be split off again.
     """
 
     def __init__(self, byte_size: int) -> None:

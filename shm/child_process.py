@@ -68,9 +68,9 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def die_with_parent() -> None:
     """Asks the kernel to kill this process when its parent dies. Call it first of all, from the main thread.
 
-    This is one of two safeguards, because each has a gap (measured). The kernel's signal comes within milliseconds; but it also
-    comes if the parent lives on and only its thread that started this process ends. End-of-file on the control channel comes
-    with every death, but is noticed only while this process's loop runs.
+    The kernel's signal comes within milliseconds, but also if the parent lives on and only its thread that started this process
+    ends (measured). The other safeguard, end-of-file on the control channel, comes with every death, but is noticed only while
+    this process's loop runs.
 
     Raises: SystemExit: the parent was gone already.  OSError: the kernel refused.
     """

@@ -96,7 +96,7 @@ class Loading(Record, frozen=True, tag="loading"):
 
 
 class Start(Record, frozen=True, tag="start"):
-    """The first record to a child process: the number of its start, its name, and its options as msgpack."""
+    """The first record to a child process: a number that no other start has, the process's name, and its options as msgpack."""
 
     #: Unique per process start; the child repeats it in ChildReady, so answers of a predecessor are never mistaken.
     incarnation: int
@@ -126,7 +126,7 @@ class ChildReady(Record, frozen=True, tag="ready"):
 
 
 class StatePublished(Record, frozen=True, tag="published"):
-    """Tells a front that all changes up to number ``edition`` were sent. It answers StateAcknowledged once it uses them."""
+    """Tells a front that all changes up to number ``edition`` were sent. Once it uses them, the front sends StateAcknowledged."""
 
     edition: int
 
@@ -257,7 +257,7 @@ class WorkerFenced(Record, frozen=True, tag="fenced"):
 
 
 class ModelState(Record, frozen=True, tag="model"):
-    """Describes one model version to a front: sent with all fields on every change, in place of the earlier record."""
+    """Describes one model version to a front. On every change it is sent with all fields, and replaces the earlier record."""
 
     name: str
     version: int

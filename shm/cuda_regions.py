@@ -315,8 +315,8 @@ class _Stream:
 class _Guarded:
     """A context manager that converts a CudaError in its block to an InvalidArgument that names a client's region.
 
-    It is a class and no generator function. An error that is raised inside a generator keeps alive the frames that it passed
-    through, and all that these frames hold, until the next garbage collection (Python 3.12 and newer).
+    It is a class and no generator function, because an error that is raised inside a generator keeps alive the frames that it
+    passed through, and all that these frames hold, until the next garbage collection (Python 3.12 and newer).
     """
 
     __slots__ = ("_name",)

@@ -454,7 +454,7 @@ class WorkerLane(LaneEnd):
         self.channel.put_encoded(records)
 
     def _announced(self, request_id: int, lease: LeaseKey) -> AnswerRecord | None:
-        """Announces the segment of ``lease``; None: done. If no descriptor is left, releases the lease and returns an error."""
+        """Announces the segment of ``lease``; returns None. If no descriptor is left, frees the lease and returns an error."""
         try:
             self.announce(lease[0])
         except Unavailable as error:

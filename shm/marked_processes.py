@@ -80,7 +80,8 @@ def send(found: Found, number: int) -> bool:
 def kill_all(mark: str) -> int:
     """Kills the processes that ``has`` finds to have ``mark`` in their environment, in up to 20 rounds until none is left.
 
-    Returns how many were killed. ``mark``: a worker's, or one load's in a worker, as the environment variable ``MARK`` holds it.
+    Returns how many were killed. ``mark``: the value of the environment variable ``MARK`` in processes that one worker, or one
+    model in it, has started.
     """
     killed: set[int] = set()
     for _ in range(_MAX_LOOKS):

@@ -129,7 +129,7 @@ class RegisterCudaRegion(Record, frozen=True, tag="c.regcuda"):
 
 
 class UnregisterRegion(Record, frozen=True, tag="c.unreg"):
-    """Unregisters a region of a kind, "system", "cuda" or "" (any), so that no later request finds it.
+    """Unregisters the region ``name`` of a kind, "system", "cuda" or "" (any), so that no later request finds it.
 
     ``name`` "", to the supervisor only: every region of the kind that this client may unregister. A worker replies with JSON:
     how many tensors of requests lie in the region now.
@@ -331,7 +331,7 @@ class RegionStatus(Record, frozen=True, tag="c.regstat"):
 
 
 class Settle(Record, frozen=True, tag="c.settle"):
-    """A front asks the supervisor to reply once every front acts upon all changes known to the asking front. Reply: empty.
+    """A front asks the supervisor to reply once every front uses all changes of state that the asking front knows. Reply: empty.
 
     The supervisor asks workers, too. A worker replies at once, because it acts upon records in the order in which it gets them.
     """

@@ -154,7 +154,7 @@ class _ObjectRegion(Leased):
     """Base class of regions in a shared-memory object. It owns the object's descriptor. Offsets count from the region's start."""
 
     def __init__(self, name: str, fd: int, offset: int, byte_size: int) -> None:
-        """Takes ownership of ``fd``, the descriptor of a shared-memory object, of which the region is a range.
+        """Takes ownership of ``fd``, a shared-memory object; the region is its ``byte_size`` bytes from ``offset`` on.
 
         ``name``: the region's name, for the error. Raises InvalidArgument, after closing ``fd``: the range is empty or not inside
         the object.

@@ -26,11 +26,11 @@ class ResponseOrder(Generic[K, A]):
         self._ready: dict[K, A] = {}
 
     def __len__(self) -> int:
-        """Returns how many requests that were given to ``taken`` still await the sending of their answer."""
+        """Returns how many requests were given to ``taken`` and have not had their answers sent."""
         return len(self._turns)
 
     def passes(self, request: K) -> bool:
-        """If a request's answer may be sent now and no answer is stored, forgets the request and returns True.
+        """If a request's answer may be sent now and no other answer is stored, forgets the request and returns True.
 
         Otherwise returns False; then give the answer to ``done``.
         """

@@ -266,7 +266,7 @@ class SequencePage:
         return _HEADER if at + _ENTRY == self._end else at + _ENTRY
 
     def _place(self, key: Key) -> int:
-        """Returns the index of the first word of a key's entry, or, if the key has none, of the free entry where it belongs."""
+        """Returns the index of the first word of a key's entry or, if it has none, of the free entry for a new one."""
         words, at = self._words, self._home(key[0])
         while words[at] and (words[at] != key[0] or words[at + 1] != key[1]):
             at = self._next(at)

@@ -158,7 +158,7 @@ class StatusPage:
         words[at] = len(recorded)
 
     def end(self, slot: int, now_ns: int) -> None:
-        """Writes that thread ``slot`` ended its run at ``now_ns``. LOOP_SLOT, the main loop's, sets the state ``resting``."""
+        """Writes that thread ``slot`` ended its run at ``now_ns``. LOOP_SLOT: the main loop's state becomes ``resting``."""
         if slot < SLOTS:
             words = self._words
             words[_WORDS * (slot + 1)] = 0

@@ -26,7 +26,7 @@ class TraceBudget:
         return cls(os.eventfd(count, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC))
 
     def take(self) -> bool:
-        """Takes one trace off the number of traces that may still be taken. Returns False if none may."""
+        """Takes one off the number of traces that may still be taken. Returns False if no trace may be taken."""
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:
@@ -48,7 +48,7 @@ class TraceBudget:
 
 
 class Passes:
-    """Says how many of the next requests are not traced: while ``left`` is above 0, a front looks up no trace settings."""
+    """Says how many of the next requests are not traced: while ``left`` is above 0, a front need not look up trace settings."""
 
     __slots__ = ("left",)
 

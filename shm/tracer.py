@@ -69,7 +69,7 @@ class Exemplars:
         self._versions: dict[tuple[str, int], dict[tuple[int, int], tuple[str, float, float]]] = {}
 
     def note(self, model: str, version: int, trace_id: str, moments: Mapping[str, int]) -> None:
-        """Makes request ``trace_id`` the exemplar of the buckets of its durations. ``moments``: timestamp's name -> ns."""
+        """Makes trace ``trace_id`` the exemplar of the buckets that its durations fall into. ``moments``: name -> ns."""
         found = self._versions.pop((model, version), {})
         while len(self._versions) >= MAX_EXEMPLARS:
             del self._versions[next(iter(self._versions))]
@@ -202,7 +202,7 @@ class Tracer:
         self._look()
 
     def cleared(self, record: TraceCleared) -> None:
-        """Removes the own trace settings of the model of ``record``, so that the settings for all models hold for it."""
+        """Drops the settings of the model that ``record`` names, so that the settings for all models hold for that model."""
         self._forget(record.model)
         self._look()
 

@@ -224,7 +224,7 @@ class AnswerMemory:
         return True
 
     def close(self, number: int) -> None:
-        """Forgets a segment that the worker has closed. Arrays in the segment stay valid, and keep it mapped."""
+        """Forgets segment ``number``, which the worker has closed. Arrays in the segment stay valid, and keep it mapped."""
         self.segments.pop(number, None)
         self._refused.discard(number)
 
@@ -252,9 +252,10 @@ class AnswerMemory:
         return self.held.explained(error, self, self._byte_size)
 
     def judged(self, answer: AnswerRecord) -> tuple[AnswerRecord, AnswerLease | None] | ServingError:
-        """Returns (answer, lease of its memory or None), or an error to raise in place of the answer.
+        """Returns (answer, lease), or an error to raise in place of the answer.
 
-        The error is returned if the answer is itself an error, is malformed, or lies in memory that this process could not map.
+        The lease is that of the worker's memory that the outputs lie in; None: they do not lie there. The error is returned if
+        the answer is itself an error, is malformed, or lies in memory that this process could not map.
         """
         lease: AnswerLease | None = None
         error: ServingError | None = None
@@ -274,7 +275,7 @@ class AnswerMemory:
             self.give_back(answer.lease, 0)
 
     def give_back(self, key: LeaseKey, byte_size: int) -> None:
-        """Queues a lease to be given back to the worker. If enough leases or bytes are queued, has the lane send the queue.
+        """Queues the lease ``key`` to be given back to the worker. If enough leases or bytes are queued, has the lane send them.
 
         ``byte_size``: the number of bytes of the leased memory. The garbage collector may call this at any moment.
         """
@@ -304,7 +305,7 @@ class AnswerMemory:
 
 
 def made_answer(record: AnswerRecord, lease: AnswerLease | None, places: Any) -> Answer:
-    """Converts a worker's message to an ``Answer``: arrays that view the worker's memory, are copies, or are the caller's.
+    """Converts a worker's message to an ``Answer``, whose arrays view the worker's memory, are copies, or are the caller's own.
 
     If an array is a view, the answer holds the ``lease``, and is counted among the answers that this process holds.
 

@@ -330,7 +330,7 @@ class AsyncModelSequence(SequenceSteps[AsyncModel]):
 
 
 class AsyncModelParameters:
-    """The parameter sets of one model: the methods of ``ModelParameters``, which are awaited here.
+    """The parameter sets of one model, with the methods of ``ModelParameters`` as coroutines.
 
     The methods run in a thread of the event loop's executor.
     """

@@ -211,7 +211,7 @@ def _way(address: str, patience: float) -> Connection:
 
 
 def _holds_a_model(repository: Path) -> bool:
-    """Returns whether some folder in ``repository`` is a model: whether it has a configuration or a folder for a version."""
+    """Returns whether some folder in ``repository`` is a model: it has a configuration, or a folder for a version."""
     return any(
         path.name == "config.pbtxt" or (path.name.isdecimal() and path.is_dir())
         for path in (*repository.glob("[!.]*/config.pbtxt"), *repository.glob("[!.]*/[1-9]*"))

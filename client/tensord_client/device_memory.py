@@ -52,7 +52,7 @@ class CudaLibrary:
 
     @contextmanager
     def on(self, ordinal: int) -> Iterator[None]:
-        """Makes a device's primary context current in a ``with`` block. Raises: Unavailable: there is no such device."""
+        """Makes the primary context of device ``ordinal`` current in a ``with`` block. Raises Unavailable: no such device."""
         context = self._contexts.get(ordinal)
         if context is None:
             device, context = ctypes.c_int(), ctypes.c_void_p()

@@ -118,7 +118,7 @@ class HttpConnection:
         return self._request("GET", path, deadline=deadline, patience=patience)[0]
 
     def post(self, path: str, body: bytes) -> Any:
-        """Posts JSON; returns the answer's JSON, or None if it is empty. Raises ServingError: an error or no answer came."""
+        """Posts ``body``, a JSON text. Returns the answer's JSON, or None if it is empty. Raises ServingError if that fails."""
         return self._request("POST", path, b"Content-Type: application/json\r\n", [body])[0]
 
     def _request(
@@ -260,7 +260,7 @@ class HttpConnection:
         return self._on_devices.empty(shape, dtype, device)
 
     def _region(self, values: Any) -> tuple[str, int, int] | None:
-        """Returns an array's region (name, offset, number of bytes); None: ``empty_on`` has not made the array."""
+        """Returns the region (name, offset, number of bytes) of an array, ``values``; None: ``empty_on`` has not made it."""
         if isinstance(values, np.ndarray) or self._on_devices is None or values.memory is not self._on_devices:
             return None
         return cast("tuple[str, int, int]", values.place)
@@ -326,7 +326,7 @@ class HttpConnection:
         return made
 
     def _wanted(self, call: Call, name: str) -> tuple[str, int, int] | None:
-        """Returns (name, offset, size) of the GPU region for the output ``name``; None: the output comes with the answer."""
+        """Returns (name, offset, size) of the GPU region that output ``name`` is written to; None: it comes with the answer."""
         place = call.places.get(name)
         return None if place is None else self._region(place)
 

@@ -317,7 +317,7 @@ class HttpChannel:
         self._out = [piece for piece in pieces if len(piece)]
 
     def keep(self, content: bytes) -> None:
-        """Replaces the request's unsent bytes by the same bytes in its copy ``content``: no array is read any more."""
+        """Makes this object send the unsent bytes from ``content``, a copy of the request, and not from the caller's arrays."""
         left = sum(map(len, self._out))
         self._out = [memoryview(content)[len(content) - left :]] if left else []
 

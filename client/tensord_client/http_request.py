@@ -57,7 +57,7 @@ class Pool:
         self.deadlines = Deadlines()
 
     def take(self, pending: HttpRequest) -> None:
-        """Gives a request an idle connection, or lets the request open a new one. Queues it if ``limit`` connections are in use.
+        """Gives the request ``pending`` an idle connection, or lets it open a new one. Queues it if ``limit`` are in use.
 
         Raises: Unavailable: ``close`` was called, or the queue is full.
         """
@@ -95,7 +95,7 @@ class Pool:
         return None
 
     def give(self, pending: HttpRequest, channel: HttpChannel | None) -> None:
-        """Takes a request's connection back and gives it to the first queued request; if none is queued, keeps it as idle.
+        """Takes back the connection of ``pending``, for the first queued request. If none is queued, keeps the connection as idle.
 
         ``channel``: the connection; None: it is closed, and the first queued request may open another one in its place.
         """
@@ -111,7 +111,7 @@ class Pool:
             self._serve()
 
     def leave_line(self, pending: HttpRequest) -> bool:
-        """Removes a request from the queue of requests that wait for a connection. Returns whether it was in the queue."""
+        """Removes the request ``pending`` from the queue for a connection. Returns whether it was in the queue."""
         with self._lock:
             if pending in self._line:
                 self._line.remove(pending)
@@ -211,7 +211,7 @@ class HttpRequest(Pending[Any]):
         self._step()
 
     def keep(self) -> None:
-        """Copies the request's bytes, so that its caller may write to the input arrays. Does nothing if the request has ended.
+        """Copies the request's bytes, so that the caller may write to the input arrays. Does nothing if the request has ended.
 
         The copy is needed until all bytes are sent, and again if the request is sent once more after a failure.
         """

@@ -79,7 +79,7 @@ def jax(
 
 
 def _shape(tensor: Tensor, rows: int, known: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns the shape of an output of a request. ``rows``: how many rows the request has; 0: the model has no batch dimension.
+    """Returns the shape of ``tensor``, a request's output. ``rows``: the request's rows; 0: the model has no batch dimension.
 
     ``known``: output name -> shape, where the caller knows it. Raises: InvalidArgument: ``known`` lacks the output, and the
     output is BYTES or the metadata leave one of its sizes open.

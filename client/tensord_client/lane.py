@@ -512,7 +512,7 @@ class LaneConnection(Sender):
         return known.choose()
 
     def sent(self, call: Call, lane: ClientLane) -> None:
-        """Stores the lane of a sequence, for its next request; forgets the lane after the sequence's last request."""
+        """Stores ``lane`` for later requests of the call's sequence; forgets it if ``call`` is the sequence's last request."""
         sequence_id = call.scheduling.sequence_id
         if call.scheduling.sequence_end:
             self._sequences.pop((call.model, sequence_id), None)

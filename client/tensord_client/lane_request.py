@@ -132,7 +132,9 @@ class LaneRequest(Submission, Pending[Answer]):
         return known is not None and self.may_be_elsewhere(refusal.code, refusal.message, known.is_told)
 
     def lane_ended(self, left: bool, error: ServingError) -> None:
-        """Arranges to send this request again, or ends it with an error, because its lane ended before its last answer had come.
+        """Has this request sent again, or ends it with an error, because its lane ended before its last answer had come.
+
+        The request is sent again if the worker cannot have run it, or if running it twice does no harm.
 
         Args:
           left: True: the request had been sent, so that the worker may have run it; False: it had not.
@@ -174,7 +176,7 @@ class LaneRequest(Submission, Pending[Answer]):
         self.astray = True
 
     def claim(self) -> bool:
-        """Returns True to one thread, which must send this request again; False to others, or if the request has a lane."""
+        """Returns True to the one thread that must send this request again; False to others, or if the request has a lane."""
         with self._lock:
             astray, self.astray = self.astray, False
         if astray:
@@ -183,7 +185,7 @@ class LaneRequest(Submission, Pending[Answer]):
         return astray
 
     def watch_again(self) -> None:
-        """Arranges that the new lane on which this request was sent again is read.
+        """Arranges that somebody reads the new lane on which this request was sent again.
 
         If callbacks wait for the answer, the lane's thread reads the lane; if a task waits, the task's event loop does. If
         the request was cancelled meanwhile, tells the new worker so.
@@ -338,7 +340,7 @@ class Sender:
         return self.models.get((call.model, call.version))
 
     def send_claimed(self, pending: LaneRequest, until: float | None) -> None:
-        """Sends a request again. Call it only in the thread for which the request's ``claim`` returned True.
+        """Sends the request ``pending`` again. Call it only in the thread for which the request's ``claim`` returned True.
 
         ``until``: seconds of ``time.monotonic()`` to wait for a lane; None: no deadline.
 
@@ -365,7 +367,7 @@ class Sender:
             self.claimed.discard(pending)
 
     def send_again_soon(self, pending: LaneRequest) -> None:
-        """Has a background thread, one for each model, send again or fail a request that no thread waits for."""
+        """Has a background thread (one for each model) send ``pending`` again or fail it, as no thread waits for this request."""
         model = pending.call.model, pending.call.version
         with self._astray_lock:
             waiting = self._astray.get(model)

@@ -146,8 +146,8 @@ class LaneSocket:
     def limit_wait(self, until: float | None) -> None:
         """Sets how long later calls of ``receive`` wait: until ``until``, rounded down to a power of two of milliseconds.
 
-        Rounded, waits of about the same length need no new setting. ``until``: seconds of ``time.monotonic()``; None:
-        without limit. Raises: WaitEnded: ``until`` has passed.
+        Because of the rounding, waits of about the same length need no further system call. ``until``: seconds of
+        ``time.monotonic()``; None: without limit. Raises: WaitEnded: ``until`` has passed.
         """
         milliseconds = 0
         if until is not None:

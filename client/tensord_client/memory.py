@@ -98,7 +98,7 @@ class ClientSegment:
         return None
 
     def give(self, offset: int, byte_size: int) -> None:
-        """Frees bytes that ``take`` allocated: adds them to the free ranges, joined with free ranges next to them."""
+        """Frees ``byte_size`` bytes at ``offset``, which ``take`` allocated, and joins them with free ranges next to them."""
         at = bisect.bisect(self.free, offset)
         if at < len(self.free) and offset + byte_size == self.free[at]:
             byte_size += self.sizes[at]

@@ -55,7 +55,7 @@ class Slot:
 
 
 class Slots:
-    """Shared memory that is kept for copies of later requests' inputs, each piece of it for requests of one kind. Thread-safe.
+    """Keeps shared memory of answered requests, for copies of the inputs of later requests of the same kind. Thread-safe.
 
     Requests are of one kind if they have the same model, tensors, outputs and parameters. If too many bytes are kept, memory
     for the kind that was used longest ago is dropped first.
@@ -70,7 +70,7 @@ class Slots:
         self._byte_size = 0
 
     def take(self, kind: Any) -> Slot | None:
-        """Removes memory for a request of this kind from what is kept and returns it; None: none is kept.
+        """Removes and returns the memory that was kept for a request of this kind; None: none was kept.
 
         ``kind``: what requests that may use the same memory have in common: model, tensors, outputs and parameters.
         """
@@ -232,7 +232,7 @@ class Placement:
         return layout.placed or self.fill(call, layout)
 
     def keep_layout(self, call: Call, model: OpenedModel) -> Layout:
-        """Makes and stores the layout of a call that is sent often. Raises: InvalidArgument: the request cannot be sent."""
+        """Makes, stores and returns the layout of a call that is sent often. Raises: InvalidArgument: it cannot be sent."""
         layout = call.layout = self.lay_out(call, model)
         layout.own = own_fields(call)
         return layout
@@ -386,7 +386,7 @@ def encode(call: Call, tensors: Sequence[Tensor], outputs: Sequence[tuple[str, P
 
 
 def own_fields(call: Call) -> bytes:
-    """Encodes the fields that are not shared with other requests: id, deadline, scheduling.
+    """Encodes the fields of a call's request that differ from request to request: id, deadline, scheduling.
 
     Raises InvalidArgument if a value cannot be encoded.
     """

@@ -662,7 +662,7 @@ class OpenedModel:
         return len(lanes) > 1 and not all(lane.usable for lane in lanes)
 
     def choose(self) -> ClientLane | None:
-        """Returns the usable lane with the fewest requests in flight; None: no lane is usable."""
+        """Returns the usable lane on which this process has the fewest requests in flight; None: no lane is usable."""
         lanes = self.lanes
         if len(lanes) == 1:
             return lanes[0] if lanes[0].usable else None

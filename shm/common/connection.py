@@ -87,7 +87,7 @@ class Connection(Protocol):
         """Sends a request. Returns a ``Pending``, an object that waits for the answer.
 
         If ``call.detached`` is True, the caller may write to ordinary input arrays as soon as this returns; otherwise, only once
-        the answer has come. To arrays of this object's method ``empty`` the caller may in any case write only after the answer.
+        the answer has come. Arrays that ``empty`` has made may in both cases be written to only once the answer has come.
 
         Raises: ServingError: the request cannot be sent.
         """

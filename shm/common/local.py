@@ -121,7 +121,7 @@ class LocalConnection:
     """A ``Connection`` to models that this process serves itself. Each model is loaded when it is first used. Thread-safe."""
 
     def __init__(self, load: Callable[[str, int], Served]) -> None:
-        """Loads nothing yet. ``load`` loads a version (0: the newest), or raises an error that has a ``code``."""
+        """Loads nothing yet. ``load`` loads a version (0: the newest) of a model, or raises an error that has a ``code``."""
         self._load = load
         self._lock = threading.Lock()
         self._models: dict[tuple[str, int], Served] = {}

@@ -156,7 +156,7 @@ class Pending(Generic[T]):
     def notify(self, running: Any = None) -> None:
         """Wakes the thread or the event loop's task that waits for a response or the end of this request.
 
-        ``running``: the event loop that runs in this thread, if the caller knows that there is one.
+        ``running``: the event loop that runs in this thread; None: the caller does not know of one.
         """
         self.waiting = False
         waiter = self.waiter

@@ -194,7 +194,7 @@ def cast(name: str, value: Any, datatype: str | None) -> Array:
 
 
 def _is_kept(each: Any, became: Any, is_float: bool) -> bool:
-    """Returns whether a value is still the same after its conversion; with ``is_float``, whether it was at most rounded.
+    """Returns whether conversion has kept a value the same; with ``is_float``, whether it was at most rounded.
 
     ``each``: the value. ``became``: what it was converted to.
     """
