@@ -95,7 +95,7 @@ class Pool:
         return None
 
     def give(self, pending: HttpRequest, channel: HttpChannel | None) -> None:
-        """Takes back the connection of ``pending``, for the first queued request. If none is queued, keeps the connection as idle.
+        """Takes back the connection of ``pending``, for the first queued request. If none is queued, keeps it as idle.
 
         ``channel``: the connection; None: it is closed, and the first queued request may open another one in its place.
         """
