@@ -77,7 +77,7 @@ class MemoryGroup:
         return None
 
     def _lines(self, name: str) -> dict[str, int]:
-        """Reads a group's file whose lines have a name and a number. Returns numbers by name; {} if the file is unreadable."""
+        """Reads the group's file ``name``, whose lines are a name and a number each. Returns numbers by name; {}: unreadable."""
         found: dict[str, int] = {}
         with contextlib.suppress(OSError):
             for line in (self.folder / name).read_text().splitlines():
@@ -108,12 +108,12 @@ def memory_groups() -> list[MemoryGroup]:
 
 
 def arena_byte_size() -> int:
-    """Returns the default for the most bytes of one arena: a 64th of the host's memory, but from 1 to 16 GiB."""
+    """Returns the default for the most bytes of one arena: a 64th of the host's memory, at least 1 and at most 16 GiB."""
     return min(max(host_byte_size() // 64, _GIB), 16 * _GIB)
 
 
 def pinned_byte_size() -> int:
-    """Returns the default for the most bytes that a GPU worker page-locks: a 16th of the host's memory, but from 1 to 64 GiB."""
+    """Returns the default for the most bytes that a GPU worker page-locks: a 16th of the host's memory, within 1 to 64 GiB."""
     return min(max(host_byte_size() // 16, _GIB), 64 * _GIB)
 
 

@@ -118,7 +118,7 @@ def in_order(message: ModelConfig) -> list[int]:
 
 
 def _unconnected(message: ModelConfig, tensor: str, written: dict[str, int], made: set[str]) -> str:
-    """Returns a tensor that cannot be written and without which the step that writes ``tensor`` cannot run.
+    """Finds the step that writes ``tensor``, and returns the first of its inputs that is not in ``made``.
 
     Returns "" if no step writes ``tensor``. ``written``: tensor -> the index of the step that writes it. ``made``: the
     ensemble's inputs, and the tensors that its steps can write.
@@ -216,10 +216,11 @@ def _check_names(ensemble: str, member: ModelConfig, step: Any) -> None:
 
 
 def _join(ensemble: str, known: dict[str, _Tensor], model: ModelConfig, fields: Iterable[tuple[str, Any]]) -> None:
-    """Adds to ``known`` the ensemble's tensors that ``model`` reads or writes. ``known``: tensors of other models, by name.
+    """Adds to ``known``, the tensors of an ensemble by name, those that ``model`` reads or writes.
 
-    ``fields``: pairs of a tensor's name in the ensemble and the declaration of the model's input or output for that
-    tensor. Raises InvalidArgument if a model that was added earlier declares another datatype or shape for a tensor.
+    ``ensemble``: its name, for messages. ``fields``: pairs of a tensor's name in the ensemble and the declaration of the
+    model's input or output for that tensor. Raises InvalidArgument if a model that was added earlier declares another
+    datatype or shape for a tensor.
     """
     for tensor, field in fields:
         said = _Tensor(model.name, data_type_name(field), tuple(field.dims), model.max_batch_size > 0)

@@ -138,7 +138,7 @@ def worded(key: str) -> str:
 
 
 def _bounded(wanted: msgspec.inspect.IntType | msgspec.inspect.FloatType) -> str:
-    """Describes ``wanted``, a type of numbers with bounds, as "int from 1 to 64". An upper bound from 2**20 is left out."""
+    """Describes ``wanted``, a type of numbers with bounds, as "int from 1 to 64". An upper bound of 2**20 or more is left out."""
     name = "int" if isinstance(wanted, msgspec.inspect.IntType) else "number"
     if wanted.gt is not None:
         name += f" above {wanted.gt:g}"
@@ -189,7 +189,7 @@ def _flatten(content: dict[str, Any], source: str) -> Iterator[Setting]:
 
 
 def written(configured: Configured) -> str:
-    """Returns the ``configured`` options as TOML, as in the file of defaults; a comment gives the source of each that was set."""
+    """Returns the ``configured`` options as TOML, as in the file of defaults; a comment gives the source of each option set."""
     lines: list[str] = []
     section = ""
     for line in DEFAULTS.read_text().splitlines():

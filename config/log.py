@@ -40,7 +40,7 @@ _find_trace: Callable[[], str] = str
 def name_traces(find: Callable[[], str]) -> None:
     """Sets the function that finds the trace ids for a log line.
 
-    ``find()`` returns the ids of the traces of the requests that the code which logs works on; "": none is traced.
+    ``find()`` returns the trace ids of the requests on which the calling code works; "": no such request is traced.
     """
     global _find_trace
     _find_trace = find
@@ -147,7 +147,7 @@ def _note_trace(record: logging.LogRecord) -> bool:
 
 
 class TextFormatter(logging.Formatter):
-    """Formats log lines as text. If ``journal`` is True, a line is for systemd's journal: it has its priority and no time."""
+    """Formats log lines as text. ``journal``: whether they go to systemd's journal, with a priority in front and without time."""
 
     def __init__(self, name: str, options: Log, journal: bool) -> None:
         super().__init__()

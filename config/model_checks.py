@@ -418,7 +418,10 @@ def _check_values(name: str, kind: str, control: Any) -> None:
 
 
 def _check_states(message: ModelConfig, whole: bool) -> None:
-    """Raises InvalidArgument for the first mistake in ``sequence_batching.state``. ``whole``: True if states need a datatype."""
+    """Raises InvalidArgument for the first mistake in ``sequence_batching.state``.
+
+    ``whole``: True if the configuration is completed, so that each state must have a datatype.
+    """
     states = message.sequence_batching.state
     if states and message.backend == "python":
         raise Unsupported(f"model '{message.name}': sequence_batching.state: a Triton Python model keeps its own state")
@@ -474,7 +477,7 @@ def _check_initial(state: Any) -> None:
 
 
 def is_isolated(message: ModelConfig) -> bool:
-    """Returns whether workers are to serve this model alone (parameter ``isolated``). Raises InvalidArgument: no boolean."""
+    """Returns whether a model asks for workers of its own (parameter ``isolated``). Raises InvalidArgument: it is no boolean."""
     return wants(message, ISOLATED)
 
 

@@ -49,7 +49,7 @@ _LINES = msgspec.json.Decoder(LoadLine)
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of checking one model: whether it can be served, and what its load printed and needed."""
+    """The result of checking one model: whether it can be served, what its load printed, and how each version's load went."""
 
     model: FoundModel
     #: The reason why it cannot be served; "": every chosen version can.
@@ -114,7 +114,7 @@ def check(
 
 
 def _circle(name: str, waiting: Mapping[str, FoundModel]) -> str:
-    """Returns the error for ``name``, one of the ensembles ``waiting`` (by name), which are members of each other in a circle."""
+    """Returns the error for the ensemble ``name``, which uses itself by way of others in ``waiting``, ensembles by name."""
     way = [name]
     while (member := next(each for each in dict(waiting[way[-1]].members) if each in waiting)) not in way:
         way.append(member)
@@ -122,7 +122,7 @@ def _circle(name: str, waiting: Mapping[str, FoundModel]) -> str:
 
 
 def _ensemble(model: FoundModel, tried: Mapping[str, Verdict]) -> Verdict:
-    """Returns the verdict on an ensemble, by the checks of a daemon's load. ``tried``: the verdicts on its members, by name."""
+    """Checks an ensemble as a daemon that loads it does, and returns the verdict. ``tried``: its members' verdicts, by name."""
     reason, name = model.problem, model.name
     message = model_config.from_bytes(model.config)
     members = {
@@ -201,7 +201,7 @@ def _tried(
 
 
 def _wait(running: Sequence[_Attempt]) -> None:
-    """Waits up to 0.25 s until an attempt's process ends or its ``deadline`` passes, and calls ``end`` of each such attempt."""
+    """Waits up to 0.25 s until an attempt's process ends or its ``deadline`` passes. Calls ``end`` of all these attempts."""
     poll = select.poll()
     for attempt in running:
         poll.register(attempt.pidfd, select.POLLIN)
@@ -268,7 +268,7 @@ class _Attempt:
     def end(self) -> None:
         """Kills the process and all processes that it started, if they still run. A second call does nothing.
 
-        The files with what the process wrote stay open until ``look`` is called once more.
+        The files with the output of the process stay open until ``look`` is called once more.
         """
         if self.ended:
             return

@@ -118,28 +118,31 @@ class _Daemon:
         sys.exit(status)
 
     def do(self, command: str, **words: Any) -> None:
-        """Sends a command and prints the answer as JSON; an empty answer only if ``as_json`` is true. Exits after an error."""
+        """Sends a command with its arguments ``words``, and prints the answer as JSON. Exits after an error.
+
+        An empty answer is printed only if ``as_json`` is true.
+        """
         result = self.ask(command, **words)
         if result is not None or self.as_json:
             _print_json({} if result is None else result)
 
-    def show(self, watch: float | None, print_: Callable[[Any], None], command: str, **words: Any) -> None:
+    def show(self, repeat_seconds: float | None, print_: Callable[[Any], None], command: str, **words: Any) -> None:
         """Sends a command to the daemon, and prints the answer with ``print_``, or as JSON if that is wanted.
 
-        ``watch``: the seconds after which the command is sent again; None: it is sent once. ``words``: the command's arguments.
-        After an error the program exits.
+        ``repeat_seconds``: the seconds after which the command is sent again; None: it is sent once. ``words``: the command's
+        arguments. After an error the program exits.
         """
         while True:
             result = self.ask(command, **words)
-            if watch is not None:
+            if repeat_seconds is not None:
                 click.clear()
             if self.as_json:
                 _print_json(result)
             else:
                 print_(result)
-            if watch is None:
+            if repeat_seconds is None:
                 return
-            time.sleep(watch)
+            time.sleep(repeat_seconds)
 
 
 class _Unreachable(Exception):
@@ -151,9 +154,10 @@ class _Refused(Exception):
 
 
 def _ask(path: Path | None, question: Mapping[str, Any]) -> Any:
-    """Sends the command ``question`` to a daemon and returns its result, decoded JSON. ``path`` None: a daemon is looked for.
+    """Sends the command ``question`` to the daemon on the control socket ``path``, and returns its result, decoded JSON.
 
-    Raises _Unreachable: no daemon answers, or several do; _Refused: the daemon answered with an error.
+    ``path`` None: a daemon is looked for. Raises _Unreachable: no daemon answers, or several do; _Refused: the daemon
+    answered with an error.
     """
     sock = _connected(path) if path is not None else _found()
     try:
@@ -218,6 +222,7 @@ def _watched(command: F) -> F:
     """Adds the option ``--watch``, which repeats the command every few seconds, to a command's function. Returns the function."""
     option = click.option(
         "--watch",
+        "repeat_seconds",
         type=click.FloatRange(min=0.1),
         is_flag=False,
         flag_value=2.0,
@@ -252,9 +257,9 @@ _worker_name = _names("status", lambda status: [worker["name"] for worker in sta
 @main.command()
 @_watched
 @click.pass_obj
-def status(daemon: _Daemon, watch: float | None) -> None:
+def status(daemon: _Daemon, repeat_seconds: float | None) -> None:
     """Show the daemon's processes: which are up, on which device, how often they died."""
-    daemon.show(watch, _print_status, "status")
+    daemon.show(repeat_seconds, _print_status, "status")
 
 
 def _print_status(result: Mapping[str, Any]) -> None:
@@ -453,9 +458,9 @@ def models() -> None:
 @models.command("list")
 @_watched
 @click.pass_obj
-def models_list(daemon: _Daemon, watch: float | None) -> None:
+def models_list(daemon: _Daemon, repeat_seconds: float | None) -> None:
     """List every model version with its state, and how many bytes and programs it takes on a device."""
-    daemon.show(watch, lambda rows: tables.show(_MODEL_COLUMNS, [_with_units(row) for row in rows]), "models")
+    daemon.show(repeat_seconds, lambda rows: tables.show(_MODEL_COLUMNS, [_with_units(row) for row in rows]), "models")
 
 
 def _with_units(version: Mapping[str, Any]) -> dict[str, Any]:
@@ -512,10 +517,13 @@ def models_unload(daemon: _Daemon, name: str) -> None:
 @click.argument("name", default="", shell_complete=_model_name)
 @_watched
 @click.pass_obj
-def models_statistics(daemon: _Daemon, name: str, watch: float | None) -> None:
+def models_statistics(daemon: _Daemon, name: str, repeat_seconds: float | None) -> None:
     """Show each model version's request counts and mean durations; with --json the answer of the HTTP statistics endpoint."""
     daemon.show(
-        watch, lambda answer: tables.show(tables.STATISTICS, tables.statistics(answer)), "statistics", name=name
+        repeat_seconds,
+        lambda answer: tables.show(tables.STATISTICS, tables.statistics(answer)),
+        "statistics",
+        name=name,
     )
 
 
@@ -530,9 +538,9 @@ def regions() -> None:
 @regions.command("list")
 @_watched
 @click.pass_obj
-def regions_list(daemon: _Daemon, watch: float | None) -> None:
-    """List every registered region: its owner, since when it is there, how it is accessed, which workers map it, and its use."""
-    daemon.show(watch, lambda rows: tables.show(_REGION_COLUMNS, rows), "regions")
+def regions_list(daemon: _Daemon, repeat_seconds: float | None) -> None:
+    """List every registered region: its owner, since when it is there, how it is accessed, which workers map it, its leases."""
+    daemon.show(repeat_seconds, lambda rows: tables.show(_REGION_COLUMNS, rows), "regions")
 
 
 @regions.command("unregister")
@@ -549,31 +557,31 @@ def regions_unregister(daemon: _Daemon, name: str) -> None:
 @main.command()
 @_watched
 @click.pass_obj
-def connections(daemon: _Daemon, watch: float | None) -> None:
+def connections(daemon: _Daemon, repeat_seconds: float | None) -> None:
     """List clients' connections by front: owner, requests, the number of bytes that they hold, and lanes.
 
     At most 1,000 connections of each front are listed.
     """
-    daemon.show(watch, lambda rows: tables.show(_CONNECTION_COLUMNS, rows), "connections")
+    daemon.show(repeat_seconds, lambda rows: tables.show(_CONNECTION_COLUMNS, rows), "connections")
 
 
 @main.command()
 @_watched
 @click.pass_obj
-def errors(daemon: _Daemon, watch: float | None) -> None:
+def errors(daemon: _Daemon, repeat_seconds: float | None) -> None:
     """List the last errors that clients got, at most 100, newest first: when, why, and from which front or worker."""
-    daemon.show(watch, lambda rows: tables.show(_ERROR_COLUMNS, rows), "errors")
+    daemon.show(repeat_seconds, lambda rows: tables.show(_ERROR_COLUMNS, rows), "errors")
 
 
 @main.command()
 @_watched
 @click.pass_obj
-def sequences(daemon: _Daemon, watch: float | None) -> None:
+def sequences(daemon: _Daemon, repeat_seconds: float | None) -> None:
     """List live sequences by worker and model, with each one's index in the batch (slot) and its waiting requests.
 
     At most 1,000 sequences of each model version are listed.
     """
-    daemon.show(watch, lambda rows: tables.show(_SEQUENCE_COLUMNS, rows), "sequences")
+    daemon.show(repeat_seconds, lambda rows: tables.show(_SEQUENCE_COLUMNS, rows), "sequences")
 
 
 # ---------------------------------------------------------------------------------------------------------- parameters
@@ -592,9 +600,11 @@ _of_set = click.option("--set", "name", default="main", show_default=True, help=
 @click.argument("model", default="", shell_complete=_model_name)
 @_watched
 @click.pass_obj
-def parameters_list(daemon: _Daemon, model: str, watch: float | None) -> None:
+def parameters_list(daemon: _Daemon, model: str, repeat_seconds: float | None) -> None:
     """List every parameter set: the number and size of its last push, when and by whom it was pushed, and where it is kept."""
-    daemon.show(watch, lambda rows: tables.show(_PARAMETER_COLUMNS, tables.parameters(rows)), "parameters", name=model)
+    daemon.show(
+        repeat_seconds, lambda rows: tables.show(_PARAMETER_COLUMNS, tables.parameters(rows)), "parameters", name=model
+    )
 
 
 @parameters.command("push")

@@ -209,7 +209,7 @@ def swap(model: Path, folder: Path) -> None:
 
 
 def _exchanged(one: Path, other: Path) -> bool:
-    """Exchanges the folders ``one`` and ``other`` by one rename; False: this host cannot. Raises OSError: the rename failed."""
+    """Exchanges the folders ``one`` and ``other`` by one rename. Returns False if this host cannot. Raises OSError: it failed."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None or not rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
         return rename is not None

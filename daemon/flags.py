@@ -242,7 +242,7 @@ class FlagOption(click.Option):
 
 
 class _KeyType(_TextType):
-    """A click type for the value of a flag. The shell completes values by it; values are checked in ``tensord.config.layers``."""
+    """A click type for a flag's value, which the shell completes by this type. ``tensord.config.layers`` checks the value."""
 
     name = "value"
 

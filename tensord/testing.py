@@ -133,8 +133,8 @@ def _load(
 def _found(path: Path, version: int) -> list[tuple[FoundModel, int]]:
     """Returns the models to load for the folder ``path``, with their version numbers, in the order of loading.
 
-    An ensemble comes after all models that its steps need. ``version``: the model's; 0 or less: its newest.
-    Raises NotFound: a model or version does not exist or cannot be read; InvalidArgument: ensembles contain each other.
+    An ensemble comes after all models that its steps need. ``version``: the version of the model in ``path``; 0 or less: the
+    newest. Raises NotFound: a model or version does not exist or cannot be read; InvalidArgument: ensembles contain each other.
     """
     found: dict[tuple[str, int], FoundModel] = {}
     under_way: list[str] = []

@@ -129,7 +129,7 @@ class ClientLanes:
 
         Raises:
           Unsupported: clients get no lanes from this server.
-          NotFound: no such version serves.
+          NotFound: the model or version is unknown, or is not to be served.
           Unavailable: the server is draining, no worker serves the version within ``wanted.wait`` seconds, or a worker is too
             busy to close an ended lane.
         """
@@ -263,7 +263,7 @@ class ClientLanes:
         return sum(device in wanted for device in workers.slots.values())
 
     def _end(self, number: int) -> None:
-        """Takes the lane ``number`` from its client, and asks the worker of the lane to close the lane."""
+        """Removes the lane ``number`` from its client's connection, and asks the lane's worker to close the lane."""
         lane = self._lanes[number]
         self._take(lane)
         lane.worker.send(LaneClosed(number))

@@ -37,7 +37,7 @@ class Hello(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OpenLanes(msgspec.Struct, forbid_unknown_fields=True):
-    """Asks for a model's description, and for a lane to each worker that serves it and to which the client has none yet."""
+    """Asks for a model's description, and for a lane to each worker that serves the model and to which the client has no lane."""
 
     model: str
     #: 0: the newest that serves.

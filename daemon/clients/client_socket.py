@@ -143,7 +143,7 @@ class ClientSocket:
 
     @property
     def http_path(self) -> Path | None:
-        """Returns the path of the HTTP fronts' Unix socket; None: there is no clients' socket, or ``clients.http`` is off."""
+        """Returns the path of the HTTP fronts' Unix socket; None: clients have no socket, or ``clients.http`` is False."""
         if self._listener is None or self.path is None or not self._options.clients.http:
             return None
         return self.path.with_name(HTTP_NAME).absolute()

@@ -133,7 +133,7 @@ class ControlCalls:
     """Calls operations of the process at the other end of a control channel, and matches replies to calls by a number."""
 
     def __init__(self, send: Callable[..., None]) -> None:
-        """Begins with no call that waits. ``send(record, *fds)``: sends a record with file descriptors on the channel."""
+        """Stores ``send(record, *fds)``, which sends a record with file descriptors on the channel."""
         self._send = send
         self._waiting: dict[int, asyncio.Future[tuple[Reply, list[int]]]] = {}
         self._last = 0

@@ -32,7 +32,7 @@ _MAX_LEAVES = 10_000
 
 
 class LeafFields(msgspec.Struct, forbid_unknown_fields=True):
-    """The place of one array of a model's parameters in a region, with the array's datatype and shape."""
+    """Says where in a region an array of a model's parameters lies, and which datatype and shape the array has."""
 
     region: str
     byte_size: Number

@@ -44,13 +44,13 @@ class Refusals:
         self._timer_ns = 0
 
     def note(self, model: str, refusal: Refusal) -> None:
-        """Counts a request refused for ``refusal``, in the metrics and for the log. ``model``: its name; "": not known yet."""
+        """Counts a request that was refused for the reason ``refusal``. ``model``: the model's name; "": it is not known yet."""
         self._count(refusal)
         self._log.note(model, refusal.value, time.monotonic_ns())
         self._settle_later()
 
     def mistaken(self, model: str, code: str, message: str) -> None:
-        """Notes that a request to ``model`` failed by its client's mistake: for the log's next line, not in the metrics.
+        """Notes for the next log line, but not for the metrics, that a client's mistake made a request to ``model`` fail.
 
         ``code``: the HTTP status in digits, or the name of the gRPC status. ``message``: the text of the error.
         """
@@ -58,9 +58,9 @@ class Refusals:
         self._settle_later()
 
     def of_room(self, model: str, on_room: Callable[[T | ServingError], None]) -> Callable[[T | ServingError], None]:
-        """Returns a callback that takes memory for a request, or the error if there is none, and calls ``on_room`` with it.
+        """Returns a callback that passes its argument, memory for a request or an error, to ``on_room``.
 
-        An error is first counted as a refusal of a request to ``model``.
+        If the argument is an error, the callback first counts it as a refusal of a request to ``model``.
         """
 
         def given_room(given: T | ServingError) -> None:

@@ -61,13 +61,13 @@ def searched(environment: Mapping[str, str]) -> list[Path]:
 
 
 def further(name: str, pid: int) -> str:
-    """Returns the socket's name of a user's second daemon, which has process id ``pid``: control-4711.sock for control.sock."""
+    """Returns the name of a socket of the user's second daemon, whose process is ``pid``: control-4711.sock for control.sock."""
     stem, dot, suffix = name.rpartition(".")
     return f"{stem}-{pid}{dot}{suffix}"
 
 
 def sockets(folder: Path, name: str) -> list[Path]:
-    """Returns the path of the socket ``name`` in a folder, even if it does not exist, and those of the user's other daemons."""
+    """Returns the path of the socket ``name`` in ``folder``, which need not exist, and those of the user's other daemons."""
     return [folder / name, *sorted(folder.glob(further(name, 0).replace("0", "[0-9]*")))]
 
 

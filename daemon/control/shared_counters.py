@@ -80,22 +80,22 @@ class SharedCounters:
         return self._words[row * _WORDS + 1]
 
     def prepared_requests(self, row: int) -> tuple[int, int, int]:
-        """Returns how many prepared requests of front ``row`` have a number, ever got one, and lost it to another request."""
+        """Returns how many prepared requests of the front in row ``row`` have a number, ever got one, and lost it to another."""
         at = row * _WORDS + _PREPARED
         return self._words[at], self._words[at + 1], self._words[at + 2]
 
     def refused(self, row: int) -> dict[Refusal, int]:
-        """Returns, by reason, how many requests the fronts that had row ``row`` have ever refused."""
+        """Returns, by reason, how many requests the front in row ``row``, and dead fronts that it replaces, have ever refused."""
         at = row * _WORDS + _REFUSED
         return {refusal: self._words[at + i] for i, refusal in enumerate(OF_FRONTS)}
 
     def answers(self, row: int, protocol: str) -> dict[str, int]:
-        """Returns how many answers the fronts that had row ``row`` of ``protocol`` have ever given, by status code."""
+        """Returns, by status code, how many answers the ``protocol`` front in row ``row`` and dead ones before it have given."""
         at = row * _WORDS + _CODES
         return {code: self._words[at + i] for i, code in enumerate(CODES[protocol])}
 
     def dropped_traces(self, row: int) -> int:
-        """Returns how many traces the fronts that had row ``row`` have ever dropped."""
+        """Returns how many traces the front in row ``row``, and dead fronts that it replaces, have ever dropped."""
         return self._words[row * _WORDS + _TRACES]
 
     def clear(self, row: int) -> None:
@@ -112,7 +112,7 @@ class SharedCounters:
 
 
 class FrontCounters:
-    """Counters of one front. The front changes the counters in its own row, and reads the connections of other fronts."""
+    """Counters of one front. The front changes those in its own row, and reads how many connections the other fronts have."""
 
     def __init__(self, words: memoryview, serves: memoryview, connections: memoryview, row: int) -> None:
         self._words = words
@@ -130,7 +130,7 @@ class FrontCounters:
         self._connections[self._row] = connections
 
     def note_number(self, numbered: int, evicted: int) -> None:
-        """Counts a request that got a number. This front now has ``numbered`` such requests; ``evicted`` lost their number."""
+        """Counts a prepared request that got a number. This front has ``numbered`` of them now; ``evicted`` lost their number."""
         at = self._at + _PREPARED
         self._words[at] = numbered
         self._words[at + 1] += 1

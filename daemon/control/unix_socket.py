@@ -41,8 +41,8 @@ def bind(path: Path, kind: int, mode: int) -> socket.socket:
 def remove_stale(path: Path, kind: int) -> None:
     """Removes the path of a Unix socket on which no process listens, as a killed daemon leaves it.
 
-    Other files stay. It never waits: a process that listens but accepts nothing has a full backlog, in which a connection
-    would wait for ever. ``kind``: the socket's type, such as SOCK_STREAM.
+    Other files stay. The function never waits, even if the process that listens accepts nothing and its backlog is full.
+    ``kind``: the socket's type, such as SOCK_STREAM.
     """
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):

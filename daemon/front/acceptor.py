@@ -36,7 +36,7 @@ class Acceptor:
     """Accepts connections on listening sockets, whose descriptors it owns. Leaves some connections to fronts that have fewer.
 
     Args:
-      counters: counts the open connections of all fronts. A connection's protocol adds itself there.
+      counters: counts the open connections of all fronts. A connection's protocol adds the connection there.
       open_: opens an accepted socket; its second argument is the client's name (``Peer.owner``).
       opening: the connections that are accepted, are still being opened, and are not in ``counters`` yet.
     """
@@ -98,7 +98,7 @@ class Acceptor:
         crowd.took(taken, room)
 
     def _replaces(self, mine: int) -> bool:
-        """Returns whether ``mine``, this front's number of connections, is below that when it last left one to another front."""
+        """Returns whether this front now has fewer connections (``mine``) than when it last left one to another front."""
         if mine < self._most:
             self._most = min(self._most, mine + _MOST_REPLACED)
             return True

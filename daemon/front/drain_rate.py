@@ -19,9 +19,9 @@ class DrainRate:
         self._left = 0
 
     def is_slow(self, since: float, left: int, now: float, seconds: float, rate: int) -> bool:
-        """Returns whether the client took at most ``rate`` bytes a second, on average over more than ``seconds``.
+        """Returns whether the client took at most ``rate`` bytes a second in the present period; False while the period lasts.
 
-        Called repeatedly. Returns False until ``seconds`` have passed. A client that took more is then measured anew.
+        Called repeatedly. A period lasts ``seconds``. If the client took more bytes in a period, the next period begins.
 
         Args:
           since: when bytes began to wait for the client, in seconds of the clock of ``now``; 0: none wait.

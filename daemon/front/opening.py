@@ -49,7 +49,7 @@ class Opening:
     def _go_on(self, opening: Coroutine[Any, Any, object], connection: socket.socket, _: object = None) -> None:
         """Runs the coroutine ``opening`` until it waits for a future. When the future is done, this method is called again.
 
-        If the coroutine raises, ``connection`` is closed. (A task for it would be a twentieth of a connection's cost.)
+        If the coroutine raises, ``connection`` is closed. A task for the coroutine would cost more.
         """
         try:
             future: asyncio.Future[object] = opening.send(None)

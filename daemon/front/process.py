@@ -116,7 +116,7 @@ class Front(ABC):
         self.table = ModelStates()
 
     async def run(self) -> None:
-        """Serves clients until the supervisor asks the front to stop, and then until answers are sent or take too long."""
+        """Serves clients until the supervisor asks the front to stop. Then sends the answers that are due, for a limited time."""
         self._connection.start()
         start = await self._started
         # Before it has the published state, it would refuse what another front has just answered for.
@@ -155,8 +155,8 @@ class Front(ABC):
         """Starts to accept connections, and to check the deadlines of connections.
 
         ``certificates``: are read again when their files change. ``counters``: counts the open connections of all fronts.
-        ``opening``: holds the openings under way. ``open_``: opens an accepted socket; its second argument is the client's name
-        (``Peer.owner``).
+        ``opening``: the connections that are being opened. ``open_``: opens an accepted socket; its second argument is the
+        client's name (``Peer.owner``).
         """
         self._certificates = certificates
         self._acceptor = Acceptor(self.place.listeners, counters, open_, opening.pending)
@@ -203,7 +203,7 @@ class Front(ABC):
         """Yields a description of each open connection for operators, as ``longest_idle.described`` makes it."""
 
     def _record(self, record: Any, fds: list[int]) -> None:
-        """Applies ``record``, a supervisor's message with descriptors ``fds``, mostly by handing it to the part concerned."""
+        """Applies a supervisor's message ``record``, which came with the file descriptors ``fds``."""
         match record:
             case Start():
                 child_process.enable_stack_report(*fds)

@@ -224,7 +224,7 @@ class SocketTransport(asyncio.Transport):
                 self._keep(pieces, sent)
 
     def _keep(self, pieces: Iterable[bytes | bytearray | memoryview], sent: int) -> None:
-        """Stores ``pieces`` for later, without the ``sent`` bytes that the socket has taken. Pauses the protocol's writing."""
+        """Stores ``pieces`` for later, without their first ``sent`` bytes, which are sent. Pauses the protocol's writing."""
         self._unsent = deque(memoryview(piece) for piece in pieces)
         self._drop(sent)
         self._look_for(self._watched | _OUT)
@@ -347,7 +347,7 @@ class SocketWatch:
             self._cut(transport)
 
     def change(self, transport: SocketTransport, watched: int, wanted: int) -> None:
-        """Changes the epoll events of a transport from ``watched`` to ``wanted``; 0 means that it is not registered.
+        """Changes the epoll events of a transport's socket from ``watched`` to ``wanted``; 0: the socket is not registered.
 
         Raises OSError: the kernel has no memory or room for it.
         """

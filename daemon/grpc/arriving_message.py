@@ -61,7 +61,7 @@ class ArrivingMessage(Receiver):
       byte_size: the length of the message.
       submitter: reserves memory in the arena for a large request's tensors; None: the message is buffered.
       account: the account that the arena memory counts against.
-      on_room: called once the message's wait for arena memory has ended, with memory or with a refusal.
+      on_room: called once the message waits for arena memory no more: it got the memory, or was refused.
       on_placed: called with the message once all of it has arrived in the arena.
     """
 
@@ -121,7 +121,7 @@ class ArrivingMessage(Receiver):
         self.kept_byte_size = kept if self.is_declined else kept + len(self.cutter.head) + len(self.cutter.client_id)
 
     def _read_head(self, piece: memoryview) -> None:
-        """Parses a piece up to the first tensor of ``raw_input_contents``. If that tensor begins in it, asks for arena memory."""
+        """Parses ``piece`` up to the first tensor of ``raw_input_contents``. If ``piece`` has it, asks for arena memory."""
         cutter = self.cutter
         try:
             at, begins = cutter.cut(piece, 0) if self._taken else cutter.begin(piece)
@@ -208,7 +208,7 @@ class ArrivingMessage(Receiver):
     # ----------------------------------------------------------------------------------------------------------- leave
 
     def take_content(self) -> Buffer:
-        """Returns the bytes of a message that was buffered, and gives up the buffer. Not for a message that lies in the arena."""
+        """Returns the bytes of a buffered message, and gives up the buffer. Must not be called if the message is in the arena."""
         content, self._content, self.kept_byte_size = self._content, None, 0
         return b"" if content is None else content
 

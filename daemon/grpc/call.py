@@ -25,7 +25,7 @@ class Call(ABC):
 
         If None was returned, or if the object did not put the message into the arena, the stream passes the buffered message to
         ``message``. Otherwise the call must call ``take`` of the object, which returns the tensors and the lease of their memory,
-        or ``drop``. ``on_room``: the object calls it once its wait for arena memory has ended, with memory or with a refusal.
+        or ``drop``. ``on_room``: the object calls it once it waits for arena memory no more: it got the memory, or was refused.
         Raises CallRefused: the call accepts no further message.
         """
         return None

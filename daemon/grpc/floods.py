@@ -62,8 +62,9 @@ class Floods:
     def look(self, frames: int, answers: int, byte_size: int) -> None:
         """Checks how many frames came. Called about once a second, and after as many frames as one iteration of the loop handles.
 
-        ``byte_size``: the number of bytes of DATA that came, plus those of large responses that were sent.
-        Raises Violation: more frames came than time, answers and bytes allow. The caller then ends the connection.
+        The arguments are totals since the connection began; ``byte_size``: the bytes of DATA that came and those of large
+        responses that were sent. Raises Violation: more frames came than time, answers and bytes allow. The caller then ends the
+        connection.
         """
         left = self._frames_given + answers * _FRAMES_AN_ANSWER + byte_size // _BYTES_A_FRAME - frames
         if left < 0:

@@ -30,7 +30,7 @@ _SIZES = struct.Struct("=II")
 
 
 def parted(decoded: Iterable[Field]) -> tuple[bytes, Fields]:
-    """Parts ``decoded`` fields. Returns those that many calls share (``COMMON``), packed for ``fields``, and all others."""
+    """Splits ``decoded`` fields into those that many calls share (``COMMON``), packed for the function ``fields``, and others."""
     common: list[bytes] = []
     own: Fields = []
     for name, value in decoded:

@@ -156,7 +156,7 @@ class Infer:
         trace: Trace | None,
         state: ModelState | None = None,
     ) -> CallRequest:
-        """Sends a request whose tensors are in their places to a worker, and returns the request. ``known``: its cached part.
+        """Sends a request to a worker, and returns the request. ``known``: the cached part of its message.
 
         As soon as this method is called, the submitter owns ``leases``, even if it raises. ``client_id``: the request's id, empty
         if there is none; ``text``: the decoded id. ``contents``: the bytes of each input, or their place in the arena. ``state``:
@@ -373,7 +373,10 @@ class CallRequest(InFlight):
         self.call.several(self)
 
     def _written(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> list[Buffer]:
-        """Encodes an answer, which came over ``lane``, in pieces that copy no tensor; [] if it only says that none follows."""
+        """Encodes an answer, which came over ``lane``, in pieces that copy no tensor; []: the answer only says that none follows.
+
+        ``prepared``: the part of the answer that repeats. ``own``: the rest.
+        """
         streamed = self.call.streams
         if self.decoupled and is_mark(prepared, own):
             return []
@@ -385,7 +388,10 @@ class CallRequest(InFlight):
 
 
 class Sent:
-    """Called when a traced answer was written: frees the answer's memory by ``release``, unless that is None; ends ``trace``."""
+    """A function for the moment when a traced answer was written: calls ``release`` (None: nothing is called), ends ``trace``.
+
+    ``release``: frees the memory of the answer.
+    """
 
     __slots__ = ("_release", "_trace")
 

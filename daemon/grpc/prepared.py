@@ -63,7 +63,7 @@ class PreparedMessage:
     unary: dict[int, AnswerLayout] = field(default_factory=dict)
 
     def answer_layout(self, prepared: PreparedAnswer, streamed: bool) -> AnswerLayout:
-        """Returns the encoder of answers like ``prepared``, for ModelStreamInfer if ``streamed``, else for ModelInfer."""
+        """Returns the encoder of answers that share ``prepared``, for ModelStreamInfer if ``streamed``, else for ModelInfer."""
         known = self.streamed if streamed else self.unary
         # Who is kept here keeps what was prepared, so nothing else has its address meanwhile.
         layout = known.get(id(prepared))
@@ -92,7 +92,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         self._schedulings: BoundedCache[bytes, Scheduling] = BoundedCache(count)
 
     def is_usable(self, known: PreparedMessage, raws: int) -> bool:
-        """Returns whether the model of ``known`` still serves and ``known`` takes ``raws`` tensors in ``raw_input_contents``."""
+        """Returns whether the model of ``known`` still serves, and ``raws`` is its number of ``raw_input_contents``."""
         return known.decoded.raw_count == raws and (known.edition == self._table.edition or self._serves(known))
 
     def scheduling(self, parameters: bytes) -> Scheduling | None:
@@ -107,7 +107,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         return found
 
     def _serves(self, known: PreparedMessage) -> bool:
-        """Returns whether the model of ``known``, a cached message, serves; if so, updates ``decoupled`` and ``numbered``."""
+        """Returns whether the model of ``known``, a cached message, serves; if so, updates its ``decoupled`` and ``numbered``."""
         decoded = known.decoded
         try:
             known.decoupled = self._table.find(decoded.model, decoded.version).streams

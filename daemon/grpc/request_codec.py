@@ -198,8 +198,8 @@ def _content(entry: Any, datatype: str, has_raw: bool, model: str) -> InputConte
 def _typed_bytes(name: str, datatype: str, kind: str, contents: Any) -> bytes:
     """Converts the typed values in ``contents`` to the bytes of a tensor.
 
-    ``name``: the input's name, for error messages. ``kind``: the datatype of the numbers in the only filled field of
-    ``contents``. Raises InvalidArgument: a value is out of the range of ``datatype``.
+    ``contents`` has one filled field, whose numbers are of the datatype ``kind``. ``name``: the input's name, for error
+    messages. Raises InvalidArgument: a value is out of the range of ``datatype``.
     """
     if datatype == "BYTES":
         return encoded(list(contents.bytes_contents))

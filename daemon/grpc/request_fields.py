@@ -157,7 +157,7 @@ def _refused(text: str) -> RefusedRequest:
 def _field_start(start: bytes) -> tuple[int, int, int]:
     """Parses the start of a field. Returns its tag (0: an unknown field), the offset of its content, and the content's size.
 
-    Raises: IndexError: more bytes are needed, or the field is malformed.  RefusedRequest: the field cannot become valid.
+    Raises: IndexError: a number in it is cut short or too long.  RefusedRequest: the tag is malformed.
     """
     tag = start[0]
     if tag in _TAGS:

@@ -322,7 +322,7 @@ class Stream:
                 raise
 
     def _deliver(self, flag: int, content: Buffer, start: int, end: int) -> None:
-        """Passes the message ``content[start:end]`` to the call, inflated if it is compressed (``flag`` is 1)."""
+        """Passes the message ``content[start:end]`` to the call, decompressed if it is compressed (``flag`` is 1)."""
         assert self.call is not None
         if flag:
             content = inflated(

@@ -190,7 +190,7 @@ Body = CollectedBody | TextBody | PlacedBody
 def located(
     sources: Iterable[Source], body: Body, json_size: int, inline_byte_size: int
 ) -> list[InputContent | Unconverted]:
-    """Returns the contents of a request's input tensors, one for each source.
+    """Returns the content of each input tensor of a request. ``sources``: where the JSON says that the tensors' data are.
 
     The content of a tensor in the body is its place in the arena, or its bytes. Any other source is returned as it is.
 

@@ -159,8 +159,8 @@ def request_coding(value: bytes) -> str | None:
 def answer_coding(accept: bytes) -> str:
     """Chooses the coding of an answer by the request's Accept-Encoding header: "gzip", "deflate", or "" for no compression.
 
-    As in Triton, the supported coding with the highest q is chosen, the first of several. ``*`` and names in capitals are
-    ignored.
+    As in Triton, the supported coding with the highest q is chosen; if both have the same q, the first one. ``*`` and names in
+    capitals are ignored.
     """
     best, highest = "", 0.0
     for entry in accept.split(b",", _MAX_CODINGS)[:_MAX_CODINGS]:

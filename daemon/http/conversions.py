@@ -32,7 +32,7 @@ class Job:
         self._steps.close()
 
     def step(self) -> bool:
-        """Runs one step; returns whether there are more. After the last, calls the callback for the result or the exception."""
+        """Runs one step; returns whether there are more. After the last step, calls the callback for the result or error."""
         try:
             next(self._steps)
             return True

@@ -443,10 +443,10 @@ class Exchange(InFlight):
         self._hand_over(pieces)
 
     def _answer_anew(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Encodes and writes the answer ``prepared`` with ``own``. Called if no cached JSON head can be used for the answer.
+        """Encodes and writes an answer to which no cached JSON head belongs: an error, or one that is compressed or in JSON.
 
-        That is so for an error, for a compressed answer and for an answer with tensors in JSON. ``lane``: the lane over which the
-        answer came; None if this front has made the answer, which is then an error.
+        ``prepared``: the part of the answer that repeats. ``own``: the rest. ``lane``: the lane over which the answer came; None
+        if this front has made the answer, which is then an error.
         """
         if own.lease is not None and lane is not None:
             self._unwritten = (lane, own.lease)

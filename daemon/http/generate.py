@@ -235,10 +235,10 @@ class Generation(InFlight):
         self._take(prepared, own, lane)
 
     def _take(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Writes one response (``prepared`` and ``own``) to the client and acknowledges it to its worker.
+        """Writes one response to the client and acknowledges it to its worker.
 
-        While the client does not read, the response is queued instead. ``lane``: the lane over which the response came; None if
-        this front has made the response, which is then an error.
+        While the client does not read, the response is queued instead. ``prepared``: the part of the response that repeats.
+        ``own``: the rest. ``lane``: the lane over which it came; None if this front has made the response, an error.
         """
         if self._blocked:
             self._held.append((prepared, own, lane))
@@ -275,9 +275,10 @@ class Generation(InFlight):
             self._serving.submitter.release(lane, own.lease)
 
     def _answer(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> None:
-        """Writes the response ``prepared`` with ``own``, received over ``lane``, or stores it until the last response has come.
+        """Writes a response that came over ``lane``, or stores it until the last response has come.
 
-        Raises InvalidArgument: the endpoint cannot send this response, such as a second one without streaming.
+        ``prepared``: the part of the response that repeats. ``own``: the rest. Raises InvalidArgument: the endpoint cannot send
+        this response, such as a second one without streaming.
         """
         raise NotImplementedError
 

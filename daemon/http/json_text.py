@@ -115,7 +115,7 @@ class ResponseLayout:
     __slots__ = ("_outputs", "_shared", "prepared")
 
     def __init__(self, prepared: PreparedAnswer, model: str, client_id: str) -> None:
-        """Encodes the JSON that all responses share. Raises InvalidArgument: JSON cannot express an output of ``prepared``."""
+        """Encodes the JSON that all responses share. Raises InvalidArgument: JSON cannot express an output in ``prepared``."""
         self.prepared = prepared
         self._shared: dict[str, Any] = {"id": client_id} if client_id else {}
         self._shared |= {"model_name": model, "model_version": str(prepared.version)}

@@ -220,15 +220,15 @@ class PreparedKind:
         self.last_answer: AnswerText | None = None
 
     def on_lane(self, numbers: Numbers[PreparedRequest]) -> Numbered[PreparedRequest] | None:
-        """Returns this kind's record with its number from ``numbers``, assigned at the second call; None at the first call."""
+        """Returns this kind's prepared request with its number from ``numbers``; None at the first call: it has no number yet."""
         if self.numbered is None:
             self.numbered = numbers.number_again(self.record)
         return self.numbered
 
     def answer(self, prepared: PreparedAnswer, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> AnswerText:
-        """Returns the encoder of answers to this kind of request that share ``prepared``. The first call creates the encoder.
+        """Returns the encoder of answers to this kind of request whose repeated part is ``prepared``. The first call creates it.
 
-        ``own``: the record of the present answer. ``view``: returns a tensor's bytes. Raises: InvalidArgument: a tensor of the
+        ``own``: the rest of the present answer. ``view``: returns a tensor's bytes. Raises: InvalidArgument: a tensor of the
         answer is outside the arena.
         """
         known = self._answers.get(id(prepared))
@@ -266,11 +266,11 @@ class AnswerText:
         own: AnswerRecord,
         view: Callable[[Slice], memoryview],
     ) -> None:
-        """Encodes the JSON head that all later answers of this kind share, from the first answer, ``prepared`` with ``own``.
+        """Encodes the JSON head that all later answers of this kind share, from the first answer.
 
         If the JSON must contain an output's values, or is long, no head is cached: then ``whole`` and ``pieces`` return None.
-        ``asked``: a request of the kind that is answered; it says which outputs are binary. ``view``: returns a tensor's bytes.
-        Raises: InvalidArgument: a tensor of the answer is outside the arena.
+        ``asked``: a request of the kind; it says which outputs are binary. ``prepared``, ``own``: the part of the first answer
+        that repeats, and the rest. ``view``: returns a tensor's bytes. Raises: InvalidArgument: a tensor is outside the arena.
         """
         self.prepared = prepared
         #: The bytes of each binary part; None: answers of this kind are not cached.
@@ -294,7 +294,7 @@ class AnswerText:
         self._id = client_id
 
     def whole(self, client_id: str, own: AnswerRecord) -> bytes | None:
-        """Returns the answer ``own`` as bytes: HTTP head, JSON and tensors. No tensor may be in shared memory.
+        """Returns the answer whose record is ``own`` as bytes: HTTP head, JSON and tensors. No tensor may be in shared memory.
 
         ``client_id``: the id that the client gave the request. Returns None if there is no cached head, or if the tensors' sizes
         differ from those of the first answer.
@@ -307,11 +307,11 @@ class AnswerText:
         return b"".join((self._head, *contents))
 
     def pieces(self, client_id: str, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> list[Buffer] | None:
-        """Returns the answer ``own`` to the request ``client_id`` in pieces: HTTP head and JSON, then each tensor.
+        """Returns the answer whose record is ``own`` in pieces: HTTP head and JSON, then each tensor.
 
-        Tensors in shared memory are not copied: their pieces are views of that memory, which ``view`` makes of slices.
-        Returns None if there is no cached head, or if the tensors' sizes differ from those of the first answer.
-        Raises InvalidArgument: a tensor is outside the arena.
+        ``client_id``: the id that the client gave the request. Tensors in shared memory are not copied: their pieces are views of
+        that memory, which ``view`` makes of slices. Returns None if there is no cached head, or if the tensors' sizes differ from
+        those of the first answer. Raises InvalidArgument: a tensor is outside the arena.
         """
         if self._sizes is None:
             return None

@@ -40,7 +40,7 @@ class Models:
     def __init__(
         self, options: Options, supervisor: Supervisor, kept: Path | None = None, place: Path | None = None
     ) -> None:
-        """Begins without models.
+        """Stores the options, and makes the parts that know the models; no model is known yet.
 
         ``kept``: a folder that the service manager keeps when the daemon crashes, but not when it stops in order; None: there is
         none. ``place``: the folder for the daemon's data, where files that clients send are written; None: $TMPDIR is used.
@@ -447,7 +447,7 @@ class Models:
         self._begin(self.lifecycle.worker_left(incarnation, dismissed=True))
 
     def fill(self, name: str, number: int) -> None:
-        """Loads version ``number`` on the workers that failed to do so for lack of parameters, which a client has sent now."""
+        """Loads version ``number`` on the workers that could not load it for lack of parameters, which a client has sent now."""
         self._begin(self.lifecycle.fill(name, number))
 
     def loading(self, incarnation: int, at: Loading) -> None:
@@ -468,7 +468,7 @@ class Models:
         self._begin(self.lifecycle.loaded(incarnation, answer))
 
     def unloaded(self, incarnation: int, name: str, version: int) -> None:
-        """Logs that worker process ``incarnation`` unloaded a version. The unload ends when all that served it have."""
+        """Logs that worker process ``incarnation`` unloaded a version. The last such answer ends the version's unload."""
         _log.info("model '%s' version %d is unloaded", name, version)
         self._begin(self.lifecycle.unloaded(incarnation, name, version))
 
@@ -502,7 +502,7 @@ class Models:
         self._check_readiness()
 
     def _retry_later(self, retry: Retry) -> None:
-        """Starts a timer that tries to load a given-up version again, as ``retry`` says. Stops the version's earlier timer."""
+        """Starts a timer that tries to load a version again which was given up, as ``retry`` says. Stops its earlier timer."""
         key = (retry.name, retry.version)
         if (former := self._retries.pop(key, None)) is not None:
             former.cancel()

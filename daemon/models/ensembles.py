@@ -44,7 +44,7 @@ class Ensembles:
     """Knows which models each ensemble uses, and decides which ensembles must be unloaded or loaded again. One per daemon."""
 
     def __init__(self, models: Mapping[str, ModelEntry]) -> None:
-        """Begins with no ensembles. ``models``: the lifecycle's models by name, which this object only reads."""
+        """Stores ``models``, the lifecycle's models by name, which this object only reads. It knows no ensemble yet."""
         #: The loads of ensembles that wait for members, and of models that have others loaded.
         self.waits = LoadWaits()
         self._models = models

@@ -437,7 +437,7 @@ class Lifecycle:
         return out + self._send_postponed(worker) + self._after_answer(answer.name)
 
     def unloaded(self, worker: int, name: str, number: int) -> list[Instruction]:
-        """Records that worker ``worker`` unloaded version ``number``. The last worker ends the unload. Returns instructions."""
+        """Records that worker ``worker`` unloaded version ``number``; the last worker ends the unload. Returns instructions."""
         version = self.version(name, number)
         if version is None or worker not in version.unloading:
             return []

@@ -27,7 +27,7 @@ class Changes:
     """Compares polls of the repositories and decides which models have changed since they were loaded. Does no I/O."""
 
     def __init__(self, found: Mapping[str, FoundModel]) -> None:
-        """Begins with the models ``found``, which are already being loaded, so that only later changes of them count."""
+        """Stores the models ``found``, which are already being loaded, so that only later changes of them count."""
         self._acted = {name: _state(model) for name, model in found.items()}
         self._seen = dict(self._acted)
 
@@ -49,7 +49,7 @@ class Polling:
     """Loads models whose folders have changed and unloads models whose folders are gone, in the control mode "poll"."""
 
     def __init__(self, models: Models, options: Callable[[], Repository], found: Mapping[str, FoundModel]) -> None:
-        """Begins with the models ``found``, whose loads have begun already. ``options``: returns the options that apply now."""
+        """Stores the models ``found``, whose loads have begun already. ``options``: returns the options that apply now."""
         self._models = models
         self._options = options
         self._changes = Changes(found)

@@ -107,7 +107,7 @@ class ReadinessCheck:
     """Publishes the daemon's ``Readiness`` record to the fronts whenever a field of the record has changed."""
 
     def __init__(self, standings: Callable[[], Iterable[Standing]], publish: Callable[[Readiness], None]) -> None:
-        """Begins without models. ``standings``: returns each wanted model's readiness. ``publish``: sends that of the daemon."""
+        """Stores two functions. ``standings``: returns each wanted model's readiness. ``publish``: sends that of the daemon."""
         self._standings = standings
         self._publish = publish
         #: The readiness that was published last; nothing is published before it is known what is wanted.

@@ -126,7 +126,7 @@ def _no_folder(others: Sequence[str]) -> str:
 
 
 def placed(found: FoundModel, devices: Sequence[str], options: Options) -> FoundModel:
-    """Returns a copy of model ``found`` with the ``devices`` on which it is loaded. Raises InvalidArgument: none can load it.
+    """Returns a copy of model ``found`` that names the devices on which it is loaded. Raises InvalidArgument: none can load it.
 
     ``devices``: the devices of all workers.
     """

@@ -99,9 +99,10 @@ class Operations:
         change, all workers are waited for, too.
 
         Args:
+          peer: the client that asks; without meaning if a model asks.
           end: a file descriptor that came with the operation and that the caller closes; -1: none. With a registration it becomes
             readable when the region is to be unregistered; with a push it is the memory of the parameters.
-          by_model: True: a model asks, so that ``peer`` has no meaning. False: a client or an operator asks.
+          by_model: whether a model asks, and not a client or an operator.
         Raises ServingError: the operation was refused or failed.
         """
         try:

@@ -339,8 +339,8 @@ class Parameters:
     async def _made(self, key: VersionKey, wanted: PushParameters, memory: int) -> int:
         """Returns a descriptor of sealed memory with all values of the push ``wanted`` into the version ``key``.
 
-        The caller must close it. If ``memory`` is sealed, complete and needs no check, the descriptor is a duplicate of it.
-        Otherwise a worker creates the memory. ``memory``: a descriptor of the memory that the client sent; -1: it sent none.
+        The caller must close it. ``memory``: a descriptor of the memory that the client sent; -1: it sent none. The result is a
+        duplicate of ``memory`` if that is sealed, has all values and comes without checksum; else a worker creates new memory.
         """
         if memory >= 0 and not wanted.partial and not wanted.checksum and push_checks.is_sealed(memory):
             with descriptors.needed(f"parameters of model '{key[0]}'"):
@@ -373,7 +373,7 @@ class Parameters:
             descriptors.close(fds)
 
     async def _copied(self, key: VersionKey, name: str, content: Content, worker: WorkerProcess | None = None) -> int:
-        """Returns a descriptor of memory, to be closed, with ``content``, the values of set ``name``; -1: they were not kept.
+        """Returns a descriptor, to be closed, of memory with ``content``, the values of set ``name``; -1: the values are lost.
 
         If the values came from a file that has not changed, a worker reads the file again. ``worker``: the worker that does so;
         None: any that serves the version ``key``. Raises _NoWorker: there is no worker, or it died; ServingError: it refused.
@@ -647,7 +647,7 @@ class Parameters:
 
 
 def _check_death(worker: WorkerProcess, what: str) -> None:
-    """Raises Internal, whose text begins with ``what``, if the worker died of its own work, so that the caller gives up."""
+    """Raises Internal, whose text begins with ``what``, if the worker died because of its own work."""
     if worker.ended_by_work:
         raise Internal(f"{what}: the worker process that was given them {worker.describe_exit()}")
 

@@ -62,7 +62,7 @@ class Child:
         on_record: Callable[[Any, Any, list[int]], None],
         on_exit: Callable[[Any], None],
     ) -> None:
-        """Stores what is needed once the process runs. ``adopt`` takes over the process itself.
+        """Stores what is known before the process runs. The method ``adopt`` takes over the process itself.
 
         Args:
           name: the process's name, such as "http-0"; a process that replaces a dead one has the same name.
@@ -285,7 +285,7 @@ class FrontProcess(Child):
         on_record: Callable[[FrontProcess, Any, list[int]], None],
         on_exit: Callable[[FrontProcess], None],
     ) -> None:
-        """Stores what is needed once the front runs.
+        """Stores what is known before the front runs.
 
         Args:
           protocol: "http" or "grpc".
@@ -436,10 +436,10 @@ def front_name(protocol: str, row: int) -> str:
 
 
 class MissingParts:
-    """Logs which optional parts, such as C extensions, child processes lack. A list is not repeated: all run the same files."""
+    """Logs which optional parts, such as C extensions, child processes lack. The same list is not logged twice in a row."""
 
     def __init__(self, what: str = IN_C) -> None:
-        """Begins before any warning is logged. ``what``: the beginning of each warning, before the missing parts' names."""
+        """Stores ``what``, the text with which each warning begins, before the missing parts' names."""
         self._what = what
         self._said: tuple[str, ...] = ()
 

@@ -53,7 +53,7 @@ class ProcessSlots:
     """Replaces dead child processes, each after a delay. Counts deaths and replacements by the process's name."""
 
     def __init__(self, options: Expert, needs: Callable[[Child], bool], gives_up: Callable[[Child], bool]) -> None:
-        """Begins before any process has died.
+        """Stores how dead processes are to be replaced; no process has died yet.
 
         Args:
           options: the delays before a dead process is replaced.
@@ -87,7 +87,7 @@ class ProcessSlots:
         return name in self._filled
 
     def deaths_by_cause(self, names: Iterable[str]) -> dict[tuple[str, str], int]:
-        """Returns how many processes with these names died while they were needed, by name and cause; 0 for unseen causes."""
+        """Returns how many processes with these names died while they were needed, by name and cause. Causes not seen have 0."""
         return {(name, cause): self._deaths[name, cause] for name in names for cause in CAUSES}
 
     def look(self, dead: Child) -> None:
@@ -162,7 +162,7 @@ class Backoff:
         self.deaths = 0
 
     def died(self, lived_ns: int, served: bool) -> float:
-        """Counts the death of a process; returns how many seconds to wait before another one is started in its place.
+        """Counts the death of a process; returns how many seconds to wait before the process is replaced.
 
         ``lived_ns``: how many nanoseconds the process ran; 60 s or more make the delays short again. ``served``: True if the
         process had been ready. The delay is then at most 1 s, because requests of clients wait for the new process.

@@ -25,7 +25,7 @@ def check_enabled(options: RegionsOptions) -> None:
 
 
 def check_form(options: RegionsOptions, request: Registration) -> None:
-    """Checks name and handle in ``request``. Raises Unsupported: no regions are allowed; InvalidArgument: one is malformed."""
+    """Checks name and handle in ``request``. Raises Unsupported: no regions are allowed; InvalidArgument: either is malformed."""
     check_enabled(options)
     if isinstance(request, RegisterCudaRegion) and len(request.raw_handle) != _HANDLE_SIZE:
         raise InvalidArgument(

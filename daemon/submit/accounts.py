@@ -130,7 +130,7 @@ class Accounts:
     """Opens and closes the accounts of a front's connections, which count the bytes of arenas that each holds."""
 
     def __init__(self, options: Arenas, small_byte_size: int, medium_byte_size: int) -> None:
-        """Begins without clients. ``small_byte_size``, ``medium_byte_size``: the most bytes of a small and medium lease."""
+        """Begins without accounts. ``small_byte_size``, ``medium_byte_size``: the most bytes of a small and of a medium lease."""
         self._sizes = small_byte_size, medium_byte_size, options.max_byte_size
         self._connection_limit = part(options, options.connection_share)
         self._client_limit = part(options, options.client_share)

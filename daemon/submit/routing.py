@@ -28,7 +28,7 @@ class Routing:
     """Chooses the worker of each request. Owns the front's links to its workers."""
 
     def __init__(self, table: ModelStates, row: int, in_flight: Mapping[int, InFlight], max_sequences: int) -> None:
-        """Begins without workers. ``table``: the states of all models' versions.
+        """Stores what requests are routed by; there are no workers yet. ``table``: the states of all models' versions.
 
         Args:
           row: the number of this front among the fronts of its protocol; fronts with different numbers prefer different idle

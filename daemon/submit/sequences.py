@@ -46,7 +46,7 @@ class SequenceRouting:
         most_lost: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begins without sequences.
+        """Stores what sequences are routed by; there are no sequences yet.
 
         Args:
           in_flight: all requests of the front that are in flight, by id.
@@ -144,7 +144,7 @@ class SequenceRouting:
         return worker if worker.incarnation in state.workers else None
 
     def _holder(self, key: Key) -> WorkerLink | None:
-        """Returns the worker whose page shows the sequence ``key`` as open; of several, where it was admitted last; or None."""
+        """Returns the worker whose page shows the sequence ``key`` as open; of several, the last that admitted it; None: none."""
         found, newest = None, 0
         for worker in self._workers.values():
             value = worker.sequences.value(key)
@@ -214,7 +214,7 @@ def _rank(key: Key, worker: WorkerLink) -> int:
 def _spare(worker: WorkerLink, slots: Key) -> int:
     """Returns how many more sequences a worker can run; below 0: so many sequences wait for the worker.
 
-    It is the number that the worker published under the key ``slots``, less the sequences that were sent there since.
+    It is the number that the worker published under the key ``slots``, less the sequences that this front has sent since.
     """
     published = worker.sequences.slots(slots)
     if published is None:

@@ -118,7 +118,7 @@ class Throttle:
     def _fills_connection(self, account: Account) -> bool:
         """Returns whether an answer that was just counted has filled the connection's share of response memory.
 
-        Only answers that the client has not read count. ``account``: the connection's account.
+        Only answers that the client has not read count. ``account``: counts the connection's answers.
         """
         if not account.is_full or account in self.full:
             return False
@@ -167,8 +167,8 @@ class Throttle:
     def let_all_go(self) -> list[InFlight]:
         """Removes and returns the waiting requests of all connections that may be sent now.
 
-        A connection may hold answers that it can only send after the answer to a request that waits here. That request is then
-        returned although there is no room for its answer, one such request at a time for each connection.
+        If a connection has answers that must follow the answer to a request which waits here, that request is returned even
+        without room for its answer: one such request at a time for each connection.
         """
         going: list[InFlight] = []
         for account, line in list(self.lines.items()):

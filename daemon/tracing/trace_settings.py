@@ -191,7 +191,7 @@ class TraceSettings:
         ), own
 
     def _record(self, name: str) -> tuple[Any, ...]:
-        """Returns the record that tells fronts the settings of model ``name``, or of all (""), followed by file descriptors.
+        """Returns the record that tells fronts the settings of model ``name``, or of all models (""), and then descriptors.
 
         The descriptors are those of the counters that all fronts share.
         """
