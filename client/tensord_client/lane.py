@@ -162,10 +162,9 @@ class LaneConnection(Sender):
         Raises: NotFound: the model is not served.  Unavailable: the model is not ready, or no daemon answers.
         """
         if self.lanes or self._over_http is None:
-            known = self.models.get((model, version))
             try:
-                if known is None or known.choose() is None:
-                    known = self._ask_for(model, version, time.monotonic())
+                # Lanes outlive a version of their model: what it takes now is the daemon's to say.
+                known = self._ask_for(model, version, time.monotonic(), anew=True)
                 self._apart.discard((model, version))
                 return known.description
             except Unsupported:

@@ -54,6 +54,8 @@ class Calls:
         self.version = description.version
         #: The most rows of a request; 0: the model has no batch dimension.
         self.max_batch_size = description.max_batch_size
+        #: True if each request has to belong to a sequence, for which the model keeps state.
+        self.has_sequences = description.sequences
         #: Seconds to wait for an answer, and in a stream for each response; None: without limit.
         self.timeout = seconds(timeout)
         self.inputs: Tensors = tensors.tensors(description.metadata["inputs"])
@@ -132,8 +134,9 @@ class Model(Calls):
     """A served model: call it with arrays by input name. Thread-safe.
 
     Attributes: ``name``; ``version``, the version that was served when the model was looked up; ``max_batch_size``, the most
-    rows of a request, where 0 says that the model has no batch dimension; ``timeout``, in seconds, where None says that there
-    is no limit; ``inputs`` and ``outputs``, with a ``Tensor`` for each input or output, found by position or by name.
+    rows of a request, where 0 says that the model has no batch dimension; ``has_sequences``, True if each request has to belong
+    to a sequence; ``timeout``, in seconds, where None says that there is no limit; ``inputs`` and ``outputs``, with a ``Tensor``
+    for each input or output, found by position or by name.
     """
 
     def __call__(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]) -> Answer:

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensord_client
 from tensord_client.answer_memory import HeldResults
 from tensord_client.common.scheduling import Scheduling
 from tensord_client.errors import Cancelled, Internal, ServingError, Unavailable
@@ -32,6 +33,7 @@ from tensord_client.worker_lane import ClientLane
 from tests.client.conftest import clients_socket, write_models
 from tests.client.test_lane import addsub, check, prepared
 from tests.daemon_process import ROOT, DaemonProcess, wait_until
+from tests.repositories import of_x, total_model, write_model
 
 _PATIENCE = 120.0
 
@@ -336,6 +338,21 @@ def test_a_worker_that_is_gone_before_the_first_record() -> None:
     with pytest.raises(LaneEnded):
         ClientLane(ours, 1, Memory(), count(2**32), HeldResults(1), 1 << 20, 256, 0)
     assert ours.fileno() == -1
+
+
+def test_a_model_that_is_looked_up_again_is_what_the_daemon_serves_now(tmp_path: Path) -> None:
+    """Another version was loaded meanwhile, which takes something else and keeps state."""
+    write_model(tmp_path / "models", "total", of_x("x"))
+    repository = {"control_mode": "explicit", "load": ["*"]}
+    options = {"clients": {"socket": clients_socket(tmp_path)}, "repository": repository}
+    with DaemonProcess(tmp_path, [tmp_path / "models"], options) as daemon, tensord_client.connect(tmp_path) as client:
+        model = client.model("total")
+        assert (model.version, model.inputs["x"].shape, model.has_sequences) == (1, (4,), False)
+        total_model(tmp_path / "models")
+        (tmp_path / "models/total/1").rename(tmp_path / "models/total/2")
+        assert daemon.request("POST", "/v2/repository/models/total/load")[0] == 200
+        model = client.model("total")
+        assert (model.version, model.inputs["x"].shape, model.has_sequences) == (2, (-1, 1), True)
 
 
 def test_a_forked_child_connects_anew(start: Callable[..., DaemonProcess], tmp_path: Path) -> None:
