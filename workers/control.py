@@ -294,7 +294,7 @@ class Control:
             reply(Internal(f"the call failed with {type(error).__name__}"))
 
     def _reply(self, call_id: int, outcome: bytes | ServingError = b"", fd: int | None = None) -> None:
-        """Answers a call of the supervisor with ``outcome``, a result or an error. ``fd``: a descriptor to send, or None."""
+        """Answers a call of the supervisor with ``outcome``, a result or an error. ``fd``: a descriptor to send; None: none."""
         if isinstance(outcome, ServingError):
             self._channel.put(Reply(call_id, outcome.code, outcome.message))
         else:
@@ -319,7 +319,7 @@ class Control:
             self._reply(record.call_id, Unavailable(message))
 
     def _ask_ready(self, operation: ModelReady, answered: Callable[[bool], None]) -> None:
-        """Calls ``answered`` with the result of the model's ``is_ready`` function, which another thread calls.
+        """Calls ``answered`` with the result of the ``is_ready`` function of a model, which another thread calls.
 
         If the model has no such function, ``answered`` gets True immediately. Raises NotFound: the model is not served.
         """
@@ -371,7 +371,7 @@ class _Profiler:
         self._thread = WorkThread("profiler", inbox)
 
     def take(self, seconds: float, folder: str, done: Callable[[ServingError | None], None]) -> None:
-        """Begins to record a profile of ``seconds`` that is written below ``folder``.
+        """Begins to record a profile of ``seconds`` seconds, which is written below ``folder``.
 
         Afterwards the loop calls ``done`` with None or an error. Raises InvalidArgument: the time is out of bounds, or another
         profile is being recorded.

@@ -50,7 +50,10 @@ class BegunCall:
 
 
 def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **arguments: Unpack[Asked]) -> BegunCall:
-    """Sends a request for ``outputs`` (empty: all) to another model; returns the call at once (``tensord.models.begin``)."""
+    """Sends a request to another model without waiting for the answer. Implements ``tensord.models.begin``.
+
+    ``inputs``: arrays by name. ``outputs``: names of the wanted outputs; empty: all. ``arguments``: the request's other fields.
+    """
     call = _call(model, inputs, outputs, arguments, streams=False)
     call.begin()
     return BegunCall(call)
@@ -59,7 +62,10 @@ def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **
 def stream(
     model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **arguments: Unpack[Asked]
 ) -> Iterator[dict[str, Array]]:
-    """Sends a request for ``outputs`` (empty: all); returns an iterator over the responses (``tensord.models.stream``)."""
+    """Sends a request to another model and returns an iterator over the responses. Implements ``tensord.models.stream``.
+
+    ``inputs``: arrays by name. ``outputs``: names of the wanted outputs; empty: all. ``arguments``: the request's other fields.
+    """
     call = _call(model, inputs, outputs, arguments, streams=True)
     call.begin()
     return _responses(call)
@@ -89,7 +95,7 @@ def _call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str], argumen
 
 
 def records(number: int, model: str, arguments: Mapping[str, Any]) -> tuple[PreparedRequest, RequestRecord]:
-    """Converts the ``arguments`` of a call of ``model`` to the two records of request ``number``, without tensors.
+    """Makes the two records of request ``number`` to a model, without tensors, from the ``arguments`` of a call.
 
     Raises: InvalidArgument: a value is of another type or out of range.  TypeError: requests have no argument of a given name.
     """
@@ -133,8 +139,8 @@ class NotAllowed(InvalidArgument):
 def load(name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
     """Loads another model, and waits until it is loaded. It implements ``tensord.models.load_model``.
 
-    ``config``: JSON; "": the model's own. ``files``: contents by name; None: its own. Raises NotAllowed: the code may not
-    load.
+    ``config``: the configuration as JSON; "": the one in the repository. ``files``: contents of files by name, which replace
+    the model's; None: no file is replaced. Raises NotAllowed: the running code may not load models.
     """
     given = {path.removeprefix("file:"): bytes(content) for path, content in (files or {}).items()}
     total = sum(map(len, given.values()))
@@ -148,13 +154,14 @@ def load(name: str, config: str = "", files: Mapping[str, bytes] | None = None) 
 def unload(name: str, dependents: bool = False) -> None:
     """Begins to unload the model ``name``. It implements ``tensord.models.unload_model``.
 
-    ``dependents``: if True, an ensemble's models are unloaded too. Raises NotAllowed: the running code may not unload models.
+    ``dependents``: True: if the model is an ensemble, the models of its steps are unloaded, too. Raises NotAllowed: the
+    running code may not unload models.
     """
     _ask(UnloadModel(name, dependents))
 
 
 def is_ready(name: str, version: int = 0) -> bool:
-    """Returns whether a model (``name``) answers requests; version 0: in any. It implements ``tensord.models.is_ready``.
+    """Returns whether version ``version`` (0: any) of a model answers requests. Implements ``tensord.models.is_ready``.
 
     Raises NotAllowed: the running code may not ask.
     """

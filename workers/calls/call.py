@@ -87,7 +87,7 @@ class ModelCall:
         return self._asked > self._answered
 
     def answered(self, result: Result | None, final: bool) -> None:
-        """Gives ``next`` a response, or None if the call ends without one. ``final``: whether it is last. The loop calls this."""
+        """Gives ``next`` a response; None: the call ends without one. ``final``: it is the last. The loop calls this."""
         self._answered += 1
         self._came.put((result, final))
         first, self._first = self._first, None
@@ -131,7 +131,7 @@ class ModelCall:
             self._server.cancel(self)
 
     def stop(self) -> None:
-        """Asks a streaming model in a thread to stop, and still receives its responses. Cancels any other call. Idempotent."""
+        """If the called model streams in a thread, asks it to stop, and still receives its responses. Else cancels the call."""
         if not self._over:
             self._server.stop(self)
 

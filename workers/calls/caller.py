@@ -37,13 +37,13 @@ class CallServer(Protocol):
         """Cancels the request of a call for which the caller no longer waits; ``call.answered`` gets Cancelled."""
 
     def stop(self, call: Any) -> None:
-        """Asks a streaming model that runs in a thread to stop; the caller still gets its responses. Cancels any other call."""
+        """If the called model streams in a thread, asks it to stop; its responses still arrive. Else cancels the call."""
 
     def took(self, call: Any) -> None:
         """Allows the called model to send a further response, because the caller has taken a response."""
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: Any) -> bytes:
-        """Has the daemon carry out an operation for the model whose port is ``port``, and returns the daemon's answer.
+        """Has the daemon carry out an operation for the model whose ``ModelPort`` is ``port``; returns the daemon's answer.
 
         The answer to ModelReady is "true" or "false". Raises ServingError: the operation failed.
         """
@@ -143,7 +143,10 @@ class Caller:
         execution: object = None,
         phase: CallerPhase = CallerPhase.SERVING,
     ) -> None:
-        """``requests``: what the code works on. ``execution``: their run if it occupies an instance. ``phase``: allowed calls."""
+        """Begins a run of the code of ``port``'s model, which works on ``requests``. ``phase``: says which calls it may make.
+
+        ``execution``: the run of the requests, which occupies an instance; None: no instance is occupied.
+        """
         self.port = port
         self.requests = tuple(requests)
         self.execution = execution
@@ -157,7 +160,7 @@ class Caller:
         return self.phase is CallerPhase.SERVING and not (self is self.port.detached and self.port.loading)
 
     def close(self) -> None:
-        """Drops the requests, which have ended. If the code has left a task running, calls by that task are for no request."""
+        """Drops the requests, which have ended. Calls by a task that the code has left running are from now on for no request."""
         self.requests, self.execution = (), None
 
     def __repr__(self) -> str:
@@ -165,7 +168,7 @@ class Caller:
 
 
 def asker() -> Caller | None:
-    """Returns ``caller()``, the ``Caller`` of the model whose code called this function.
+    """Returns the ``Caller`` of the model whose code called this function; None: no model's code did.
 
     Raises InvalidArgument: the calling process was forked by the model, and an answer could not reach it.
     """
@@ -183,7 +186,7 @@ _current: ContextVar[Caller] = ContextVar("caller")
 
 @contextlib.contextmanager
 def calling(caller: Caller) -> Iterator[Caller]:
-    """Runs the block as code of ``caller``'s model. Then ``port.ran`` restores process-wide state, such as ``sys.path``."""
+    """Makes ``caller`` the current one in the block. Afterwards restores process-wide state, such as ``sys.path``."""
     token = _current.set(caller)
     try:
         yield caller

@@ -73,7 +73,7 @@ class MetricRegistry:
         self._count = 0
 
     def hold(self, name: str, description: str, kind: MetricKind, owner: tuple[str, int]) -> None:
-        """Adds ``owner``, a model's name and version, to the holders of a metric family; makes the family if there is none.
+        """Adds ``owner``, a model's name and version, to the holders of metric family ``name``; makes the family if it is new.
 
         Raises InvalidArgument: the name or description is malformed, or the family is of another kind.
         Raises Unavailable: there are too many families.
@@ -97,7 +97,7 @@ class MetricRegistry:
             family.owners.append(owner)
 
     def release(self, name: str, owner: tuple[str, int], held: Iterable[Labels]) -> None:
-        """Removes a model version (``owner``) as holder of family ``name`` and its metrics ``held``; drops what nobody holds."""
+        """Ends the hold of ``owner`` on family ``name`` and on the metrics ``held``; drops those that nobody holds any more."""
         with self._lock:
             family = self._families[name]
             for labels in held:
@@ -114,7 +114,7 @@ class MetricRegistry:
         """Returns the value of the metric with these labels in the family ``name``, and makes the metric if there is none.
 
         Args:
-          buckets: upper bounds, for a histogram only.
+          buckets: upper bounds of a histogram's buckets; None: the metric is no histogram.
           held: the labels of the metrics that the caller holds. ``labels`` are added to it, so that the caller counts as one
             holder of the metric, however often it asks.
         Raises InvalidArgument: labels or buckets are malformed, or the metric has other buckets.

@@ -14,10 +14,10 @@ from tensord.workers.calls.metric_registry import Labels, MetricKind, MetricRegi
 
 
 class HeldFamily:
-    """Holds a metric family, and the metrics obtained through this object, for a model's code until ``close``."""
+    """Keeps a metric family, and the metrics obtained through this object, in existence for a model's code until ``close``."""
 
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
-        """Makes a metric family with a description, or holds the existing family with that name.
+        """Makes the metric family ``name`` or, if it exists already, keeps the existing one in existence.
 
         Raises InvalidArgument: an argument is malformed, the existing family is of another kind, or no model's code is running.
         Raises Unavailable: there are too many families.
@@ -69,8 +69,8 @@ class OwnMetric:
     ) -> None:
         """Makes a metric. If there is one with the same name and labels, this object stands for the existing metric.
 
-        ``buckets``: upper bounds, for a histogram only. Raises InvalidArgument: an argument is malformed, or not the
-        existing metric's. Raises Unavailable: there are too many metrics.
+        ``labels`` None: it has none. ``buckets``: upper bounds, for a histogram only. Raises InvalidArgument: an argument is
+        malformed, or not the existing metric's. Raises Unavailable: there are too many metrics.
         """
         self._held = HeldFamily(name, description, self._kind)
         self._value = self._held.metric(labels or {}, buckets)

@@ -24,7 +24,10 @@ _NOTHING = nullcontext()
 
 
 def span(name: str, attributes: Mapping[str, Parameter]) -> AbstractContextManager[None]:
-    """Returns a context manager whose block is a span ``name`` of the running requests (``tensord.models.span``)."""
+    """Returns a context manager; its block is a span in the traces of the requests that the running code works on.
+
+    ``name``, ``attributes``: those of the span. Implements ``tensord.models.span``.
+    """
     requests = () if (found := current()) is None else found.requests
     timelines = [request.timeline for request in requests if request.timeline is not None]
     if not timelines:

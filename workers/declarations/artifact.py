@@ -103,7 +103,7 @@ class ProgramFile:
         self._check()
 
     def call(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Calls the program while a function is traced. Returns the results by name. ``arrays``: all arguments by name."""
+        """Calls the program while JAX traces a function. ``arrays``: all arguments by name. Returns the results by name."""
         leaves = [arrays[leaf.name] for leaf in (*self.parameters, *self.inputs)]
         positional, keywords = jax.tree.unflatten(self._exported.in_tree, leaves)
         made = jax.tree.leaves(self._exported.call(*positional, **keywords))
@@ -198,7 +198,7 @@ def _said(error: BaseException) -> str:
 
 
 def _of_stablehlo(name: str, content: bytes) -> export.Exported:
-    """Returns function ``main`` of file ``name`` with StableHLO ``content``: it takes positional arguments, returns a tuple."""
+    """Reads StableHLO ``content`` of file ``name``. Returns its ``main``, with positional arguments and a tuple of results."""
     # A lowered function has a context with all of JAX's dialects; no public function makes one.
     lowered: Any = jax.jit(lambda: ()).lower().compiler_ir("stablehlo")
     context = lowered.context
@@ -341,7 +341,7 @@ class _Artifact:
         raise ValueError(f"no program of this model takes {shapes}")
 
     def _renamed(self, program: ProgramFile) -> dict[str, str]:
-        """Maps names in the program to names in the configuration, for inputs and outputs that the program only numbers."""
+        """Maps inputs and outputs that the program only numbers to the names that the configuration gives them."""
         found: dict[str, str] = {}
         for kind, leaves, names in (
             ("input", program.inputs, [field.name for field in self._message.input]),
@@ -366,7 +366,7 @@ class _Artifact:
                 )
 
     def _has_batch(self) -> bool:
-        """Returns whether each tensor's first dim is the batch: by configuration, or as all are named ``b`` or ``batch``.
+        """Returns whether each tensor's first dim is the batch: as configured, or since all of them are named ``b`` or ``batch``.
 
         Any other dim that varies must not be used to batch: rows along it may depend on each other.
         """
@@ -399,7 +399,7 @@ class _Artifact:
         return tuple(sorted(sizes))
 
     def _declared(self, groups: Sequence[Sequence[ProgramArray]]) -> dict[str, str]:
-        """Returns tensor name -> declaration as in a model.py. ``groups``: each program's arrays; only dims differ in them."""
+        """Returns tensor name -> declaration as in a model.py. ``groups``: each program's arrays, which differ in dims only."""
         found: dict[str, str] = {}
         by_name = [{leaf.name: leaf for leaf in group} for group in groups]
         for leaf in groups[0]:

@@ -25,7 +25,7 @@ Created = tuple[Callable[..., Any], Any, object]
 def created(
     module: ModuleType, described: Signature, returned: object, asked: RequestInputs | None, indexed: bool = False
 ) -> Created:
-    """Checks what ``create`` returned, and wraps the function so that it takes and returns dicts of named arrays.
+    """Checks what ``create`` returned, and wraps the function in it so that it takes and returns dicts of named arrays.
 
     Args:
       described: the model's signature.
@@ -72,7 +72,7 @@ def created(
 
 
 def create(model: str, module: ModuleType, path: Path, config: dict[str, Any], device: Any) -> object:
-    """Calls ``create`` of model.py (``module``). Raises what it raises; InvalidArgument: it takes other arguments."""
+    """Calls ``create`` of model.py (``module``). Raises InvalidArgument if it takes other arguments; else what it raises."""
     check_arguments(model, "create()", module.create, ["path", "config", "device"])
     return module.create(path, config, device)
 
@@ -84,7 +84,10 @@ def is_generator(returned: object) -> bool:
 
 
 def check_arguments(model: str, what: str, apply: Callable[..., Any], names: Sequence[str]) -> None:
-    """Raises InvalidArgument if ``apply`` (``what`` in errors) does not take arguments ``names``, or swaps the first two."""
+    """Raises InvalidArgument if ``apply`` cannot take arguments ``names``, or takes the first two in the other order.
+
+    ``what``: what the error calls ``apply``.
+    """
     try:
         taken = inspect.signature(apply)
     except (TypeError, ValueError):  # one that does not say what it takes

@@ -24,7 +24,7 @@ _MAX_LABEL_BYTE_SIZE = 16 << 20
 
 
 def declare_tensors(message: ModelConfig, module: ModuleType) -> dict[str, tuple[str | None, ...]]:
-    """Adds model.py's (``module``) declarations to a configuration. Returns tensor name -> axis names; None: an unnamed axis.
+    """Adds the declarations of model.py (``module``) to a configuration. Returns tensor name -> its axes' names (None: unnamed).
 
     Raises: InvalidArgument: a declaration is malformed, or contradicts the configuration.
     """
@@ -59,7 +59,7 @@ def declare_tensors(message: ModelConfig, module: ModuleType) -> dict[str, tuple
 
 
 def declare_streams(message: ModelConfig) -> None:
-    """Marks a generator's configuration as decoupled. Raises InvalidArgument: it asks for what generators cannot do."""
+    """Marks a generator's configuration as decoupled. Raises InvalidArgument: it declares sequences or ragged inputs."""
     message.model_transaction_policy.decoupled = True
     if message.HasField("sequence_batching"):
         raise InvalidArgument(
@@ -108,7 +108,7 @@ def choose_buckets(message: ModelConfig, module: ModuleType, described: Signatur
 
 
 def check_size(buckets: Buckets, limit: int) -> None:
-    """Raises InvalidArgument: tensors of the largest batch in ``buckets`` that is compiled for at load exceed ``limit`` bytes."""
+    """Raises InvalidArgument if the inputs and outputs of the largest batch in ``buckets`` can have more than ``limit`` bytes."""
     described = buckets.signature
     fixed = sum(_byte_size(spec, spec.model_dims) for spec in described.outputs.values() if -1 not in spec.model_dims)
     most = buckets.batch[-1]
@@ -130,7 +130,7 @@ def _byte_size(spec: TensorSpec, shape: tuple[int, ...]) -> int:
 
 
 def _check_axes(message: ModelConfig, module: ModuleType, buckets: Mapping[str, object]) -> None:
-    """Raises InvalidArgument: ``buckets`` has a name that model.py (``module``) gives to no axis of an input."""
+    """Raises InvalidArgument if ``buckets`` has a name that model.py (``module``) gives to no axis of an input."""
     texts = declarations(f"model '{message.name}'", getattr(module, "inputs", {}), "input")
     declared = [parse_declaration(name, text) for name, text in texts.items()]
     named = {axis for tensor in declared for axis in tensor.axes if axis is not None}
@@ -163,7 +163,7 @@ def read_labels(message: ModelConfig, folder: Path) -> dict[str, tuple[str, ...]
 
 
 def queue_rules(message: ModelConfig, max_size: int, workers: int) -> QueueRules:
-    """Returns the rules of a model's queue. ``max_size``: the most requests. ``workers``: how many workers share its limits."""
+    """Returns the rules of a model's queue. ``max_size``: the most waiting requests. ``workers``: how many share its limits."""
     replaces = wants(message, REPLACE_WAITING)
     if not message.HasField("dynamic_batching"):
         return QueueRules(max_size, replaces=replaces)

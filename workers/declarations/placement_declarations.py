@@ -28,7 +28,7 @@ _MOST = 1 << 16
 
 
 def _given(message: ModelConfig, module: ModuleType, name: str, default: Any = None) -> tuple[Any, str, bool]:
-    """Returns the value of declaration ``name`` (else ``default``), words for its place in errors, and whether it is a string."""
+    """Returns the value of declaration ``name`` (else ``default``), its name in errors, and whether config.pbtxt has it."""
     if name in message.parameters:
         return message.parameters[name].string_value, f"parameter '{name}'", True
     return getattr(module, name, default), f"{name} of model.py", False
@@ -110,7 +110,7 @@ def is_on_demand(message: ModelConfig, module: ModuleType) -> bool:
 
 
 def declare_sets(message: ModelConfig, module: ModuleType) -> SetDeclaration | None:
-    """Returns which parameters differ between parameter sets, and how many sets the device holds; None: batches do not mix sets.
+    """Returns which parameters differ between sets, and for how many sets the device has room; None: batches do not mix sets.
 
     Raises: InvalidArgument: a declaration is malformed.  Unsupported: a model of this kind cannot mix sets in a batch.
     """
@@ -140,7 +140,7 @@ def declare_sets(message: ModelConfig, module: ModuleType) -> SetDeclaration | N
 
 
 def _names(message: ModelConfig, module: ModuleType) -> tuple[str, ...] | None:
-    """Returns the parameters that differ between sets; empty: all may differ; None: batches do not mix sets."""
+    """Returns the names of the parameters that differ between sets; empty: all may differ; None: batches do not mix sets."""
     given, where, is_text = _given(message, module, "batch_sets", False)
     if is_text:
         given = {"true": True, "false": False}.get(given.lower(), tuple(name.strip() for name in given.split(",")))

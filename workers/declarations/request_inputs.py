@@ -65,7 +65,7 @@ class RequestInputs:
         self.nobody: dict[str, Array] = {each.spec.name: self._array(each, _zero(each.spec), 1) for each in asked}
 
     def arrays(self, prepared: PreparedRequest, record: RequestRecord, rows: int) -> dict[str, Array]:
-        """Returns a request's properties as inputs of ``rows`` rows. Raises InvalidArgument: one is missing or unfit."""
+        """Returns a request's properties as inputs of ``rows`` rows, by name. Raises InvalidArgument: one is missing or unfit."""
         return {each.spec.name: self._array(each, self._given(each, prepared, record), rows) for each in self._asked}
 
     def _given(self, asked: _Asked, prepared: PreparedRequest, own: RequestRecord) -> Parameter:
@@ -81,7 +81,7 @@ class RequestInputs:
         return np.full((rows, 1) if self._batches else (1,), value, asked.spec.dtype)
 
     def telling(self, apply: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the model's function ``apply`` so that it gets properties of requests as its last argument, not as inputs."""
+        """Wraps the model's function ``apply`` so that properties of requests are its last argument and not among its inputs."""
 
         def of_inputs(parameters: Any, inputs: dict[str, Any], *state: Any) -> Any:
             own, request = self.parted(inputs)
@@ -90,7 +90,7 @@ class RequestInputs:
         return of_inputs
 
     def parted(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Splits inputs in two: the client's inputs, and the properties of the request by their names in model.py."""
+        """Returns the client's inputs and the properties of the request, which are together in ``inputs``, as two dicts."""
         names = {each.spec.name: each.name for each in self._asked}
         own = {name: array for name, array in inputs.items() if name not in names}
         return own, {name: inputs[key] for key, name in names.items()}
@@ -100,7 +100,7 @@ class RequestInputs:
 
 
 class KnownParameters:
-    """The request parameters that a model version knows. With ``strict_parameters`` others are refused, else logged once."""
+    """The request parameters that a model version knows. With ``strict_parameters`` other ones are refused, else logged once."""
 
     def __init__(self, message: ModelConfig, module: ModuleType, options: Options) -> None:
         """Reads what ``module`` (model.py) and ``options`` allow. Raises InvalidArgument: ``strict_parameters`` is no bool."""
@@ -115,7 +115,7 @@ class KnownParameters:
         self._headers = [header_pattern.compiled(pattern) for pattern in patterns if pattern]
 
     def check(self, given: Iterable[str], label: str) -> None:
-        """Raises InvalidArgument if ``strict_parameters`` is set and a ``given`` name is unknown. ``label`` starts the text."""
+        """Raises InvalidArgument, beginning with ``label``, if ``strict_parameters`` is set and a ``given`` name is unknown."""
         for name in given:
             short = name[:_MOST_NAMED]
             told = short in self._told or (len(self._told) >= _MOST_TOLD and not self._strict)

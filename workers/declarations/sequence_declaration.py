@@ -41,7 +41,7 @@ _ASKS: dict[str, Callable[[Controls], bool]] = {
 
 
 class _Flag(NamedTuple):
-    """A control input of kind START, END or READY: whether a sequence starts or ends, or a request fills the row."""
+    """A control input of kind START, END or READY: whether a sequence starts, whether it ends, or if the row has a request."""
 
     spec: TensorSpec
     asks: Callable[[Controls], bool]
@@ -111,7 +111,7 @@ class ControlInputs:
         return self._flags[controls.start, controls.end] | {each.spec.name: each.array(controls) for each in self._ids}
 
     def of_each(self, asked: Iterable[Asked]) -> list[dict[str, Array]]:
-        """Returns the control inputs of each of ``asked``, up to the first correlation id that does not fit the datatype."""
+        """Returns the control inputs of each request of ``asked``; the list ends before the first whose id does not fit."""
         found: list[dict[str, Array]] = []
         with contextlib.suppress(InvalidArgument):
             for each in asked:
@@ -165,7 +165,7 @@ class SequencePlan:
 
 
 def sequence_plan(message: ModelConfig, max_waiting: int) -> SequencePlan | None:
-    """Returns what a completed configuration says about sequences; None: nothing. ``max_waiting``: the most waiting requests."""
+    """Returns what a completed configuration says about sequences; None: nothing. ``max_waiting``: how many requests may wait."""
     if not message.HasField("sequence_batching"):
         return None
     sequences, rows = message.sequence_batching, max(1, message.max_batch_size)

@@ -85,7 +85,7 @@ def _number(what: str, module: ModuleType, name: str, most: int, default: int | 
 
 
 def check_stepped(message: ModelConfig, described: Signature) -> None:
-    """Raises InvalidArgument or Unsupported if the configuration or signature (``described``) forbids to run step by step."""
+    """Raises InvalidArgument or Unsupported if a model with this configuration and signature cannot run step by step."""
     what = f"model '{message.name}'"
     if message.max_batch_size:
         raise InvalidArgument(
@@ -131,7 +131,7 @@ def check_buckets(buckets: Buckets) -> None:
 def created_steps(model: str, returned: object, asked: RequestInputs | None) -> tuple[StepFunctions, Any]:
     """Returns the functions and the parameters that ``create`` of a model that runs step by step returned.
 
-    ``asked``: properties of requests that become inputs of ``insert``; None if there are none. Raises InvalidArgument:
+    ``asked``: properties of requests that become inputs of ``insert``; None: there are none. Raises InvalidArgument:
     ``create`` returned something else.
     """
     functions = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else None

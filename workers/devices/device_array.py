@@ -21,7 +21,7 @@ from tensord.shm.cuda_regions import Context
 
 
 class GpuArray:
-    """An array in contiguous device memory at the address ``pointer``. ``owner`` is the object that keeps it allocated."""
+    """An array in contiguous device memory at the address ``pointer``. ``owner``: the object that keeps the memory allocated."""
 
     __slots__ = ("_context", "_owner", "dtype", "nbytes", "pointer", "shape")
 

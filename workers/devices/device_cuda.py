@@ -78,7 +78,7 @@ class CudaDevice:
     # ------------------------------------------------------------------------------------------------------- inputs
 
     def gather(self, parts: Sequence[GatheredPart]) -> tuple[dict[str, jax.Array], int]:
-        """Gathers a batch's inputs (``parts``) on the device. Returns a program's arguments by name, and the bytes copied.
+        """Gathers a batch's inputs (``parts``) on the device. Returns the arguments by name, and the number of bytes copied.
 
         Raises InvalidArgument: a region cannot be read any more; Unavailable: there is no memory; DeviceLost: the GPU failed.
         """
@@ -158,9 +158,9 @@ class CudaDevice:
         self._staging_byte_size = size
 
     def _fill_together(self, staged: Sequence[tuple[GatheredPart, int]], byte_size: int) -> int:
-        """Queues one transfer of the tensors in host memory, then copies of those on the device. Returns the bytes copied.
+        """Queues one transfer of the inputs from host memory, then copies of those on the device. Returns the bytes copied.
 
-        ``staged``: inputs, each with its offset in the memory that is filled.
+        ``staged``: inputs, each with its offset in the ``byte_size`` bytes of staging memory that are filled.
         """
         content, copied, of_host = self.host.content, 0, False
         of_device: list[tuple[int, CudaTensor | GpuArray]] = []
@@ -371,7 +371,7 @@ def _dlpack_device_of(device: jax.Device) -> tuple[int, int]:
 
 
 def _lies_there(array: object) -> TypeGuard[CudaTensor | GpuArray]:
-    """Returns whether the device can use an array where it lies. A client's BOOL goes through the host, to become 0 or 1."""
+    """Returns whether the device can use an array where it lies; False for a client's BOOL, which the host turns into 0 or 1."""
     return isinstance(array, GpuArray) or (isinstance(array, CudaTensor) and array.dtype != np.bool_)
 
 

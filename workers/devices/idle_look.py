@@ -35,7 +35,7 @@ class Marker:
 
     @property
     def reached(self) -> bool:
-        """Returns whether all work queued before the last ``set`` is done. Raises DeviceLost: any of it failed."""
+        """Returns whether all work that was queued before the last ``set`` is done. Raises DeviceLost: some of it failed."""
         self._context.enter()
         try:
             self._context.call(self._driver.cuEventQuery, self._event)

@@ -34,7 +34,7 @@ class PinnedBudget:
     """Counts the bytes that a GPU worker has page-locked, up to ``workers.pinned_byte_size``. Any thread may use it."""
 
     def __init__(self, limit: int) -> None:
-        """``limit``: the number of bytes that may be locked at a time."""
+        """Begins with no bytes locked. ``limit``: the number of bytes that may be locked at a time."""
         self.limit = limit
         #: Bytes that are locked now, or about to be.
         self.byte_size = 0
@@ -78,7 +78,7 @@ class PinnedMemory:
     """Page-locks and unlocks host memory for the GPU of one worker. Only the thread of the worker's loop may use it."""
 
     def __init__(self, context: Context, budget: PinnedBudget, thread: WorkThread) -> None:
-        """``thread``: locks and unlocks memory, and does nothing else. ``budget``: how much may be locked."""
+        """Locks nothing yet. ``thread``: locks and unlocks memory, and does nothing else. ``budget``: bounds what is locked."""
         self._context = context
         #: Memory that is about to be unlocked is given back already: it is unlocked before other memory is locked.
         self._budget = budget
@@ -92,7 +92,7 @@ class PinnedMemory:
 
         Args:
           what: names the memory in the log.
-          hold: the thread calls it with True when the memory is locked, and with False before it is unlocked.
+          hold: the thread calls it with True when the memory is locked, and with False before it is unlocked; None: nothing.
         """
         memory, budget = _PinnedMapping(view[:], what, hold), self._budget
         if not budget.take(memory.byte_size):

@@ -32,7 +32,7 @@ class SeveralDevices:
         return leaf.sharding if laid else None
 
     def place(self, model: str, parameters: Any, compiled: jax.stages.Compiled) -> Any:
-        """Puts parameters on the devices where the ``compiled`` program needs them; those it does not use go to all devices.
+        """Puts parameters on the devices where the ``compiled`` program needs them; those that it does not use, on all devices.
 
         Parameters that the author has sharded keep their sharding. Raises Internal, naming the model: a device has no room
         for its part.
@@ -51,7 +51,7 @@ class SeveralDevices:
 
     @staticmethod
     def order(compiled: jax.stages.Compiled) -> tuple[int, ...]:
-        """Returns the ids of a compiled program's devices, in its order. Raises any exception if this JAX hides the devices."""
+        """Returns the ids of a compiled program's devices, in its order. Raises some exception if this JAX does not tell them."""
         shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
         # The attribute is private but needed: a program that is loaded for another order ends the process when it is run.
         return tuple(device.id for device in shardings[0]._device_assignment)
@@ -62,7 +62,7 @@ class SeveralDevices:
         return [known[number] for number in ids]
 
     def alone(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a program so that only one program on several devices runs at a time. Calls return when outputs are computed."""
+        """Wraps ``call``, a program, so that only one such program runs at a time. Calls return once outputs are computed."""
 
         @functools.wraps(call, updated=())
         def run(*arguments: Any) -> Any:

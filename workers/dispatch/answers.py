@@ -54,8 +54,8 @@ def failure(request_id: int, error: ServingError, version: int = 0, final: bool 
 def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -> AnswerPlan | None:
     """Plans where answers to this prepared request have the outputs of ``layout``: in the answer's record, or in a region.
 
-    Returns None if all outputs together have more than ``inline_byte_size`` bytes, if the client wants an output as class labels,
-    or if an output does not fit into its region.
+    Returns None if all outputs together have more than ``inline_byte_size`` bytes, if the client wants class labels in place
+    of an output, or if an output does not fit into its region.
     """
     rows, wishes = request.rows, request.outputs
     if rows * layout.row_byte_size > inline_byte_size:
@@ -81,8 +81,8 @@ def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -
 def complete_planned(plan: AnswerPlan, request: Request, outputs: BatchOutputs, row: int) -> AnswerRecord | None:
     """Writes a request's outputs that go to regions, and returns the record of its answer with all other outputs.
 
-    Returns None, and writes nothing, if any region of the request is GPU memory. ``row``: the row of ``outputs`` at which
-    the request begins. ``plan``: where its outputs lie.
+    Returns None, and writes nothing, if any region of the request is GPU memory. ``outputs``: of the batch, in which the request
+    begins at ``row``. ``plan``: says where the outputs lie and go.
 
     Raises InvalidArgument: the memory of a region does not exist any more.
     """
@@ -173,10 +173,10 @@ def complete(
 
     Returns None, and writes nothing, if the response arena is full; the caller tries again later.
 
-    ``final``: whether this is the last answer. ``places``: reserved before the program ran, which may have written outputs
-    there itself; None: chosen here. If this function raises, it releases the places.
+    ``final``: whether this is the last answer. ``places``: places that were reserved before the program ran, which may have
+    written outputs there itself; None: places are chosen here. If this function raises, it releases the places.
 
-    Raises: Internal: an output does not fit into its region, or has a dtype without a name.  InvalidArgument: the outputs are
+    Raises: Internal: an output does not fit into its region, or its dtype has no datatype.  InvalidArgument: the outputs are
     larger than the whole arena, an output cannot be classified, or the memory of a region does not exist any more.
     """
     try:
@@ -284,7 +284,7 @@ class _Queued:
         self._sources: list[Array | GpuArray] = []
 
     def write(self, region: CudaRegion, offset: int, content: Content) -> None:
-        """Begins to copy ``content`` to a region. Raises InvalidArgument: it is not writable; DeviceLost: the GPU failed."""
+        """Begins a copy of ``content`` to ``offset`` of a region. Raises InvalidArgument: it fails; DeviceLost: the GPU fails."""
         if not _byte_size(content):
             return
         self._regions.append(region)

@@ -79,7 +79,7 @@ class CachedAnswers:
         return True
 
     def keep(self, version: ModelVersion, execution: Execution, cache: ResponseCache) -> None:
-        """Stores an execution's results, unless parameters or models changed since its requests came. Logs if storing fails."""
+        """Stores an execution's answers, unless parameters or models have changed since its requests came. Logs a failure."""
         for request, result in zip(execution.requests, execution.results, strict=True):
             if isinstance(result, ServingError):
                 continue
@@ -132,7 +132,7 @@ class CachedAnswers:
     def _still_holds(
         self, question: Question, version: ModelVersion, request: Request, ran: ParameterSet | None
     ) -> bool:
-        """Returns whether an answer was computed with the parameters that are part of its request's cache key, ``question``.
+        """Returns whether an answer was computed with the parameters that its request's cache key, ``question``, stands for.
 
         ``ran``: the parameter set with which the model ran; None: the model has no parameters or is an ensemble.
         """

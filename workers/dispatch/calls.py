@@ -63,7 +63,7 @@ class CallCircles:
     """Finds calls between a worker's models that are deadlocked, because each waits for another one to end."""
 
     def __init__(self, calls: dict[ModelCall, InnerRequest], ensembles: EnsembleRuns, limiter: RateLimiter) -> None:
-        """``calls``: the calls that have not ended, oldest first, and their requests. The caller keeps the dict up to date."""
+        """Stores ``calls``, the calls that have not ended, oldest first, with their requests. The caller keeps it up to date."""
         self._calls = calls
         self._ensembles = ensembles
         self._limiter = limiter
@@ -271,7 +271,7 @@ class Calls:
     def settle(self, now_ns: int) -> None:
         """Fails one deadlocked call between models, if there is any, with Internal.
 
-        A call is deadlocked if every instance that could run it is itself waiting for that call to end. It is looked for after a
+        A call is deadlocked if every instance that could run it is itself waiting for that call to end. Searches only after a
         call has begun, was answered or has ended, and at intervals while calls wait.
         """
         found, again_ns = self._circles.find(now_ns)
@@ -420,7 +420,7 @@ class Calls:
             self._responses.took(inner)
 
     def _stop(self, call: ModelCall) -> None:
-        """If the called model streams in a thread, asks the model to stop, which it may ignore. Cancels any other call."""
+        """If the called model streams in a thread, asks the model to stop, which it may ignore. Otherwise cancels the call."""
         inner = self._open.get(call)
         if inner is not None and inner in inner.version.senders and inner.version.loaded.instances:
             inner.may_stop = True

@@ -325,7 +325,7 @@ class Dispatcher:
                     self.agenda.wake(version)
 
     def _refuse(self, version: ModelVersion, answers: list[tuple[Request, ServingError]], now_ns: int) -> None:
-        """Answers refused or replaced requests with their errors, after earlier ones if the model answers in order."""
+        """Answers refused or replaced requests with their errors; if the model answers in order, after earlier answers."""
         for request, error in answers:
             if isinstance(error, Unavailable):
                 version.statistics.failed(now_ns - request.arrived_ns)
@@ -421,8 +421,8 @@ class Dispatcher:
     def _run(self, version: ModelVersion, now_ns: int, alone: bool) -> None:
         """Runs a version's next batch in the loop.
 
-        If ``alone``, which says that no other model has work, also runs further batches as long as many requests to short
-        programs wait. The answers of all these batches leave together, with one system call and one wake-up of the receiver.
+        ``alone``: no other model has work. Then this also runs further batches as long as many requests to short programs wait.
+        The answers of all these batches leave together, with one system call and one wake-up of the receiver.
         """
         done = self._run_batch(version, now_ns)
         while alone and done < 1 and len(version.planner) >= _MANY:
@@ -469,7 +469,7 @@ class Dispatcher:
         return executable.share if len(version.planner) >= _MANY else math.inf
 
     def _take(self, version: ModelVersion, now_ns: int, instance: int = 0) -> list[Request]:
-        """Takes a version's next batch for an instance from its queue, without requests that the outbox holds back."""
+        """Takes a version's next batch for an instance from its queue. Leaves out requests that the outbox makes wait."""
         batch = version.take(now_ns, instance)
         if not self._outbox.blocked:
             return batch
@@ -533,7 +533,7 @@ class Dispatcher:
 
 
 def _extend(version: ModelVersion, grouped: GroupedCalls, batch: list[Request]) -> GroupedProgram | None:
-    """Adds to ``batch`` waiting requests for one call of a program of ``grouped``. Returns the program; None: no program fits."""
+    """Adds waiting requests to ``batch`` so that one call of a program of ``grouped`` runs all. Returns it; None: none fits."""
     key = batch[0].key
     waiting = version.queue.rows(key)
     program = grouped.find(shapes_of(key), waiting + 1)

@@ -283,7 +283,7 @@ class EnsembleRuns:
         self._work()
 
     def _take(self, run: _Run) -> None:
-        """Starts later steps on stored responses, oldest first, until as many as allowed are in use or the client is behind."""
+        """Starts later steps on a run's stored responses, oldest first, until enough are in use or the client is too slow."""
         while run.untaken and run.error is None:
             start, inner, result = run.untaken[0]
             if run.run.running:
@@ -310,7 +310,7 @@ class EnsembleRuns:
         self._go_on(run, run.run.responded(start, result, controls))
 
     def _must_wait(self, run: _Run) -> bool:
-        """Returns whether a run has to wait until its client has taken answers; if so, it continues automatically afterwards."""
+        """Returns whether a run has to wait until its client has taken answers. If so, the run goes on by itself afterwards."""
 
         def go_on() -> None:
             self._take(run)
@@ -377,7 +377,7 @@ class EnsembleRuns:
             run.sender.send(outputs, wait=False)
 
     def _end_stream(self, run: _Run, sender: ResponseSender) -> None:
-        """Ends a streaming ensemble's request: its ``sender`` sends the response held back, and the run's error, if any."""
+        """Ends a streaming ensemble's request: ``sender`` sends the response that was held back, and the run's error, if any."""
         error, sender.returned = run.error, True
         if error is None:
             outputs, run.unsent = run.unsent, None
@@ -431,7 +431,7 @@ def told_by(
 
 
 def _has_set(member: ModelVersion, name: str) -> bool:
-    """Returns whether a ``member`` model has the parameter set ``name``; True for an ensemble: its steps will check that."""
+    """Returns whether ``member``, a model, has the parameter set ``name``; True for an ensemble, whose steps check that."""
     if member.loaded.ensemble is not None:
         return True
     return member.sets is not None and member.sets.newest(name) is not None

@@ -66,7 +66,7 @@ class _Batch:
     def __init__(
         self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Shapes, runs: SequenceRuns | None = None
     ) -> None:
-        """Finds the model's programs by number of rows. ``key``: inputs' shapes. ``runs``: runs sequences; None: has none."""
+        """Finds the model's programs by number of rows, for inputs of shapes ``key``. ``runs`` None: it has no sequences."""
         self.version = version
         self.model = model
         self._key = key
@@ -154,7 +154,7 @@ def _native_batch(
 ) -> _native.Batch:
     """Returns the description by which the C extension recognises requests that repeat earlier ones.
 
-    The arguments are the elements of the tuple ``Batch`` in _native.pyi, which describes them.
+    The arguments are the elements of the tuple ``Batch``, which _native.pyi describes.
     """
     most_waiting, sets = version.loaded.queue_rules.max_size, version.sets
     told = owner, version.page_key, most_waiting, share, *waits, grouped, sets is not None and sets.stack is not None
@@ -287,7 +287,7 @@ class FastPath(Poller):
     ) -> SlowReason | None:
         """Has the C extension answer repeats of ``request`` in runs of several requests. Returns why it cannot, or None.
 
-        ``preparation``: the prepared request. ``regions``: those of its tensors, by name. ``layout``: that of the run's outputs.
+        ``preparation``: the prepared request. ``regions``: those of its tensors, by name. ``layout``: of the run's outputs.
         """
         version, plan, prepared = request.version, preparation.plans.get(layout), preparation.prepared
         if plan is None:
@@ -352,7 +352,7 @@ class FastPath(Poller):
     def _learn_alone(
         self, execution: Execution, request: Request, preparation: Preparation, regions: Regions
     ) -> SlowReason | None:
-        """Has the C extension answer each repeat of a large request in its own run; returns why it cannot, or None."""
+        """Has the C extension answer each repeat of a large request in a run of its own. Returns why it cannot, or None."""
         version, executable = request.version, execution.executable
         model = version.jitted
         if model is None or version.sequences is not None or not isinstance(executable, Executable):
@@ -431,7 +431,7 @@ class FastPath(Poller):
 def _plan_single(execution: Execution, preparation: Preparation) -> tuple[AnswerPlan, Mapping[int, str]] | None:
     """Returns a plan for answers to an execution's only request, and each output's name by its number in the plan.
 
-    Returns None if the outputs were not placed as a plan needs it. ``preparation``: the prepared request.
+    Returns None if an output was not written straight to its place. ``preparation``: the prepared request.
     """
     (request,), made, places = execution.requests, execution.outputs, execution.places
     plan = None if made is None else preparation.plans.get(made.layout)
@@ -457,7 +457,7 @@ def _plan_single(execution: Execution, preparation: Preparation) -> tuple[Answer
 def _says_what_holds(request: Request, execution: Execution) -> bool:
     """Returns whether answers to repeats of a request will differ from the request's answer only in their tensors.
 
-    That holds until the model's parameters change. ``execution``: the run that computed the request's answer.
+    If so, that is true until the model's parameters change. ``execution``: the run that computed the request's answer.
     """
     if isinstance(request.chosen, ParameterSet):
         return False  # its sequence has its own, which the planner knows; others of that kind have main's
@@ -468,7 +468,7 @@ def _says_what_holds(request: Request, execution: Execution) -> bool:
 
 
 def _timeline_end(version: ModelVersion) -> bytes | None:
-    """Returns the encoded fields after a timeline's timestamps: the main parameter set's name and number, if it was replaced."""
+    """Returns the encoded end of a version's timelines: name and number of its main parameter set, if a push has replaced it."""
     main = None if version.sets is None else version.sets.main
     return timeline_end((main.name, main.number) if main is not None and main.number else None)
 

@@ -135,7 +135,7 @@ class InstanceRuns:
 
 
 def _count_ahead(version: ModelVersion) -> None:
-    """Tells a version's queue how many batches its instance holds but does not run yet: their requests count as queued.
+    """Tells a version's queue how many batches the instance has but does not run yet; their requests count as queued.
 
     Does nothing if the instance gets no batches in advance.
     """
@@ -146,7 +146,7 @@ def _count_ahead(version: ModelVersion) -> None:
 def in_order(version: ModelVersion, taken: object, answer: Callable[[], None]) -> None:
     """Calls ``answer``; if the version preserves order, only once all requests taken from the queue earlier are answered.
 
-    ``taken``: the request or the execution that ``answer`` is for, as noted when its requests left the queue.
+    ``taken``: the request or the execution that ``answer`` is for; the order knows it since its requests left the queue.
     """
     if version.order is None:
         answer()

@@ -57,7 +57,7 @@ class LaneAnswers:
     def begin(self, poller: Poller, access: int) -> None:
         """Begins to limit how many requests ``poller`` answers by itself before one has to be logged or traced.
 
-        ``access``: of so many answers without an error one is logged; 0: no answer is logged.
+        ``access``: one in so many answers without an error is logged; 0: no answer is logged.
         """
         self._poller = poller
         self.log_every(access)
@@ -107,13 +107,13 @@ class LaneAnswers:
                 self._channel.flush()
 
     def let_pass(self) -> None:
-        """Sets how many requests the C extension may answer before Python has to log or trace one."""
+        """Sets how many requests the C extension may answer by itself before Python must log or trace one."""
         self.watched = self.tracer.on or self._log.every > 0
         unlogged = self._log.next - self.counts["OK"] - self._passed - 1
         self._poller.let_pass(max(0, min(_ENDLESS, unlogged, self.tracer.passes.left)), self.tracer.joins)
 
     def passed(self) -> None:
-        """Counts for the sampling of traces how many requests the C extension has answered since the last call."""
+        """Counts for the sampling of traces the requests that the C extension has answered since the last call."""
         count = self._poller.lane_requests
         self.tracer.passes.left -= count - self._passed
         self._passed = count

@@ -162,7 +162,7 @@ class Outbox:
         return failed
 
     def _answer_long(self, execution: Execution, i: int, now_ns: int) -> Failure | None:
-        """Answers the execution's request at index ``i``. Returns the reason to count an error under; None: no error."""
+        """Answers the execution's request at index ``i``. Returns the reason to count an error under; None: it got no error."""
         request, result = execution.requests[i], execution.results[i]
         if request.timeline is not None:
             request.timeline.executed(execution.moments, request.arrays, result)
@@ -220,7 +220,7 @@ class Outbox:
         return True
 
     def _plan(self, request: Request, layout: OutputLayout) -> AnswerPlan | None:
-        """Plans and stores how to answer repeats of a request whose batch's outputs have ``layout``; None: it is not possible."""
+        """Makes, stores and returns a plan for answers to repeats of a request from outputs of this layout; None: impossible."""
         plan, preparation = plan_answer(request, layout, self._options.inline_byte_size), request.preparation
         if plan is not None and preparation is not None and preparation.load is request.version.checked:
             plan = plan.number(request.submitter.lane.number(cast(PreparedAnswer, plan.said)))
@@ -251,7 +251,7 @@ class Outbox:
         return result
 
     def _place(self, request: Request, result: dict[str, Array], places: Places | None = None) -> ServingError | bool:
-        """Writes ``result`` to ``places`` (None: chosen here), sends it and ends the request, if there is room for it.
+        """Writes ``result`` to ``places`` (None: places are chosen here), sends it and ends the request, if there is room for it.
 
         Returns True if the answer was sent, False if there is no room and the caller must try again later, or the error with
         which to answer instead.
@@ -293,7 +293,7 @@ class Outbox:
     # ---------------------------------------------------------------------------------------------------------- waiting
 
     def _block(self, answer: BlockedAnswer[Request], now_ns: int) -> ServingError | bool:
-        """Queues an answer until the arena has room. Returns True; or if too much waits already, an error to answer with."""
+        """Queues an answer until the arena has room, and returns True. If too much waits already, returns an error instead."""
         submitter, request = answer.request.submitter, answer.request
         if submitter.blocked and submitter.blocked_byte_size + answer.byte_size > _MAX_BLOCKED * self._bound(submitter):
             return self.no_room(request, answer.byte_size, now_ns)

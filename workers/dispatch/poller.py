@@ -17,7 +17,7 @@ Datagram = tuple[bytes, list[int], int]
 
 
 class Woken(NamedTuple):
-    """What ``Poller.wait`` returns: events, datagrams that Python has to handle, and answers that sockets could not take yet."""
+    """The result of ``Poller.wait``: events, datagrams that Python has to handle, and answers that sockets could not take yet."""
 
     #: File descriptor and its epoll event mask.
     events: list[tuple[int, int]]
@@ -64,7 +64,7 @@ class Poller:
         return 0
 
     def let_pass(self, most: int, joins: bool) -> None:
-        """Sets to ``most`` how many more client requests ``wait`` may answer. ``joins``: whether it leaves out traced ones."""
+        """Lets ``wait`` answer ``most`` more client requests; with ``joins``, none that comes with a trace context."""
 
     def close(self) -> None:
         """Releases everything that ``learn`` has stored, before the worker's loop ends."""

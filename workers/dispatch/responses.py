@@ -106,10 +106,10 @@ class Responses(ResponseReceiver):
         return request.submitter.known_kind(request.version.version, found[0])
 
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
-        """Queues ``result`` for the loop, behind the sender's earlier ones. ``final``: whether it is the sender's last.
+        """Queues ``result`` for the loop, after the sender's earlier ones. ``final``: whether it is the sender's last.
 
-        ``byte_size``: the bytes for which ``result`` counts until it is placed. ``wake``: whether to wake the loop; if not, a
-        later call of ``gather`` takes the result.
+        ``byte_size``: how many bytes ``result`` counts as until it is sent. ``wake``: whether to wake the loop; if not, a later
+        call of ``gather`` takes the result.
         """
         self._arrived.append((sender, (result, final, byte_size)))
         # Whoever takes them says so before it looks for them.
@@ -151,7 +151,7 @@ class Responses(ResponseReceiver):
                 self._end_cancelled(sender)
 
     def respond(self, sender: ResponseSender, result: Result | None, final: bool) -> None:
-        """Sends a response that the loop made, after the sender's earlier ones. ``result`` None: says that none follows."""
+        """Sends a response that the loop made, after the sender's earlier ones; None: only says that no response follows."""
         sent = result, final, sender.posted(result, final)
         if sender in self.kept:
             self.kept[sender][0].append(sent)
@@ -273,7 +273,7 @@ class Responses(ResponseReceiver):
             hand_over(request, result, None, final)
 
     def _note_end(self, sender: ResponseSender, result: Result | None) -> None:
-        """Adds to the timeline of a sender's traced request when it ran, and its outputs. ``result``: the outputs; None: none."""
+        """Adds the run of a sender's traced request to its timeline, with the outputs in ``result``; None: there are none."""
         request, shown = sender.request, {} if result is None else result
         assert request.timeline is not None
         request.timeline.executed((sender.began_ns, sender.began_ns, self._clock()), request.arrays, shown)
@@ -318,7 +318,7 @@ class Responses(ResponseReceiver):
         return 0 if final else response_byte_size(record.contents)
 
     def _place_small(self, sender: ResponseSender, result: dict[str, Array], final: bool) -> int:
-        """Queues ``result`` if it fits into a record. Returns the bytes that the client must acknowledge; 0: it does not fit."""
+        """Queues ``result`` if it fits into a record. Returns how many bytes the client must acknowledge; 0: it does not fit."""
         request = sender.request
         if (
             not sender.plain

@@ -42,7 +42,7 @@ class SequenceRuns:
         submitters: Mapping[int, SubmitterLink[Request]],
         register: SequenceRegister,
     ) -> None:
-        """``submitters``: file descriptor of a lane -> its submitter. ``register``: writes the sequences to the worker's page."""
+        """Chooses nothing yet. ``submitters``: by their lanes' file descriptors. ``register``: writes the sequence page."""
         self._version = version
         self._model = model
         self._sequences = sequences
@@ -57,7 +57,7 @@ class SequenceRuns:
         self._given: list[dict[str, Array]] = []
 
     def choose(self, asked: list[Asked], clients: list[int] | None = None) -> int:
-        """Chooses requests that may run now. Returns how many are chosen: they are the first so many of ``asked``.
+        """Chooses which of ``asked`` may run now: the first few. Returns how many these are.
 
         Args:
           asked: (correlation id, START, END) of each request.

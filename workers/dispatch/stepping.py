@@ -66,7 +66,7 @@ class _Joined(NamedTuple):
 
 
 class _Lane(NamedTuple):
-    """The requests of one submitter that are answered together: their shared prepared answer, their slots and their ids."""
+    """Requests of one submitter that are answered together: their shared prepared answer, their slots in the state, their ids."""
 
     submitter: SubmitterLink[Request]
     numbered: Numbered[PreparedAnswer]
@@ -75,7 +75,7 @@ class _Lane(NamedTuple):
 
 
 class StepRows:
-    """Sends each step's responses together, to the requests whose slots have True in the list ``joined``."""
+    """Sends the responses of each step together, to those requests whose slot (index in the state) has True in ``joined``."""
 
     def __init__(self, slots: int, layout: Rows, responses: Responses, statistics: VersionStatistics) -> None:
         self.joined = [False] * slots
@@ -160,9 +160,9 @@ class StepRows:
         self._ready = slots
 
     def _look(self) -> list[ResponseSender]:
-        """Returns the senders whose clients may have no room left for responses, or all senders after 4096 noted steps.
+        """Returns the senders whose clients may have no room left for responses, or all once the times of 4096 steps are stored.
 
-        The requests of these senders are answered separately from now on, so no more than 4096 steps are ever noted.
+        The requests of these senders are answered separately from now on, so that no more than 4096 times are ever stored.
         """
         steps = len(self._left_ns)
         full = [member.sender for member in self.members.values() if steps >= min(member.until, _MOST)]

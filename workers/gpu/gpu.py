@@ -132,7 +132,7 @@ class GpuExecutable(Executable):
         return [np.asarray(arrays[name]) for name in self._signature.outputs] if found is None else [*found]
 
     def _fetch(self, arrays: Mapping[str, Any]) -> list[bytes] | None:
-        """Copies all outputs, ``arrays``, to the host, waiting once for all; None: the staging memory is too small for them."""
+        """Copies ``arrays``, all outputs, to the host, and waits once for all. None: they do not fit into the staging memory."""
         packed = arrays.get(PACKED)
         if packed is None:
             return self._cuda.take([arrays[name] for name in self._signature.outputs])
@@ -181,7 +181,7 @@ class GpuExecutable(Executable):
         return RunOutputs(dict(zip(self._signature.outputs, kept, strict=True)), None)
 
     def _delivered(self, arrays: Mapping[str, Any], request: RequestTensors, places: Places) -> RunOutputs:
-        """Copies a request's outputs, ``arrays``, to those of ``places`` that the GPU can reach. Returns all outputs by name."""
+        """Copies a request's outputs, ``arrays``, to those of ``places`` that the GPU can reach; returns all outputs by name."""
         reached = places.reached()
         outputs = self._cuda.deliver({name: arrays[name] for name in self._signature.outputs}, reached)
         places.written = reached.keys()

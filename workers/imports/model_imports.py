@@ -83,7 +83,7 @@ class BytecodeLoader(SourcelessFileLoader):
 
 
 class ModelImports:
-    """The package of a loaded version's modules; also the package's ``__loader__``, through which ``of`` finds it."""
+    """The package of a loaded version's modules. It is also the package's ``__loader__``, by which ``of`` finds it."""
 
     #: Numbers in packages' names. None is used twice in a process: remains of an unloaded model must not find another's code.
     _serials = itertools.count(1)
@@ -188,9 +188,9 @@ class ModelImports:
         fromlist: Sequence[str] = (),
         level: int = 0,
     ) -> ModuleType:
-        """Imports a module for an import statement of the model's code.
+        """Imports a module for an import statement of the model's code. The arguments are those of ``builtins.__import__``.
 
-        The model's own modules come first, then the modules of the environment. The arguments are those of ``__import__``.
+        The model's own modules come first, then the modules of the environment.
 
         Raises ModuleNotFoundError: there is no such module; the message has the module's short name.
         """
@@ -352,7 +352,7 @@ def importer_of(builtins: dict[str, Any]) -> ModelImports | None:
 
 
 def python_source(folder: Path) -> bytes:
-    """Returns path, size and content of all Python files of a version, one after another: part of the cached programs' keys."""
+    """Returns path, size and content of all Python files of a version (its ``folder``), for the keys of cached programs."""
     pieces: list[bytes] = []
     there = itertools.islice(model_folder.walk(folder), model_folder.MAX_ENTRIES)
     files = [Path(name) for name, status in there if status is not None and stat.S_ISREG(status.st_mode)]

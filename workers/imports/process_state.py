@@ -47,7 +47,7 @@ class ProcessState:
     def kept(self, who: str) -> Iterator[None]:
         """Restores the process-wide state at the start and at the end of the block, in which the model ``who`` is loaded.
 
-        Changes found at the start are logged as made by models that run, changes found at the end as made by ``who``.
+        Changes that are found at the start are logged as made by models that run; changes at the end, as made by ``who``.
         """
         with self._lock:
             if self._known:

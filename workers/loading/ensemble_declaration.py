@@ -21,7 +21,7 @@ from tensord.workers.tensors.signature import Signature, signature
 
 
 def load_ensemble(record: Load, message: ModelConfig, imports: ModelImports, max_queue_size: int) -> LoadedModel:
-    """Loads an ensemble from a configuration. It can serve once ``joined`` has added what follows from its steps' models."""
+    """Makes an ensemble from its configuration. It can serve once ``joined`` has added what follows from its steps' models."""
     model_config.complete(message)
     model_checks.check(message, whole=True)
     return LoadedModel(
@@ -77,7 +77,7 @@ def joined(loaded: LoadedModel, models: ModelTable) -> LoadedModel:
 
 
 def _labelled(signature: Signature, graph: EnsembleGraph, members: list[ModelVersion]) -> Signature:
-    """Returns an ensemble's signature, where outputs without a label file get those of ``members``, its steps' models."""
+    """Returns an ensemble's signature; outputs without a label file have the labels of ``members``, the models of its steps."""
     outputs = dict(signature.outputs)
     for step, member in zip(graph.steps, members, strict=True):
         for name, tensor in step.outputs.items():

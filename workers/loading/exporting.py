@@ -133,7 +133,7 @@ def _umask() -> int:
 def _programs(
     message: ModelConfig, inputs: Mapping[str, Declared], exported: Callable[[int | str], export.Exported]
 ) -> dict[str, export.Exported]:
-    """Returns a model's exported programs by file name: one for all sizes, or one for each batch size if only that varies.
+    """Returns a model's exported programs by file name: one for all sizes or, if only the batch size varies, one for each.
 
     ``exported``: exports the function for a batch size, given as a number or as the symbol "batch".
     """
@@ -189,7 +189,7 @@ def _specs(message: ModelConfig, inputs: Mapping[str, Declared], rows: int | str
 
 
 def _complete(message: ModelConfig, inputs: Mapping[str, Declared], exported: export.Exported) -> None:
-    """Adds inputs as declared, and outputs as the exported program has them, to a configuration that lacks them."""
+    """Adds inputs as they are declared, and outputs as the exported program has them, to a configuration that lacks them."""
     types = model_config_pb2.DataType
     if not message.input:
         for name, tensor in inputs.items():

@@ -44,7 +44,7 @@ from tensord.workers.tensors.state import initial_state
 def run_samples(
     jitted: JaxModel, prepared: Sequence[Sample], own: ExecutionDevice, model: str, check: CheckDevice
 ) -> None:
-    """Runs samples ``prepared`` on ``jitted``, then closes ``own``, the thread's device. ``check``: raises if ``own`` failed."""
+    """Runs the samples ``prepared`` on a model, then closes ``own``, this thread's device. ``check``: raises if it failed."""
     if jitted.free_state is not None:
         for sample in prepared:
             sample.begin(jitted.free_state.begun)
@@ -118,7 +118,7 @@ def jitted_model(
     plan: InstancePlan,
     target: LoadTarget,
 ) -> JaxModel:
-    """Makes a jitted model of ``created``, ``create``'s checked result; compiles nothing. Raises Internal: too little memory."""
+    """Makes a jitted model of ``created``, what ``create`` returned. Compiles nothing. Raises Internal: there is no memory."""
     apply, parameters, first = created
     described, several, limits = declared.taken, plan.several, target.options.executables
     apply = load.flags.applied(apply)
@@ -195,7 +195,7 @@ def _executables(
     functions: StepFunctions,
     parameters: Any,
 ) -> tuple[StepExecutables, Rows]:
-    """Places parameters. Returns the programs of step ``functions``, not compiled yet, and the layout of a result's row."""
+    """Puts ``parameters`` on the device. Returns the programs of step ``functions``, not compiled, and the layout of results."""
     described, slots = buckets.signature, steps.rules.slots
     parts = [parted(load.flags.applied(function), parameters) for function in functions]
     rows = Rows(described)

@@ -97,7 +97,8 @@ class Loader:
         server: CallServer | None = None,
         aside: Aside = contextlib.nullcontext,
     ) -> None:
-        """
+        """Loads nothing yet. ``target``: the device, cache and limits to load for.
+
         Args:
           inbox, page: the inbox of the worker's loop, and the worker's status page, for instances' threads.
           server: carries out calls that models make to other models; None: no model is served.
@@ -120,9 +121,10 @@ class Loader:
         self._starting = Starting(target.gpu, limits, len(target.devices), inbox, page, self._check, aside)
 
     def load(self, record: Load, tell: Tell = nobody, cancellation: Cancellation | None = None) -> LoadedModel:
-        """Loads a model version. Raises ServingError, with one sentence, if the load fails; details are in the log.
+        """Loads a model version and returns it. Raises ServingError, with one sentence, if that fails; details are in the log.
 
         ``tell``: called before each program is made, with its number, how many there are, and how many were compiled so far.
+        ``cancellation``: by which others cancel the load; None: nobody does.
         """
         progress = LoadProgress(record.name, record.version, tell, cancellation)
         try:
@@ -169,7 +171,7 @@ class Loader:
             return imports.run(folder / file)
 
     def _failure(self, record: Load, what: str, error: BaseException, cancellation: Cancellation) -> BaseException:
-        """Returns the error with which ``record``'s load fails after ``error``. Logs an unexpected one; ``what`` names the work.
+        """Returns the error with which a load fails after ``error``. Logs an unexpected one, in which ``what`` names the work.
 
         Raises: Cancelled: the load was cancelled, whatever else went wrong.  DeviceLost: the device has failed.
         """
@@ -362,8 +364,8 @@ class Loader:
         """Changes how many instances the serving version ``former`` has, as ``record`` says, and returns the changed version.
 
         Returns None, so that the version must be loaded, if nothing has changed, or more than the number of instances. What the
-        model adds to a configuration when it completes it counts as no change. Instances that stay are not started again, and
-        nothing is compiled. Raises ServingError: an instance could not be started.
+        model adds to a configuration when it completes it does not count as a change. Instances that stay are not started again,
+        and nothing is compiled. Raises ServingError: an instance could not be started.
         """
         maker, known = former.maker, former.record
         if maker is None or known is None or not record.content or record.config == known.config:
@@ -411,7 +413,7 @@ class Loader:
 
     @staticmethod
     def _completed(message: ModelConfig, record: Load, maker: InstanceMaker) -> ModelConfig:
-        """Returns ``record``'s configuration with defaults for the GPUs of ``maker``, and ``message``'s name and back end."""
+        """Returns ``record``'s configuration with defaults for the GPUs of ``maker``; name and back end are ``message``'s."""
         given = model_config.from_bytes(record.config)
         given.name, given.backend = message.name, given.backend or message.backend
         model_config.complete(given, maker.gpus)

@@ -28,7 +28,7 @@ _ARRAY = object()
 
 
 def warn_of_leaves(model: str, parameters: Any) -> None:
-    """Logs a warning if a model's parameters other than arrays, such as lists, are large: they are programs' constants."""
+    """Logs a warning if parameters that are no arrays, such as lists, are large: they become constants of programs."""
     leaves = jax.tree_util.tree_leaves_with_path(parameters)
     fixed = [(path, leaf) for path, leaf in leaves if not isinstance(leaf, _ARRAYS)]
     byte_size = sum(int(getattr(leaf, "nbytes", 8 * isinstance(leaf, (int, float)))) for _, leaf in fixed)
@@ -47,7 +47,7 @@ def warn_of_leaves(model: str, parameters: Any) -> None:
 
 
 def host_sets(model: str, parameters: Any, room: DeviceRoom | None = None) -> ParameterSets:
-    """Makes the parameter sets of a model that runs on the host. Its parameters may be any objects, and are not moved."""
+    """Makes the parameter sets of a model that runs on the host. Its parameters may be any objects, and stay where they are."""
     try:
         leaves, structure = jax.tree.flatten(parameters)
         names, fixed = array_names(parameters), fixed_names(parameters)
@@ -63,7 +63,7 @@ class _HostPlacer(Placer):
     """Places pushed parameters of a model that runs on the host: as JAX arrays where the model has them, else unchanged."""
 
     def __init__(self, described: Leaves, leaves: Sequence[Any], structure: jax.tree_util.PyTreeDef) -> None:
-        """``described``: the arrays among ``leaves``. ``leaves``, ``structure``: the tree of parameters as it was loaded."""
+        """Stores the parameters' tree as loaded (``leaves``, ``structure``). ``described``: the arrays among its leaves."""
         super().__init__(described)
         self._structure = structure
         arrays = iter(described)
@@ -78,7 +78,7 @@ class _HostPlacer(Placer):
 
 
 def array_names(parameters: Any) -> list[str]:
-    """Returns the names of the arrays among a model's parameters, in the order in which ``parted`` puts them into a list."""
+    """Returns the names of those of a model's parameters that are arrays, in the order in which ``parted`` lists the arrays."""
     return names_of(parameters, _ARRAYS)
 
 
@@ -88,7 +88,10 @@ def fixed_names(parameters: Any) -> frozenset[str]:
 
 
 def parted(apply: Callable[..., Any], parameters: Any) -> tuple[Callable[..., Any], Any]:
-    """Wraps ``apply`` to take a list of ``parameters``' arrays; returns both. If all are arrays, returns both arguments."""
+    """Returns ``apply`` wrapped to take, in place of the tree ``parameters``, a list of its arrays; and this list.
+
+    If all leaves of the tree are arrays, returns both arguments unchanged.
+    """
     leaves, structure = jax.tree.flatten(parameters)
     arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
     if len(arrays) == len(leaves):

@@ -43,7 +43,7 @@ class LoadTarget:
         alone: bool = False,
         pinned: PinnedBudget | None = None,
     ) -> LoadTarget:
-        """Makes a worker's ``LoadTarget`` from the daemon's ``options``; turns on JAX's cache in the configured directory, too.
+        """Makes a worker's target from the daemon's ``options``; also turns on JAX's cache in the configured directory.
 
         Args:
           gpu: the number of the worker's GPU; None: the device is a processor.
@@ -59,7 +59,7 @@ class LoadTarget:
 
     @classmethod
     def borrowed(cls, options: Options, device: jax.Device, gpu: int | None, cache: ExecutableCache) -> LoadTarget:
-        """Makes a ``LoadTarget`` for a process that is no worker of the daemon (``LocalWorker``), without JAX's own cache."""
+        """Makes the target of a process that is no worker of the daemon (``LocalWorker``). JAX uses no cache of its own there."""
         execution = Processor(choose(device, options.workers.single_thread_flops))
         return cls(options, device, gpu, cache, execution, room=DeviceRoom(options.workers.parameter_byte_size))
 

@@ -72,7 +72,7 @@ class EnsemblePipeline:
         return None if found is None or found.long or not found.gathers else found
 
     def programs(self, key: Shapes, most: int) -> list[PipelineProgram | None]:
-        """Returns what ``program`` returns for 1 up to ``most`` rows. ``key`` is ignored: a pipeline is made for one shape."""
+        """Returns the programs for 1 to ``most`` rows; None: steps run as requests. ``key`` is ignored, as there is one shape."""
         return [self.program(rows) for rows in range(1, most + 1)]
 
     def run(self, execution: Execution, program: PipelineProgram) -> None:
@@ -123,7 +123,7 @@ class EnsemblePipeline:
             step.version.statistics.add(done.part(share, whole))
 
     def _build(self, rows: int) -> PipelineProgram | None:
-        """Builds the program for the smallest batch size, at least ``rows``, that all models have programs for; None: no such."""
+        """Builds the program for the smallest batch size of at least ``rows`` that all models have programs for; None: none."""
         if any(-1 in spec.dims for spec in self._signature.inputs.values()):
             return None
         bucket, found = rows, list[Executable]()
@@ -161,7 +161,7 @@ class EnsemblePipeline:
 
 
 class EnsemblePipelines:
-    """Finds and caches pipelines for all ensembles of a worker: their steps' programs, run directly one after another."""
+    """Finds and caches pipelines for all ensembles of a worker; a pipeline runs the programs of the steps directly in turn."""
 
     def __init__(self, models: ModelTable) -> None:
         self._models = models
@@ -193,7 +193,7 @@ class EnsemblePipelines:
         return None if program is None or not pipeline.free or not program.takes(requests) else (pipeline, program)
 
     def forget_gone(self) -> None:
-        """Drops all pipelines, because they would keep unloaded models alive. A pipeline that is used again is built again."""
+        """Drops all pipelines, as they would keep unloaded models alive. A pipeline that is needed later is built anew."""
         self._known.clear()
         self._changes = self._models.changes
 

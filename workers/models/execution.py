@@ -88,7 +88,7 @@ class Execution:
 
     @property
     def moments(self) -> tuple[int, int, int]:
-        """When the run began, had gathered its inputs, and had computed its outputs; in ns."""
+        """The times (ns) at which the run began, had gathered its inputs, and had computed its outputs."""
         return self.began_ns, self.gathered_ns, self.computed_ns
 
     def parameters_of(self, request: Request) -> ParameterSet | None:
@@ -96,14 +96,14 @@ class Execution:
         return self.parameters.of(request) if isinstance(self.parameters, BatchSets) else self.parameters
 
     def choose(self, sets: ParameterSets) -> ParameterSet | BatchSets:
-        """Returns the batch's set, or the set of each request if the model mixes sets. Raises NotFound: a set is gone."""
+        """Returns the batch's parameter set, or each request's if the model mixes sets. Raises NotFound: a set is gone."""
         if self.parameters is None:
             mixes = sets.stack is not None
             self.parameters = each_chosen_by(sets, self.requests) if mixes else chosen_by(sets, self.requests)
         return self.parameters
 
     def time(self, request: Request) -> None:
-        """Writes into a request the time of its batch's run, and the request's share of the bytes copied for the batch."""
+        """Stores in a request when its batch ran, and the request's share of the bytes that were copied for the batch."""
         gathered = 0
         if self.copied_byte_size:
             gathered = self.copied_byte_size * request.rows // sum([each.rows for each in self.requests])
@@ -122,7 +122,7 @@ class Execution:
         self.cut = None
 
     def sender(self, request: Request) -> ResponseSender:
-        """Returns the sender of a request's responses. The model's run must set the request's result to ``STREAMED``."""
+        """Returns the sender of a request's responses. The model must then set the request's result to ``STREAMED``."""
         self.by_senders = True
         if self.responder is None:
             return ResponseSender(request, ResponseReceiver(), self.began_ns)
@@ -178,7 +178,7 @@ class RunnableModel(Describing, Protocol):
 
 
 def run(model: RunnableModel, execution: Execution, check: CheckDevice = works) -> None:
-    """Runs ``execution``; then each of its requests has a result or an error. ``check``: raises if the device has failed."""
+    """Runs ``execution``, so that each of its requests has a result or an error. ``check``: raises if the device has failed."""
     try:
         model.execute(execution)
     except BaseException as error:  # also sys.exit() in a model: it must cost its request an answer, not the thread

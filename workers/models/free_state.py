@@ -34,7 +34,7 @@ class Unfit:
 
 
 def program_signature(described: Signature) -> Signature:
-    """Returns the program's signature: ``described``, with sequences' state. Raises Unsupported: some inputs are ragged."""
+    """Returns ``described`` with the sequences' state as inputs and outputs of the program. Raises Unsupported: ragged inputs."""
     if described.ragged:
         name = described.states[0].name
         raise Unsupported(
@@ -83,7 +83,7 @@ class FreeState:
         self._byte_size = 0
 
     def attach(self, request: RequestTensors) -> None:
-        """Adds the state of a request's sequence to its inputs. The batching key becomes the shapes of inputs and state.
+        """Adds the state of its sequence to a request's inputs. The batching key becomes the shapes of inputs and state.
 
         If the state does not fit the inputs, the inputs stay as they are and the key is an ``Unfit`` with the error.
         """
@@ -98,7 +98,7 @@ class FreeState:
         request.keep(arrays)
 
     def _fitting(self, request: RequestTensors, kept: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Checks inputs against sequence state ``kept`` and returns it. Raises InvalidArgument: they differ in an axis's size."""
+        """Returns ``kept``, a sequence's state, if it fits the inputs. Raises InvalidArgument: sizes of an axis differ."""
         lengths = self._lengths(request.arrays)
         for spec in self._described.states:
             for axis, size in zip(spec.axes, kept[spec.name].shape[self._described.batches :], strict=True):
@@ -114,7 +114,7 @@ class FreeState:
         return self._shapes.lengths({name: array for name, array in arrays.items() if name in self._described.inputs})
 
     def begun(self, arrays: Mapping[str, Array], rows: int) -> dict[str, Array]:
-        """Returns initial state for ``rows`` rows of inputs ``arrays``. Raises InvalidArgument: they give one axis two sizes."""
+        """Returns the initial state for inputs (``arrays``) of ``rows`` rows. Raises InvalidArgument: an axis has two sizes."""
         lengths = self._lengths(arrays)
         lead = (rows,) if self._described.batches else ()
         found: dict[str, Array] = {}

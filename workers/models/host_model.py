@@ -204,7 +204,7 @@ class _GeneratorRun:
         sender.finish(alone)
 
     def _room(self) -> None:
-        """Called by the loop once the client has acknowledged enough: makes the instance's thread resume the generator."""
+        """Has the instance's thread go on with the generator. The loop calls this once the client has acknowledged enough."""
         assert self._resume is not None
         self._resume(self._rested)
 

@@ -93,7 +93,7 @@ class JaxModel:
         alone: bool = False,
         free_state: FreeState | None = None,
     ) -> None:
-        """Raises Unsupported: a tensor has a datatype that cannot be jitted.
+        """Makes the model of ``executables``. Raises Unsupported: a tensor has a datatype that cannot be jitted.
 
         Args:
           instances: how many threads run the model.
@@ -196,14 +196,14 @@ class JaxModel:
         return GatheredRun(executable, self._carry, self._signature)
 
     def single(self, shapes: Shapes, rows: int) -> Executable | None:
-        """Returns the executable for exactly ``rows`` rows of these shapes; None: there is none, so tensors are padded or cut."""
+        """Returns the executable for exactly ``rows`` rows of these shapes, which needs no padding; None: there is none."""
         several = self.executables.several is not None
         if not self._plain or self._carry is not None or self._buckets.axes or self.ragged or several:
             return None
         return self.executables.planned(Wanted(self._buckets.rows(rows), shapes))
 
     def sizes(self, executable: Executable | GroupedProgram, requests: Sequence[Request]) -> Mapping[str, int] | None:
-        """Returns output name -> bytes to reserve before the run of ``executable``; None: nothing is to be reserved."""
+        """Returns output name -> number of bytes to reserve before the run of ``executable``; None: nothing is to be reserved."""
         if not isinstance(executable, Executable) or self._carry is not None:
             return None
         return executable.sizes(requests, self._plain and self._whole(requests, executable.wanted.rows))
@@ -368,7 +368,7 @@ class JittedInstance(Instantiated):
     """
 
     def __init__(self, model: JaxModel, device: ExecutionDevice) -> None:
-        """``device``: the model's device with the input memory and the stream of this instance's thread."""
+        """Makes an instance of ``model``. ``device``: its device, with input memory and a stream for this instance's thread."""
         self._model = model
         self._device = device
         #: The state of the sequences that run here, if the model keeps any.

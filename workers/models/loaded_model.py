@@ -112,7 +112,7 @@ class LoadedModel:
     def join(self, request: Request) -> None:
         """Sets a request's sequence controls, and adds the inputs that the worker makes, such as START or the request's priority.
 
-        A request to an iterative model never has END. If it has no correlation id, it gets one and starts a sequence.
+        A request to an iterative model never has END; without a correlation id it gets a new one, and starts a sequence.
         Raises InvalidArgument: an input's datatype cannot hold the request's value; the request's leases are given back then.
         """
         if (plan := self.sequences) is not None:
@@ -126,7 +126,7 @@ class LoadedModel:
                 raise InvalidArgument(request.label + error.message) from None
 
     def join_again(self, request: Request) -> None:
-        """Prepares a request for another run, for which its model asked: clears ``start``, and makes the control inputs anew."""
+        """Prepares a request that its model wants to run again: clears ``start``, and makes the control inputs anew."""
         assert self.sequences is not None
         request.controls = IterativeIds.next_round(request.controls)
         request.add(self.sequences.controls.arrays(request.controls))

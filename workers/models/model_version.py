@@ -63,9 +63,10 @@ class ModelVersion:
         register: SequenceRegister | None = None,
         buckets: Sequence[float] = Metrics().buckets,
     ) -> None:
-        """
+        """Begins to serve ``loaded``, a version that was loaded.
+
         Args:
-          register: registers the worker's sequences; needed if the model has sequences.
+          register: registers the worker's sequences; None: the model has no sequences.
           buckets: upper bounds of the buckets of duration histograms, in seconds.
         """
         self.loaded = loaded
@@ -201,7 +202,7 @@ class ModelVersion:
         return [request for request in batch if request.chosen is batch[0].chosen]
 
     def commit(self, parameters: ParameterSet, moves: bool) -> Unused:
-        """Puts into use the parameters that were prepared for a push. Returns what is to be freed then.
+        """Puts into use the parameters that were prepared for a push. Returns what is to be freed afterwards.
 
         ``moves``: whether requests and sequences that have begun go on with the new parameters, or keep the former ones.
         """
@@ -379,7 +380,7 @@ def by_version(requests: list[Request]) -> dict[ModelVersion, list[Request]]:
 
 
 def _concerned(began: object | None, former: ParameterSet | None, new: ParameterSet, moves: bool) -> bool:
-    """Returns whether a push affects a sequence or request that has begun: it gets the new parameters, or keeps the former.
+    """Returns whether a push concerns a sequence or request that has begun: its set is replaced, or it moves to ``new``.
 
     ``began``: the parameters that the sequence or request has used until now; None: always the newest of ``main``.
     ``former``: the set that ``new`` replaces, or None. ``moves``: whether the sequence or request goes on with ``new``.

@@ -100,7 +100,7 @@ class PythonModel:
     """One instance of a Triton Python model. The instance's thread calls ``initialize``, ``execute`` and ``close``."""
 
     def __init__(self, shared: PythonVersion, instance: str) -> None:
-        """Creates the version's ``TritonPythonModel``. Raises what its constructor raises. ``instance``: the name."""
+        """Creates the version's ``TritonPythonModel``; raises what its constructor raises. ``instance``: the instance's name."""
         self._readiness = shared.readiness
         self._port = shared.port
         self._sequences = shared.sequences
@@ -174,7 +174,7 @@ class PythonModel:
         execution.finish([self._result(*each) for each in zip(requests, asked, responses, strict=True)])
 
     def _rows(self, requests: Sequence[Request]) -> list[int | None] | None:
-        """Returns for each row of the batch the index of its request, or None for an empty row; None: row i is request i."""
+        """Returns each row's request by its index in ``requests``, or None for an empty row; None: row i has request i."""
         if self._sequences is None or not self._sequences.direct or requests[0].version is None:
             return None
         rows: list[int | None] = [None] * (requests[-1].slot.number + 1)
@@ -217,8 +217,8 @@ class PythonModel:
     def _sent(self, request: Request, asked: interface.InferenceRequest) -> Result | None:
         """Returns the result of a request to a decoupled model, after the model's run; responses go through response senders.
 
-        ``asked``: the request as the model got it. ``STREAMED``: a sender answers, now or later. Internal: no sender is left.
-        None: the model asked for another run.
+        The result is STREAMED if a sender answers the request now or later, an error if no sender is left, or None if the model
+        asked for another run. ``asked``: the request as the model got it.
         """
         again = bool(asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
         held = asked.sender is not None
@@ -288,7 +288,7 @@ class PythonModel:
             return error
 
     def _rescheduled(self, request: Request, response: Any) -> Result | None:
-        """Returns None if the request may run again: it is of an iterative sequence and got no response; else an error."""
+        """Returns None if a request may run again: it belongs to an iterative sequence and got no ``response``; else an error."""
         if self._sequences is None or self._sequences.iterative is None:
             refused = Internal(
                 "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured to "

@@ -29,7 +29,7 @@ class RateLimiter:
     """The limited resources of one worker, and the instances that need some of them to run."""
 
     def __init__(self, given: Mapping[str, int]) -> None:
-        """``given``: resource name -> how many units of it there are, as the operator has configured."""
+        """Begins without instances. ``given``: resource name -> how many units there are, as the operator has configured."""
         self._given = given
         self._limits: dict[str, int] = dict(given)
         self._turns: dict[Instance, _Turns] = {}
@@ -64,7 +64,7 @@ class RateLimiter:
         self._limits.update(self._given)
 
     def may_run(self, instance: Instance) -> bool:
-        """Reserves an instance's resources until ``done``. False: too few are free; retry when ``self.moved`` is True."""
+        """Reserves an instance's resources until ``done``. False: too few are free; try again when ``self.moved`` is True."""
         if instance not in self._running:
             self._waiting[instance] = None
             self._grant()

@@ -41,13 +41,13 @@ class SequenceRegister:
         self.live += 1
 
     def tell(self) -> None:
-        """Writes changed numbers of free slots to the sequence page. Called before answers, which let clients start sequences."""
+        """Writes changed numbers of free slots to the sequence page. Called before answers: clients may then start sequences."""
         changed, self.changed = self.changed, set()
         for each in changed:
             each.publish_slots()
 
     def left(self) -> None:
-        """Removes ended sequences from the sequence page; may be called only once their answers were sent."""
+        """Removes ended sequences, if there are any, from the sequence page. Call it only once their answers were sent."""
         if self.ended:
             self.settle()
 
@@ -105,7 +105,7 @@ class RegisteredSequences:
         self._register.page.begin(*self._entries[generation])
 
     def gone(self, correlation_id: int | str, generation: int) -> None:
-        """Notes on the sequence page, which fronts read, that the sequence of this ``generation`` is over: no request is left."""
+        """Writes to the sequence page, which fronts read, that the sequence of this ``generation`` has ended."""
         self._register.page.end(*self._entries.pop(generation))
         self._register.live -= 1
         self._register.ended = True

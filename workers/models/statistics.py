@@ -75,7 +75,7 @@ class ResponsesByNumber:
         self._counts = self._waited_ns = np.zeros(0, np.int64)
 
     def of(self, number: int) -> ResponseStatistics | None:
-        """Returns the statistics of the responses with this number in their requests; None if the number is too high for that."""
+        """Returns the statistics of the responses with this number in their requests; None: the number is too high."""
         if number >= MAX_RESPONSES:
             return None
         return self._found.get(number) or self._found.setdefault(number, ResponseStatistics())
@@ -377,14 +377,14 @@ class VersionStatistics:
         self._former, self.began_ns = former, former.began_ns
 
     def inherit(self) -> None:
-        """Takes over the former load's counts, once it has ended and counts no more (see ``succeed``)."""
+        """Takes over the former load's counts (see ``succeed``), once the former load has ended and counts no more."""
         if self._former is not None:
             self._inherited_durations = self._former.all_durations()
             self._inherited, self._former = self._former.counts(), None
 
     @property
     def histograms(self) -> tuple[array[int], array[int]]:
-        """The counts and upper bounds of the duration histograms. C code adds the requests that it answers to the counts."""
+        """The counts and the upper bounds of the duration histograms. C code adds its requests to the counts."""
         return self.durations.counts, self.durations.bounds
 
     def all_durations(self) -> Counted:

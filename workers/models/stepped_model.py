@@ -60,7 +60,7 @@ class SteppedModel:
         declared: StepDeclaration,
         remote: bool,
     ) -> None:
-        """``rows``: how results are laid out. ``remote``: whether the device has memory of its own, as a GPU has."""
+        """Begins without requests. ``rows``: how results are laid out. ``remote``: whether the device has memory of its own."""
         self._remote = remote
         self.rules = declared.rules
         self.gather = declared.gather
@@ -81,7 +81,7 @@ class SteppedModel:
         self._unmasked: tuple[int, frozenset[int], Any] | None = None
 
     def key(self, arrays: Mapping[str, Array]) -> Shapes:
-        """Returns the batching key: requests with equal keys get slots in one call. Raises InvalidArgument: no program fits."""
+        """Returns the batching key of inputs; requests with equal keys get slots in one call. Raises InvalidArgument: unfit."""
         key = self._shapes.key(arrays)
         if key not in self.executables.inserts:
             for axis, size in self._shapes.lengths(arrays).items():

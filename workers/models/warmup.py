@@ -108,16 +108,17 @@ class Sample:
         )
 
     def failed(self, reason: str) -> InvalidArgument:
-        """Returns the error for a load that fails because of this sample, for the given reason."""
+        """Returns the error of a load that fails because of this sample, for ``reason``."""
         return InvalidArgument(f"{self.name} failed: {reason}")
 
 
 def samples(
     message: ModelConfig, described: Signature, folder: Path, more: Mapping[str, Array] | None = None
 ) -> list[Sample]:
-    """Makes the warmup samples of a ``described`` model. ``folder``: the model's; its ``warmup/`` has the files.
+    """Makes the warmup samples of a ``described`` model. ``folder``: the model's folder, which has files in ``warmup/``.
 
-    ``more``: input name -> a row, for inputs no client sends. Raises InvalidArgument: a sample is not as declared or unreadable.
+    ``more``: input name -> a row, for inputs that no client sends. Raises InvalidArgument: a sample is not as declared, or
+    cannot be read.
     """
     made: list[Sample] = []
     room = MAX_BYTE_SIZE
