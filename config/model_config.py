@@ -203,7 +203,7 @@ def _complete_instances(message: ModelConfig, gpus: Sequence[int]) -> None:
 
 
 def with_gpus_of(config: bytes, others: Iterable[bytes]) -> bytes:
-    """Returns the configuration of a model that several workers serve, with the GPUs of all of them in its instance groups.
+    """Returns the configuration of a model that several workers serve, with the GPUs of all these workers in instance groups.
 
     ``config`` and ``others`` are JSON: the configuration as each of the workers has completed it.
     """

@@ -37,10 +37,11 @@ def is_passed_over(name: str) -> bool:
 
 
 def walk(path: Path) -> Iterator[tuple[str, os.stat_result | None]]:
-    """Yields every file and folder in a folder and below it, in a fixed order: its path relative to ``path``, and its status.
+    """Yields (path, status) of the folder ``path`` and of every file and folder below it, in a fixed order.
 
-    The path of a folder ends with a slash; the first one is "/", the folder itself. The status of a dangling link is None. No
-    folder is entered twice, even if links lead to it. Raises OSError: the folder ``path`` cannot be read.
+    The yielded paths begin in ``path``. That of a folder ends with a slash; the first one is "/", for ``path`` itself. The
+    status of a dangling link is None. No folder is entered twice, even if links lead to it. Raises OSError: the folder
+    ``path`` cannot be read.
     """
     met: set[tuple[int, int]] = set()
     waiting = [""]

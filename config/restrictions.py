@@ -37,11 +37,11 @@ class Restriction:
 
 
 def parse(entries: Iterable[str]) -> dict[str, Restriction]:
-    """Parses entries ``GROUP[,GROUP...]:KEY=VALUE``. Returns for each restricted group the header that its requests need.
+    """Parses entries ``GROUP[,GROUP...]:KEY=VALUE``. Returns for each restricted group the header that a request must have.
 
-    A group is a set of the server's calls with a name of ``GROUPS``. A group that is not in the result is open to
-    everybody. If an entry has no colon, its groups get the header of the next entry that has one: a comma-separated
-    environment variable splits ``health,trace:KEY=VALUE`` into such entries.
+    A group is a set of the server's calls, named as in ``GROUPS``. A group that is not in the result is open to everybody.
+    If an entry has no colon, its groups get the header of the next entry that has a colon: a comma-separated environment
+    variable splits ``health,trace:KEY=VALUE`` into such entries.
 
     Raises ValueError: an entry is wrong. The message names the first wrong entry without its value, which is a secret.
     """

@@ -329,7 +329,7 @@ def init_model(folder: Path) -> None:
 def export_model(model: Path, folder: Path, platforms: str) -> None:
     """Write the newest version of the JAX model in the folder MODEL into FOLDER, as a model without Python files.
 
-    It becomes a program of jax.export for the given platforms (the default is the one on which this runs) and a file of
+    The new model is a program of jax.export for the given platforms (the default is the one on which this runs) and a file of
     parameters, which any tensord can serve and any JAX can call. This runs the model's code as the user who calls it.
     """
     from tensord.daemon import check as model_check

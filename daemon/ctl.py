@@ -477,7 +477,7 @@ def _with_units(version: Mapping[str, Any]) -> dict[str, Any]:
 def models_show(daemon: _Daemon, name: str) -> None:
     """Show a model's versions: where each is loaded, what it takes, why it is slow, its inputs and outputs.
 
-    With --json everything that is known of them is printed.
+    With --json everything that is known of the versions is printed.
     """
     daemon.show(None, _print_model, "model", name=name)
 

@@ -75,6 +75,6 @@ def write(folder: Path) -> str:
 
 
 def _program() -> str:
-    """Returns the command with which the user runs this program: its name if the shell finds it by the name, else its path."""
+    """Returns the command with which the user runs this program: its name if the shell finds that name, else its path."""
     here = Path(sys.argv[0])
     return "tensord" if shutil.which("tensord") == str(here.absolute()) or here.name != "tensord" else str(here)

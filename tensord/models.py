@@ -216,7 +216,7 @@ def span(name: str, **attributes: bool | int | float | str) -> AbstractContextMa
 def counter(name: str, description: str = "", labels: Mapping[str, str] | None = None) -> Counter:
     """Makes a metric of this model that only grows. The returned object has ``increment(by=1)`` and ``value``.
 
-    The server shows it at /metrics, with ``description``, while the model keeps the object. ``labels``: values by name.
+    The server shows the metric at /metrics, with ``description``, while the model keeps the object. ``labels``: values by name.
 
     Raises: InvalidArgument: the name or a label is not valid, a metric of another kind has this name, or no model runs this code.
     """

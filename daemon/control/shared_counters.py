@@ -90,7 +90,7 @@ class SharedCounters:
         return {refusal: self._words[at + i] for i, refusal in enumerate(OF_FRONTS)}
 
     def answers(self, row: int, protocol: str) -> dict[str, int]:
-        """Returns, by status code, how many answers the ``protocol`` front in row ``row`` and dead ones before it have given."""
+        """Returns, by status code, how many answers the ``protocol`` front in row ``row`` and its dead forerunners have given."""
         at = row * _WORDS + _CODES
         return {code: self._words[at + i] for i, code in enumerate(CODES[protocol])}
 

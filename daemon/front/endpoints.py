@@ -82,7 +82,7 @@ class Endpoints:
         return ""
 
     async def _everywhere(self) -> None:
-        """Waits until all fronts know the models' state that this front knows, so that none contradicts this front's answer."""
+        """Waits until every front has the models' states that this front has, so that no front contradicts the coming answer."""
         edition = self._table.edition
         if self._settled < edition:
             await self.ask(Settle())

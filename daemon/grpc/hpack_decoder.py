@@ -66,8 +66,8 @@ class LibraryDecoder:
         """Decodes the connection's next header block.
 
         Returns the fields that many calls share (``COMMON``: path, content-type, ...), packed as one bytes object that the
-        function ``fields`` unpacks, and a list of the other fields. If a pseudo-header (``:path``, ...) comes after one of the
-        other fields, it is put into the list, so that the checks find it there and refuse it.
+        function ``fields`` unpacks, and a list of the other fields. A pseudo-header (``:path``, ...) that comes after one of the
+        other fields is put into the list, where the checks refuse it.
         Raises: ValueError: the bytes are no header block.  OverflowError: the fields are larger than allowed.
         """
         try:

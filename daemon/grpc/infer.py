@@ -113,7 +113,7 @@ class Infer:
     def _ask_known(
         self, call: InferCall, walked: Walked, known: PreparedMessage, trace: Trace | None, lease: Lease | None
     ) -> CallRequest | None:
-        """Sends the request of a message of which ``known`` is the cached part: all but id, scheduling and tensors.
+        """Sends the request in a message. ``known``: the cached part of the message: all but id, scheduling and tensors.
 
         ``walked``: the parts into which ``walk`` cut the message. ``trace``: None if the request is not traced. ``lease``: the
         memory with the tensors; None: they are in ordinary memory. Returns None, without sending the request, if the message must
@@ -373,7 +373,7 @@ class CallRequest(InFlight):
         self.call.several(self)
 
     def _written(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> list[Buffer]:
-        """Encodes an answer, which came over ``lane``, in pieces that copy no tensor; []: the answer only says that none follows.
+        """Encodes an answer, which came over ``lane``, in pieces that copy no tensor; []: it only says that no more comes.
 
         ``prepared``: the part of the answer that repeats. ``own``: the rest.
         """

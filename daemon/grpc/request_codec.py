@@ -213,7 +213,7 @@ def _typed_bytes(name: str, datatype: str, kind: str, contents: Any) -> bytes:
 
 
 def _region(name: str, parameters: Any) -> RegionSlice:
-    """Decodes the parameters that say in which shared-memory region the input or output ``name`` lies, and where."""
+    """Decodes ``parameters``, which give the region, the offset and the size of the input or output ``name``."""
 
     def read(key: str, choice: str) -> Any:
         return _value(f"'{key}' parameter for tensor '{name}'", parameters[key], choice) if key in parameters else 0

@@ -164,9 +164,9 @@ class AnswerOrder:
                 self.flow.resume_reading()
 
     def _give_turn(self) -> None:
-        """Tells the oldest request, by ``take_turn``, that all earlier ones are answered, so that it is submitted and answered.
+        """Calls ``take_turn`` of the oldest request, because all earlier requests are answered.
 
-        If the request is answered at once, the next request is told in turn, in a loop: recursion could go too deep.
+        If that answers the request at once, ``take_turn`` of the next request is called, in a loop: recursion could go too deep.
         """
         if not self.requests:
             return

@@ -26,9 +26,9 @@ class Late(enum.Enum):
 class ClientDeadlines:
     """Tracks since when a connection waits for its client to send or read something, and finds missed deadlines.
 
-    ``idle_since``, ``head_since``, ``body_since`` and ``stalled_since`` say since when it waits for the next request, the rest of
-    a head, the rest of a body, and the reading of answers: in monotonic seconds, or 0 if it does not wait for that. ``now``: the
-    time from which it waits for the first request.
+    ``idle_since``, ``head_since``, ``body_since`` and ``stalled_since``: since when the connection waits for the next request,
+    the rest of a head, the rest of a body, and the reading of answers, in monotonic seconds; 0: it does not wait for that.
+    ``now``: since when the connection waits for the first request.
     """
 
     __slots__ = ("_came", "_pace", "_silent_since", "body_since", "head_since", "idle_since", "stalled_since")

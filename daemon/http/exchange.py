@@ -443,7 +443,7 @@ class Exchange(InFlight):
         self._hand_over(pieces)
 
     def _answer_anew(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Encodes and writes an answer to which no cached JSON head belongs: an error, or one that is compressed or in JSON.
+        """Encodes and writes an answer that no cached JSON head fits: an error, a compressed answer, or one with tensors in JSON.
 
         ``prepared``: the part of the answer that repeats. ``own``: the rest. ``lane``: the lane over which the answer came; None
         if this front has made the answer, which is then an error.

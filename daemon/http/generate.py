@@ -413,8 +413,8 @@ class Generate(Generation):
 class GenerateStream(Generation):
     """One request to generate_stream, answered with one server-sent event per response: ``data: <JSON>`` and an empty line.
 
-    An error is an event too. But an error before any response, which nothing follows, is answered with an HTTP error status,
-    unless it is an internal error.
+    An error is an event too. But an error that is the whole answer is sent with an HTTP error status, unless it is an internal
+    error.
     """
 
     _media_type: ClassVar[bytes] = _EVENTS

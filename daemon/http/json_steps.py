@@ -207,7 +207,7 @@ class JsonStrings:
 
     @property
     def byte_size(self) -> int:
-        """Returns the most bytes that the tensor can have: those of the JSON text, and one more for each of its strings."""
+        """Returns the most bytes that the tensor can have: those of the JSON text, and one more for each string in the text."""
         return len(self.text) + self.count
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:
@@ -252,7 +252,7 @@ class JsonStrings:
     def _end_of_piece(self, search: int) -> tuple[int, int]:
         """Finds where a piece may end: at the first comma between two strings that follows the offset ``search``.
 
-        Returns the offsets before and behind that comma; without one, those of the closing bracket and of the text's end.
+        Returns the offsets before and behind that comma; if there is none, those of the closing bracket and of the text's end.
         """
         while (found := _SEPARATOR.search(self.text, search)) is not None:
             mark = found.start()

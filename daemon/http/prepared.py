@@ -76,7 +76,7 @@ class PreparedRequests:
         return self.texts[key] or self.meet(head, key)
 
     def meet(self, head: InferHead, key: tuple[TextKey, bytes]) -> ParsedRequest:
-        """Parses a request with the HTTP ``head`` whose JSON is not in the cache ``texts``, where its key would be ``key``.
+        """Parses a request with the HTTP ``head``. ``key``: the key of its JSON in the cache ``texts``, which does not have it.
 
         The parsed request is cached if it holds no tensor values and has the same id and scheduling as the last request of its
         kind. Requests of one kind differ at most in id, scheduling and values. Parameter sets are not compared.

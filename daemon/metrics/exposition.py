@@ -465,7 +465,7 @@ class Family:
             self.fill([((), value)])
 
     def fill(self, rows: Iterable[tuple[Sequence[str], float]]) -> Self:
-        """Adds ``rows``, samples that are each given as the values of its labels and its own value. Returns this family."""
+        """Adds samples, and returns this family. ``rows``: for each sample, the values of its labels, and the sample's value."""
         name, names, lines = self.name, self._labels, self.lines
         for values, value in rows:
             number = f"{value}.0" if type(value) is int and 0 <= value < _EXPONENTS else floatToGoString(value)

@@ -108,7 +108,7 @@ class Ledger:
 
 
 def _moved(before: tuple[int, int], version: VersionFigures) -> tuple[int, int]:
-    """Returns ``before`` plus a worker's counts of parameter sets that left the device, and that had to be brought to it."""
+    """Returns ``before`` plus the counts in ``version`` of parameter sets that left the device, and of sets brought to it."""
     found = version.parameters
     return before if found is None else (before[0] + found.evictions, before[1] + found.misses)
 

@@ -351,7 +351,7 @@ class Models:
         return self.ensembles.check(found, self._supervisor.workers.devices, reasons)
 
     def _settle_ensembles(self) -> None:
-        """Begins to unload ensembles that lack a member, and to load those again whose members are back or were replaced."""
+        """Begins to unload ensembles that lack a member, and to load ensembles again whose members are back or were replaced."""
         self._take_down(self.ensembles.lost())
         for found in self.ensembles.returned():
             task = self._again[found.name] = asyncio.get_running_loop().create_task(self._bring_again(found))

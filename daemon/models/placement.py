@@ -50,7 +50,7 @@ def _alone(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the devices of the workers that serve an isolated model alone.
 
     There is one such worker on each GPU of ``chosen``, and a single one for all CPU devices of ``chosen``. ``chosen``: the
-    devices of the model if it were not isolated.
+    devices that the model would have if it were not isolated.
     """
     gpus = dict.fromkeys(gpu for device in chosen if (gpu := gpu_of(device)))
     cpus = [device for device in chosen if not gpu_of(device)]

@@ -85,10 +85,10 @@ def _standing(name: str, refused: str, lifecycle: Lifecycle) -> Standing:
 
 
 def readiness(standing: Iterable[Standing], strict: bool, counted: Collection[str]) -> Readiness:
-    """Decides by the ``standing`` of each model whether the daemon is ready, which it is if every model that counts is served.
+    """Decides by the ``standing`` of each model whether the daemon is ready: it is if every model that counts is served.
 
-    Also names unserved models. ``counted``: the names of the models that count. A model whose devices are broken does not
-    count unless the devices of all models are broken. ``strict``: if True, models that failed to load count as well.
+    The result also names unserved models. ``counted``: the names of the models that count. A model whose devices are broken
+    does not count unless the devices of all models are broken. ``strict``: whether models that failed to load count as well.
     """
     every = list(standing)
     unserved = [model for model in every if not model.served]

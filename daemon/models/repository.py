@@ -436,7 +436,7 @@ class Repositories:
     def _tell_others(self, others: Mapping[Path, str], found: Mapping[str, FoundModel]) -> None:
         """Logs each folder in ``others`` with its reason, unless the last call had the same folder with the same reason.
 
-        ``others``: folder -> why the folder holds no model. A folder is left out if ``found`` has its name.
+        ``others``: folder -> why the folder holds no model. A folder is left out if a model in ``found`` has its name.
         """
         others = {path: why for path, why in others.items() if path.name not in found}
         for path, why in others.items():

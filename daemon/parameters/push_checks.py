@@ -106,7 +106,7 @@ def check_owner(owners: Sequence[str], peer: Peer) -> None:
 
 
 def fingerprint(folders: Sequence[Path], name: str) -> str:
-    """Returns a digest of a file's size and modification time or, if ``name`` is a folder, of those of all files in it.
+    """Returns a digest of the size and modification time of a file or, if ``name`` is a folder, of all files in it.
 
     The first of ``folders`` that has ``name`` counts; "" is returned if none has it. Raises Unavailable: the folder has too
     many files.

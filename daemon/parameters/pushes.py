@@ -246,7 +246,7 @@ class Parameters:
         return version is not None and version.state is IndexState.LOADING
 
     def _claim(self, key: VersionKey, wanted: PushParameters) -> int:
-        """Reserves the number of the ``wanted`` push, so that no later push into its set gets it, and returns the number.
+        """Reserves and returns the number of the ``wanted`` push, which no later push into the same set can get.
 
         ``key``: the model's version. If the client gave no number, it is the set's highest plus one. Raises Replaced: another
         push has the same number or a higher one; InvalidArgument: no number is left; Unavailable: the version has too many sets.
@@ -514,7 +514,7 @@ class Parameters:
         return msgspec.structs.replace(load, held=True)
 
     def forget(self, name: str, version: int) -> None:
-        """Drops all values that clients have pushed into a version, because it is loaded from its files again or unloaded."""
+        """Drops all values that clients have pushed into a version, because the version is loaded from its files or unloaded."""
         self._changing.discard((name, version))
         self._lacking.pop((name, version), None)
         if names := self.sets.forget((name, version)):

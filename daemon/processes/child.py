@@ -142,8 +142,8 @@ class Child:
     def kill(self, reason: str = "") -> None:
         """Kills the process with SIGKILL. ``on_exit`` is called when the process is gone.
 
-        ``reason``: why, for the log; if the process has reported that it is ready, it first gets 0.2 s to write its stacks.
-        "": the process is killed at once.
+        ``reason``: why, for the log; a process that has reported that it is ready first gets 0.2 s to write its stacks. "": no
+        reason is logged, and the process is killed at once.
         """
         if not self.alive or (reason and self._killing):
             return

@@ -81,10 +81,10 @@ class Fronts:
         """Binds the listening sockets of each protocol, or takes over the sockets that the service manager passed.
 
         ``environment``: holds the variables with which the service manager passes sockets (LISTEN_FDS and others). ``beside``:
-        the path of a further Unix socket for HTTP, which is bound if HTTP is served; None: there is none. If it cannot be bound,
-        that is only logged.
+        the path of a further Unix socket for HTTP, which is bound if HTTP is served; None: there is none. If this socket cannot
+        be bound, a warning is logged.
 
-        Raises ListenError: a socket cannot be bound or taken over; OSError: there is no memory for the fronts' shared counters.
+        Raises ListenError: another socket cannot be bound or taken over; OSError: no memory for the fronts' shared counters.
         """
         options = self._options()
         try:

@@ -50,7 +50,7 @@ class GpuWatcher:
         return self._gpus if time.monotonic() - self._said_at < _STALE else ()
 
     async def run(self, environment: Mapping[str, str]) -> None:
-        """Runs the process that watches the GPUs, and starts it again 60 s after its end. ``environment``: added variables."""
+        """Runs the process that watches the GPUs, and starts it again 60 s after its end. ``environment``: variables for it."""
         try:
             while True:
                 reason = await self._watch(environment)

@@ -102,7 +102,7 @@ def listen(address: str, port: int, protocol: str, mode: str = "0660") -> Listen
 
 
 def listen_all(addresses: Sequence[str], port: int, protocol: str, mode: str) -> list[Listener]:
-    """Binds a listening socket for each address, a TCP socket with ``port`` or, if it is ``unix:PATH``, a Unix socket.
+    """Binds a listening socket for each address: a Unix socket if the address is ``unix:PATH``, else a TCP socket with ``port``.
 
     ``protocol``: what clients speak on them, "http" or "grpc". ``mode``: the file mode of Unix sockets, in octal digits. Raises
     ListenError: a socket cannot be bound; the sockets that were already bound are closed.

@@ -100,9 +100,9 @@ class WorkerPool:
     def usable(self) -> list[str]:
         """Returns the devices of all workers that should run, except broken devices.
 
-        A device is broken if a worker reports at its start that the device is, or if three workers in a row ended by themselves
-        before they were ready. The death of a worker that somebody killed, for want of memory or because it was slow, says
-        nothing about the device.
+        A device is broken if a worker reports so at its start, or if three workers in a row ended by themselves before they
+        were ready. The death of a worker that somebody killed, for want of memory or because it was slow, says nothing about
+        the device.
         """
         return [device for device in self.slots.values() if self._without_use[device] < _DEATHS_WITHOUT_USE]
 
@@ -223,7 +223,7 @@ class WorkerPool:
     async def settled(self) -> None:
         """Waits until every worker acts upon all records that it was sent before this call, or is dead.
 
-        A worker that is not ready is not waited for: it acts upon them before it gets its first request.
+        A worker that is not ready is not waited for: it acts upon these records before it gets its first request.
         """
         await self.results_of(Settle())
 

@@ -58,7 +58,7 @@ class Chosen(msgspec.Struct):
 
 
 class RegionRegistry:
-    """Registers, renews and unregisters regions on every worker that can use them; tells the fronts on which GPU each is."""
+    """Registers, renews and unregisters regions on every worker that can use them; tells the fronts each region's GPU."""
 
     def __init__(self, options: RegionsOptions, workers: WorkerPool, fronts: Fronts, gpus_each: int = 1) -> None:
         """Stores the options and the processes; no region is registered yet. ``gpus_each``: how many GPUs each worker has."""

@@ -90,8 +90,8 @@ class ArenaSpace:
     def _others_first(self, byte_size: int, account: Account | None) -> bool:
         """Returns whether a waiting request gets memory before a new request of ``byte_size`` bytes from ``account``.
 
-        That is so if the waiting request is in the same queue (small, medium or large), if the limits of the waiting
-        request's account let it have memory, and if its client holds no more memory than the client of ``account``.
+        A waiting request does so if it is in the same queue (small, medium or large), if the limits of its account allow it the
+        memory, and if its client holds no more memory than the client of ``account``.
         """
         held = _held(account)
         return any(_held(waiter.account) <= held and self._admitted(waiter) for waiter in self._line(byte_size))

@@ -144,7 +144,10 @@ class SequenceRouting:
         return worker if worker.incarnation in state.workers else None
 
     def _holder(self, key: Key) -> WorkerLink | None:
-        """Returns the worker whose page shows the sequence ``key`` as open; of several, the last that admitted it; None: none."""
+        """Returns the worker on whose page the sequence ``key`` is open; None: there is no such worker.
+
+        If there are several, the worker that admitted the sequence last is returned.
+        """
         found, newest = None, 0
         for worker in self._workers.values():
             value = worker.sequences.value(key)

@@ -55,10 +55,9 @@ class Throttle:
     ) -> Sequence[Callable[[InFlight], bool]]:
         """Counts an answer's memory for its connection and its client until ``leave``. Returns which other requests must wait.
 
-        If the connection or the client now holds its share of response memory, its other requests are to be withdrawn. For the
-        connection and the client each, a function is returned then that takes a request and returns whether to withdraw it.
-        ``own``: the answer, from ``worker``, with the lease ``key``. ``request``: the request that was answered; None: it is not
-        in flight any more, and the lease counts for nobody.
+        If the client, or the connection, has just filled its share of response memory, the result has a function for it, which
+        takes a request and returns whether the request must be withdrawn. ``own``: the answer, from ``worker``, with the lease
+        ``key``. ``request``: the request that was answered; None: it is not in flight any more, and the lease counts for nobody.
         """
         size = 0
         for content in own.contents:
@@ -244,10 +243,10 @@ def _has_own_room(account: Account, line: _Line) -> bool:
 
 
 def _has_common_room(client: ClientAccount, kind: Hashable) -> bool:
-    """Returns whether one more request of ``kind`` may be sent, as far as its client's share of response memory is concerned.
+    """Returns whether the client's share of response memory lets one more request of ``kind`` be sent.
 
-    If the kind's answers are small, it may be sent. Otherwise the share must have room for all answers that are unread or
-    expected, and for one more, unless there are none so far.
+    If the kind's answers are small, it does. Otherwise the share must have room for all answers that are unread or expected,
+    and for one more, unless there are none so far.
     """
     expected = client.answers + (len(client.sent) + 1) * client.last
     return kind not in client.bulky or expected <= client.limit or not (client.sent or client.answers)
