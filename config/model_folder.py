@@ -101,5 +101,5 @@ def programs(folder: Path) -> list[Path]:
 
 
 def parameters(folder: Path) -> list[Path]:
-    """Returns the files in a version's folder whose names are those of parameter files. A valid model has at most one."""
+    """Returns the parameter files in a version's folder, which are known by their names. A valid model has at most one."""
     return [path for name in _PARAMETERS if (path := folder / name).exists()]

@@ -121,7 +121,7 @@ class Supervisor:
           environment: the environment variables.
           spawned: the first workers, which were started already; the supervisor owns them once its sockets are bound.
           programs: the modules that child processes run.
-          first_signals: what has handled signals until now; None: nothing has.
+          first_signals: the object that has handled signals until now; None: there is none.
         """
         self.phase = DaemonPhase.STARTING
         options = configured.options

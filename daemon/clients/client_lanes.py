@@ -176,8 +176,8 @@ class ClientLanes:
         ``wanted``: the client's question. ``state``: the state of the version. Returns the answer for the client, and the
         client's ends of the new lanes, which the caller must close.
 
-        Raises Unavailable: too many lanes or no free descriptor; Unsupported: the description is too large. No lane is opened
-        then.
+        Raises, without opening any lane: Unavailable: too many lanes or no free descriptor; Unsupported: the description is too
+        large.
         """
         if len(state.metadata) > MAX_ANSWER - _BESIDE_METADATA:
             raise Unsupported(
@@ -193,7 +193,10 @@ class ClientLanes:
         return self._answer(state, wanted.version, entries), sockets
 
     def _opened(self, connection: ClientConnection, workers: list[WorkerProcess], model: str) -> list[socket.socket]:
-        """Opens a lane to each worker, or none. Returns the client's ends. Raises Unavailable: too many lanes or descriptors."""
+        """Opens a lane to each worker. Returns the client's ends of the lanes. ``model``: its name, for the error.
+
+        Raises Unavailable: too many lanes or no free descriptor. No lane stays open in this case.
+        """
         owner, options = connection.peer.owner, self._options
         if workers and self._owned[owner] + len(workers) > options.max_owner_lanes:
             raise Unavailable(

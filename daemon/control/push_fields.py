@@ -57,10 +57,10 @@ class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     move_sequences: bool = False
 
     def source(self, memory_byte_size: int) -> ParameterSource:
-        """Returns where the parameters of the push lie.
+        """Returns the source of the push's parameters: a file, a region, arrays in regions, or memory.
 
         ``memory_byte_size``: the size of the memory that the client sent with the push; below 0: it sent none. Raises
-        InvalidArgument: the push names no place, several places or too many arrays.
+        InvalidArgument: the push names no source, several sources or too many arrays.
         """
         named = [name for name in ("file", "region", "leaves") if getattr(self, name)]
         if len(named) + (memory_byte_size >= 0) != 1:
@@ -91,7 +91,7 @@ class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         ``version`` 0: the newest. ``name`` "": the set ``main``. ``memory_byte_size``: the size of the memory that the client
         sent with the push; below 0: it sent none.
 
-        Raises InvalidArgument: the push names no place of parameters, several places or too many arrays.
+        Raises InvalidArgument: the push names no source of parameters, several sources or too many arrays.
         """
         return PushParameters(
             model,

@@ -80,7 +80,7 @@ class SharedCounters:
         return self._words[row * _WORDS + 1]
 
     def prepared_requests(self, row: int) -> tuple[int, int, int]:
-        """Returns how many prepared requests of the front in row ``row`` have a number, ever got one, and lost it to another."""
+        """Returns how many prepared requests of the front in row ``row`` have a number now, ever got one, and have lost it."""
         at = row * _WORDS + _PREPARED
         return self._words[at], self._words[at + 1], self._words[at + 2]
 
@@ -112,7 +112,7 @@ class SharedCounters:
 
 
 class FrontCounters:
-    """Counters of one front. The front changes those in its own row, and reads how many connections the other fronts have."""
+    """Counters of one front. The front changes only its own row, and reads how many connections the other fronts have."""
 
     def __init__(self, words: memoryview, serves: memoryview, connections: memoryview, row: int) -> None:
         self._words = words

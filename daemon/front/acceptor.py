@@ -113,7 +113,7 @@ class Acceptor:
             self._loop.remove_reader(listener.fileno())
 
     def _resume(self) -> None:
-        """Resumes accepting after a pause. Takes a waiting connection at once, as no other front has accepted it meanwhile."""
+        """Resumes accepting after a pause. Takes a waiting connection at once, because no other front has accepted it."""
         self._timer = None
         self.start()
         for listener in self._listeners:
@@ -122,7 +122,7 @@ class Acceptor:
         self._most = max(self._most, self._counters.own() + len(self._opening))
 
     def _take(self, listener: ListeningSocket) -> bool:
-        """Accepts a waiting connection of ``listener``; False: none waits, or this object pauses for lack of descriptors."""
+        """Accepts a waiting connection of ``listener``. False: none waits, or this object pauses for lack of descriptors."""
         try:
             connection, address = listener.accept()
         except (BlockingIOError, InterruptedError):

@@ -37,7 +37,7 @@ class Answered:
     """Counts the answers that one front has sent, by status. Writes the front's access log, and remembers its last errors."""
 
     def __init__(self, counters: FrontCounters, refusals: Refusals, protocol: str, access: int = 0) -> None:
-        """Stores what is counted and logged; no error is remembered yet.
+        """Stores the arguments; no error is remembered yet.
 
         Args:
           counters: the front's counters in shared memory.

@@ -52,7 +52,7 @@ class Forwarding:
 
 
 def _text(content: bytes) -> str:
-    """Decodes ``content``, a header's name or value, as UTF-8 or, if it is none, as Latin-1, which HTTP once prescribed."""
+    """Decodes ``content``, a header's name or value, as UTF-8 or, if it is not UTF-8, as Latin-1, which HTTP once prescribed."""
     try:
         return content.decode()
     except UnicodeDecodeError:

@@ -194,8 +194,8 @@ class Front(ABC):
     def end(self, connection: Any, at_once: bool) -> None:
         """Ends a connection as soon as it is idle, because the front stops.
 
-        Called again and again until the connection has ended. ``at_once``: True: requests that begin now are refused. False: they
-        are accepted, and the client is only told that the connection will end.
+        Called again and again until the connection has ended. ``at_once``: True: requests that begin now are refused. False: such
+        requests are accepted, and the client is only told that the connection will end.
         """
 
     @abstractmethod

@@ -571,7 +571,7 @@ class Http2:
         self.write(frames.rst_stream(number, code))
 
     def reset(self, stream: Stream, code: int) -> None:
-        """Ends a stream with RST_STREAM and ``code``, as the client broke a rule on it, a stream error (RFC 9113, 5.4.2)."""
+        """Ends a stream with RST_STREAM and ``code``, because the client broke a rule on it (stream error, RFC 9113, 5.4.2)."""
         stream.abandon()
         self.rst_stream(stream.id, code)
 
@@ -595,7 +595,7 @@ class Http2:
             self.write(frames.goaway(self._last_told, frames.NO_ERROR))
 
     def stop(self, now: float) -> None:
-        """Ends the connection, as the server stops at ``now``. Each stream ends once its accepted requests are answered."""
+        """Ends the connection because the server stops at ``now``. Each stream ends once its accepted requests are answered."""
         self.end()
         for stream in list(self.streams.values()):
             stream.stop(now, self._read_of(stream))

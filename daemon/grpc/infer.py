@@ -160,7 +160,7 @@ class Infer:
 
         As soon as this method is called, the submitter owns ``leases``, even if it raises. ``client_id``: the request's id, empty
         if there is none; ``text``: the decoded id. ``contents``: the bytes of each input, or their place in the arena. ``state``:
-        that of the model's version; None: it is looked up.
+        the state of the model's version; None: it is looked up.
         """
         submitter, numbered, deadline_ns = self.submitter, known.numbered, call.stream.deadline_ns
         if not client_id and self._makes_ids:

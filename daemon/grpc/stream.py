@@ -578,7 +578,7 @@ class Stream:
         return not self._finished and not self.partial_since and self.call is not None and self.call.idle
 
     def stop(self, now: float, direct: int) -> None:
-        """Ends the call once its accepted requests are answered, as the server stops. Called again until the call has ended.
+        """Ends the call once its accepted requests are answered, because the server stops. Called until the call has ended.
 
         If at ``now`` a client has begun a message and stopped sending, its call is ended without waiting for the rest.
         ``direct``: how many bytes were read into the arriving message's memory and not yet reported by ``advance``.

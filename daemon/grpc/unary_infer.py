@@ -206,7 +206,7 @@ class UnaryInfer(InferCall):
         self._end(grpc_number(error), error.message, sent)
 
     def _end(self, code: int, message: str, sent: Callable[[], None] | None) -> None:
-        """Ends the call with status ``code`` and ``message``; calls ``sent``, unless it is None, once they were written."""
+        """Ends the call with status ``code`` and ``message``; calls ``sent``, unless it is None, once both are written."""
         if sent is not None:
             self.stream.send_later(sent)
         try:
@@ -276,7 +276,7 @@ class StepOrder:
 
 
 def sequence_of(message: Buffer | bytearray) -> Sequence | None:
-    """Returns the (model, sequence id) that a message, or its beginning, names; None if it names none, or none so far."""
+    """Returns the (model, sequence id) in a message or its beginning; None: it has no sequence id, or that has not arrived."""
     said = b""
     for tag, start, begin, size in fields(message, min(len(message), _MAX_BEGINNING)):
         if tag in (_MODEL, _PARAMETER):

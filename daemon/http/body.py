@@ -30,9 +30,9 @@ _THROWN_AWAY = 64 << 10
 class CollectedBody:
     """Collects a request body that is small, or of unknown length, in ordinary memory.
 
-    A body that becomes large is moved to memory pages of its own. They take no memory until they are written, and return to the
-    kernel when the body is dropped. (A buffer that grows bit by bit would be copied again and again, and the allocator would keep
-    its memory.)
+    A body that becomes large is moved to memory pages of its own. The pages take no memory until they are written, and return to
+    the kernel when the body is dropped. (A buffer that grows bit by bit would be copied again and again, and the allocator would
+    keep its memory.)
 
     Args:
       limit: the most bytes that the body may have; 0: the body stays small and needs no pages.

@@ -119,7 +119,7 @@ class Deflation:
     """Compresses an answer in steps by gzip or deflate. ``compressed`` holds the result.
 
     ``coding``: "gzip" or "deflate". ``level``: the level of zlib; levels above 1 save hardly a byte, because answers are mostly
-    numbers. ``pieces``: the parts of the answer, in order. No reference is kept to a compressed part, and none after ``drop``.
+    numbers. ``pieces``: the parts of the answer, in order. A part is referenced until it is compressed or ``drop`` is called.
     """
 
     def __init__(self, coding: str, level: int, pieces: Iterable[Buffer]) -> None:

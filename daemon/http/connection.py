@@ -169,7 +169,7 @@ class Http1Connection(asyncio.Protocol):
         return True
 
     def _parse(self, data: bytes, between: bool) -> None:
-        """Feeds ``data`` to the parser. ``between``: True if the data begins a request, as none was arriving or unanswered."""
+        """Feeds ``data`` to the parser. ``between``: True if the data begins a request, because no other one is unfinished."""
         order, feed = self.order, self._feed
         if feed is None:
             feed = self._feed = ParserFeed(self._serving, self.transport, order)
@@ -305,7 +305,7 @@ class Http1Connection(asyncio.Protocol):
 
     @property
     def asks_nothing(self) -> bool:
-        """Returns whether the client waits for no answer, nor for the rest of one. While it sends a head it does not wait yet."""
+        """Returns whether no answer to the client is due or incomplete. A client that is still sending a head is due none."""
         order = self.order
         return not (order.requests or order.times.body_since or order.flow.write_paused)
 

@@ -52,7 +52,7 @@ class Conversions:
     def run(
         self, steps: Generator[None, None, Any], done: Callable[[Any], None], failed: Callable[[Exception], None]
     ) -> Job:
-        """Starts a conversion, whose steps are those of the generator ``steps``. Returns an object that can cancel it.
+        """Starts to run the conversion ``steps``, a generator, step by step. Returns an object that can cancel it.
 
         Later ``done`` is called with what the generator returns, or ``failed`` with the exception that the generator raises.
         """

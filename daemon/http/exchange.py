@@ -170,7 +170,7 @@ class Exchange(InFlight):
 
     @property
     def received(self) -> int:
-        """Returns how many bytes of the body have been received. Compressed bytes count as they came."""
+        """Returns how many bytes of the body have been received; of a compressed body, how many compressed bytes."""
         return len(self._small_body) if self._reception is None else self._reception.received
 
     @property
@@ -271,7 +271,7 @@ class Exchange(InFlight):
     # ------------------------------------------------------------------------------------------------ submit
 
     def _go_on(self) -> None:
-        """Submits the request if earlier requests are answered, and the whole body is received and has its place in memory.
+        """Submits the request if earlier requests are answered, and the whole body is received and needs no more memory.
 
         If the body was refused, the client is sent the error instead. While one of the conditions is not met, nothing is done.
         """

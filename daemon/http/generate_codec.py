@@ -132,7 +132,7 @@ class JoinedAnswers:
     def add(self, prepared: PreparedAnswer, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]) -> None:
         """Adds a response with the outputs that ``prepared`` describes, and copies their bytes.
 
-        ``contents``: the bytes of each output, or their place in the response arena. ``view``: returns the memory of a place.
+        ``contents``: the bytes of each output, or their slice of the response arena. ``view``: returns the memory of a slice.
         Raises InvalidArgument: this response and those before it together have more bytes than an HTTP body may have.
         """
         self._parameters |= prepared.parameters

@@ -130,7 +130,7 @@ class ResponseLayout:
     def encode(self, contents: tuple[Content, ...], view: Callable[[Slice], memoryview] | None = None) -> bytes:
         """Returns one response as a JSON object. Raises InvalidArgument: JSON cannot express an output.
 
-        ``contents``: the bytes of each output, or their place in the response arena. ``view``: returns the memory of a place.
+        ``contents``: the bytes of each output, or their slice of the response arena. ``view``: returns the memory of a slice.
         """
         fields = dict(self._shared)
         for (name, write, is_one), place in zip(self._outputs, contents, strict=True):

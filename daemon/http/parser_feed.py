@@ -66,7 +66,7 @@ def _bare_line_feed(data: bytes, begin: int, end: int) -> int:
 
 
 class Messages:
-    """Makes requests from what the HTTP parser reports, and adds them to ``order``. Refuses those with unacceptable heads."""
+    """Makes requests from what the HTTP parser reports, and adds them to ``order``. Refuses requests with unacceptable heads."""
 
     def __init__(self, serving: HttpServing, transport: asyncio.Transport, order: AnswerOrder) -> None:
         self._serving = serving

@@ -61,12 +61,12 @@ class Reception(Receiver):
 
     @property
     def ready(self) -> bool:
-        """Returns whether the body is complete, decompressed, and in its place in memory."""
+        """Returns whether the body is complete and decompressed, and does not wait for arena memory."""
         return self._whole and not self._inflating and not self.waits_for_room
 
     @property
     def received(self) -> int:
-        """Returns how many bytes of the body have been received. Compressed bytes count as they came."""
+        """Returns how many bytes of the body have been received; of a compressed body, how many compressed bytes."""
         return self.body.received if self._inflation is None else self._inflation.received
 
     # ---------------------------------------------------------------------------------------------------------- place

@@ -417,7 +417,7 @@ def read_parameters(given: dict[str, Any], decoded: DecodedRequest) -> None:
 
 
 def part(given: dict[str, Any]) -> tuple[Scheduling, dict[str, Any]]:
-    """Separates those ``given`` parameters that schedule a request, such as its priority, from the others. Returns both.
+    """Separates the ``given`` parameters that schedule a request, such as its priority, from the others, and returns both.
 
     A malformed parameter for scheduling is returned among the others, where ``read_parameters`` will refuse it.
     """

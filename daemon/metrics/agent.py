@@ -37,7 +37,7 @@ class BusyPart:
     """Measures the part of the last seconds in which workers were running models.
 
     The part follows from the total time of all runs so far, in which a run is counted when it ends. For runs that last longer
-    than the window, the caller gives the number of workers that have one. Times are CLOCK_MONOTONIC ns.
+    than the window, the caller gives the number of workers that have such a run. Times are CLOCK_MONOTONIC ns.
     """
 
     def __init__(self) -> None:

@@ -151,7 +151,7 @@ def resources(message: ModelConfig) -> dict[str, bool]:
 
 
 def check_resources(name: str, needs: Mapping[str, bool], others: Mapping[str, Mapping[str, bool]]) -> None:
-    """Raises InvalidArgument if a resource is global for the model ``name`` but counted per device for another, or vice versa.
+    """Raises InvalidArgument if a resource is global for the model ``name``, but per device for another model, or vice versa.
 
     ``needs``: the model's resources, each with True if it is global. ``others``: the resources of each served model, by name.
     """

@@ -107,7 +107,7 @@ class ReadinessCheck:
     """Publishes the daemon's ``Readiness`` record to the fronts whenever a field of the record has changed."""
 
     def __init__(self, standings: Callable[[], Iterable[Standing]], publish: Callable[[Readiness], None]) -> None:
-        """Stores two functions. ``standings``: returns each wanted model's readiness. ``publish``: sends that of the daemon."""
+        """Stores two functions. ``standings`` returns each wanted model's readiness; ``publish`` sends the daemon's readiness."""
         self._standings = standings
         self._publish = publish
         #: The readiness that was published last; nothing is published before it is known what is wanted.
@@ -179,7 +179,7 @@ class ServedBefore:
                 self.names = frozenset(map(str, json.loads(self._path.read_bytes())))
 
     def note(self, names: Set[str]) -> None:
-        """Writes the names of all models that have been served to the file, if they have changed. The write runs in a thread."""
+        """Writes to the file the names of all models that have been served, if these have changed. The write runs in a thread."""
         if self._path is not None and names != self._wanted:
             self._wanted = frozenset(names)
             asyncio.get_running_loop().run_in_executor(None, self._write, self._path)

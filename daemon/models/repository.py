@@ -126,9 +126,9 @@ def _no_folder(others: Sequence[str]) -> str:
 
 
 def placed(found: FoundModel, devices: Sequence[str], options: Options) -> FoundModel:
-    """Returns a copy of model ``found`` that names the devices on which it is loaded. Raises InvalidArgument: none can load it.
+    """Returns a copy of the model ``found`` that names the devices on which the model is loaded.
 
-    ``devices``: the devices of all workers.
+    ``devices``: the devices of all workers. Raises InvalidArgument: no worker can load the model.
     """
     message, limited = model_config.from_bytes(found.config), options.rate_limit.mode != "off"
     chosen = placement.place(message, devices, limited, options.workers.devices_per_worker)

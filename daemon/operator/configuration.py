@@ -70,7 +70,7 @@ class Configuration:
         self.reloaded = False
 
     def take_log(self, new: Log) -> None:
-        """Replaces the log options in ``options`` by ``new``. The caller must send them to the processes."""
+        """Replaces the log options in ``options`` by ``new``. The caller must send the new options to the processes."""
         self.options = msgspec.structs.replace(self.options, log=new)
 
     async def described(self) -> dict[str, Any]:

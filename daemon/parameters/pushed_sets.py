@@ -125,7 +125,7 @@ class PushedSets:
         self._take(content)
 
     def revert(self, key: VersionKey, name: str) -> None:
-        """Makes the former values of the parameter set ``name`` those in force again, and drops the newest values.
+        """Puts the former values of the parameter set ``name`` in force again, and drops the newest values.
 
         ``key``: the model's version. The set must have former values.
         """

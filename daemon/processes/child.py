@@ -62,7 +62,7 @@ class Child:
         on_record: Callable[[Any, Any, list[int]], None],
         on_exit: Callable[[Any], None],
     ) -> None:
-        """Stores what is known before the process runs. The method ``adopt`` takes over the process itself.
+        """Stores the arguments; no process runs yet. ``adopt`` takes over the process itself.
 
         Args:
           name: the process's name, such as "http-0"; a process that replaces a dead one has the same name.
@@ -285,7 +285,7 @@ class FrontProcess(Child):
         on_record: Callable[[FrontProcess, Any, list[int]], None],
         on_exit: Callable[[FrontProcess], None],
     ) -> None:
-        """Stores what is known before the front runs.
+        """Stores the arguments; no process runs yet.
 
         Args:
           protocol: "http" or "grpc".

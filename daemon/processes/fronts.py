@@ -48,7 +48,7 @@ class Fronts:
         said: Callable[[FrontProcess, Record, list[int]], None],
         died: Callable[[FrontProcess], None],
     ) -> None:
-        """Stores how fronts are started, and starts none yet.
+        """Stores the arguments; no front runs yet.
 
         Args:
           programs: the Python module that a front runs, by protocol.

@@ -53,7 +53,7 @@ class ProcessSlots:
     """Replaces dead child processes, each after a delay. Counts deaths and replacements by the process's name."""
 
     def __init__(self, options: Expert, needs: Callable[[Child], bool], gives_up: Callable[[Child], bool]) -> None:
-        """Stores how dead processes are to be replaced; no process has died yet.
+        """Stores the arguments; no process has died yet.
 
         Args:
           options: the delays before a dead process is replaced.

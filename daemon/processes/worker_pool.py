@@ -54,7 +54,7 @@ class WorkerPool:
         died: Callable[[WorkerProcess, Device], None],
         dismissed: Callable[[WorkerProcess], None],
     ) -> None:
-        """Stores how workers are started and who is told of them; no worker runs yet.
+        """Stores the arguments; no worker runs yet.
 
         Args:
           program: the Python module that the workers run.

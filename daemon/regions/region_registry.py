@@ -61,7 +61,7 @@ class RegionRegistry:
     """Registers, renews and unregisters regions on every worker that can use them; tells the fronts each region's GPU."""
 
     def __init__(self, options: RegionsOptions, workers: WorkerPool, fronts: Fronts, gpus_each: int = 1) -> None:
-        """Stores the options and the processes; no region is registered yet. ``gpus_each``: how many GPUs each worker has."""
+        """Stores the arguments; no region is registered yet. ``gpus_each``: how many GPUs each worker has."""
         self._options = options
         self._workers = workers
         self._fronts = fronts

@@ -106,14 +106,14 @@ class Account(Holdings):
         return not self.is_full and not (self.client.answers >= self.client.limit and kind in self.client.bulky)
 
     def describe(self) -> str:
-        """Returns the text of the error for a request that was not sent in time, as its client had too many unread answers."""
+        """Returns the error text for a request that was not sent in time, because its client had too many unread answers."""
         client = self.client
         if self.is_full:
             return f"this connection has not taken {self.answers} bytes of its answers, at most {self.limit} may wait for it"
         return f"{client.answers} bytes of answers wait for clients of {client.owner}, at most {client.limit} may"
 
     def describe_requests(self, byte_size: int) -> str:
-        """Returns the error text for a request that did not get ``byte_size`` bytes in time, as its client holds too many."""
+        """Returns the error text for a request that did not get ``byte_size`` bytes in time: its client holds too many bytes."""
         client = self.client
         if self.requests and self.requests + byte_size > self.limit:
             return (

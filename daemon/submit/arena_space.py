@@ -102,8 +102,8 @@ class ArenaSpace:
         """Queues a request for memory. Call it after ``loan`` has returned None for the same arguments.
 
         ``on_lease`` is called once, later: with a lease, or with Unavailable when ``wait_seconds`` have passed. ``now``: the
-        event loop's time in seconds. ``account``: what the memory counts against; None: nothing. ``arriving``: whether a body
-        that has not arrived completely needs the memory.
+        event loop's time in seconds. ``account``: the account that the memory counts against; None: it counts for nobody.
+        ``arriving``: whether a body that has not arrived completely needs the memory.
         """
         self._line(byte_size).append(_Waiter(now + self._wait_seconds, byte_size, on_lease, account, arriving))
         self._count += 1

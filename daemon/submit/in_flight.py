@@ -129,7 +129,7 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
             self.fail_delivery()
 
     def undelivered(self) -> None:
-        """Answers with the error Internal, as an answer could not be sent. If a part was sent, subclasses end the connection."""
+        """Answers with the error Internal: an answer could not be sent. If a part was sent, subclasses end the connection."""
         own = AnswerRecord(self.record.request_id, LAST, code=Internal.code, message=DEFECT)
         self.completed(LAST, own, None)
 

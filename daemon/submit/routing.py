@@ -28,9 +28,10 @@ class Routing:
     """Chooses the worker of each request. Owns the front's links to its workers."""
 
     def __init__(self, table: ModelStates, row: int, in_flight: Mapping[int, InFlight], max_sequences: int) -> None:
-        """Stores what requests are routed by; there are no workers yet. ``table``: the states of all models' versions.
+        """Stores the arguments; there are no workers yet.
 
         Args:
+          table: the states of all models' versions.
           row: the number of this front among the fronts of its protocol; fronts with different numbers prefer different idle
             workers.
           in_flight: all requests of the front that are in flight, by id.

@@ -46,7 +46,7 @@ class SequenceRouting:
         most_lost: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Stores what sequences are routed by; there are no sequences yet.
+        """Stores the arguments; there are no sequences yet.
 
         Args:
           in_flight: all requests of the front that are in flight, by id.
@@ -261,7 +261,7 @@ def is_meant_for(state: ModelState, gpu: str) -> bool:
 
 
 class LostSequences:
-    """Remembers the latest sequences (at most ``most``) that were lost with their worker. Later requests of them are refused."""
+    """Remembers the latest sequences (at most ``most``) that were lost with their worker. Their later requests are refused."""
 
     def __init__(self, most: int) -> None:
         self._most = most

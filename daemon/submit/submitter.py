@@ -244,7 +244,8 @@ class Submitter:
     def _put(self, worker: WorkerLink, request: InFlight) -> None:
         """Puts a request on a worker's lane. If an exception is raised, the request is on no lane.
 
-        A request is sent at once if it is untraced and its worker has no other; else at the end of the event loop's iteration.
+        A request is sent at once if it is untraced and its worker has no other request; else at the end of the event loop's
+        iteration.
         """
         record, numbered, in_flight = request.record, request.numbered, worker.in_flight
         request.worker = worker

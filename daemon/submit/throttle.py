@@ -153,7 +153,7 @@ class Throttle:
             self._barred.setdefault(account.client, {})[account] = None
 
     def let_go(self, account: Account) -> list[InFlight]:
-        """Removes and returns the waiting requests of ``account`` that may be sent, as memory of an answer was given back."""
+        """Removes and returns the waiting requests of ``account`` that may be sent after memory of an answer was given back."""
         going = self._take(account)
         barred = self._barred.get(account.client)
         while barred:
