@@ -58,7 +58,7 @@ class ParameterPushes:
     def __init__(
         self, models: ModelTable, regions: RegionTable, thread: WorkThread, options: Workers, agenda: Agenda[AgendaPart]
     ) -> None:
-        """``thread``: copies, stages and frees parameters, and does nothing else. ``agenda``: the worker's loop's agenda."""
+        """Begins with nothing staged. ``thread``: copies, stages and frees parameters only. ``agenda``: that of the loop."""
         self._models = models
         self._regions = regions
         self._thread = thread
@@ -93,7 +93,7 @@ class ParameterPushes:
             answer(_DONE, None)
 
     def _find(self, model: str, version: int) -> ModelVersion:
-        """Returns a loaded version of a model, even one that does not serve yet. Raises NotFound: there is no such one."""
+        """Returns a loaded version of a model, even one that does not serve yet. Raises NotFound: it is not loaded."""
         found = self._models.held.get((model, version)) or self._models.serving(model, version)
         if found is None:
             raise NotFound(f"{UNKNOWN_MODEL}'{model}' version {version} is not found")
@@ -232,13 +232,13 @@ class ParameterPushes:
                 self._unstage(version.sets, parameters)
 
     def _unstage(self, sets: ParameterSets, parameters: ParameterSet) -> None:
-        """Drops ``parameters`` of ``sets`` that were staged for a push, and frees their memory unless they are in use."""
+        """Drops ``parameters``, which were staged for a push into ``sets``, and frees their memory unless they are in use."""
         sets.staged.discard(parameters)
         if not parameters.is_newest:
             self._let_go([parameters.leave()])
 
     def _leave(self, sets: ParameterSets, former: ParameterSet) -> None:
-        """Has the pushes' thread take the replaced set ``former`` off the device; to host memory first, if ``sets`` keeps it."""
+        """Has the pushes' thread take ``former``, a replaced set, off the device; if ``sets`` keeps it, to host memory first."""
 
         def leave() -> None:
             # The room for versions before may have been too small for it.
@@ -258,7 +258,7 @@ class ParameterPushes:
         self._thread.do(unused.clear, lambda _: None)
 
     def _is_here(self, version: ModelVersion) -> bool:
-        """Returns whether a model version is still loaded and was not loaded anew, whether or not it serves requests yet."""
+        """Returns whether this load of a model version still exists and is the newest, whether or not it serves requests yet."""
         key = version.name, version.version
         return version is (self._models.held.get(key) or self._models.serving(*key))
 

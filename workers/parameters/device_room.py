@@ -63,7 +63,7 @@ class DeviceRoom:
         self._former: OrderedDict[ParameterSet, None] = OrderedDict()
 
     def use(self) -> int:
-        """Returns a number that rises with each call, for a set used now. The set with the lowest number is evicted first."""
+        """Returns a number that rises with each call, for a set that is used now. Sets with low numbers are evicted first."""
         return next(self._uses)
 
     @property
@@ -78,7 +78,7 @@ class DeviceRoom:
         return sum([each.byte_size for each in self._stacks])
 
     def join_stack(self, stack: SetStack, model: str) -> None:
-        """Reserves device memory for a model's stack until ``leave_stack``. Raises InvalidArgument: it exceeds the limit."""
+        """Reserves device memory for a model's stack until ``leave_stack``. Raises InvalidArgument: it would exceed the limit."""
         with self.lock:
             taken = self._stacked
             if taken + stack.byte_size > self._limit:
@@ -137,18 +137,18 @@ class DeviceRoom:
             heapq.heappush(self._order, entry)
 
     def keep(self, parameters: ParameterSet) -> None:
-        """Keeps ``parameters``, a replaced set, in host memory for further use. Forgets the oldest beyond the limit."""
+        """Keeps ``parameters``, a replaced set, in host memory. If kept sets exceed the limit, forgets those kept longest."""
         self._former[parameters] = None
         while sum([each.byte_size for each in self._former]) > self._limit:
             oldest, _ = self._former.popitem(last=False)
             oldest.sets.forget_before(oldest)
 
     def forget(self, parameters: ParameterSet) -> None:
-        """Forgets a replaced set, so that its bytes do not count against the limit for kept sets. Ignores a set not kept."""
+        """Forgets a replaced set, so that it does not count against the limit for kept sets any more. Ignores other sets."""
         self._former.pop(parameters, None)
 
     def left(self, parameters: ParameterSet) -> None:
-        """Stops counting the memory of ``parameters``, not on the device any more. The caller must hold ``lock``."""
+        """Stops counting the memory of ``parameters``, which have left the device. The caller must hold ``lock``."""
         self._taken -= self._resident.pop(weakref.ref(parameters), (0, 0))[0]
 
     def _forget_gone(self) -> None:

@@ -67,7 +67,7 @@ class LaidLeaf(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Name, dtype and shape of a leaf, and where its bytes begin and end in the parameters, as safetensors' header says."""
+    """Name, dtype and shape of a leaf, and where its bytes begin and end, as in safetensors' header."""
 
     name: str
     dtype: np.dtype[Any]

@@ -39,7 +39,7 @@ class Leaf(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """True if the array can be pushed; False for types that safetensors' layout lacks: JAX's random keys, int4."""
+        """True if the array can be pushed; False if its type is none of safetensors: JAX's random keys, int4."""
         return self.placed in _PUSHED
 
 
@@ -80,7 +80,7 @@ class Leaves:
         return len(self._leaves)
 
     def byte_size_of(self, named: bool) -> int:
-        """Returns how many bytes a parameter set takes on the device. ``named``: whether to leave out leaves that sets share."""
+        """Returns how many bytes a parameter set takes on the device. ``named``: True: without leaves that all sets share."""
         return sum([leaf.byte_size for leaf in self._leaves if not (named and leaf.shared)])
 
     def check_named(self) -> None:
@@ -139,7 +139,7 @@ class Leaves:
                 )
 
     def hosted(self, arrays: Iterable[Any]) -> list[Array | None]:
-        """Returns ``arrays``, one for each leaf, as arrays in host memory; None in place of those that cannot be pushed."""
+        """Returns ``arrays``, one for each leaf, as arrays in host memory, with None in place of leaves that cannot be pushed."""
         return [np.asarray(array) if leaf.plain else None for leaf, array in zip(self, arrays, strict=True)]
 
     def check_names(self, found: Iterable[str], what: str) -> None:

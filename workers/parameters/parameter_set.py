@@ -50,16 +50,16 @@ class Placer:
     def place(self, host: Sequence[Any], main: ParameterSet) -> Any:
         """Copies leaves from host memory to the worker's device. Returns the tree of the copies. Raises what copying raises.
 
-        ``main``: the ``main`` set that is in use: its arrays show on which of several devices the programs want each leaf.
+        ``main``: the ``main`` set that is in use; of several devices, its arrays show which one the programs want a leaf on.
         """
         raise NotImplementedError
 
     def byte_size_in_place(self, host: Sequence[Array | None]) -> int:
-        """Returns the number of bytes of the leaves that programs use in host memory, so that they need no copy on the device."""
+        """Returns the number of bytes of those ``host`` leaves that programs use where they are, without a copy on the device."""
         return 0
 
     def lay(self, host: Sequence[Array | None]) -> Any:
-        """Returns ``host`` as a tree in memory that programs use without a copy. All programs must run on a processor."""
+        """Returns ``host`` as a tree in memory that programs use without a copy. Requires that all run on a processor."""
         raise NotImplementedError
 
     def pin(self, tree: Any) -> Sequence[Any] | None:
@@ -91,9 +91,9 @@ class ParameterSet:
         """Makes a set that is not in use yet.
 
         Args:
-          number: tells the sets that were pushed under one name apart.
-          host: the leaves in host memory; None: they are not there.
-          tree: the tree of leaves on the device; ``_ABSENT``: they are not there.
+          number: tells apart the sets that were pushed under one name.
+          host: the leaves in host memory; None: they are not in host memory.
+          tree: the tree of leaves on the device; ``_ABSENT``: they are not on the device.
         """
         self.sets = sets
         self.name = name
@@ -160,7 +160,10 @@ class ParameterSet:
         return self.sets.placer.place(self.hosted() if self._pinned is None else self._pinned, self.sets.main)
 
     def _shared(self, placement: int) -> Any:
-        """Makes the tree for a device in the memory of the other device's tree. ``placement``: as in ``on``. Copies no array."""
+        """Makes the tree for a device in the memory of the other device's tree; copies no array.
+
+        ``placement``: 1: the single-thread device; 0: any other.
+        """
         if placement:
             assert self.sets.share is not None
             return self.sets.share(self._trees[0])
@@ -174,7 +177,7 @@ class ParameterSet:
 
     @property
     def is_newest(self) -> bool:
-        """True while requests that name this set get these values: no later push under its name has been put into use."""
+        """True while requests that name this set get these values: no push under its name has replaced them."""
         return self.sets.newest(self.name) is self
 
     @property
@@ -192,13 +195,13 @@ class ParameterSet:
         return self._host is not None
 
     def hosted(self) -> Sequence[Array | None]:
-        """Returns the leaves in host memory, fetched if need be; None for those that cannot be pushed or are from ``main``."""
+        """Returns the leaves in host memory; fetches them if need be. None for leaves that cannot be pushed or are ``main``'s."""
         if self._host is None:
             self._host = self.sets.leaves.hosted(jax.tree.leaves(self._trees[0]))
         return self._host
 
     def leave(self) -> object:
-        """Removes the device's arrays if the parameters are in host memory. Returns the arrays: dropping them frees memory."""
+        """If the parameters are in host memory, removes the device's arrays and returns them: dropping them frees memory."""
         with self.sets.room.lock:
             trees: list[Any] = []
             if self._host is not None:
@@ -249,7 +252,7 @@ class ParameterSet:
             self.on(1)
 
     def moved(self, tree: Any) -> None:
-        """Replaces the set's arrays, while the model loads, by ``tree``: equal arrays on the devices of the model's program."""
+        """Replaces the set's arrays by ``tree``, equal arrays on the devices of the model's program, while the model loads."""
         self._trees = [tree, _ABSENT]
 
     def said(self) -> dict[str, Parameter]:
@@ -317,7 +320,7 @@ class ParameterSets:
         self.evictions = 0
 
     def share_by(self, share: Callable[[Any], Any]) -> None:
-        """Lets the device for small programs use the memory of all parameters on the worker's device, beginning with ``main``.
+        """Lets the device for small programs use all parameters in the memory of the worker's device, beginning with ``main``.
 
         ``share``: returns a tree of parameters for that device. If ``share`` raises for ``main``, this method raises the same
         error and changes nothing.
@@ -334,7 +337,7 @@ class ParameterSets:
         return self.main if name == MAIN_SET else self.named.get(name)
 
     def find(self, name: str) -> ParameterSet:
-        """Returns the set under ``name``; records the use of a set other than ``main``. Raises NotFound: there is no such set."""
+        """Returns the set named ``name``; records that it was used, unless it is ``main``. Raises NotFound: it does not exist."""
         found = self.named.get(name)
         if found is None:
             if name == MAIN_SET:
@@ -354,7 +357,8 @@ class ParameterSets:
     def commit(self, parameters: ParameterSet, stays: bool = False) -> Unused:
         """Puts ``parameters`` into use after ``prepare``. Keeps the set that they replace, because it may be used again.
 
-        ``stays``: whether the replaced set stays on the device, because requests that have begun go on with it.
+        ``stays``: whether the replaced set stays on the device, because requests that have begun go on with it. Returns what to
+        free now.
         """
         former = self.newest(parameters.name)
         parameters.stamp = object()
@@ -404,7 +408,7 @@ class ParameterSets:
             self.room.forget(before)
 
     def keeps(self, parameters: ParameterSet) -> bool:
-        """Returns whether ``parameters`` may be used again: the model is loaded, and the set is or was just in use."""
+        """Returns whether ``parameters`` may be used again: the model is loaded, and the set is in use or was just before."""
         newest, before = self.newest(parameters.name), self._before.get(parameters.name)
         return not self._closed and (parameters is newest or parameters is before)
 

@@ -98,7 +98,7 @@ class SealedMemory:
         self.view = memoryview(mapping)
 
     def populate(self) -> None:
-        """Maps all pages now, so that the first batch meets no page faults; pages never written are zeros."""
+        """Maps all pages now, so that the first batch meets no page faults. Pages that were never written are zeros."""
         # By numpy, which leaves Python to others meanwhile.
         np.frombuffer(self.view, np.uint8)[:: mmap.PAGESIZE].max()
 
@@ -282,7 +282,7 @@ class MemoryPool:
         return _Memory(parts, byte_size)
 
     def _forget(self, memories: Sequence[_Memory]) -> None:
-        """Drops memories from the pool. Unused ones are freed now, each of the others when its last user is done with it."""
+        """Drops memories from the pool. Frees unused ones now; each of the others when its last user is done with it."""
         self._memories = [each for each in self._memories if each not in memories]
         for each in memories:
             each.close()
@@ -300,7 +300,7 @@ class MemoryPool:
             return memory.lend()
 
     def give_back(self, memory: _Memory) -> None:
-        """Keeps memory if memory of its size was sealed lately, and else frees it. If too much is kept, frees the oldest."""
+        """Keeps memory if memory of its size was filled lately; else frees it. If too many are kept, frees the oldest."""
         if memory.byte_size not in self._filled_ns:
             memory.close()
             return
@@ -309,7 +309,7 @@ class MemoryPool:
         self._forget(self._memories[:-MOST_RETURNING])
 
     def expire(self, now_ns: int) -> bool:
-        """Frees memory of a size that was last filled long ago, and memory that was unused at the last call and still is.
+        """Frees memory of a size that was last filled long ago, and memory that is unused and was so at the last call.
 
         Returns False once no memory is kept, so that no further call is needed. ``now_ns``: CLOCK_MONOTONIC.
         """

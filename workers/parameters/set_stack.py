@@ -31,7 +31,10 @@ Open = Callable[[Sequence[Array]], list[jax.Array]]
 
 
 def put(arrays: list[jax.Array], leaves: list[Array], slot: Any) -> list[jax.Array]:
-    """Returns the stack's arrays with a set's leaves at index ``slot``. When compiled, donates and changes ``arrays``."""
+    """Writes ``leaves``, those of a set, into ``arrays``, those of the stack, at index ``slot``, and returns the arrays.
+
+    JAX compiles this function so that the given arrays are donated.
+    """
     return [
         jax.lax.dynamic_update_index_in_dim(array, leaf, slot, 0) for array, leaf in zip(arrays, leaves, strict=True)
     ]
@@ -74,14 +77,14 @@ class BatchSets:
     __slots__ = ("_sets",)
 
     def __init__(self, sets: Mapping[Any, ParameterSet]) -> None:
-        """``sets``: request -> its set, in the order of the requests' rows in the batch."""
+        """Stores ``sets``: the parameter set of each request, in the order of the requests' rows in the batch."""
         self._sets = sets
 
     def of(self, request: Any) -> ParameterSet:
         return self._sets[request]
 
     def rows(self) -> list[ParameterSet]:
-        """Returns the parameter set of each row of the batch, without the rows at its end that no request fills."""
+        """Returns the parameter set of each row of the batch, but not of the rows at its end that belong to no request."""
         return [each for request, each in self._sets.items() for _ in range(request.rows)]
 
     def __repr__(self) -> str:

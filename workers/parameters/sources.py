@@ -99,7 +99,7 @@ class Making:
             return memory.sealed()
 
     def _missing(self, leaves: Mapping[str, Array]) -> dict[str, Array]:
-        """Returns the leaves of the base set that a source does not have."""
+        """Returns those leaves of the base set that are not among ``leaves``, the source's."""
         base = self._base
         if base is None:
             return {}
@@ -111,7 +111,7 @@ class Making:
         }
 
     def copied(self, byte_size: int, copy: Copy) -> int:
-        """Copies, as one piece, a source of ``byte_size`` bytes in safetensors' layout. Returns the sealed memory's descriptor.
+        """Copies a source of ``byte_size`` bytes in safetensors' layout. Returns the descriptor of the sealed copy.
 
         ``copy``: copies the source's bytes from an offset on into an array. Spaces are added behind the header so that the
         tensors are aligned: XLA then uses them without a copy on a processor. The header is read first; if the header is
@@ -161,7 +161,7 @@ class Making:
                 yield found[leaf.name].reshape(-1).view(_BYTES)
 
     def check_sum(self, contents: Iterable[Any]) -> None:
-        """Compares the push's checksum, if any, with that of ``contents``, the bytes. Raises InvalidArgument: they differ."""
+        """Compares the checksum that the push gives, if any, with that of ``contents``. Raises InvalidArgument: they differ."""
         kind, _, wanted = self._checksum.partition(":")
         if not kind:
             return
@@ -330,7 +330,7 @@ def _place(making: Making, name: str, place: LeafPlace, regions: RegionTable) ->
 
 
 def _copy_of(making: Making, region: AnyRegion, offset: int, byte_size: int) -> Copy:
-    """Leases a region; returns a function that copies from ``offset`` in it. Raises InvalidArgument: it has no such range."""
+    """Leases a region for ``making``. Returns a function that copies from ``offset`` on. Raises InvalidArgument: bad range."""
     check_range(offset, byte_size, region.byte_size, region.name)
     making.lease(region)
     if isinstance(region, Region):

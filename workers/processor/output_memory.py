@@ -100,14 +100,14 @@ def attached() -> bool:
 
 
 class OutputMemory:
-    """Knows which of XLA's allocations in a run become outputs of a program. Makes XLA use given memory in their place."""
+    """Says which of XLA's allocations in a run become outputs of a program, and makes XLA use other memory in their place."""
 
     __slots__ = ("_skips", "sizes")
 
     def __init__(self, outputs: Mapping[str, Array], allocations: Iterable[tuple[int, int]]) -> None:
         """Learns from one run which allocation becomes which output.
 
-        ``allocations``: byte size and address of each allocation during the run, in order.
+        ``outputs``: those of the run, by name. ``allocations``: (size in bytes, address) of each during the run, in order.
         """
         #: Output name -> bytes, the same in every run.
         self.sizes = {name: array.nbytes for name, array in outputs.items()}
@@ -130,7 +130,7 @@ class OutputMemory:
         return frozenset(self._skips)
 
     def refuse(self) -> None:
-        """Ensures that all outputs of this program are copied to their places from now on, and XLA is offered no place."""
+        """Makes later runs offer XLA no memory for outputs, so that all outputs are copied to their places."""
         self._skips.clear()
 
     def run(self, call: Callable[[], dict[str, Any]], addresses: Mapping[str, int]) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class OutputMemory:
 
 
 def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[dict[str, Any], OutputMemory]:
-    """Runs a program by ``call``. Returns the outputs, and the object by which later runs write ``names`` to given memory."""
+    """Runs a program by ``call``. Returns the outputs, and an object by which later runs write those in ``names`` in place."""
     _native.watch_allocations()
     try:
         made = call()
@@ -157,7 +157,7 @@ def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[d
 
 
 def given_up(address: int, view: memoryview) -> bool:
-    """Returns True if no array lies in ``view`` any more; else logs that ``view``, at ``address``, stays mapped for ever."""
+    """Returns True if no array lies at ``address``, where ``view`` begins. Else keeps it mapped for ever, and logs that."""
     if not _native.holds(address):
         return True
     _log.warning("an output of %d bytes is kept beyond its answer: its memory stays mapped", len(view))

@@ -176,7 +176,7 @@ class HostExecutable(Executable):
 
     @functools.cached_property
     def _plain(self) -> bool:
-        """True if the program may compute right into a client's memory: it writes nothing there but its outputs."""
+        """True if the program may compute straight in a client's memory, because it writes only outputs there."""
         return is_plain(self.program)
 
     def single_run(
@@ -218,7 +218,7 @@ class Processor(ExecutionDevice):
     remote = False
 
     def __init__(self, single: SingleThreadDevice | None = None) -> None:
-        """``single``: the device with one thread for small programs; None: small programs use all threads, as large ones do."""
+        """Makes the device. ``single``: a device with one thread, for small programs; None: these use all threads as well."""
         self._single = single
 
     def executable(self, wanted: Wanted, signature: Signature, program: CompiledProgram) -> Executable:

@@ -139,7 +139,7 @@ class SingleRun:
     def _run_placed(self, arguments: dict[str, Array], chosen: ParameterSet | None) -> Outcome | None:
         """Runs the program on ``arguments`` so that XLA writes large outputs straight to their places, in a lease or regions.
 
-        Returns: the lease with the large outputs, and the small outputs; None: the request must be run as a batch.
+        Returns: the lease of the large outputs, and the small outputs; None: the request must be run as a batch.
         Raises LookupError: XLA can no longer be made to write the outputs to their places; or whatever the program raises.
         """
         memory, lane = self._executable.memory_of_outputs, self._lane

@@ -51,7 +51,7 @@ class SingleThreadDevice:
         self.device = _opened()
 
     def suits(self, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled | None = None) -> bool:
-        """Returns whether a program's cost is known and small. ``compiled``: given only if some of the sizes are unknown."""
+        """Returns whether a program's cost is known and small. ``compiled``: the program, if sizes were not known before."""
         return is_within(compiled or lowered, Most(self.max_flops, _MAX_BYTE_SIZE), lowered)
 
     def __repr__(self) -> str:
@@ -105,16 +105,16 @@ def share(parameters: Any, device: jax.Device) -> Any:
 
 
 class SmallPrograms:
-    """Decides which programs of one model version run on the single-thread device, and compiles these. For any thread.
+    """Decides which programs of one model version run on the single-thread device, and compiles them. For any thread.
 
-    The single-thread device is an additional CPU device of the worker, with one thread. A program runs there if it is small
-    and a test run there has succeeded. A version cannot use the device if a sharding or a called function binds the version
+    The single-thread device is an additional CPU device of the worker, with one thread. A program runs on it if the program is
+    small and a test run has succeeded. A version cannot use the device if a sharding or a called function binds the version
     to the worker's device, or if its parameters would have to be copied. All programs of such a version run on the worker's
     device, which is logged once.
     """
 
     def __init__(self, signature: Signature, device: SingleThreadDevice, sets: ParameterSets) -> None:
-        """``sets``: the version's parameter sets, which are on the worker's device."""
+        """Opens nothing yet. ``sets``: the version's parameter sets, which are on the worker's device."""
         self._signature = signature
         self._device = device
         self._sets = sets
@@ -161,7 +161,7 @@ class SmallPrograms:
             return None
 
     def _is_small(self, lowered: jax.stages.Lowered) -> bool | None:
-        """Returns whether one thread is enough for a program; None: that cannot be told before it is compiled."""
+        """Returns whether one thread is enough for a program; None: that is known only once the program is compiled."""
         # XLA raises an error for the cost of a program with open sizes, or (from JAX 0.11 on) ends the process.
         if _has_open_sizes(lowered):
             return None

@@ -210,7 +210,7 @@ class CacheDirectory:
 
 
 def _open(stack: contextlib.ExitStack, name: str, above: int, flags: int) -> int:
-    """Opens directory ``name`` in that of descriptor ``above``, or makes it (0700). Returns a descriptor; ``stack`` closes it."""
+    """Opens or makes (0700) directory ``name`` in directory ``above``. Returns its descriptor, which ``stack`` closes."""
     try:
         place = os.open(name, flags, dir_fd=above)
     except FileNotFoundError:
@@ -311,7 +311,7 @@ def _written(place: int, *parts: bytes) -> Iterator[str]:
 
 
 def _locks(fd: int) -> bool:
-    """Tries to lock ``fd``, a file, without waiting. Returns whether it did. Raises OSError: the file system has no locks."""
+    """Tries to lock the file ``fd`` without waiting. Returns whether it is locked. Raises OSError: files have no locks here."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -83,7 +83,7 @@ class Carry:
         return self._arrays
 
     def _begun(self, spec: StateSpec) -> jax.Array:
-        """Makes the array of state ``spec``. The last row has the initial value; others are written before they are read."""
+        """Makes the array for state ``spec``. Its last row has the initial value; the others are written before they are read."""
         array = np.zeros((self._signature.slots + 1, *spec.dims), spec.dtype)
         array[-1] = self._initial.get(spec.name, 0)
         made: jax.Array = jax.device_put(array, self._device)
@@ -150,7 +150,7 @@ def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., t
 
 
 def checked(signature: Signature, rows: int, returned: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns outputs and new state in what a function ``returned``, by name. Raises Internal: they are not as declared."""
+    """Returns the outputs and the new state that a function ``returned``, by name. Raises Internal: they are not as declared."""
     what = f"model '{signature.model}'"
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise Internal(f"{what}: apply returned {type(returned).__name__}, a pair (outputs, state) is expected")

@@ -124,7 +124,7 @@ class Executable(ABC):
     def __init__(
         self, wanted: Wanted, signature: Signature, program: CompiledProgram, device: ExecutionDevice, inputs: Inputs
     ) -> None:
-        """``device``: the thread's object for its device. ``inputs``: the memory in which the program's inputs are gathered."""
+        """Makes an executable of ``program``. ``device``: the thread's own. ``inputs``: the memory to gather its inputs in."""
         self.wanted = wanted
         #: The rows of its batch.
         self.rows = wanted.rows
@@ -252,7 +252,7 @@ class Executable(ABC):
     def _compute(
         self, parameters: Any, arguments: dict[str, Any], requests: Sequence[RequestTensors], places: Places | None
     ) -> RunOutputs:
-        """Does the work of ``compute``, with JAX's 64-bit mode set as the model needs it."""
+        """Runs the program and waits for its outputs, after ``compute`` has set JAX's 64-bit mode as the model needs it."""
 
     @abstractmethod
     def outputs(self, arrays: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:
@@ -271,7 +271,7 @@ class Executable(ABC):
 
     @abstractmethod
     def sizes(self, requests: Sequence[RequestTensors], whole: bool) -> Mapping[str, int] | None:
-        """Returns output name -> bytes, if the caller should reserve memory in the answer for the run to write to.
+        """Returns output name -> number of bytes, if the caller should reserve memory in the answer for the run to write to.
 
         None: the caller should reserve the memory after the run. ``whole``: whether there is a single request, whose answer has
         the program's outputs with no rows cut off.

@@ -120,7 +120,7 @@ class ExecutableCache:
     """Stores executables in a cache directory, and finds them by a digest of everything that they depend on; for any thread."""
 
     def __init__(self, directory: CacheDirectory | None, programs: JaxCache | None = None) -> None:
-        """``directory``: where to store executables; None: nowhere. ``programs``: JAX's own cache; None: JAX does not use one."""
+        """Stores executables in ``directory``; None: nowhere. ``programs``: JAX's own cache; None: JAX does not use one."""
         self._directory = directory
         self._programs = programs
         #: Counts compilations through this cache, and others that its users report.
@@ -227,7 +227,7 @@ class ExecutableCache:
         return program._replace(byte_size=len(content))
 
     def good_rows(self, key: str, *, found: bool = False) -> bool:
-        """Returns whether the cache notes under ``key`` that a model's rows are independent; ``found``: writes the note first."""
+        """Returns whether a note under ``key`` says that a model's rows are independent; ``found``: writes the note first."""
         if self._directory is not None and found:
             with contextlib.suppress(OSError):
                 self._directory.write(f"{key}.rows", b"good")

@@ -51,7 +51,7 @@ Apply = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
 
 class Executables:
-    """One version's executables: one per bucket, made at load, and a few for other shapes, the least recently used evicted."""
+    """The executables of one version: one per bucket, made at load, and those used most recently for other shapes."""
 
     def __init__(
         self,
@@ -67,7 +67,8 @@ class Executables:
         several: SeveralDevices | None = None,
         rows_apart: bool = False,
     ) -> None:
-        """
+        """Compiles nothing yet.
+
         Args:
           buckets: which batch sizes and shapes to compile at load.
           apply, sets: the model's function and its parameter sets.
@@ -181,7 +182,7 @@ class Executables:
         return first
 
     def _make(self, planned: Sequence[Wanted], first: jax.stages.Lowered | None, progress: LoadProgress) -> None:
-        """Compiles the executables of all buckets, or loads them. ``first``: the lowered program of the first bucket, if known.
+        """Compiles the executables of all buckets, or loads them. ``first``: the first bucket's lowered program; None: not known.
 
         On several devices the first program decides where the parameters are, and the other programs are compiled for that place.
         """
@@ -300,7 +301,7 @@ class Executables:
         return self.device.executable(wanted, self._signature, compiled)
 
     def trials(self, ask: Callable[[dict[str, Array], int], Mapping[str, Array]]) -> Iterator[dict[str, str | float]]:
-        """Sends each bucket a request with generated inputs, and compares the answers with those of ``apply`` alone.
+        """Sends a request with generated inputs for each bucket, and compares the answers with those of ``apply`` alone.
 
         The request has the fewest rows for which the bucket is used. ``ask``: answers it, given its inputs and number of rows.
         Yields a table's row for each bucket, except where ``ask`` refuses to answer. The row's ``difference`` is "" if rounding
@@ -330,7 +331,7 @@ class Executables:
             }
 
     def _difference(self, inputs: Mapping[str, Array], made: Mapping[str, Array]) -> str:
-        """Says how ``made``, the answer to ``inputs``, differs from what the function alone gives.
+        """Returns a sentence on how ``made``, the answer to ``inputs``, differs from what the function alone gives.
 
         "": rounding can explain the difference; or the model has state or mixes parameter sets, and nothing is compared.
         """

@@ -34,7 +34,7 @@ class HostInputs:
     fit = True
 
     def __init__(self, arguments: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]]) -> None:
-        """``arguments``: name, dtype, and shape in the program."""
+        """Allocates nothing yet. ``arguments``: name, dtype and shape of each argument."""
         self._arguments = arguments
 
     @functools.cached_property
@@ -52,7 +52,7 @@ class GatherBuffer:
     __slots__ = ("_bytes", "_name", "_slot_byte_size", "_slots", "array")
 
     def __init__(self, name: str, array: Array, lead: bool) -> None:
-        """``array``: a program's argument ``name``. ``lead``: whether its first axis counts rows; False: ``array`` is one row."""
+        """Stores ``array``, for argument ``name``. ``lead``: True: its first axis counts rows; False: the array is one row."""
         self._name = name
         self.array = array
         self._slots = array if lead else array[None]
@@ -87,7 +87,7 @@ class RaggedBuffer:
     __slots__ = ("_name", "array")
 
     def __init__(self, name: str, array: Array) -> None:
-        """``array``: the program's argument ``name``."""
+        """Stores ``array``, the memory of the argument ``name``."""
         self._name = name
         self.array = array
 

@@ -181,9 +181,9 @@ class GroupedProgram:
         read: Callable[[Sequence[Any]], list[Content]],
         room: int,
     ) -> None:
-        """
+        """Makes a program for ``rows`` requests of ``program``, which was compiled.
+
         Args:
-          rows: the number of requests that one call computes.
           memory: where the requests' inputs are gathered.
           outputs: the layout of a request's outputs in the results.
           read: copies results to host memory.
@@ -276,7 +276,7 @@ class GroupedProgramMaker:
     """Compiles the programs that run several requests of one shape in one call. Any thread may use it."""
 
     def __init__(self, single: Executable, signature: Signature, apply: Apply) -> None:
-        """``single``: one request's executable. Programs of ``apply`` run on ``single``'s device, to round as ``single`` does."""
+        """Compiles nothing yet. ``single``: the executable for one request. ``apply``: the function of the model."""
         self._single = single
         self._signature = signature
         self._apply = apply
@@ -284,7 +284,7 @@ class GroupedProgramMaker:
         self._inputs = Packing([(spec.name, shape, spec.dtype) for spec, shape in specs_of(signature, single.wanted)])
 
     def numbers(self, lengths: Sequence[int]) -> dict[int, int | None]:
-        """Maps each number of requests in ``lengths`` to the argument for ``compile``: itself; None: one program fits all."""
+        """Returns, for each number of requests in ``lengths``, what ``compile`` gets: the number; None: one program fits all."""
         return {length: length if self._one_for_each else None for length in lengths}
 
     @property
@@ -415,7 +415,7 @@ class GroupedCalls:
         self._shapes: dict[Hashable, _Shape] = {}
 
     def prepare(self, singles: Sequence[Executable], make: Make) -> None:
-        """For each of ``singles``, programs for one request, has ``make`` compile some for several. Raises what tracing does."""
+        """For the shape of each of ``singles``, has ``make`` compile programs for several requests. Raises what it raises."""
         for single in singles:
             if self.wants(single):
                 self.add(single, self.compile(single, make))
@@ -479,7 +479,7 @@ class GroupedCalls:
 
 
 def _padded(waiting: int, weight: Weight) -> int:
-    """Returns the number of requests for which a program is chosen when ``waiting`` requests wait: at most ``MOST``.
+    """Returns for how many requests a program is chosen when ``waiting`` requests wait: at most ``MOST``.
 
     If the program is tiny (``weight``) and more than half of ``MOST`` wait, the number is ``MOST``: one call is then enough.
     """

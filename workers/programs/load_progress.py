@@ -28,7 +28,7 @@ class LoadProgress:
     """Makes the programs of one load, reports progress, and sums up their number, bytes and time; for the loading thread."""
 
     def __init__(self, name: str, version: int, tell: Tell = nobody, cancellation: Cancellation | None = None) -> None:
-        """``tell``: called before each program is made. ``cancellation``: tells whether the model's load was given up."""
+        """Begins with no program made. ``tell``: called before each one. ``cancellation``: by which others cancel the load."""
         self.cancellation = cancellation or Cancellation()
         #: Called when the next executable is begun.
         self.renew: Callable[[], None] = lambda: None

@@ -35,7 +35,7 @@ class Lowering:
     """Lowers the function of one model version to programs for given shapes, not compiled yet; any thread may use it."""
 
     def __init__(self, signature: Signature, apply: Callable[..., Any], pack: bool = False) -> None:
-        """``pack``: whether programs also return their small outputs packed in one array (``packed_outputs.py``)."""
+        """Lowers nothing yet. ``pack``: whether programs also return their small outputs in one array (``packed_outputs.py``)."""
         self._signature = signature
         if signature.states:
             apply = stepping(apply, signature)
@@ -53,7 +53,7 @@ class Lowering:
     ) -> jax.stages.Lowered:
         """Traces and lowers the program for ``rows``, ``shapes`` and ``placement``'s device. Raises what tracing raises.
 
-        ``traces``: a list, to which what was traced is added.
+        ``traces``: a list to which the traced program is appended; None: nothing is appended.
         """
         arguments: tuple[Any, ...] = (self.zeros(rows, shapes),)
         if self._signature.states:

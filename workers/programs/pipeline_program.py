@@ -40,7 +40,7 @@ class Link(NamedTuple):
 
 
 class PipelineProgram:
-    """Runs an ensemble of compiled programs for one bucket; has the members of ``Executable`` that the worker's loop needs."""
+    """Runs the programs of an ensemble's steps for one bucket. It has those members of ``Executable`` that the loop needs."""
 
     #: Rows that no request fills are zero.
     clears = True
@@ -49,10 +49,10 @@ class PipelineProgram:
     def __init__(
         self, signature: Signature, links: Sequence[Link], outputs: Sequence[str], rows: int, device: ExecutionDevice
     ) -> None:
-        """
+        """Makes a program of ``links``, the steps' programs in the order in which they run.
+
         Args:
           signature: inputs and outputs of the pipeline, as if it were one model; ``wide`` if a program has 64-bit types.
-          links: the programs in the order in which they run.
           outputs: names of the pipeline's tensors that are its outputs.
           rows: the batch size of the bucket.
           device: the device on which all programs run.

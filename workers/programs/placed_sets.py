@@ -87,7 +87,7 @@ class DevicePlacer(Placer):
     def __init__(
         self, signature: Signature, described: Leaves, parameters: Any, several: SeveralDevices | None, remote: bool
     ) -> None:
-        """Keeps the leaves that cannot be pushed (``described`` says so) from ``parameters``; all parameter sets share them.
+        """Keeps those leaves of ``parameters`` that cannot be pushed, as ``described`` says; all parameter sets share them.
 
         ``several``: the devices of a model on several; None: it runs on one. ``remote``: whether the device has its own memory.
         """

@@ -90,7 +90,7 @@ class StepPrograms:
     def __init__(
         self, functions: StepFunctions, signature: Signature, slots: int, rows: Rows, insert_rows: int
     ) -> None:
-        """``slots``: the number of requests that the carry (the batch's state) has room for.
+        """Stores the author's functions. ``slots``: for how many requests the carry (the batch's state) has room.
 
         ``insert_rows``: how many requests ``insert`` adds at a time; 0: one, in arrays without an axis for requests.
         """
@@ -101,7 +101,7 @@ class StepPrograms:
         self._insert_rows = insert_rows
 
     def init(self, parameters: Any) -> Any:
-        """Calls ``init`` with ``parameters``. Returns the carry: the state that it makes, and for each slot if it is used.
+        """Calls the author's ``init``. Returns the carry: the state that it makes, and for each slot whether it is in use.
 
         Raises Internal: an array of the state does not have one row for each slot.
         """
