@@ -88,7 +88,7 @@ class Worker:
     def __init__(
         self, channel: Channel, options: Options, device_name: DeviceName, device: jax.Device, beat_ns: int = _BEAT_NS
     ) -> None:
-        """``channel``: connects to the supervisor. ``beat_ns``: the longest that one iteration of the loop waits for events."""
+        """Opens the worker. ``channel``: connects to the supervisor. ``beat_ns``: the longest that one iteration waits."""
         self._beat_ns = beat_ns
         self._channel = channel
         self._options = options
@@ -287,7 +287,7 @@ class Worker:
         """Returns whether this iteration only runs waiting requests, and receives no new ones.
 
         If many requests have come while others waited, the next iterations only run waiting requests, up to a limit, as
-        long as programs are short and ``at_once`` is True: a waiting request can run now.
+        long as programs are short and ``at_once`` is True, which says that a waiting request can run now.
         """
         if self._poller.missed >= _MISSED:
             self._poller.missed, self._draining = 0, _MAX_DRAINING
@@ -344,7 +344,7 @@ class Worker:
         self._close_lane(submitter)
 
     def _look_at_half(self, submitter: SubmitterLink[Request], now_ns: int) -> None:
-        """Notes a submitter's partial record and its bytes. Raises InvalidArgument: the user's requests have too many bytes."""
+        """Stores that a submitter's record has come in part. Raises InvalidArgument: the user's requests have too many bytes."""
         number, byte_size = submitter.lane.channel.whole, submitter.lane.channel.half_byte_size
         known = self._halves.get(submitter)
         if byte_size == 0 and known is None:

@@ -62,7 +62,7 @@ def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> 
 
 
 def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:
-    """Returns the output of a response with this name, or None."""
+    """Returns the output of a response with this name; None: the response has no such output."""
     return next((tensor for tensor in inference_response.output_tensors() if tensor.name() == name), None)
 
 
@@ -143,12 +143,12 @@ class ModelConfig:
 
 
 def get_input_config_by_name(model_config: Mapping[str, Any], name: str) -> Any:
-    """Returns the entry of ``model_config["input"]`` with this name, or None."""
+    """Returns the entry of ``model_config["input"]`` with this name; None: there is none."""
     return _named(model_config.get("input", ()), name)
 
 
 def get_output_config_by_name(model_config: Mapping[str, Any], name: str) -> Any:
-    """Returns the entry of ``model_config["output"]`` with this name, or None."""
+    """Returns the entry of ``model_config["output"]`` with this name; None: there is none."""
     return _named(model_config.get("output", ()), name)
 
 
@@ -255,7 +255,7 @@ class MetricFamily:
     HISTOGRAM: ClassVar = MetricKind.HISTOGRAM
 
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
-        """Makes a family. If there is one with that name, this object stands for the existing family.
+        """Makes the family of metrics ``name``. If there is one already, this object stands for the existing family.
 
         Raises TritonModelException: an argument is malformed, the existing family is of another kind, or no model's code is
         running.

@@ -54,7 +54,7 @@ class InferenceResponse:
         error: TritonError | Exception | str | None = None,
         parameters: Mapping[str, Parameter] | None = None,
     ) -> None:
-        """Makes a response. ``error``: if given, the client gets this error instead of the tensors.
+        """Makes a response. ``error``: the error that the client gets instead of the tensors; None: the client gets the tensors.
 
         Raises: TritonModelException: an output is None, or a parameter cannot be sent.  TypeError: an output is not a ``Tensor``.
         """
@@ -206,7 +206,7 @@ class InferenceTrace:
     """The trace of a request. A model passes it on with requests to other models, so that they become part of the trace."""
 
     def __init__(self, timeline: RequestTimeline | None = None) -> None:
-        """``timeline``: the traced request's timeline; None: the request is not traced."""
+        """Makes a trace of a request with this ``timeline``; None: the request is not traced."""
         self.timeline = timeline
 
     def get_context(self) -> str | None:
@@ -416,7 +416,8 @@ class InferenceRequest:
     def _call(self, decoupled: bool) -> ModelCall | InferenceResponse:
         """Prepares the call for this request; the caller sends it. If two inputs have the same name, returns an error response.
 
-        ``decoupled``: as for ``exec``. Raises TritonModelException: the request is malformed, or the code may not call models.
+        ``decoupled``: whether the caller accepts any number of responses. Raises TritonModelException: the request is malformed,
+        or the code may not call models.
         """
         if not self._model_name:
             raise TritonModelException("A request to a model needs its model_name.")
@@ -484,7 +485,7 @@ def response_of(result: Result | None) -> InferenceResponse:
 
 
 def answer_of(call: ModelCall, first: _Answer) -> InferenceResponse | ResponseIterator:
-    """Returns ``call``'s result: a response, or an iterator if the model streams. ``first``: (response, is it the last?)."""
+    """Returns ``call``'s result: a response or, if it streams, an iterator. ``first``: first response, whether it is the last."""
     error = first[0]
     if call.refused and isinstance(error, ServingError):
         why = "Failed for execute the inference request. " if isinstance(error, NotFound) else ""
@@ -494,7 +495,7 @@ def answer_of(call: ModelCall, first: _Answer) -> InferenceResponse | ResponseIt
 
 
 def one_response(response: InferenceResponse, decoupled: bool) -> InferenceResponse | ResponseIterator:
-    """Returns what ``exec`` returns if no model was called: ``response``, or if ``decoupled`` an iterator over it."""
+    """Returns what ``exec`` returns where no model was called: ``response``; with ``decoupled``, an iterator over only it."""
     return ResponseIterator(None, (None, True), response) if decoupled else response
 
 
@@ -511,7 +512,7 @@ class ResponseIterator:
         Args:
           call: the call from which further responses come; None: no model was called.
           first: the first response, and whether it is the last.
-          response: is used in place of the first response; None: the first response itself is used.
+          response: the first response in the form for models, if it was made already; None: it is made of ``first``.
         """
         self._call = None if first[1] else call
         self._kept = [response or response_of(first[0])]

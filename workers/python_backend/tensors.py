@@ -103,7 +103,7 @@ class Tensor:
     def from_dlpack(name: str, tensor: Any) -> Tensor:
         """Makes a tensor from a DLPack capsule, or from an object of torch, jax, numpy or cupy that exports DLPack.
 
-        Raises TritonModelException: ``tensor`` is neither.
+        Raises TritonModelException: ``tensor`` is neither a capsule nor such an object.
         """
         if not hasattr(tensor, "__dlpack__") and type(tensor).__name__ != "PyCapsule":
             raise TritonModelException(

@@ -25,7 +25,7 @@ _MAX_REFUSED = 256
 
 
 class LaneSegments(ArenaMap):
-    """The segments of arenas that a client has announced on its lane. A front has a request arena instead."""
+    """The segments of arenas that a client has announced on its lane. A front's lane has a map of the front's arena instead."""
 
     def __init__(self, table: RegionTable, limits: LaneLimits) -> None:
         super().__init__()
@@ -95,8 +95,8 @@ class LaneSegments(ArenaMap):
     def find(self, name: str) -> AnyRegion:
         """Returns the region that a record of this lane names: a segment of the lane, or a registered region.
 
-        Raises: Unavailable: the segment could not be opened.  InvalidArgument: the segment is not open, or the region has
-          lost its memory.  NotFound: no region has this name.  DeviceLost: the GPU failed.
+        Raises: Unavailable: the segment could not be opened.  InvalidArgument: the segment is not open, or pages of the region
+          were lost.  NotFound: no region has this name.  DeviceLost: the GPU failed.
         """
         if not name.startswith(_MARK):
             return self._table.find(name)
@@ -110,7 +110,7 @@ class LaneSegments(ArenaMap):
         return region
 
     def view(self, place: Slice) -> memoryview:
-        """Always raises InvalidArgument: a ``place`` is in a request arena, which a client, unlike a front, does not have."""
+        """Always raises InvalidArgument: a ``place`` is in the arena of a front, which a client does not have."""
         raise InvalidArgument(
             f"{place.byte_size} bytes are said to lie in an arena; a client's tensors are in its records or in regions"
         )

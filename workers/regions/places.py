@@ -57,7 +57,7 @@ class Places:
         return region.view(place.offset, size) if place is not None and type(region) is Region else None
 
     def reached(self) -> dict[str, memoryview | tuple[CudaRegion, int]]:
-        """Returns, by output, the places to which a GPU can copy by itself: host memory, or CUDA region and offset in bytes."""
+        """Returns, by output, the places to which a GPU copies by itself: host memory, or (CUDA region, offset in bytes)."""
         found: dict[str, memoryview | tuple[CudaRegion, int]] = {}
         for name, size in self.sizes.items():
             place, region = self.in_regions.get(name, (None, None))
@@ -70,7 +70,7 @@ class Places:
         return found
 
     def take_lease(self) -> LeaseKey | None:
-        """Passes the lease of the arena's memory on to the submitter. Returns the lease's key; None: no lease is held."""
+        """Returns the key of the lease of the arena's memory, which now is the submitter's to give back; None: no lease."""
         lease, self.lease = self.lease, None
         return None if lease is None else lease.key
 

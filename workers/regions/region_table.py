@@ -32,7 +32,7 @@ class RegionTable:
     def __init__(
         self, policy: RegionPolicy, driver: Driver, gpu: int | None, pinned: PinnedMemory | None = None
     ) -> None:
-        """``gpu``: the daemon's number of the worker's first GPU; None: a processor's worker, which opens regions on any GPU."""
+        """Begins without regions. ``gpu``: the daemon's number of the worker's first GPU; None: regions on any GPU are opened."""
         self._pinned = pinned
         self._policy = policy
         self._driver = driver
@@ -52,8 +52,8 @@ class RegionTable:
     def register(self, record: RegisterSystemRegion, fd: int | None) -> tuple[Region | SnapshotRegion, str]:
         """Opens a client's system region and adds it to the table.
 
-        A region that renews another region replaces it only once nothing can fail any more. If both are of the same object,
-        which has lost no memory, the existing mapping is kept.
+        If the name has a region already, the new one replaces it only once nothing can fail any more. If both are the same part
+        of one object, of which no page was lost, the existing mapping is kept.
 
         Args:
           fd: a descriptor that another worker has checked, or that is sealed; None: this worker opens the object by its key.
@@ -154,7 +154,7 @@ class RegionTable:
             raise AlreadyExists(f"shared memory region '{record.name}' already in manager")
 
     def _adopt(self, region: AnyRegion) -> None:
-        """Adds a region to the table. Requests that use a former region with the same name continue to use the former one."""
+        """Adds a region to the table. Requests that use an earlier region with this name go on using the earlier one."""
         if (renewed := self._regions.get(region.name)) is not None:
             self.leaving.append(renewed)
         self._regions[region.name] = region
@@ -165,7 +165,7 @@ class RegionTable:
         """Returns the region of this name.
 
         Raises NotFound: there is no region of this name.
-        Raises InvalidArgument: the region has lost its memory, or cannot be opened here.
+        Raises InvalidArgument: pages of the region were lost, or this worker cannot open it.
         """
         region = self._regions.get(name)
         if region is None:
@@ -235,7 +235,7 @@ class RegionTable:
         self._call_waiters()
 
     def _call_waiters(self) -> None:
-        """Calls the functions given to ``when_closed`` whose former regions have all been closed by now."""
+        """Calls those functions given to ``when_closed`` whose regions have all been closed by now."""
         for entry in list(self._waiting):
             regions, done = entry
             if not any(region in self.leaving for region in regions):
@@ -261,7 +261,7 @@ def _is_private(region: AnyRegion) -> bool:
 
 
 def _still_holds(region: Region | SnapshotRegion, fd: int, record: RegisterSystemRegion) -> bool:
-    """Returns whether a region maps the part that ``record`` names, in the object open as ``fd``, and has lost no memory."""
+    """Returns whether a region is the part that ``record`` names of the object open as ``fd``, and none of its pages was lost."""
     found = os.fstat(fd)
     return (
         region.file == (found.st_dev, found.st_ino)
@@ -272,7 +272,7 @@ def _still_holds(region: Region | SnapshotRegion, fd: int, record: RegisterSyste
 
 
 def check_intact(regions: Iterable[AnyRegion]) -> None:
-    """Raises InvalidArgument if any of these regions has lost memory, so that zeros have replaced missing pages."""
+    """Raises InvalidArgument if a page of one of these regions was lost, so that zeros were read in its place."""
     if not guard.any_faults():
         return
     for region in regions:

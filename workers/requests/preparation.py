@@ -56,7 +56,7 @@ class AnswerPlan(NamedTuple):
     told: Mapping[str, Parameter]
 
     def number(self, numbered: Numbered[PreparedAnswer]) -> AnswerPlan:
-        """Returns a copy of the plan whose answers refer by number to ``numbered``, the part that repeats in the answers."""
+        """Returns a copy of the plan whose answers name by its number ``numbered``, the part that all of them have."""
         return self._replace(said=numbered.number, numbered=numbered)
 
 
@@ -95,7 +95,7 @@ Inputs = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 class Checked(NamedTuple):
-    """The result of checking inputs with certain names, datatypes and shapes against one load of a model version."""
+    """The result of checking inputs, by their names, datatypes and shapes, against one load of a model version."""
 
     #: The value that requests must have in common to run together.
     key: Hashable
@@ -124,7 +124,7 @@ class Preparation:
     __slots__ = ("checked", "large", "load", "number", "outputs", "own", "plans", "prepared")
 
     def __init__(self, prepared: PreparedRequest, number: int = INLINE) -> None:
-        """``number``: the lane's number for the prepared request; ``INLINE`` if it came inside a request and has no number."""
+        """Begins without results. ``number``: that of the prepared request on the lane; ``INLINE``: it came inside a request."""
         self.number = number
         self.prepared = prepared
         #: True if all of its tensors are each request's own, and none lies in a region.

@@ -74,7 +74,8 @@ def validate(
     """Validates a received request, leases the regions that it names, and returns it.
 
     Args:
-      own, preparation: the received record, and the preparation of the prepared request that the record names or carries.
+      own: the received record.
+      preparation: that of the prepared request that the record names or contains.
       regions: the regions that the request may name.
     Raises ServingError: the request is invalid. The message is for the client, and no region stays leased.
     """
@@ -163,10 +164,10 @@ def _chosen(record: RequestRecord, version: ModelVersion) -> str | None:
 
 
 def _tells(prepared: PreparedRequest, record: RequestRecord, version: ModelVersion) -> bool:
-    """Returns whether a record wants its answers to report their parameter set; False if the model has no parameter sets.
+    """Returns whether a client wants to be told the parameter set of its answer; False if the model has no parameter sets.
 
-    Raises InvalidArgument: the parameter ``TELLING_PARAMETER``, which asks for the report, is not a boolean; or the
-    parameters name the set, for which the record has a field.
+    Raises InvalidArgument: the parameter ``TELLING_PARAMETER``, which asks for that, is not a boolean; or the parameters
+    name the set, for which the record has a field.
     """
     sets, tells = version.sets, prepared.parameters.get(TELLING_PARAMETER)
     if sets is None:
@@ -183,7 +184,7 @@ def _tells(prepared: PreparedRequest, record: RequestRecord, version: ModelVersi
 
 
 def _key_of(version: ModelVersion, key: Hashable, name: str) -> Hashable:
-    """Returns the batching key of a request that names a parameter set. ``key``: the key of the request's shapes.
+    """Returns the batching key of a request to parameter set ``name``. ``key``: the key of the request's shapes.
 
     The result is ``key`` if a batch may mix parameter sets, or if the planner of sequences keeps the sets apart. Otherwise
     the result also has the set's name.
@@ -458,7 +459,7 @@ def _contents(
 
 
 def _closed(prepared: PreparedRequest, record: RequestRecord, contents: list[Content]) -> PreparedRequest:
-    """Returns the prepared request with each dimension that the client left open computed from the size of the input.
+    """Returns the prepared request with each variable dimension (-1) that the client sent computed from the input's size.
 
     ``contents``: the bytes of each input. Raises InvalidArgument if no dimension fits the number of bytes.
     """

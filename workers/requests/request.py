@@ -87,7 +87,7 @@ class Request(RequestTensors):
         contents: Mapping[str, bytes | memoryview | LateTensor] | None = None,
         preparation: Preparation | None = None,
     ) -> None:
-        """Takes either ``arrays`` or ``contents``.
+        """Makes a request with either ``arrays`` or ``contents``.
 
         ``contents`` is given if no input is BYTES or BOOL and none is reshaped: the bytes are then those of the arrays.
 
@@ -165,7 +165,7 @@ class Request(RequestTensors):
         return self.sink is not None or any(isinstance(region, CudaRegion) for region in self.regions)
 
     def ran_in(self, began_ns: int, computed_ns: int, gathered: int) -> None:
-        """Records when a run began and was computed, for ``timed``. ``gathered``: bytes copied to put the request into it."""
+        """Stores when a run began and had computed, for ``timed``. ``gathered``: bytes copied to put the request into it."""
         self.ran = max(0, began_ns - self.arrived_ns), computed_ns - began_ns, gathered
 
     def timed(self, answer: AnswerRecord) -> AnswerRecord:
@@ -193,7 +193,7 @@ class Request(RequestTensors):
 
 
 def controls_of(record: RequestRecord) -> Controls:
-    """Returns the sequence controls of a request's record: its sequence's id, and whether it starts or ends it."""
+    """Returns the sequence controls of a request's record: the id of its sequence, and whether it starts or ends that one."""
     return Controls(record.sequence_id, record.sequence_start, record.sequence_end)
 
 

@@ -56,7 +56,7 @@ class Question(NamedTuple):
     def of(
         cls, load: object, outputs: Sequence[str], arrays: Mapping[str, Array], parameters: tuple[object, ...] = ()
     ) -> Question:
-        """Returns the cache key of a request with the inputs ``arrays``. It refers to the tensors' memory and copies nothing.
+        """Returns the cache key of a request with the inputs ``arrays``; the key refers to their memory, and nothing is copied.
 
         Args:
           load: an object that stands for one load of a model version, by its identity.
@@ -129,7 +129,7 @@ class ResponseCache:
         return entry.answer
 
     def insert(self, question: Question, answer: Mapping[str, Array]) -> Insertion:
-        """Stores a copy of the answer for a cache key (``question``). To make room for it, removes those used least recently.
+        """Stores a copy of the answer for a cache key (``question``). To make room, removes answers that were used longest ago.
 
         Returns KEPT, KNOWN if an answer for the key is stored already, or TOO_LARGE if the answer is larger than the whole cache.
         """

@@ -95,7 +95,7 @@ class ResponseKind:
         return answers(self._number, [request_id], self._sizes, b"".join(contents))[0]
 
     def record(self, request: Request, result: Mapping[str, Array]) -> bytes | None:
-        """Encodes a ``result``; None: its outputs have other datatypes or shapes than this kind's. Any thread may call it."""
+        """Encodes a ``result``; None: the datatypes or shapes of its outputs are not this kind's. Any thread may call it."""
         if len(result) != len(self._parts) and not request.outputs:
             return None
         contents: list[bytes] = []
@@ -399,7 +399,7 @@ class ResponseSender:
 
     @property
     def leaves_as_it_is(self) -> bool:
-        """Whether each small response is sent as one record, with nothing added.
+        """True if each small response is sent as one record, with nothing added.
 
         This is not so if outputs go into regions, or if the request is traced or was made inside this worker.
         """
@@ -444,7 +444,7 @@ class ResponseSender:
         return self._max_ahead - (self._posted - self._settled)
 
     def posted(self, result: Result | None, final: bool) -> int:
-        """Counts and returns the bytes of ``result``, which its client has yet to take (None: 0). ``final``: none follows."""
+        """Counts and returns the bytes of ``result`` as not yet taken by the client (None: 0). ``final``: no response follows."""
         size = 0 if result is None else _BYTE_SIZE
         if result is not None and not isinstance(result, ServingError):
             for array in result.values():
@@ -459,7 +459,7 @@ class ResponseSender:
         return self._posted - self._settled
 
     def catch_up(self) -> None:
-        """Adds to this sender's count its responses that were sent together with other requests' and are not counted yet."""
+        """Counts those responses of this sender that were sent together with other requests' and are not counted yet."""
         if self.counted is not None:
             self.counted()
 

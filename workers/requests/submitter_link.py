@@ -128,7 +128,7 @@ class SubmitterLink(Generic[R]):
         self.closed = False
 
     def learn(self, record: Prepare, preparation: Preparation) -> None:
-        """Stores a prepared request's ``preparation`` under the number in ``record``, in place of what had the number.
+        """Stores a prepared request's ``preparation`` under the number in ``record``, in place of any other that had the number.
 
         Raises InvalidArgument: the number is out of bounds, or a client's prepared requests take too many bytes.
         """
@@ -188,13 +188,13 @@ class SubmitterLink(Generic[R]):
         self._count(-self._sizes.pop(request_id, 0))
 
     def leave(self) -> None:
-        """Stops counting the memory that an ended lane held, except for its requests in flight."""
+        """Stops counting the memory that this lane, which has ended, held, except for requests that are still in flight."""
         self._count(-self._prepared_size - self._half_size)
         self._prepared_size = self._half_size = 0
 
     @property
     def returns(self) -> int:
-        """How many leases were given back so far: on this lane if a front has it, else on all lanes of the client's user."""
+        """How many leases were given back so far: on this lane if it is a front's, else on all lanes of the client's user."""
         return self.lane.arena.returned if self.owner is None else self.owner.returned
 
     @property
@@ -216,7 +216,7 @@ class SubmitterLink(Generic[R]):
             self._due.append(self)
 
     def response_kind(self, version: int, described: Described, final: bool) -> ResponseKind:
-        """Returns the encoder, made if need be, of small responses as ``described``. ``final``: for a request's last one."""
+        """Returns the encoder, made if need be, of small responses with outputs ``described``. ``final``: for last responses."""
         key = version, final, described
         kind = self._response_kinds.get(key)
         if kind is None:
@@ -228,7 +228,7 @@ class SubmitterLink(Generic[R]):
         return kind
 
     def known_kind(self, version: int, described: Described) -> ResponseKind | None:
-        """Returns the encoder of small responses with outputs ``described``, except last ones; None: none. Thread-safe."""
+        """Returns the encoder of small responses with outputs ``described`` but last ones; None: none was made. Thread-safe."""
         return self._response_kinds.get((version, False, described))
 
     def answer(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
@@ -266,7 +266,7 @@ class LaneOwner(Budget):
     def share(self) -> int:
         """How many bytes of answers a lane of the user may hold even if the user's lanes have reached their common limit.
 
-        This is twice the limit, less the bytes of answers that all lanes of the user hold, divided by the number of lanes.
+        This is twice the limit, less the bytes of answers that all lanes of the user hold; the rest is divided by the lanes.
         """
         return (2 * self.max_byte_size - self.used - self.waiting_byte_size) // max(1, len(self.submitters))
 

@@ -165,7 +165,7 @@ class RequestTimeline:
 
 
 def begun(record: RequestRecord, context: TraceContext | None, queued_ns: int) -> RequestTimeline:
-    """Begins a traced record's timeline. ``context``: a trace context, ignored if it is of another request; None: no context."""
+    """Begins a traced request's timeline. ``context``: the trace that it is part of, if it names this request; None: none."""
     timeline = RequestTimeline(record.trace & ~TIMING, queued_ns)
     if context is not None and context.request_id == record.request_id:
         timeline.context = context

@@ -20,7 +20,7 @@ NEVER = sys.maxsize
 
 
 class Agenda(Generic[P]):
-    """Schedules the parts of a loop: holds which parts have work now, and when to ask each other part for work."""
+    """Schedules the parts of a loop: knows which parts have work now, and when to ask each other part for work."""
 
     __slots__ = ("_due", "_heap", "_number", "due_ns", "woken")
 

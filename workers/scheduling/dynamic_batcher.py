@@ -40,7 +40,7 @@ class BatchRules:
 
 
 class Company(NamedTuple):
-    """When waiting requests run together: once they have ``full`` rows, or the oldest has waited for ``delay_ns``."""
+    """Says when waiting requests run together: once they have ``full`` rows, or the oldest has waited for ``delay_ns``."""
 
     #: How long the oldest request may wait.
     delay_ns: int
@@ -78,7 +78,7 @@ class DynamicBatcher(QueuePlanner[W]):
         return [range(1, smallest + 1), *(range(size, size + 1) for size in larger)]
 
     def company(self, key: Hashable) -> Company | None:
-        """Returns when requests with a key run together. None: none is delayed, or ``BatchRules.preferred`` has several sizes."""
+        """Returns when requests with this key run together; None: none waits for others, or several sizes are preferred."""
         preferred, limit = self._rules.preferred, self._limit(key)
         if not self.delays or len(preferred) > 1:
             return None

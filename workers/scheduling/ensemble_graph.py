@@ -38,7 +38,7 @@ class EnsembleGraph:
     def __init__(
         self, inputs: Collection[str], outputs: Collection[str], steps: Sequence[EnsembleStep], most: int = 0
     ) -> None:
-        """``most``: how many responses of one streaming step later steps may work on at a time; 0: any number."""
+        """Stores the graph. ``most``: how many responses of a streaming step later steps may work on at a time; 0: any number."""
         self.inputs = tuple(inputs)
         self.steps = tuple(steps)
         self.most = most

@@ -117,7 +117,7 @@ class EnsembleRun(Generic[T]):
 
     @property
     def stuck(self) -> bool:
-        """True if an answer to the client is incomplete. If no step is running either, the request has failed."""
+        """True if an answer to the client is incomplete. If no step is running then, the request has failed."""
         if not any(map(self._dynamic, self._needed.outputs)):
             return not self._answered
         # Of an iteration that has begun everything is there, or was when it was answered.
@@ -138,8 +138,8 @@ class EnsembleRun(Generic[T]):
         """Returns a tensor's value for a step or an answer; None: the tensor was left out.
 
         ``iteration``: the number of the streaming step's response for which the step runs. ``again``: whether the step runs
-        for each such response. If so, a value that depends on no streaming step is kept; other values are dropped after
-        their last use.
+        for each such response. If so, a value that depends on no streaming step is kept; any other value is dropped after its
+        last use.
         """
         key = (tensor, iteration) if self._dynamic(tensor) else (tensor, 0)
         value = self._values[key]

@@ -111,14 +111,14 @@ class Planner(ABC, Generic[P]):
     def dropped(self, request: P, now_ns: int) -> list[tuple[P, ServingError]]:
         """Drops a request that ``take`` returned and that will never run.
 
-        Returns requests that fail because of the drop, such as later requests of the same sequence, each with its error. By
+        Returns requests that fail because of that, such as later requests of the same sequence, each with its error. By
         default there are none.
         """
         return []
 
     @abstractmethod
     def restore(self, requests: list[P], now_ns: int) -> list[tuple[P, ServingError]]:
-        """Puts back into the queue requests that were taken but could not run. Returns those that fail, with their errors."""
+        """Puts requests that were taken but could not run back into the queue. Returns those that fail, each with its error."""
 
     def limit(self, key: Hashable, rows: int) -> None:
         """Sets how many rows of requests with this batching key may share a batch from now on; 0: as many as the rules allow."""

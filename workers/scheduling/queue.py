@@ -79,7 +79,7 @@ _Waiters = dict[Hashable, OrderedDict[int, W]]
 
 
 class Replacement(NamedTuple, Generic[W]):
-    """A waiting request (``old``) that was discarded because a newer one (``new``) with the same replace key took its place."""
+    """A waiting request (``old``) that was discarded, and the newer one (``new``) with its replace key that took its place."""
 
     old: W
     new: W
@@ -212,7 +212,7 @@ class RequestQueue(Generic[W]):
 
     @property
     def replaceable(self) -> bool:
-        """True while a request waits that would be replaced by a newer request with the same replace key."""
+        """True while a request with a replace key waits, which a newer request with the same key would replace."""
         return bool(self._replaceable)
 
     def push(self, request: W) -> Replacement[W] | None:
@@ -243,7 +243,7 @@ class RequestQueue(Generic[W]):
         return 0 < most <= waiting and not self._shares.below(owner, waiting, most)
 
     def _append(self, request: W, number: int) -> None:
-        """Inserts a request behind its owner's requests in the list (line) ``number``, which is 2 * (priority level - 1)."""
+        """Inserts a request behind its owner's requests in list ``number`` of the queue, which is 2 * (priority level - 1)."""
         last, owner = self._last, request.owner
         if owner not in last and len(last) > 2 * len(self._shares) + 64:
             # Who has nothing waiting and is not ahead of the others begins like one that was never there.
@@ -280,7 +280,7 @@ class RequestQueue(Generic[W]):
     def _insert_in_order(self, request: W, number: int) -> None:
         """Inserts a request among the requests of its owner with its batching key, in the ascending order of ``sequence``.
 
-        ``number``: the list (line) of the queue: 2 * (priority level - 1), or 1 more for requests whose timeout has passed.
+        ``number``: the list of the queue: 2 * (priority level - 1), or 1 more for requests whose timeout has passed.
         """
         self._insert(request, number)
         self._last[request.owner] = max(self._last.get(request.owner, 0), request.sequence)
@@ -292,7 +292,7 @@ class RequestQueue(Generic[W]):
         """Puts back into the queue requests that were taken but could not run, ahead of later ones, even if the queue is full.
 
         ``requests`` must be in the order of their arrival, and older than all waiting requests with their keys. Of two requests
-        with one replace key the newer stays, in the older one's place. Returns such pairs; the older requests are discarded.
+        with one replace key only the newer stays, in the older one's place. Returns each such pair.
         """
         replacements: list[Replacement[W]] = []
         for request in reversed(requests):
@@ -434,7 +434,7 @@ class RequestQueue(Generic[W]):
             heapq.heappop(expiries)
 
     def expire(self, now_ns: int) -> list[W]:
-        """Removes the expired requests that fail, and returns them; other expired requests wait behind all that are in time."""
+        """Removes and returns the expired requests that are to fail; other expired requests wait behind all that are in time."""
         refused: list[W] = []
         while self.expiries and self.expiries[0][0] <= now_ns:
             *_, request = heapq.heappop(self.expiries)
@@ -559,7 +559,7 @@ def _sequence(request: Waiting) -> int:
 
 
 class ParkedRequests(Generic[W]):
-    """Requests of equal shapes, in order, that wait for a compiled program. Of equal replace keys the newest request is held."""
+    """Requests of equal shapes, in order, that wait for a compiled program. Of equal replace keys only the newest waits."""
 
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules
@@ -588,7 +588,7 @@ class ParkedRequests(Generic[W]):
         return None
 
     def extend(self, batch: Iterable[W]) -> list[Replacement[W]]:
-        """Adds requests from the queue, ``batch``, without a limit. Returns replaced requests, each with what replaced it."""
+        """Adds ``batch``, requests from the queue, without a limit. Returns replaced requests, each with its replacement."""
         replacements: list[Replacement[W]] = []
         for request in batch:
             at = self._at.get(request.replace_key)

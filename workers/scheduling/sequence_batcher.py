@@ -29,7 +29,7 @@ _UNBOUNDED = QueueRules(sys.maxsize)
 
 @dataclass(frozen=True, slots=True)
 class DirectRules:
-    """How long an instance's batch may wait until more slots have a request, and how many slots are enough to run it now."""
+    """How long an instance's batch may wait for more slots to have a request, and how many such slots are enough to run it."""
 
     slots: int = 1
     delay_ns: int = 0
@@ -40,8 +40,8 @@ class DirectRules:
 class DirectBatcher(Generic[S]):
     """Makes one instance's batches for Triton's strategy "direct": a sequence's requests are always in the row of its slot.
 
-    A batch takes the next request of every ready slot that has the batching key of the slot that has been ready longest. An
-    instance has one batch in flight.
+    A batch has one batching key, that of the slot that has been ready longest, and takes the next request of each ready slot
+    whose next request has this key. An instance has one batch in flight.
     """
 
     def __init__(self, rules: DirectRules) -> None:
@@ -231,7 +231,7 @@ class SequenceBatcher(Planner[S]):
     # ------------------------------------------------------------------------------------------- running without waiting
 
     def run_now(self, asked: Iterable[Asked], now_ns: int) -> list[LiveSequence[S]]:
-        """Begins to run ``asked`` on the first instance (``SequenceTable.run_now``). Call ``table.have_run`` afterwards."""
+        """Begins to run ``asked`` on the first instance, like ``SequenceTable.run_now``; then call ``table.have_run``."""
         self.table.close_idle(now_ns)
         return self.table.run_now(asked)
 

@@ -55,7 +55,7 @@ class Expiries(Generic[S]):
             heapq.heapify(self._moments)
 
     def next(self, now_ns: int) -> tuple[S, ServingError] | None:
-        """Removes and returns an overdue request and its error, or returns None. The caller cancels the request's sequence."""
+        """Removes and returns an overdue request and its error; None: no request is overdue. The caller cancels its sequence."""
         while self._moments and self._moments[0][0] <= now_ns:
             _, _, request = heapq.heappop(self._moments)
             if request.line < 0:
@@ -190,7 +190,7 @@ class SequenceTable(Generic[S]):
         return self._slots.free
 
     def find(self, correlation_id: int | str) -> LiveSequence[S] | None:
-        """Returns the sequence that a request with this id and without START would continue, or None."""
+        """Returns the sequence that a request with this id and without START would continue; None: there is none."""
         return self._live.get(correlation_id)
 
     # -------------------------------------------------------------------------------------------------------- admission
@@ -290,7 +290,7 @@ class SequenceTable(Generic[S]):
                 idle[live] = now_ns
 
     def _begin_now(self, correlation_id: int | str) -> LiveSequence[S] | None:
-        """Returns a new sequence whose first request runs now, or None if the request has to wait or is invalid."""
+        """Returns a new sequence whose first request runs now; None: the request has to wait or is invalid."""
         if not correlation_id or self.stopping or not self._slots.free:
             return None
         try:
@@ -318,7 +318,7 @@ class SequenceTable(Generic[S]):
         return request
 
     def done(self, request: S, now_ns: int) -> LiveSequence[S] | None:
-        """Marks a request as run. Returns the sequence that can run next because of that, or None.
+        """Marks a request as run. Returns the sequence that can run next because of that; None: no sequence can.
 
         The returned sequence is the request's own, or the first of the sequences that wait for a slot.
         """
@@ -348,7 +348,7 @@ class SequenceTable(Generic[S]):
         return live
 
     def _free(self, live: LiveSequence[S]) -> LiveSequence[S] | None:
-        """Ends a ``live`` sequence with a slot. Returns the sequence that gets the slot, first of the backlog, or None."""
+        """Ends a ``live`` sequence that has a slot. Returns the sequence that gets the slot, the first that waits; None: none."""
         slot = live.slot
         assert slot is not None
         del self._holders[slot]
@@ -409,7 +409,7 @@ class SequenceTable(Generic[S]):
             del self._lost[next(iter(self._lost))]
 
     def close(self, correlation_id: int | str) -> LiveSequence[S] | None:
-        """Ends a sequence once its waiting requests have run; returns the sequence that gets its slot now, or None."""
+        """Ends a sequence once its waiting requests have run. Returns the sequence that gets its slot now; None: none does."""
         live = self._live.get(correlation_id)
         return None if live is None else self._close(live)
 
@@ -418,7 +418,7 @@ class SequenceTable(Generic[S]):
         return self._free(live) if self._idle.pop(live, None) is not None else None
 
     def close_idle(self, now_ns: int | None = None) -> list[LiveSequence[S]]:
-        """Ends sequences whose idle time is over at ``now_ns``; None: all that are idle. Returns those that get the slots."""
+        """Ends sequences whose idle time is over at ``now_ns``; None: all idle ones. Returns those that get their slots."""
         ready: list[LiveSequence[S]] = []
         while self._idle:
             live, since_ns = next(iter(self._idle.items()))

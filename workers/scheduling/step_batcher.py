@@ -58,7 +58,7 @@ class SlotHolder(Generic[W]):
 
 
 class Step(NamedTuple, Generic[W]):
-    """One step of the device: the requests that take part, the slots for which it is the last step, and slots left out."""
+    """One step of the device: the requests that take part, the slots whose last step it is, and the slots that are left out."""
 
     #: Requests that take part, and slots for which it is the last step.
     holders: Sequence[SlotHolder[W]]
@@ -164,7 +164,7 @@ class StepBatcher(QueuePlanner[W]):
     def _leave(self, request: W, known: bool = False) -> bool:
         """Frees a request's slot. Returns False if the request has no slot.
 
-        ``known``: whether the device has marked the slot as free; if not, later steps leave the slot out.
+        ``known``: whether the device itself has marked the slot as free; if not, later steps leave the slot out.
         """
         holder = self._holders.pop(request, None)
         if holder is None:
@@ -195,7 +195,7 @@ class StepBatcher(QueuePlanner[W]):
             self._masked -= {holder.number}
 
     def step(self) -> Step[W] | None:
-        """Begins and returns a step. None: no request takes part, or the worker has not read the results of ``AHEAD`` steps."""
+        """Begins and returns a step; None: no request takes part, or the results of ``AHEAD`` steps have not been read yet."""
         if self._on_their_way >= AHEAD:
             return None
         self._room = self._rules.inserts_per_step

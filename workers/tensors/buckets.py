@@ -98,7 +98,7 @@ class Buckets:
         return rows, tuple(shapes)
 
     def _units(self, spec: TensorSpec, count: int, rows: int) -> int:
-        """Returns to how many units (``ragged.unit``) an input with ``count`` units is padded; ``rows`` if no dim varies."""
+        """Returns to how many units (``ragged.unit``) an input of ``count`` units is padded; ``rows`` if no dim of it varies."""
         if -1 not in spec.model_dims:
             return rows
         sizes = self.axes.get(_ragged_axis(spec) or "", ())
@@ -125,7 +125,7 @@ class Buckets:
         return sizes[at] if at < len(sizes) else size
 
     def planned(self) -> Iterator[tuple[int, Shapes]]:
-        """Yields the rows and input shapes of each program to compile at load; none if a varying axis has no buckets."""
+        """Yields the rows and input shapes of each program to compile at load; nothing if a varying axis has no buckets."""
         inputs = self.signature.inputs
         #: Axis -> its sizes; also name of a ragged input's largest request -> its sizes, where an input says how large that is.
         choices: dict[str, tuple[int, ...]] = {}
@@ -170,12 +170,12 @@ def _ragged_axis(spec: TensorSpec) -> str | None:
 
 
 def _most_of(spec: TensorSpec) -> str:
-    """Returns the key for a ragged input's largest request in dicts from axis names to sizes. No axis has such a name."""
+    """Returns the key under which dicts from axis names to sizes have a ragged input's largest request; no axis is named so."""
     return f"most of {spec.name}"
 
 
 def sliced(spec: TensorSpec, shape: tuple[int, ...], lengths: Mapping[str, int]) -> tuple[slice, ...]:
-    """Returns slices that cut an output's ``shape``, without batch axis, to a request's sizes, ``lengths`` by axis name."""
+    """Returns slices that cut an output's ``shape``, without batch axis, to a request's sizes. ``lengths``: axis name -> size."""
     return tuple(
         slice(None, lengths[axis]) if axis is not None and lengths.get(axis, size) < size else slice(None)
         for axis, size in zip(spec.axes, shape, strict=True)

@@ -60,7 +60,7 @@ def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) ->
 def uncut(layout: OutputLayout, contents: Sequence[Array | bytes]) -> BatchOutputs | None:
     """Returns ``contents``, a run's outputs, as bytes with their layout; the answers are cut out of these bytes later.
 
-    None: the outputs have more than ``UNCUT_BYTE_SIZE`` bytes, and each answer is better cut out of the arrays.
+    None: the outputs have more than ``UNCUT_BYTE_SIZE`` bytes, so that each answer is better cut out of the arrays.
     """
     if sum([len(content) if isinstance(content, bytes) else content.nbytes for content in contents]) > UNCUT_BYTE_SIZE:
         return None

@@ -48,7 +48,7 @@ def elements(request: RequestTensors, name: str) -> int:
 
 
 def unit(spec: TensorSpec) -> int:
-    """Returns how many elements of a ragged input always stand together: the product of its dims that do not vary."""
+    """Returns how many elements make one unit of a ragged input, which is never divided: the product of its fixed dims."""
     return math.prod(dim for dim in spec.model_dims if dim != -1)
 
 
@@ -188,8 +188,8 @@ def ragged_signature(described: Signature, message: ModelConfig, segments: Mappi
     """Returns ``described`` with the batch inputs and the batch outputs of a checked configuration, ``message``.
 
     The worker makes a batch input from a ragged input, and divides a batch output among requests like a ragged input.
-    ``segments``: as ``declare_ragged`` returns them. Raises InvalidArgument: the source of either is not ragged, or an
-    axis of a ragged input is also an axis of an input that is not ragged.
+    ``segments``: the result of ``declare_ragged``. Raises InvalidArgument: such a ragged input is not ragged, or one of its
+    axes is also an axis of an input that is not ragged.
     """
     what, kinds = f"model '{described.model}'", model_config_pb2.BatchInput.Kind
     made = [

@@ -234,7 +234,7 @@ def parse_declaration(what: str, text: object) -> Declared:
 def declare(
     message: ModelConfig, inputs: Mapping[str, Declared], outputs: Mapping[str, Declared], where: str = "model.py"
 ) -> None:
-    """Adds tensors declared in file ``where`` to a configuration. Raises InvalidArgument: file and configuration disagree."""
+    """Adds tensors that the file ``where`` declares to a configuration. Raises InvalidArgument: the two contradict each other."""
     for kind, fields, declared in (("input", message.input, inputs), ("output", message.output, outputs)):
         known = {field.name: field for field in fields}
         for name, tensor in declared.items():
@@ -249,7 +249,7 @@ def declare(
 
 
 def agree(what: str, field: Any, declared: Declared, where: str = "model.py") -> None:
-    """Fills in datatype and dims of a configuration's tensor ``field``, if they are missing there, from its declaration.
+    """Fills in datatype and dims of ``field``, a tensor in a configuration, from its declaration, if they are missing there.
 
     ``what``: the tensor's name in errors. ``where``: the file with the declaration. Raises InvalidArgument: declaration and
     configuration contradict each other.

@@ -112,7 +112,7 @@ def initial_state(
 
 
 def _fitting(what: str, spec: StateSpec, value: Any) -> Array:
-    """Returns the first value of the state ``spec`` in the state's shape; a single number fills the shape.
+    """Returns ``value``, the first value of the state ``spec``, in the state's shape; a single number fills the shape.
 
     ``what``: names the state in errors. Raises InvalidArgument: the value does not fit.
     """

@@ -26,7 +26,7 @@ _IS_NONE = functools.partial(operator.is_, None)
 
 
 def name_of(keys: Any, kind: str) -> str:
-    """Returns the name of an array in a tree: the keys on its path, joined by dots. A path of one number gives ``input_0``.
+    """Returns the name of an array in a tree: the keys on its path, joined by dots. A path of a single number gives ``input_0``.
 
     ``kind``: "input" or "output", with which such a name begins.
     """

@@ -15,7 +15,7 @@ class CoroutineThread:
     """The thread that runs the coroutines of one instance of a model. Only the instance's own thread may use this object."""
 
     def __init__(self, name: str, code: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext) -> None:
-        """``name``: the thread's name. ``code``: makes a context that the thread enters to run the model's code."""
+        """Starts no thread yet. ``name``: the thread's name. ``code``: makes a context in which it runs the model's code."""
         self._name = name
         self._code = code
         self._loop: asyncio.AbstractEventLoop | None = None

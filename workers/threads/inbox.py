@@ -28,7 +28,7 @@ class Inbox:
     def post(self, call: Callable[[], None], soon: bool = True) -> None:
         """Queues a function for the worker's loop to call, and wakes the loop. Does nothing after ``close``.
 
-        ``soon``: if False, the loop is not woken when it will call ``run`` anyway (see ``look``).
+        ``soon``: False: the loop is not woken if it will call ``run`` in any case (see ``look``).
         """
         self._calls.append(call)
         # Who drains says so before it looks.
@@ -40,7 +40,7 @@ class Inbox:
                     os.eventfd_write(self._fd, 1)
 
     def look(self, looks: bool) -> bool:
-        """Sets whether the loop will call ``run`` anyway; while ``looks`` is True, ``post`` wakes it only if ``soon``.
+        """Sets whether the loop will call ``run`` without being woken; while it will, ``post`` wakes it only if ``soon``.
 
         Returns True if the loop must call ``run`` before it waits: functions are queued, and ``looks`` is False.
         """

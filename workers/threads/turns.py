@@ -21,7 +21,7 @@ class Turns:
     """
 
     def __init__(self, long_seconds: float) -> None:
-        """``long_seconds``: after this time in one step, a thread no longer blocks the next thread; 0: it always blocks it."""
+        """Begins with no thread at work. ``long_seconds``: after so long in a step, a thread lets the next begin; 0: never."""
         self._long = long_seconds
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
@@ -61,7 +61,7 @@ class Turns:
                 self._changed.notify_all()
 
     def _until_free(self) -> float | None:
-        """Returns the seconds until one more thread may begin although no other ends; None: not before another thread ends."""
+        """Returns the seconds until one more thread may begin even if none ends; None: not before a thread ends."""
         if not self._under_way:
             return 0.0
         if not self._long or len(self._under_way) > _BESIDE:

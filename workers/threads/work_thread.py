@@ -82,7 +82,7 @@ class WorkThread:
                 self._jobs.put(lambda: None)
 
     def _cover(self) -> None:
-        """Starts a thread for queued functions, if more threads wait in ``standing_aside`` than were started in their place."""
+        """Starts a thread for queued functions, if more threads wait in ``standing_aside`` than have been replaced so far."""
         with self._lock:
             if self._covering < self._aside and not self._jobs.empty():
                 self._covering += 1
