@@ -117,16 +117,16 @@ def in_order(message: ModelConfig) -> list[int]:
     return ordered
 
 
-def _unconnected(message: ModelConfig, tensor: str, written: dict[str, int], made: set[str]) -> str:
-    """Finds the step that writes ``tensor``, and returns the first of its inputs that is not in ``made``.
+def _unconnected(message: ModelConfig, tensor: str, written: dict[str, int], writable: set[str]) -> str:
+    """Finds the step that writes ``tensor``, and returns the first of its inputs that is not in ``writable``.
 
-    Returns "" if no step writes ``tensor``. ``written``: tensor -> the index of the step that writes it. ``made``: the
+    Returns "" if no step writes ``tensor``. ``written``: tensor -> the index of the step that writes it. ``writable``: the
     ensemble's inputs, and the tensors that its steps can write.
     """
     if tensor not in written:
         return ""
     step = message.ensemble_scheduling.step[written[tensor]]
-    return next(str(needed) for needed in sorted(step.input_map.values()) if needed not in made)
+    return next(str(needed) for needed in sorted(step.input_map.values()) if needed not in writable)
 
 
 # --------------------------------------------------------------------------------------------- an ensemble and its members

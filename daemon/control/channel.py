@@ -73,7 +73,7 @@ class ControlChannel:
         return 0 if self._closed else self._channel.waiting
 
     def finish(self) -> None:
-        """Receives the records that a dead process has left, calls ``on_record`` with each, and closes the channel."""
+        """Receives the records that a process sent before it died, calls ``on_record`` with each, and closes the channel."""
         if not self._closed:
             self._readable()
         self.close()

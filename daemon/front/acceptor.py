@@ -97,12 +97,12 @@ class Acceptor:
             taken += 1
         crowd.took(taken, room)
 
-    def _replaces(self, mine: int) -> bool:
-        """Returns whether this front now has fewer connections (``mine``) than when it last left one to another front."""
-        if mine < self._most:
-            self._most = min(self._most, mine + _MOST_REPLACED)
+    def _replaces(self, connections: int) -> bool:
+        """Returns whether this front has fewer ``connections`` now than when it last left one to another front."""
+        if connections < self._most:
+            self._most = min(self._most, connections + _MOST_REPLACED)
             return True
-        self._most = mine
+        self._most = connections
         return False
 
     def _pause(self) -> None:

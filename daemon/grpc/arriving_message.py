@@ -121,7 +121,7 @@ class ArrivingMessage(Receiver):
         self.kept_byte_size = kept if self.is_declined else kept + len(self.cutter.head) + len(self.cutter.client_id)
 
     def _read_head(self, piece: memoryview) -> None:
-        """Parses ``piece`` up to the first tensor of ``raw_input_contents``. If ``piece`` has it, asks for arena memory."""
+        """Parses ``piece`` as far as the first of ``raw_input_contents``. If that begins in ``piece``, asks for arena memory."""
         cutter = self.cutter
         try:
             at, begins = cutter.cut(piece, 0) if self._taken else cutter.begin(piece)

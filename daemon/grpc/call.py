@@ -55,7 +55,7 @@ class Call(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """Ends the call as the server stops: accepted requests are still answered, new ones are not accepted. Idempotent."""
+        """Ends the call because the server stops. Accepted requests are answered, new ones are not accepted. Idempotent."""
 
     @abstractmethod
     def abandoned(self) -> None:

@@ -291,7 +291,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             self.http2.announce_end()
 
     def stop(self) -> None:
-        """Ends the connection, for the server stops: new streams are refused, open ones end once their requests are answered."""
+        """Ends the connection because the server stops. New streams are refused; open ones end once they are answered."""
         self.http2.stop(self.loop.time())
 
     def make_room(self) -> None:

@@ -264,7 +264,7 @@ def trailers(status: int, message: str) -> bytes:
 
 
 def with_field(block: bytes, name: bytes, value: bytes) -> bytes:
-    """Returns the encoded header block ``block`` with the field ``name`` of ``value`` appended."""
+    """Returns the encoded header block ``block`` with a further field ``name`` at its end, which has the value ``value``."""
     return block + _literal(name, value)
 
 

@@ -85,8 +85,8 @@ OPENING, ENDING, CLOSED = ConnectionPhase.OPENING, ConnectionPhase.ENDING, Conne
 class Http2:
     """Owns the streams of one HTTP/2 connection and the bytes that are queued for its client.
 
-    Bytes are queued in ``out``. The first of them schedules ``connection.flush`` for the end of the loop's iteration. While
-    ``is_flushing`` is true, a flush is already due and none is scheduled.
+    Bytes are queued in ``out``. The first bytes schedule ``connection.flush`` for the end of the loop's iteration. While
+    ``is_flushing`` is true, no flush is scheduled, because one is already due.
     """
 
     def __init__(self, serving: GrpcServing, connection: Http2Connection) -> None:

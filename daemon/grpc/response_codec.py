@@ -28,7 +28,7 @@ class AnswerLayout:
     __slots__ = ("_begin", "_owns", "_prepared", "_rest", "_whole")
 
     def __init__(self, prepared: PreparedAnswer, model: str, final: bool | None = None) -> None:
-        """Encodes the part that all answers with the outputs ``prepared`` of the model ``model`` have in common.
+        """Encodes the part that all answers of ``model`` with the outputs in ``prepared`` have in common.
 
         ``final``: the value of the parameter ``triton_final_response``; None: the answers lack that parameter, as for ModelInfer.
         """

@@ -158,7 +158,7 @@ class Reflection:
         return answer
 
     def _fill(self, answer: Any, kind: str, asked: Any) -> None:
-        """Fills in the answer to a request whose field ``kind`` is ``asked``. Raises KeyError: there is no such symbol."""
+        """Fills in ``answer``, to a request whose field ``kind`` has the value ``asked``. Raises KeyError: no such symbol."""
         if kind == "file_by_filename":
             _describe(answer, POOL.FindFileByName(asked))
         elif kind == "file_containing_symbol":

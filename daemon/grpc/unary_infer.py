@@ -111,7 +111,7 @@ class UnaryInfer(InferCall):
             self.stream.refuse(INTERNAL, DEFECT)
 
     def miss(self, sequence: Sequence) -> None:
-        """Refuses the request, because an earlier request of its sequence will not run."""
+        """Refuses the request, because an earlier request of ``sequence``, to which it belongs, will not run."""
         if isinstance(self._message, ArrivingMessage):
             self._message.drop()
         self._message = None

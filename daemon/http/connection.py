@@ -305,7 +305,7 @@ class Http1Connection(asyncio.Protocol):
 
     @property
     def asks_nothing(self) -> bool:
-        """Returns whether no answer to the client is due or incomplete. A client that is still sending a head is due none."""
+        """Returns whether no answer to the client is due or incomplete. No answer is due for a head that is still arriving."""
         order = self.order
         return not (order.requests or order.times.body_since or order.flow.write_paused)
 

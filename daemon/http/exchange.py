@@ -271,7 +271,7 @@ class Exchange(InFlight):
     # ------------------------------------------------------------------------------------------------ submit
 
     def _go_on(self) -> None:
-        """Submits the request if earlier requests are answered, and the whole body is received and needs no more memory.
+        """Submits the request if earlier requests are answered, and the whole body is received and does not wait for memory.
 
         If the body was refused, the client is sent the error instead. While one of the conditions is not met, nothing is done.
         """

@@ -341,15 +341,15 @@ class Generation(InFlight):
             self._trace.stamp(trace_stamps.HTTP_SEND_END)
             self._trace.end()
 
-    def _finish(self, status: int, said: bytes = b"") -> None:
+    def _finish(self, status: int, body: bytes = b"") -> None:
         """Ends the request, whose answer is written: counts and logs it, frees memory, and lets the connection's next one go on.
 
-        ``status``: the answer's HTTP status. ``said``: the answer's body, for the log; empty if the body was sent in chunks.
+        ``status``: the answer's HTTP status. ``body``: the answer's body, for the log; empty if the body was sent in chunks.
         """
         if status == 200:
-            self._serving.answered.good(self, 0 if self._state is None else self._state.version, said)
+            self._serving.answered.good(self, 0 if self._state is None else self._state.version, body)
         else:
-            self._serving.answered.failed(str(status), said[:_MAX_SAID].decode(errors="replace"), self)
+            self._serving.answered.failed(str(status), body[:_MAX_SAID].decode(errors="replace"), self)
         self._decided = self._answered = True
         self._order.forgo_body(self)
         self._let_go()

@@ -245,7 +245,7 @@ class Messages:
             generation.take_turn()
 
     def _begin_asgi_request(self, version: str, keep_alive: bool) -> None:
-        """Begins a request of HTTP ``version``, no inference. ``keep_alive``: the connection stays open after the answer."""
+        """Begins a request other than inference, of HTTP ``version``. ``keep_alive``: the connection stays open afterwards."""
         order = self._order
         if any(name == b"transfer-encoding" for name, _ in self.headers):
             # Each of them bounds its body itself; that of pushed parameters may be larger than any request's.
@@ -263,10 +263,10 @@ class Messages:
 
     # ------------------------------------------------------------------------------------------------- body
 
-    def _chunks_begin(self, most: int = 0) -> None:
-        """Begins to check a chunked body's limits: at most ``most`` bytes, or ``max_body_byte_size`` if that is more."""
+    def _chunks_begin(self, limit: int = 0) -> None:
+        """Begins to check a chunked body's limits: at most ``limit`` bytes, or ``max_body_byte_size`` if that is more."""
         http = self._serving.options.http
-        self.chunks = ChunkSizes(max(most, http.max_body_byte_size), http.max_head_byte_size)
+        self.chunks = ChunkSizes(max(limit, http.max_body_byte_size), http.max_head_byte_size)
 
     def on_body(self, body: bytes) -> None:
         receiving = self._order.receiving

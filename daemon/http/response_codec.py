@@ -38,10 +38,11 @@ def encode(
     view: Callable[[Slice], memoryview],
     in_steps: bool = False,
 ) -> tuple[bytes, list[Buffer]]:
-    """Encodes ``prepared``, an answer of ``model`` that is no error. Returns its JSON head and its binary tensors.
+    """Encodes an answer of ``model`` that is no error. Returns its JSON head and its binary tensors.
 
     Args:
-      contents: the bytes of each output, or their place in the response arena.
+      prepared: the part of the answer that repeats.
+      contents: the bytes of each output, or their slice of the response arena.
       client_id: the request's id; "": it has none.
       asked: the request, which says which outputs are binary.
       view: returns the bytes of a slice of the response arena.

@@ -163,7 +163,7 @@ def _refused(status: int, reason: str, *headers: tuple[str, str]) -> _ScrapeAnsw
     )
 
 
-def _rendered(taken: MetricsSnapshot, accept: str, compressed: bool) -> tuple[bytes, str]:
-    """Returns the text of the metrics ``taken``, gzipped if ``compressed``, and the content type for the header ``accept``."""
-    text, content_type = exposition.render(taken, accept)
+def _rendered(snapshot: MetricsSnapshot, accept: str, compressed: bool) -> tuple[bytes, str]:
+    """Returns the text of the metrics ``snapshot``, gzipped if ``compressed``, and the content type for the header ``accept``."""
+    text, content_type = exposition.render(snapshot, accept)
     return gzip.compress(text, _LEVEL, mtime=0) if compressed else text, content_type

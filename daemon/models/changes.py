@@ -153,7 +153,7 @@ class Models:
         self._take_down(users, *gone)
 
     def _take_down(self, users: Sequence[str], *more: str) -> None:
-        """Begins to unload the ensembles ``users``, because a member of each is unloaded, and the models ``more``."""
+        """Begins to unload the ensembles ``users``, of each of which a member is unloaded, and the models ``more``."""
         if users:
             _log.warning("a model is gone, and with it the ensembles that use it: %s", ", ".join(users))
         out: list[Instruction] = []
@@ -403,7 +403,7 @@ class Models:
         return readiness.standings(wanted, self._options.required, refused, self.lifecycle)
 
     def drain(self, draining: bool) -> None:
-        """Notes if the daemon is ``draining``, and publishes its readiness. A daemon that is drained is not ready."""
+        """Notes whether the daemon is ``draining``, and publishes its readiness. A daemon that is drained is not ready."""
         self._readiness.draining = draining
         self._check_readiness()
 
@@ -502,7 +502,7 @@ class Models:
         self._check_readiness()
 
     def _retry_later(self, retry: Retry) -> None:
-        """Starts a timer that tries to load a version again which was given up, as ``retry`` says. Stops its earlier timer."""
+        """Starts a timer for another load of the version that ``retry`` names. Stops the version's earlier timer."""
         key = (retry.name, retry.version)
         if (former := self._retries.pop(key, None)) is not None:
             former.cancel()

@@ -211,7 +211,7 @@ class Ensembles:
         return model is not None and (model.running is not None or bool(model.waiting))
 
     def _fingerprints(self, found: FoundModel) -> dict[str, str]:
-        """Returns the fingerprint of each member of ``found``, by name; "" for a member that is not loaded or partly failed."""
+        """Returns each member's fingerprint by name; "": the member is not loaded, or not all of its versions could be loaded."""
         models = {name: self._models.get(name) for name, _ in found.members}
         return {
             name: f"{model.fingerprint} {model.repeated}" if model is not None and model.fingerprint else ""

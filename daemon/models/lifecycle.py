@@ -137,7 +137,7 @@ class Lifecycle:
 
     @staticmethod
     def _loads(model: ModelEntry) -> bool:
-        """Returns whether a worker has still to answer a load of the model, not only the unload of replaced versions."""
+        """Returns whether a worker still has to answer a load of the model. Unloads of replaced versions do not count."""
         brought = [model.versions[number] for number in model.bringing]
         return any(v.loading or v.postponed or v.state is IndexState.LOADING for v in brought)
 
@@ -232,7 +232,7 @@ class Lifecycle:
         return [i for number in sorted(model.versions) for i in self._retire(name, number)]
 
     def _retire(self, name: str, number: int) -> list[Instruction]:
-        """Begins to unload version ``number`` if it serves; else leaves it in the repository index. Returns instructions."""
+        """Begins to unload version ``number`` if it serves; else only the repository index keeps it. Returns instructions."""
         version = self.models[name].versions[number]
         was_awaited = bool(version.given_up)
         version.wanted, version.postponed = False, set()
@@ -472,7 +472,7 @@ class Lifecycle:
         return [Send(worker, version.load)]
 
     def _send_postponed(self, worker: int) -> list[Instruction]:
-        """Begins the loads on worker number ``worker`` that waited for another load or for members. Returns instructions."""
+        """Begins the loads on worker number ``worker`` that waited for other loads, such as of members. Returns instructions."""
         out: list[Instruction] = []
         for name, model in list(self.models.items()):
             for version in model.versions.values():
@@ -486,7 +486,7 @@ class Lifecycle:
         return out
 
     def stranded(self, usable: Collection[str], why: str = "") -> list[Instruction]:
-        """Gives up the versions none of whose devices is in ``usable``, the devices that workers can use now.
+        """Gives up the versions that have no device in ``usable``, the devices that workers can use now.
 
         Such a version is loaded by the first worker that starts on one of its devices. Returns instructions, which the caller
         must carry out. ``why``: the reason if no worker can start on any device; "": only some devices are broken.

@@ -53,7 +53,7 @@ class Standing:
 def standings(
     wanted: Collection[str], required: Iterable[str], refused: Mapping[str, str], lifecycle: Lifecycle
 ) -> list[Standing]:
-    """Returns the readiness, by ``lifecycle``, of each model that is ``wanted`` or ``required``, sorted by name.
+    """Returns the readiness of each model that is ``wanted`` or ``required``, sorted by name. ``lifecycle``: has their states.
 
     ``refused``: why models were refused before a worker was asked to load them, by name.
     """

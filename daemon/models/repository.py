@@ -212,7 +212,7 @@ def folders(repositories: Sequence[Path], known: Collection[str] = ()) -> list[P
 
 
 def others(repositories: Sequence[Path]) -> dict[Path, str]:
-    """Returns folder -> reason for folders without a model. Raises InvalidArgument: one of ``repositories`` is unreadable."""
+    """Returns the folders that hold no model, each with the reason. Raises InvalidArgument: a repository is unreadable."""
     return {path: why for path in _all_folders(repositories) if (why := no_model(path))}
 
 

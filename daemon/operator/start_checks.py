@@ -102,7 +102,7 @@ def _sockets(options: Options) -> Iterator[tuple[str, str]]:
 def _unwritable(path: Path, made_at_start: tuple[str, ...]) -> str:
     """Returns why this user cannot write or create the file ``path``; "" if the user can.
 
-    ``made_at_start``: the folders below which the service manager may still create missing ones.
+    ``made_at_start``: the folders below which the service manager may still create missing folders.
     """
     if path.is_dir():
         return "Is a directory"
@@ -114,7 +114,7 @@ def _unwritable(path: Path, made_at_start: tuple[str, ...]) -> str:
 def _unwritable_folder(folder: Path, made_at_start: tuple[str, ...]) -> str:
     """Returns why this user cannot create a file in a folder; "" if the user can, or if the folder may still be created.
 
-    ``made_at_start``: the folders below which the service manager may create missing ones.
+    ``made_at_start``: the folders below which the service manager may create missing folders.
     """
     if not folder.exists() and f"{folder}/".startswith(made_at_start):
         return ""

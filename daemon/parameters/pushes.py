@@ -528,7 +528,7 @@ class Parameters:
         self.tell()
 
     def worker_left(self, worker: int) -> None:
-        """Forgets the versions that a dead worker did not serve yet, because the worker waited for values that clients pushed."""
+        """Forgets the versions that a worker, which is dead now, could not serve before it had the values that clients pushed."""
         self._held = {(held, key) for held, key in self._held if held != worker}
 
     def loaded(self, worker: WorkerProcess, answer: Loaded) -> None:

@@ -231,7 +231,7 @@ class Child:
     def ended_by_work(self) -> bool:
         """Returns whether the work of the process may have ended it: it ended by itself, hung, or ran out of memory.
 
-        It is False while the process runs, and if the process had been asked to stop.
+        Returns False while the process runs, and if the process had been asked to stop.
         """
         return not self.alive and not self.stopping and (self.ended_by_itself or self._killing or self.out_of_memory)
 

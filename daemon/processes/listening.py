@@ -39,7 +39,7 @@ class ListenError(Exception):
 def named(section: str, port: str = "port") -> Iterator[None]:
     """Adds the option at fault, such as ``http.port``, to the text of a ListenError that the ``with`` block raises.
 
-    ``section``: the option's section. ``port``: the key if the port is at fault; an error of the address keeps its key.
+    ``section``: the option's section. ``port``: the option's key, if the error has the key "port".
     """
     try:
         yield

@@ -69,7 +69,7 @@ class RegisteredRegion:
             self.fd = -1
 
     def record(self, workers: list[str], leases: int) -> dict[str, Any]:
-        """Returns the region as operators see it, as JSON. ``workers``: who map it. ``leases``: how many tensors use it now."""
+        """Returns the region as operators see it. ``workers``: those that map it. ``leases``: how many tensors use it now."""
         request, peer = self.request, self.peer
         system = request if isinstance(request, RegisterSystemRegion) else None
         registered = datetime.datetime.fromtimestamp(self.registered_at, datetime.UTC)

@@ -102,7 +102,7 @@ class Account(Holdings):
         bulky.add(kind)
 
     def may_send(self, kind: Hashable) -> bool:
-        """Returns whether a request of ``kind`` (model, version, shapes) may be sent now; else the client must read answers."""
+        """Returns whether a request of ``kind`` (model, version, shapes) may be sent before the client has read more answers."""
         return not self.is_full and not (self.client.answers >= self.client.limit and kind in self.client.bulky)
 
     def describe(self) -> str:
@@ -130,7 +130,7 @@ class Accounts:
     """Opens and closes the accounts of a front's connections, which count the bytes of arenas that each holds."""
 
     def __init__(self, options: Arenas, small_byte_size: int, medium_byte_size: int) -> None:
-        """Begins without accounts. ``small_byte_size``, ``medium_byte_size``: the most bytes of a small and of a medium lease."""
+        """Stores the arguments; no account is open. ``small_byte_size``, ``medium_byte_size``: the most bytes of such leases."""
         self._sizes = small_byte_size, medium_byte_size, options.max_byte_size
         self._connection_limit = part(options, options.connection_share)
         self._client_limit = part(options, options.client_share)

@@ -105,7 +105,7 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
         return "", ""
 
     def left_line(self) -> None:
-        """Does nothing here. Called when a request that had waited for memory was sent or answered, unless it was cancelled."""
+        """Called when a request that had waited for memory was sent or answered, unless it was cancelled. Does nothing here."""
 
     def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
         """Sends an answer to the client. Called with each answer to the request, and never again after the final answer.

@@ -276,7 +276,7 @@ class Submitter:
             self._loop.call_soon(self._end_iteration)
 
     def _flush_later(self, worker: WorkerLink) -> None:
-        """Sends a worker's queued records in one datagram at the loop iteration's end. Workers mostly run it as one batch."""
+        """Sends a worker's queued records in one datagram at the loop iteration's end. Workers mostly run them as one batch."""
         if not worker.dirty:
             worker.dirty = True
             self._dirty.append(worker)

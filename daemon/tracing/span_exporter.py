@@ -75,9 +75,9 @@ class SpanCounts:
         """Returns how many spans are queued or being sent."""
         return self.queued - self.sent - self.failed
 
-    def sending_ended(self, spans: int, taken: bool) -> None:
-        """Counts the spans of a message that was sent. ``taken``: whether the collector has accepted the message."""
-        if taken:
+    def sending_ended(self, spans: int, accepted: bool) -> None:
+        """Counts the spans of a message that was sent. ``accepted``: whether the collector took the message."""
+        if accepted:
             self.sent += spans
         else:
             self.failed += spans
