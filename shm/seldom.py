@@ -49,7 +49,9 @@ class LineRate:
             return self._lines <= self._most
 
     def take_left_out(self) -> int:
-        """Returns how many lines were left out since the last call."""
+        """Returns how many lines were left out since the last call. Takes no lock if none was."""
+        if not self._left_out:
+            return 0  # one that is left out at this moment is counted by the next call
         with self._lock:
             left_out, self._left_out = self._left_out, 0
         return left_out
