@@ -18,25 +18,25 @@ PLATFORM = "ensemble"
 MAX_STEPS = 256
 
 
-def is_ensemble(message: ModelConfig) -> bool:
+def is_ensemble(config: ModelConfig) -> bool:
     """Returns whether a configuration has ensemble_scheduling or the platform "ensemble", even if it has mistakes."""
-    return bool(message.HasField("ensemble_scheduling") or message.platform == PLATFORM)
+    return bool(config.HasField("ensemble_scheduling") or config.platform == PLATFORM)
 
 
-def check(message: ModelConfig) -> None:
-    """Raises InvalidArgument for the first mistake in ``message``, an ensemble's configuration. Members are not looked at."""
-    name, steps = message.name, message.ensemble_scheduling.step
-    if not message.HasField("ensemble_scheduling"):
+def check(config: ModelConfig) -> None:
+    """Raises InvalidArgument for the first mistake in ``config``, an ensemble's configuration. Members are not looked at."""
+    name, steps = config.name, config.ensemble_scheduling.step
+    if not config.HasField("ensemble_scheduling"):
         raise InvalidArgument(f"ensemble scheduling must be set for ensemble {name} whose platform is {PLATFORM}")
-    if message.backend:
+    if config.backend:
         raise InvalidArgument(f"Ensemble model '{name}' must have platform type '{PLATFORM}' and empty backend type")
-    if message.platform not in ("", PLATFORM):
+    if config.platform not in ("", PLATFORM):
         raise InvalidArgument(f"ensemble scheduling cannot be set for model '{name}' whose platform is not {PLATFORM}")
-    if message.instance_group:
+    if config.instance_group:
         raise InvalidArgument(f"instance group should not be specified for ensemble '{name}'")
-    if message.HasField("optimization"):
+    if config.HasField("optimization"):
         raise InvalidArgument(f"optimization should not be specified for ensemble '{name}'")
-    if message.model_warmup:
+    if config.model_warmup:
         raise InvalidArgument(f"model_warmup can not be specified for ensemble '{name}'")
     if not steps:
         raise InvalidArgument(f"must specify 'step' for ensemble '{name}'")
@@ -51,26 +51,26 @@ def check(message: ModelConfig) -> None:
                 f"step {number} of ensemble '{name}' asks for version {step.model_version} of '{step.model_name}'; versions "
                 "start at 1, and -1 is the newest"
             )
-    for given in message.input:
+    for given in config.input:
         if given.HasField("reshape"):
             raise InvalidArgument(f"input '{given.name}' of ensemble '{name}' has a reshape; its members reshape")
-    for made in message.output:
+    for made in config.output:
         if made.HasField("reshape"):
             raise InvalidArgument(f"output '{made.name}' of ensemble '{name}' has a reshape; its members reshape")
-    if "tensord_fuse" in message.parameters:
+    if "tensord_fuse" in config.parameters:
         raise InvalidArgument(
             f"ensemble '{name}' has the parameter tensord_fuse, which is no more: requests go through the programs of compiled "
             "models together without it; remove it"
         )
-    _check_tensors(message)
+    _check_tensors(config)
 
 
-def _check_tensors(message: ModelConfig) -> None:
-    name = message.name
-    given, asked = [field.name for field in message.input], [field.name for field in message.output]
+def _check_tensors(config: ModelConfig) -> None:
+    name = config.name
+    given, asked = [field.name for field in config.input], [field.name for field in config.output]
     read: set[str] = set()
     written: dict[str, int] = {}
-    for number, step in enumerate(message.ensemble_scheduling.step):
+    for number, step in enumerate(config.ensemble_scheduling.step):
         read.update(step.input_map.values())
         for tensor in sorted(step.output_map.values()):
             if tensor in written or tensor in given:
@@ -83,17 +83,17 @@ def _check_tensors(message: ModelConfig) -> None:
             if tensor not in known:
                 # Triton's sentence has this one quote.
                 raise InvalidArgument(f"ensemble {kind} '{tensor}' for ensemble {name}' is not used")
-    steps = message.ensemble_scheduling.step
-    made = {*given, *(tensor for number in in_order(message) for tensor in steps[number].output_map.values())}
+    steps = config.ensemble_scheduling.step
+    made = {*given, *(tensor for number in in_order(config) for tensor in steps[number].output_map.values())}
     for tensor in asked:
         if tensor not in made:
-            missing = _unconnected(message, tensor, written, made)
+            missing = _unconnected(config, tensor, written, made)
             why = f": at least one of its depending tensors, '{missing}', is not connected" if missing else ""
             raise InvalidArgument(f"output '{tensor}' for ensemble '{name}' is not written{why}")
-    for step in message.ensemble_scheduling.step:
+    for step in config.ensemble_scheduling.step:
         for tensor in step.input_map.values():
             if tensor not in made:
-                missing = _unconnected(message, tensor, written, made) or tensor
+                missing = _unconnected(config, tensor, written, made) or tensor
                 raise InvalidArgument(
                     f"ensemble tensor '{tensor}' for ensemble '{name}' is not written: at least one of its depending tensors, "
                     f"'{missing}', is not connected"
@@ -103,13 +103,13 @@ def _check_tensors(message: ModelConfig) -> None:
             raise InvalidArgument(f"ensemble tensor '{tensor}' is unused in ensemble '{name}'")
 
 
-def in_order(message: ModelConfig) -> list[int]:
+def in_order(config: ModelConfig) -> list[int]:
     """Returns the indices of an ensemble's steps in an order in which they can run.
 
     Each step comes after the steps whose outputs it reads. A step of which an input is never written is left out.
     """
-    there = {field.name for field in message.input}
-    waiting, ordered = dict(enumerate(message.ensemble_scheduling.step)), list[int]()
+    there = {field.name for field in config.input}
+    waiting, ordered = dict(enumerate(config.ensemble_scheduling.step)), list[int]()
     while ready := [number for number, step in waiting.items() if there.issuperset(step.input_map.values())]:
         ordered += ready
         for number in ready:
@@ -117,7 +117,7 @@ def in_order(message: ModelConfig) -> list[int]:
     return ordered
 
 
-def _unconnected(message: ModelConfig, tensor: str, written: dict[str, int], writable: set[str]) -> str:
+def _unconnected(config: ModelConfig, tensor: str, written: dict[str, int], writable: set[str]) -> str:
     """Finds the step that writes ``tensor``, and returns the first of its inputs that is not in ``writable``.
 
     Returns "" if no step writes ``tensor``. ``written``: tensor -> the index of the step that writes it. ``writable``: the
@@ -125,7 +125,7 @@ def _unconnected(message: ModelConfig, tensor: str, written: dict[str, int], wri
     """
     if tensor not in written:
         return ""
-    step = message.ensemble_scheduling.step[written[tensor]]
+    step = config.ensemble_scheduling.step[written[tensor]]
     return next(str(needed) for needed in sorted(step.input_map.values()) if needed not in writable)
 
 
@@ -147,29 +147,29 @@ class _Tensor:
         return (-1, *self.dims) if self.batches else self.dims
 
 
-def check_members(message: ModelConfig, find: Callable[[str, int], ModelConfig]) -> None:
+def check_members(config: ModelConfig, find: Callable[[str, int], ModelConfig]) -> None:
     """Raises InvalidArgument for the first name, datatype, shape or batch size in an ensemble that does not fit its members.
 
     ``find``: returns the completed configuration of a member by its name and version; the version -1 means the newest.
     """
-    name = message.name
+    name = config.name
     known: dict[str, _Tensor] = {}
-    _join(name, known, message, [(field.name, field) for field in tensors_of(message)])
+    _join(name, known, config, [(field.name, field) for field in tensors_of(config)])
     #: Ensemble tensor -> the step that answers more than once and from which it comes.
     origin: dict[str, int] = {}
-    steps = list(message.ensemble_scheduling.step)
+    steps = list(config.ensemble_scheduling.step)
     for step in steps:
         member = find(step.model_name, step.model_version)
         # A member without a batch dimension may be among others that have one: it gets the whole tensors, if their shapes agree.
-        if 0 < member.max_batch_size < message.max_batch_size:
+        if 0 < member.max_batch_size < config.max_batch_size:
             raise InvalidArgument(
-                f"ensemble {name} allows maximum batch size {message.max_batch_size}, but it contains model {member.name} which "
+                f"ensemble {name} allows maximum batch size {config.max_batch_size}, but it contains model {member.name} which "
                 f"only allows maximum batch size to be {member.max_batch_size}"
             )
         _check_names(name, member, step)
         _join(name, known, member, [(step.input_map[f.name], f) for f in member.input if f.name in step.input_map])
         _join(name, known, member, [(step.output_map[f.name], f) for f in member.output if f.name in step.output_map])
-    for number in in_order(message):
+    for number in in_order(config):
         step = steps[number]
         member = find(step.model_name, step.model_version)
         origins = {origin[tensor] for tensor in step.input_map.values() if tensor in origin}
@@ -183,14 +183,14 @@ def check_members(message: ModelConfig, find: Callable[[str, int], ModelConfig])
             (origin[tensor],) = origins
 
 
-def decoupled(message: ModelConfig, find: Callable[[str, int], ModelConfig]) -> bool:
+def decoupled(config: ModelConfig, find: Callable[[str, int], ModelConfig]) -> bool:
     """Returns whether an ensemble may answer a request with any number of responses, because one of its members may.
 
     ``find``: returns the completed configuration of a member by its name and version; the version -1 means the newest.
     """
     return any(
         find(step.model_name, step.model_version).model_transaction_policy.decoupled
-        for step in message.ensemble_scheduling.step
+        for step in config.ensemble_scheduling.step
     )
 
 

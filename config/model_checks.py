@@ -36,7 +36,7 @@ ISOLATED_FRACTION = "isolated_memory_fraction"
 TOGETHER = "tensord_together"
 
 
-def check(message: ModelConfig, *, whole: bool = False, scalars: Collection[str] = ()) -> None:
+def check(config: ModelConfig, *, whole: bool = False, scalars: Collection[str] = ()) -> None:
     """Checks all fields of a model's configuration.
 
     ``whole``: True if the configuration is completed; it must then have a known backend, and a datatype and dims for every
@@ -45,49 +45,49 @@ def check(message: ModelConfig, *, whole: bool = False, scalars: Collection[str]
     Raises InvalidArgument: a field is wrong; Unsupported: a field asks for something that this server does not offer. The
     message names the model and is about the first mistake found.
     """
-    name = message.name
-    _check_cache(message)
-    model_fields.refuse(message)
-    ensemble = ensemble_checks.is_ensemble(message)
+    name = config.name
+    _check_cache(config)
+    model_fields.refuse(config)
+    ensemble = ensemble_checks.is_ensemble(config)
     if ensemble:
-        ensemble_checks.check(message)
-    elif message.platform and not message.backend:
+        ensemble_checks.check(config)
+    elif config.platform and not config.backend:
         raise Unsupported(
-            f"model '{name}': platform '{message.platform}' is not supported; name a backend: {' or '.join(BACKENDS)}"
+            f"model '{name}': platform '{config.platform}' is not supported; name a backend: {' or '.join(BACKENDS)}"
         )
-    if not ensemble and (message.backend or whole) and message.backend not in BACKENDS:
+    if not ensemble and (config.backend or whole) and config.backend not in BACKENDS:
         raise InvalidArgument(
-            f"model '{name}': backend '{message.backend}' is not supported; supported are {' and '.join(BACKENDS)}"
+            f"model '{name}': backend '{config.backend}' is not supported; supported are {' and '.join(BACKENDS)}"
         )
-    if message.max_batch_size < 0:
-        raise InvalidArgument(f"model '{name}': max_batch_size is {message.max_batch_size}, it must not be negative")
-    batches = message.max_batch_size > 0
-    for kind, tensors in (("input", message.input), ("output", message.output)):
+    if config.max_batch_size < 0:
+        raise InvalidArgument(f"model '{name}': max_batch_size is {config.max_batch_size}, it must not be negative")
+    batches = config.max_batch_size > 0
+    for kind, tensors in (("input", config.input), ("output", config.output)):
         for tensor in tensors:
             _check_tensor(f"model '{name}': {kind} '{tensor.name}'", tensor, batches, whole, tensor.name in scalars)
         _check_unique(f"model '{name}': {kind}", [tensor.name for tensor in tensors])
-    for tensor in message.output:
+    for tensor in config.output:
         _check_file_name(f"model '{name}': label_filename of output '{tensor.name}'", tensor.label_filename)
-    _check_file_name(f"model '{name}': default_model_filename", message.default_model_filename)
-    _check_versions(message)
-    _check_dynamic_batching(message)
-    if message.HasField("sequence_batching"):
-        _check_sequences(message)
-        _check_states(message, whole)
-    _check_ragged(message, whole)
-    _check_instances(message)
-    batch_buckets(message)
-    axis_buckets(message)
+    _check_file_name(f"model '{name}': default_model_filename", config.default_model_filename)
+    _check_versions(config)
+    _check_dynamic_batching(config)
+    if config.HasField("sequence_batching"):
+        _check_sequences(config)
+        _check_states(config, whole)
+    _check_ragged(config, whole)
+    _check_instances(config)
+    batch_buckets(config)
+    axis_buckets(config)
     for parameter in (STRICT_OUTPUTS, PARALLEL_INITIALIZE):
-        wants(message, parameter)
-    if wants(message, REPLACE_WAITING) and message.HasField("sequence_batching"):
+        wants(config, parameter)
+    if wants(config, REPLACE_WAITING) and config.HasField("sequence_batching"):
         raise InvalidArgument(
             f"model '{name}': parameter {REPLACE_WAITING} is true, and the requests of a sequence cannot replace one another"
         )
-    shares = message.HasField("sequence_batching") or any(tensor.allow_ragged_batch for tensor in message.input)
-    if wants(message, ROWS_MAY_MIX) and shares:
+    shares = config.HasField("sequence_batching") or any(tensor.allow_ragged_batch for tensor in config.input)
+    if wants(config, ROWS_MAY_MIX) and shares:
         raise InvalidArgument(f"model '{name}': {ROWS_MAY_MIX}: requests of sequences and ragged inputs share batches")
-    _check_isolation(message)
+    _check_isolation(config)
 
 
 def _check_tensor(what: str, tensor: Any, batches: bool, whole: bool, scalar: bool) -> None:
@@ -155,65 +155,63 @@ def _check_file_name(what: str, name: str) -> None:
         raise InvalidArgument(f"{what} must be a file name, without folders")
 
 
-def _check_versions(message: ModelConfig) -> None:
-    policy = message.version_policy
+def _check_versions(config: ModelConfig) -> None:
+    policy = config.version_policy
     chosen = policy.WhichOneof("policy_choice")
     if chosen == "latest" and policy.latest.num_versions < 1:
-        raise InvalidArgument(f"model '{message.name}': version_policy latest needs num_versions of at least 1")
+        raise InvalidArgument(f"model '{config.name}': version_policy latest needs num_versions of at least 1")
     if chosen == "specific" and not policy.specific.versions:
-        raise InvalidArgument(f"model '{message.name}': version_policy specific names no version")
+        raise InvalidArgument(f"model '{config.name}': version_policy specific names no version")
     for version in policy.specific.versions if chosen == "specific" else ():
         if version < 1:
-            raise InvalidArgument(
-                f"model '{message.name}': version_policy names version {version}; versions start at 1"
-            )
+            raise InvalidArgument(f"model '{config.name}': version_policy names version {version}; versions start at 1")
 
 
-def _check_instances(message: ModelConfig) -> None:
+def _check_instances(config: ModelConfig) -> None:
     kinds = model_config_pb2.ModelInstanceGroup
-    needed = [resource for group in message.instance_group for resource in group.rate_limiter.resources]
+    needed = [resource for group in config.instance_group for resource in group.rate_limiter.resources]
     shared = {resource.name.lower(): getattr(resource, "global") for resource in needed}
     for resource in needed:
         if shared[resource.name.lower()] != getattr(resource, "global"):
             raise InvalidArgument(
                 f'Resource "{resource.name}" is present as both global and device-specific resource in the model configuration.'
             )
-    for index, group in enumerate(message.instance_group):
+    for index, group in enumerate(config.instance_group):
         if group.count < 0:
             raise InvalidArgument(
-                f"model '{message.name}': instance_group count is {group.count}, it must not be negative"
+                f"model '{config.name}': instance_group count is {group.count}, it must not be negative"
             )
         if group.kind not in kinds.Kind.values():
-            raise InvalidArgument(f"model '{message.name}': instance_group has kind {group.kind}, which is none")
+            raise InvalidArgument(f"model '{config.name}': instance_group has kind {group.kind}, which is none")
         if group.gpus and group.kind in (kinds.KIND_CPU, kinds.KIND_MODEL):
             kind = kinds.Kind.Name(group.kind)
             raise InvalidArgument(
-                f"instance group {group.name or f'{message.name}_{index}'} of model {message.name} has kind {kind} but specifies "
+                f"instance group {group.name or f'{config.name}_{index}'} of model {config.name} has kind {kind} but specifies "
                 "one or more GPUs"
             )
     # A group without a count is one instance.
-    count = sum(max(1, group.count) for group in message.instance_group)
+    count = sum(max(1, group.count) for group in config.instance_group)
     if count > MAX_INSTANCES:
         raise InvalidArgument(
-            f"model '{message.name}': instance_group asks for {count} instances, at most {MAX_INSTANCES} are made"
+            f"model '{config.name}': instance_group asks for {count} instances, at most {MAX_INSTANCES} are made"
         )
 
 
-def check_device(message: ModelConfig, gpu: int | None) -> None:
+def check_device(config: ModelConfig, gpu: int | None) -> None:
     """Raises InvalidArgument if a completed configuration asks only for GPUs and the worker has none (``gpu`` is None)."""
     kinds = model_config_pb2.ModelInstanceGroup
-    for group in message.instance_group:
-        if gpu is None and all(each.kind == kinds.KIND_GPU for each in message.instance_group):
+    for group in config.instance_group:
+        if gpu is None and all(each.kind == kinds.KIND_GPU for each in config.instance_group):
             raise InvalidArgument(
-                f"instance group {group.name} of model {message.name} has kind KIND_GPU but no GPUs are available"
+                f"instance group {group.name} of model {config.name} has kind KIND_GPU but no GPUs are available"
             )
 
 
-def _check_dynamic_batching(message: ModelConfig) -> None:
-    if not message.HasField("dynamic_batching"):
+def _check_dynamic_batching(config: ModelConfig) -> None:
+    if not config.HasField("dynamic_batching"):
         return
     # The errors have Triton's words, and the number that was given.
-    name, batching, limit = message.name, message.dynamic_batching, message.max_batch_size
+    name, batching, limit = config.name, config.dynamic_batching, config.max_batch_size
     for size in batching.preferred_batch_size:
         if size < 1:
             raise InvalidArgument(f"dynamic batching preferred size must be positive for {name}: {size} is given")
@@ -231,67 +229,67 @@ def _check_dynamic_batching(message: ModelConfig) -> None:
                 f"priority queue policy must have priority level in range [1, {levels}] for {name}: {level} is given"
             )
     if batching.preserve_ordering:
-        _check_order(message)
+        _check_order(config)
 
 
-def _check_cache(message: ModelConfig) -> None:
+def _check_cache(config: ModelConfig) -> None:
     """Raises InvalidArgument, as Triton does, if a model that is decoupled or has sequences asks for a response cache."""
-    if not message.response_cache.enable:
+    if not config.response_cache.enable:
         return
-    if message.HasField("sequence_batching"):
+    if config.HasField("sequence_batching"):
         asked = "sequence batching scheduler"
-    elif message.model_transaction_policy.decoupled:
+    elif config.model_transaction_policy.decoupled:
         asked = "'decoupled' transaction policy"
     else:
         return
     raise InvalidArgument(
-        f"Response Cache does not currently support model {message.name} with {asked}. Please disable the response cache."
+        f"Response Cache does not currently support model {config.name} with {asked}. Please disable the response cache."
     )
 
 
-def _check_order(message: ModelConfig) -> None:
+def _check_order(config: ModelConfig) -> None:
     """Raises InvalidArgument, as Triton does, if ``preserve_ordering`` comes with priority levels or a timeout action DELAY."""
-    batching = message.dynamic_batching
+    batching = config.dynamic_batching
     if batching.priority_levels > 1:
-        raise InvalidArgument(f"Only one priority level is allowed when 'preserve_ordering' is true for {message.name}")
+        raise InvalidArgument(f"Only one priority level is allowed when 'preserve_ordering' is true for {config.name}")
     for policy in (batching.default_queue_policy, *batching.priority_queue_policy.values()):
         if policy.default_timeout_microseconds and policy.timeout_action == type(policy).DELAY:
             raise InvalidArgument(
-                f"Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true for {message.name}"
+                f"Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true for {config.name}"
             )
 
 
-def batch_buckets(message: ModelConfig) -> tuple[int, ...]:
+def batch_buckets(config: ModelConfig) -> tuple[int, ...]:
     """Returns the batch sizes for which a model is compiled, as its parameter ``batch_buckets`` ("1,8,32") lists them.
 
     Returns an empty tuple if the parameter is not given. Raises InvalidArgument if the parameter is malformed.
     """
-    if "batch_buckets" not in message.parameters:
+    if "batch_buckets" not in config.parameters:
         return ()
-    return _sizes(message, "batch_buckets", message.max_batch_size, f"max_batch_size {message.max_batch_size}")
+    return _sizes(config, "batch_buckets", config.max_batch_size, f"max_batch_size {config.max_batch_size}")
 
 
-def axis_buckets(message: ModelConfig) -> dict[str, tuple[int, ...]]:
+def axis_buckets(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Returns, by the name of an axis, the sizes for which a model is compiled.
 
     The sizes come from parameters such as ``buckets.sequence`` ("32,128,256"); an empty tuple stands for "auto". Raises
     InvalidArgument: a parameter is malformed.
     """
     found: dict[str, tuple[int, ...]] = {}
-    for name in sorted(name for name in message.parameters if name.startswith(_AXIS)):
-        automatic = message.parameters[name].string_value == "auto"
-        found[name.removeprefix(_AXIS)] = () if automatic else _sizes(message, name, _MAX_SIZE, str(_MAX_SIZE))
+    for name in sorted(name for name in config.parameters if name.startswith(_AXIS)):
+        automatic = config.parameters[name].string_value == "auto"
+        found[name.removeprefix(_AXIS)] = () if automatic else _sizes(config, name, _MAX_SIZE, str(_MAX_SIZE))
     return found
 
 
-def _sizes(message: ModelConfig, parameter: str, limit: int, most: str) -> tuple[int, ...]:
-    text = message.parameters[parameter].string_value
+def _sizes(config: ModelConfig, parameter: str, limit: int, most: str) -> tuple[int, ...]:
+    text = config.parameters[parameter].string_value
     pieces = [piece.strip() for piece in text.split(",")]
     sizes = tuple(int(piece) for piece in pieces if piece.isascii() and piece.isdigit() and len(piece) < 11)
     ascending = all(a < b for a, b in itertools.pairwise(sizes))
     if len(sizes) != len(pieces) or not ascending or sizes[0] < 1 or (limit > 0 and sizes[-1] > limit):
         raise InvalidArgument(
-            f"model '{message.name}': parameter {parameter} is '{text[:100]}'; expected ascending whole numbers "
+            f"model '{config.name}': parameter {parameter} is '{text[:100]}'; expected ascending whole numbers "
             f"between 1 and {most}, such as '1,8,32'"
         )
     return sizes
@@ -300,20 +298,20 @@ def _sizes(message: ModelConfig, parameter: str, limit: int, most: str) -> tuple
 _RAGGED_DATATYPES = ("TYPE_INT32", "TYPE_FP32")
 
 
-def _check_ragged(message: ModelConfig, whole: bool) -> None:
+def _check_ragged(config: ModelConfig, whole: bool) -> None:
     """Raises InvalidArgument for the first mistake in ``batch_input`` or ``batch_output``.
 
     ``whole``: True if the configuration has all tensors of the model; the names in these fields are then checked, too.
     """
-    name = message.name
-    inputs = {tensor.name for tensor in message.input} if message.input or whole else None
-    outputs = {tensor.name for tensor in message.output} if message.output or whole else None
-    for tensor in message.batch_input:
+    name = config.name
+    inputs = {tensor.name for tensor in config.input} if config.input or whole else None
+    outputs = {tensor.name for tensor in config.output} if config.output or whole else None
+    for tensor in config.batch_input:
         _check_source("batch input", name, tensor, inputs)
         if data_type_name(tensor) not in _RAGGED_DATATYPES:
             raise InvalidArgument(f"batch input data type must be TYPE_INT32 or TYPE_FP32 for {name}")
     targets: set[str] = set()
-    for cut in message.batch_output:
+    for cut in config.batch_output:
         _check_source("batch output", name, cut, inputs)
         for target in cut.target_name:
             if outputs is not None and target not in outputs:
@@ -342,11 +340,11 @@ _CONTROL_VALUES = ("int32_false_true", "fp32_false_true", "bool_false_true")
 _CORRID_TYPES = ("TYPE_UINT64", "TYPE_INT64", "TYPE_UINT32", "TYPE_INT32", "TYPE_STRING")
 
 
-def _check_sequences(message: ModelConfig) -> None:
+def _check_sequences(config: ModelConfig) -> None:
     """Raises InvalidArgument for the first mistake in ``sequence_batching``; does not check the sequences' states."""
-    name, sequences = message.name, message.sequence_batching
-    _check_controls(message)
-    limit = message.max_batch_size
+    name, sequences = config.name, config.sequence_batching
+    _check_controls(config)
+    limit = config.max_batch_size
     for size in sequences.oldest.preferred_batch_size:
         if size < 1:
             raise InvalidArgument(f"sequence batching preferred batch size must be positive for {name}")
@@ -362,13 +360,13 @@ def _check_sequences(message: ModelConfig) -> None:
         raise InvalidArgument(f"sequence batching minimum slot utilization must be in range (0.0, 1.0] for {name}")
 
 
-def _check_controls(message: ModelConfig) -> None:
-    name = message.name
+def _check_controls(config: ModelConfig) -> None:
+    name = config.name
     kinds = model_config_pb2.ModelSequenceBatching.Control.Kind
     seen: dict[int, str] = {}
-    inputs = {tensor.name for tensor in message.input}
+    inputs = {tensor.name for tensor in config.input}
     tensors: set[str] = set()
-    for tensor in message.sequence_batching.control_input:
+    for tensor in config.sequence_batching.control_input:
         if not tensor.name:
             raise InvalidArgument(f"sequence batching control tensor must have a name for {name}")
         if len(tensor.control) > 1 or tensor.name in tensors:
@@ -417,17 +415,17 @@ def _check_values(name: str, kind: str, control: Any) -> None:
         )
 
 
-def _check_states(message: ModelConfig, whole: bool) -> None:
+def _check_states(config: ModelConfig, whole: bool) -> None:
     """Raises InvalidArgument for the first mistake in ``sequence_batching.state``.
 
     ``whole``: True if the configuration is completed, so that each state must have a datatype.
     """
-    states = message.sequence_batching.state
-    if states and message.backend == "python":
-        raise Unsupported(f"model '{message.name}': sequence_batching.state: a Triton Python model keeps its own state")
+    states = config.sequence_batching.state
+    if states and config.backend == "python":
+        raise Unsupported(f"model '{config.name}': sequence_batching.state: a Triton Python model keeps its own state")
     seen: dict[str, set[str]] = {"input": set(), "output": set()}
     for state in states:
-        what = f"model '{message.name}': state '{state.input_name}'"
+        what = f"model '{config.name}': state '{state.input_name}'"
         for kind, name in (("input", state.input_name), ("output", state.output_name)):
             if not name:
                 raise InvalidArgument(f"{what}: '{kind}_name' is missing")
@@ -476,42 +474,42 @@ def _check_initial(state: Any) -> None:
             raise InvalidArgument(f"initial_state of state input '{name}' has neither zero_data nor data_file")
 
 
-def is_isolated(message: ModelConfig) -> bool:
+def is_isolated(config: ModelConfig) -> bool:
     """Returns whether a model asks for workers of its own (parameter ``isolated``). Raises InvalidArgument: it is no boolean."""
-    return wants(message, ISOLATED)
+    return wants(config, ISOLATED)
 
 
-def isolated_fraction(message: ModelConfig, default: float) -> float:
+def isolated_fraction(config: ModelConfig, default: float) -> float:
     """Returns the fraction (0 to 1) of a GPU's memory that XLA takes in a worker that serves this model alone.
 
     ``default``: the fraction if the model has no parameter isolated_memory_fraction. Raises InvalidArgument: that
     parameter is malformed.
     """
-    if ISOLATED_FRACTION not in message.parameters:
+    if ISOLATED_FRACTION not in config.parameters:
         return default
-    said = message.parameters[ISOLATED_FRACTION].string_value
+    said = config.parameters[ISOLATED_FRACTION].string_value
     try:
         fraction = float(said)
     except ValueError:
         fraction = 0.0
     if not 0 < fraction <= 1:
         raise InvalidArgument(
-            f"model '{message.name}': parameter {ISOLATED_FRACTION} is {said[:100]!r}; expected a number above 0, up to 1"
+            f"model '{config.name}': parameter {ISOLATED_FRACTION} is {said[:100]!r}; expected a number above 0, up to 1"
         )
     return fraction
 
 
-def _check_isolation(message: ModelConfig) -> None:
+def _check_isolation(config: ModelConfig) -> None:
     """Raises InvalidArgument if a model's parameters about its isolation are malformed or contradict its other settings."""
-    isolated_fraction(message, 1.0)
-    if not is_isolated(message):
+    isolated_fraction(config, 1.0)
+    if not is_isolated(config):
         return
-    if ensemble_checks.is_ensemble(message):
+    if ensemble_checks.is_ensemble(config):
         raise InvalidArgument(
-            f"ensemble '{message.name}' cannot be {ISOLATED}: it has no code of its own, and runs in the worker of its models"
+            f"ensemble '{config.name}' cannot be {ISOLATED}: it has no code of its own, and runs in the worker of its models"
         )
-    if TOGETHER in message.parameters:
+    if TOGETHER in config.parameters:
         raise InvalidArgument(
-            f"model '{message.name}' is to have a worker to itself ({ISOLATED}), and to share one with the models of "
-            f"'{message.parameters[TOGETHER].string_value}' ({TOGETHER})"
+            f"model '{config.name}' is to have a worker to itself ({ISOLATED}), and to share one with the models of "
+            f"'{config.parameters[TOGETHER].string_value}' ({TOGETHER})"
         )

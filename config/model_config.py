@@ -43,9 +43,9 @@ def empty(model_name: str = "") -> ModelConfig:
 
 def parse_pbtxt(text: str, model_name: str) -> ModelConfig:
     """Parses ``text``, a model's config.pbtxt. Raises InvalidArgument, with line and column, if the text is malformed."""
-    message = empty()
+    config = empty()
     try:
-        text_format.Parse(text, message)
+        text_format.Parse(text, config)
     except text_format.ParseError as error:
         line, column = error.GetLine(), error.GetColumn()
         reason = str(error).removeprefix(f"{line}:{column} : ")
@@ -53,7 +53,7 @@ def parse_pbtxt(text: str, model_name: str) -> ModelConfig:
         raise InvalidArgument(f"config.pbtxt of model '{model_name}': {where}{reason}") from None
     except UnicodeError:
         raise InvalidArgument(f"config.pbtxt of model '{model_name}': a string in it is not UTF-8") from None
-    return message
+    return config
 
 
 def parse_json(text: str, model_name: str) -> ModelConfig:
@@ -64,19 +64,19 @@ def parse_json(text: str, model_name: str) -> ModelConfig:
     what = f"configuration of model '{model_name}'"
     if len(text) > MAX_BYTE_SIZE:
         raise InvalidArgument(f"{what}: {len(text)} characters given, at most {MAX_BYTE_SIZE} are read")
-    message = empty()
-    described: Any = message.DESCRIPTOR
+    config = empty()
+    described: Any = config.DESCRIPTOR
     try:
         given = _decoded(text)
         # Protobuf takes lists for objects, objects for lists and so on, and fails in its own code.
-        json_format.ParseDict(_shaped(what, given, described), message)
+        json_format.ParseDict(_shaped(what, given, described), config)
     except (json_format.ParseError, msgspec.DecodeError) as error:
         raise InvalidArgument(f"{what}: {str(error).splitlines()[0]}") from None
     except RecursionError:
         raise InvalidArgument(f"{what}: nested too deeply") from None
     except UnicodeError:
         raise InvalidArgument(f"{what}: a string in it is not UTF-8") from None
-    return message
+    return config
 
 
 def _decoded(text: str) -> Any:
@@ -144,57 +144,57 @@ def _kind(value: Any) -> str:
 
 def from_bytes(content: bytes) -> ModelConfig:
     """Parses a serialised ModelConfig, such as workers get to load a model. Raises InvalidArgument: ``content`` is malformed."""
-    message = empty()
+    config = empty()
     try:
-        message.ParseFromString(content)
+        config.ParseFromString(content)
     except DecodeError:
         raise InvalidArgument("malformed model configuration") from None
-    return message
+    return config
 
 
 # ------------------------------------------------------------------------------------------------------------- defaults
 
 
-def complete(message: ModelConfig, gpus: Sequence[int] = ()) -> None:
-    """Sets, in ``message``, the defaults that Triton sets. Values that are given stay.
+def complete(config: ModelConfig, gpus: Sequence[int] = ()) -> None:
+    """Sets, in ``config``, the defaults that Triton sets. Values that are given stay.
 
     Call it when the inputs, outputs and ``max_batch_size`` are known, which come from the model. ``gpus``: the numbers of the
     GPUs on which the model runs; empty: it runs on the CPU.
     """
-    if not message.HasField("version_policy"):
-        message.version_policy.latest.num_versions = 1
-    if message.HasField("ensemble_scheduling"):
-        message.platform = message.platform or "ensemble"
-        message.model_transaction_policy.SetInParent()
+    if not config.HasField("version_policy"):
+        config.version_policy.latest.num_versions = 1
+    if config.HasField("ensemble_scheduling"):
+        config.platform = config.platform or "ensemble"
+        config.model_transaction_policy.SetInParent()
         return
-    if not message.default_model_filename:
-        message.default_model_filename = "model.py"
-    optimization = message.optimization
+    if not config.default_model_filename:
+        config.default_model_filename = "model.py"
+    optimization = config.optimization
     for pinned in (optimization.input_pinned_memory, optimization.output_pinned_memory):
         if not pinned.enable:
             pinned.enable = True
-    _complete_scheduling(message)
-    _complete_instances(message, gpus)
+    _complete_scheduling(config)
+    _complete_instances(config, gpus)
 
 
-def _complete_scheduling(message: ModelConfig) -> None:
-    whole_batch = [message.max_batch_size] if message.max_batch_size > 0 else []
-    if message.HasField("dynamic_batching"):
-        if not message.dynamic_batching.preferred_batch_size:
-            message.dynamic_batching.preferred_batch_size.extend(whole_batch)
-    elif message.HasField("sequence_batching"):
-        sequences = message.sequence_batching
+def _complete_scheduling(config: ModelConfig) -> None:
+    whole_batch = [config.max_batch_size] if config.max_batch_size > 0 else []
+    if config.HasField("dynamic_batching"):
+        if not config.dynamic_batching.preferred_batch_size:
+            config.dynamic_batching.preferred_batch_size.extend(whole_batch)
+    elif config.HasField("sequence_batching"):
+        sequences = config.sequence_batching
         sequences.max_sequence_idle_microseconds = sequences.max_sequence_idle_microseconds or _SEQUENCE_IDLE_US
         if sequences.HasField("oldest") and not sequences.oldest.preferred_batch_size:
             sequences.oldest.preferred_batch_size.extend(whole_batch)
 
 
-def _complete_instances(message: ModelConfig, gpus: Sequence[int]) -> None:
+def _complete_instances(config: ModelConfig, gpus: Sequence[int]) -> None:
     kinds = model_config_pb2.ModelInstanceGroup
-    if not message.instance_group:
-        message.instance_group.add(name=message.name)
-    for index, group in enumerate(message.instance_group):
-        group.name = group.name or f"{message.name}_{index}"
+    if not config.instance_group:
+        config.instance_group.add(name=config.name)
+    for index, group in enumerate(config.instance_group):
+        group.name = group.name or f"{config.name}_{index}"
         group.count = group.count or 1
         if group.kind == kinds.KIND_AUTO:
             group.kind = kinds.KIND_GPU if gpus else kinds.KIND_CPU
@@ -221,19 +221,19 @@ def with_gpus_of(config: bytes, others: Iterable[bytes]) -> bytes:
 # ------------------------------------------------------------------------------------------------------------- printing
 
 
-def tensors_of(message: ModelConfig) -> list[ModelTensor]:
+def tensors_of(config: ModelConfig) -> list[ModelTensor]:
     """Returns the inputs of a model configuration, followed by its outputs."""
-    return [*message.input, *message.output]
+    return [*config.input, *config.output]
 
 
-def is_ordered(message: ModelConfig) -> bool:
+def is_ordered(config: ModelConfig) -> bool:
     """Returns whether the model's answers must be sent in the order of the requests (``preserve_ordering``)."""
-    return bool(message.dynamic_batching.preserve_ordering or message.sequence_batching.oldest.preserve_ordering)
+    return bool(config.dynamic_batching.preserve_ordering or config.sequence_batching.oldest.preserve_ordering)
 
 
-def to_json(message: ModelConfig) -> bytes:
+def to_json(config: ModelConfig) -> bytes:
     """Encodes a configuration as JSON, as Triton does: every field in the proto's order, enums as names, int64 as numbers."""
-    return msgspec.json.encode(to_dict(message))
+    return msgspec.json.encode(to_dict(config))
 
 
 def to_dict(message: Any) -> dict[str, Any]:
@@ -266,12 +266,12 @@ def _plain(field: FieldDescriptor, value: Any) -> Any:
     return value
 
 
-def metadata(message: ModelConfig) -> bytes:
+def metadata(config: ModelConfig) -> bytes:
     """Returns the answer to a model metadata request as JSON {name, platform, inputs, outputs}. "versions" is not in it.
 
     Shapes are those that clients send: they begin with -1 if the model has a batch dimension, and no reshape is applied.
     """
-    batch = [-1] if message.max_batch_size > 0 else []
+    batch = [-1] if config.max_batch_size > 0 else []
 
     def tensors(fields: Sequence[Any]) -> list[dict[str, Any]]:
         return [
@@ -281,10 +281,10 @@ def metadata(message: ModelConfig) -> bytes:
 
     return msgspec.json.encode(
         {
-            "name": message.name,
-            "platform": message.platform or message.backend,
-            "inputs": tensors(message.input),
-            "outputs": tensors(message.output),
+            "name": config.name,
+            "platform": config.platform or config.backend,
+            "inputs": tensors(config.input),
+            "outputs": tensors(config.output),
         }
     )
 
@@ -299,13 +299,11 @@ def data_type_name(tensor: Any) -> str:
 _ANSWERS = {"true": True, "1": True, "false": False, "0": False}
 
 
-def wants(message: ModelConfig, parameter: str) -> bool:
+def wants(config: ModelConfig, parameter: str) -> bool:
     """Returns a model's boolean ``parameter``, False if it is not given. Raises InvalidArgument: its value is no boolean."""
-    if parameter not in message.parameters:
+    if parameter not in config.parameters:
         return False
-    said = message.parameters[parameter].string_value
+    said = config.parameters[parameter].string_value
     if said.lower() not in _ANSWERS:
-        raise InvalidArgument(
-            f"model '{message.name}': parameter {parameter} is {said[:100]!r}; expected true or false"
-        )
+        raise InvalidArgument(f"model '{config.name}': parameter {parameter} is {said[:100]!r}; expected true or false")
     return _ANSWERS[said.lower()]

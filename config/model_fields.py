@@ -61,26 +61,26 @@ PARAMETERS_WITHOUT_EFFECT = {"EXECUTION_ENV_PATH": "the model imports what is in
 _NEUTRAL = {"optimization.input_pinned_memory.enable": True, "optimization.output_pinned_memory.enable": True}
 
 
-def refuse(message: ModelConfig) -> None:
+def refuse(config: ModelConfig) -> None:
     """Raises Unsupported if a configuration sets a field that this server refuses. The message says why."""
-    for path in _given(message, ""):
+    for path in _given(config, ""):
         if path in REFUSED:
-            raise Unsupported(f"model '{message.name}': {path}: {REFUSED[path]}")
+            raise Unsupported(f"model '{config.name}': {path}: {REFUSED[path]}")
 
 
-def without_effect(message: ModelConfig) -> list[str]:
+def without_effect(config: ModelConfig) -> list[str]:
     """Returns a sentence, for a warning, about each field and parameter that a configuration sets and that has no effect."""
-    paths = dict.fromkeys(path for path in _given(message, "") if path in WITHOUT_EFFECT)
+    paths = dict.fromkeys(path for path in _given(config, "") if path in WITHOUT_EFFECT)
     found = [f"{path} is without effect: {WITHOUT_EFFECT[path]}" for path in paths]
-    if message.backend == "python":
+    if config.backend == "python":
         found += [
             f"{field} is without effect: {instead}"
             for field, instead in PYTHON_WITHOUT_EFFECT.items()
-            if len(getattr(message, field))
+            if len(getattr(config, field))
         ]
     found += [
         f"parameter {key} is without effect: {PARAMETERS_WITHOUT_EFFECT[key]}"
-        for key in sorted(message.parameters.keys() & PARAMETERS_WITHOUT_EFFECT.keys())
+        for key in sorted(config.parameters.keys() & PARAMETERS_WITHOUT_EFFECT.keys())
     ]
     return found
 

@@ -118,8 +118,8 @@ class CalledBack(InFlight):
 
     on_answer: Callable[[PreparedAnswer, AnswerRecord, SubmitterLane | None], None]
 
-    def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        self.on_answer(prepared, own, lane)
+    def completed(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None) -> None:
+        self.on_answer(prepared, record, lane)
 
 
 class EchoWorker:

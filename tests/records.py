@@ -159,19 +159,19 @@ class WholeAnswer:
         return AnswerRecord(self.request_id, prepared, self.contents, self.lease, self.code, self.message, self.trace)
 
 
-def whole_answer(prepared: PreparedAnswer, own: AnswerRecord) -> WholeAnswer:
+def whole_answer(prepared: PreparedAnswer, record: AnswerRecord) -> WholeAnswer:
     """Joins a prepared answer and a record into one value."""
-    outputs = whole_tensors(prepared.outputs, own.contents)
+    outputs = whole_tensors(prepared.outputs, record.contents)
     return WholeAnswer(
-        own.request_id,
-        own.code,
-        own.message,
+        record.request_id,
+        record.code,
+        record.message,
         prepared.final,
         prepared.version,
         outputs,
-        own.lease,
+        record.lease,
         prepared.parameters,
-        own.trace,
+        record.trace,
     )
 
 

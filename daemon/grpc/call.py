@@ -85,7 +85,7 @@ class InferCall(Call):
         self,
         asked: CallRequest,
         prepared: PreparedAnswer,
-        own: AnswerRecord,
+        record: AnswerRecord,
         parts: list[Buffer],
         sent: Callable[[], None] | None,
     ) -> None:
@@ -93,7 +93,7 @@ class InferCall(Call):
 
         Args:
           prepared: the part of the answer that repeats, such as the outputs' names and shapes.
-          own: the rest of the answer; it has the error's code and text, if the answer is an error.
+          record: the rest of the answer; it has the error's code and text, if the answer is an error.
           parts: the answer as pieces of a ModelInferResponse. Empty for an error, for an answer which only says that no further
             response comes, and for each of several responses to a call that accepts a single one.
           sent: must be called once the answer was written to the client; None: nothing must be called.

@@ -331,16 +331,16 @@ class CallRequest(InFlight):
     def left_line(self) -> None:
         self.call.placed()
 
-    def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        if self.loading and not self.decoupled and is_mark(prepared, own):
+    def completed(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None) -> None:
+        if self.loading and not self.decoupled and is_mark(prepared, record):
             self._several()
         trace = self.trace
         if trace is not None:
             if prepared.final:
-                if own.code:
-                    trace.failed(grpc_status(own.code), own.message)
+                if record.code:
+                    trace.failed(grpc_status(record.code), record.message)
                 if not self.waits_for_room:
-                    trace.completed(prepared.version, own.trace)
+                    trace.completed(prepared.version, record.trace)
             else:
                 trace.responded(prepared.version)
         # Called once the answer was written to the client: it gives the answer's memory back and ends the trace.
@@ -349,42 +349,42 @@ class CallRequest(InFlight):
         if lane is not None and not prepared.final:
             if not self.decoupled:
                 self._several()
-            sent = partial(submitter.taken, lane, own)
-        elif lane is not None and own.lease is not None:
-            sent = partial(submitter.release, lane, own.lease)
+            sent = partial(submitter.taken, lane, record)
+        elif lane is not None and record.lease is not None:
+            sent = partial(submitter.release, lane, record.lease)
         if trace is not None and prepared.final:
             sent = Sent(trace, sent)
         parts: list[Buffer] = []
-        if not own.code and lane is not None and (prepared.final or self.call.streams):
+        if not record.code and lane is not None and (prepared.final or self.call.streams):
             try:
-                parts = self._written(prepared, own, lane)
+                parts = self._written(prepared, record, lane)
             except Exception:
                 _log.exception("an answer of model '%s' could not be written", self.head.model)
                 # It is the front's error, and no version's.
                 prepared = msgspec.structs.replace(prepared, version=0)
-                own = msgspec.structs.replace(own, code=Internal.code, message=DEFECT)
+                record = msgspec.structs.replace(record, code=Internal.code, message=DEFECT)
                 if trace is not None:
                     trace.failed(grpc_status(Internal.code), DEFECT)
-        self.call.completed(self, prepared, own, parts, sent)
+        self.call.completed(self, prepared, record, parts, sent)
 
     def _several(self) -> None:
         """Notes that the model gives several responses. Called if that was not known when the request was sent."""
         self.decoupled = True
         self.call.several(self)
 
-    def _written(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> list[Buffer]:
+    def _written(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane) -> list[Buffer]:
         """Encodes an answer, which came over ``lane``, in pieces that copy no tensor; []: it only says that no more comes.
 
-        ``prepared``: the part of the answer that repeats. ``own``: the rest.
+        ``prepared``: the part of the answer that repeats. ``record``: the rest.
         """
         streamed = self.call.streams
-        if self.decoupled and is_mark(prepared, own):
+        if self.decoupled and is_mark(prepared, record):
             return []
-        if self.message is not None and type(own.prepared) is int:
+        if self.message is not None and type(record.prepared) is int:
             layout = self.message.answer_layout(prepared, streamed)
-            return layout.pieces(self.id, own.contents, lane.view)
+            return layout.pieces(self.id, record.contents, lane.view)
         layout = AnswerLayout(prepared, self.head.model, prepared.final if streamed else None)
-        return layout.pieces(self.client_id.encode(), own.contents, lane.view)
+        return layout.pieces(self.client_id.encode(), record.contents, lane.view)
 
 
 class Sent:

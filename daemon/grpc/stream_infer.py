@@ -197,16 +197,16 @@ class StreamInfer(InferCall):
         self,
         asked: CallRequest,
         prepared: PreparedAnswer,
-        own: AnswerRecord,
+        record: AnswerRecord,
         parts: list[Buffer],
         sent: Callable[[], None] | None,
     ) -> None:
         # One that is not in flight was sent in part: what comes now says so.
         if asked.decoupled or self._order.passes(asked) or asked not in self._in_flight:
-            self._deliver(asked, prepared, own, parts, sent)
+            self._deliver(asked, prepared, record, parts, sent)
         else:
-            size = sum(map(len, parts)) + len(own.message)
-            self._keep(asked, size, partial(self._deliver, asked, prepared, own, parts, sent), sent)
+            size = sum(map(len, parts)) + len(record.message)
+            self._keep(asked, size, partial(self._deliver, asked, prepared, record, parts, sent), sent)
         if self._waiting or self._half_closed or self.stream.held:
             self._go_on()
 
@@ -248,16 +248,16 @@ class StreamInfer(InferCall):
         self,
         asked: CallRequest,
         prepared: PreparedAnswer,
-        own: AnswerRecord,
+        record: AnswerRecord,
         parts: list[Buffer],
         sent: Callable[[], None] | None,
     ) -> None:
         if prepared.final:
             self._in_flight.discard(asked)
-        if own.code:
+        if record.code:
             self._refused(
-                grpc_number(own.code),
-                own.message,
+                grpc_number(record.code),
+                record.message,
                 asked.client_id,
                 # Only what a version has answered is an error of the model.
                 asked.head.model if prepared.version else "",

@@ -178,7 +178,7 @@ class UnaryInfer(InferCall):
         self,
         asked: CallRequest,
         prepared: PreparedAnswer,
-        own: AnswerRecord,
+        record: AnswerRecord,
         parts: list[Buffer],
         sent: Callable[[], None] | None,
     ) -> None:
@@ -187,10 +187,10 @@ class UnaryInfer(InferCall):
             if sent is not None:
                 sent()
             self.infer.submitter.cancel(asked)
-            self._refuse(from_code(own.code, own.message) if own.code else Unsupported(DECOUPLED), asked.trace)
+            self._refuse(from_code(record.code, record.message) if record.code else Unsupported(DECOUPLED), asked.trace)
             return
-        if own.code:
-            self._end(grpc_number(own.code), own.message, sent)
+        if record.code:
+            self._end(grpc_number(record.code), record.message, sent)
             return
         # Each refers to the other, and calls shall leave the garbage collector nothing to do.
         self._asked = None

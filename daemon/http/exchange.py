@@ -399,21 +399,21 @@ class Exchange(InFlight):
 
     # ----------------------------------------------------------------------------------------------- answer
 
-    def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+    def completed(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None) -> None:
         if self._trace is not None:
-            self._trace.completed(prepared.version, own.trace)
-        if type(own.prepared) is not int or not prepared.final or not self._head.is_plain:
-            self._answer_anew(prepared, own, lane)
+            self._trace.completed(prepared.version, record.trace)
+        if type(record.prepared) is not int or not prepared.final or not self._head.is_plain:
+            self._answer_anew(prepared, record, lane)
             return
-        if own.timing is not None:
-            self._timing_line = response_codec.timing_line(own.timing)
+        if record.timing is not None:
+            self._timing_line = response_codec.timing_line(record.timing)
         asked: PreparedKind = self._asked  # type: ignore[assignment]
-        text, lease = asked.last_answer, own.lease
+        text, lease = asked.last_answer, record.lease
         pieces: list[response_codec.Buffer] | None = None
         if lease is None:
             if text is None or text.prepared is not prepared:
-                text = asked.answer(prepared, own, lane.view)  # type: ignore[union-attr]
-            answer = text.whole(self._client_id, own)
+                text = asked.answer(prepared, record, lane.view)  # type: ignore[union-attr]
+            answer = text.whole(self._client_id, record)
             if answer is not None:
                 if self.keep_alive and self._trace is None:
                     if self._timing_line:
@@ -426,14 +426,14 @@ class Exchange(InFlight):
             assert lane is not None
             try:
                 if text is None or text.prepared is not prepared:
-                    text = asked.answer(prepared, own, lane.view)
-                pieces = text.pieces(self._client_id, own, lane.view)
+                    text = asked.answer(prepared, record, lane.view)
+                pieces = text.pieces(self._client_id, record, lane.view)
             except Exception:
                 pieces = None  # the ordinary way says what is wrong
             if pieces is not None:
                 self._unwritten = lane, lease
         if pieces is None:
-            self._answer_anew(prepared, own, lane)
+            self._answer_anew(prepared, record, lane)
             return
         lines = self._timing_line if self.keep_alive else self._timing_line + response_codec.CLOSE
         if lines:
@@ -442,19 +442,19 @@ class Exchange(InFlight):
         self.phase = ExchangePhase.ANSWERED
         self._hand_over(pieces)
 
-    def _answer_anew(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+    def _answer_anew(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None) -> None:
         """Encodes and writes an answer that no cached JSON head fits: an error, a compressed answer, or one with tensors in JSON.
 
-        ``prepared``: the part of the answer that repeats. ``own``: the rest. ``lane``: the lane over which the answer came; None
-        if this front has made the answer, which is then an error.
+        ``prepared``: the part of the answer that repeats. ``record``: the rest. ``lane``: the lane over which the answer came;
+        None if this front has made the answer, which is then an error.
         """
-        if own.lease is not None and lane is not None:
-            self._unwritten = (lane, own.lease)
-        if own.code:
-            self._answer_error(http_status(own.code), own.message)
+        if record.lease is not None and lane is not None:
+            self._unwritten = (lane, record.lease)
+        if record.code:
+            self._answer_error(http_status(record.code), record.message)
             return
-        if own.timing is not None:
-            self._timing_line = response_codec.timing_line(own.timing)
+        if record.timing is not None:
+            self._timing_line = response_codec.timing_line(record.timing)
         if not prepared.final:
             # It came while its model was being loaded, and nobody knew that this one answers with several responses.
             self._serving.submitter.cancel(self)
@@ -464,8 +464,8 @@ class Exchange(InFlight):
         assert self._asked is not None
         asked = self._asked.asked
         self._version = prepared.version
-        answer = prepared, own.contents, self._head.model, self._client_id, asked, lane.view
-        if own.lease is not None and response_codec.large_texts(prepared, own.contents, asked):
+        answer = prepared, record.contents, self._head.model, self._client_id, asked, lane.view
+        if record.lease is not None and response_codec.large_texts(prepared, record.contents, asked):
             steps = response_codec.encode_in_steps(*answer)
             self._job = self._serving.conversions.run(steps, self._answer_converted, self._not_converted)
             return

@@ -226,30 +226,30 @@ class Generation(InFlight):
 
     # ----------------------------------------------------------------------------------------------- answers
 
-    def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+    def completed(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None) -> None:
         if self._trace is not None and not self.waits_for_room:
             if prepared.final:
-                self._trace.completed(prepared.version, own.trace)
+                self._trace.completed(prepared.version, record.trace)
             else:
                 self._trace.responded(prepared.version)
-        self._take(prepared, own, lane)
+        self._take(prepared, record, lane)
 
-    def _take(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+    def _take(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None) -> None:
         """Writes one response to the client and acknowledges it to its worker.
 
         While the client does not read, the response is queued instead. ``prepared``: the part of the response that repeats.
-        ``own``: the rest. ``lane``: the lane over which it came; None if this front has made the response, an error.
+        ``record``: the rest. ``lane``: the lane over which it came; None if this front has made the response, an error.
         """
         if self._blocked:
-            self._held.append((prepared, own, lane))
+            self._held.append((prepared, record, lane))
             return
         if prepared.final:
             self._running = False
         try:
-            if own.code:
-                self._fail(from_code(own.code, own.message), prepared.final)
-            elif lane is not None and not (prepared.final and is_mark(prepared, own)):
-                self._answer(prepared, own, lane)
+            if record.code:
+                self._fail(from_code(record.code, record.message), prepared.final)
+            elif lane is not None and not (prepared.final and is_mark(prepared, record)):
+                self._answer(prepared, record, lane)
             if prepared.final and not (self._answered or self._gone):
                 self._end()
         except ServingError as error:
@@ -258,7 +258,7 @@ class Generation(InFlight):
                 self._end()
         except Exception:
             self._meet_defect()
-        self._release(prepared, own, lane)
+        self._release(prepared, record, lane)
 
     def written(self) -> None:
         """Writes the queued responses. Called when the client has read what was written before."""
@@ -266,19 +266,19 @@ class Generation(InFlight):
         while self._held and not self._blocked:
             self._take(*self._held.popleft())
 
-    def _release(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+    def _release(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None) -> None:
         if lane is None:
             return
         if not prepared.final:
-            self._serving.submitter.taken(lane, own)
-        elif own.lease is not None:
-            self._serving.submitter.release(lane, own.lease)
+            self._serving.submitter.taken(lane, record)
+        elif record.lease is not None:
+            self._serving.submitter.release(lane, record.lease)
 
-    def _answer(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> None:
+    def _answer(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane) -> None:
         """Writes a response that came over ``lane``, or stores it until the last response has come.
 
-        ``prepared``: the part of the response that repeats. ``own``: the rest. Raises InvalidArgument: the endpoint cannot send
-        this response, such as a second one without streaming.
+        ``prepared``: the part of the response that repeats. ``record``: the rest. Raises InvalidArgument: the endpoint cannot
+        send this response, such as a second one without streaming.
         """
         raise NotImplementedError
 
@@ -387,11 +387,13 @@ class Generate(Generation):
             self._joined = generate_codec.JoinedAnswers(state, self._serving.options.http.max_body_byte_size)
         super()._submit(reception, state)
 
-    def _answer(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> None:
+    def _answer(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane) -> None:
         if self._joined is not None:
-            self._joined.add(prepared, own.contents, lane.view)
+            self._joined.add(prepared, record.contents, lane.view)
         elif self._object is None:
-            self._object = ResponseLayout(prepared, self._head.model, self._client_id).encode(own.contents, lane.view)
+            self._object = ResponseLayout(prepared, self._head.model, self._client_id).encode(
+                record.contents, lane.view
+            )
         else:
             raise InvalidArgument(_NOT_ONE)
 
@@ -425,11 +427,11 @@ class GenerateStream(Generation):
     #: All events so far for a client of HTTP/1.0, which has no chunks: it gets them with their length.
     _kept: bytearray | None = None
 
-    def _answer(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> None:
+    def _answer(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane) -> None:
         layout = self._layout
         if layout is None or layout.prepared is not prepared:
             layout = self._layout = ResponseLayout(prepared, self._head.model, self._client_id)
-        self._say(b"data: %b\n\n" % layout.encode(own.contents, lane.view), 200)
+        self._say(b"data: %b\n\n" % layout.encode(record.contents, lane.view), 200)
 
     def _fail(self, error: ServingError, final: bool) -> None:
         if not self._status and final and not isinstance(error, Internal):
@@ -493,8 +495,8 @@ class InferStream(GenerateStream):
         text = bytes(body.head(json_size) if isinstance(body, PlacedBody) else body.whole()[:json_size])
         return request_codec.decode(text, size - json_size, head.model)
 
-    def _answer(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> None:
-        decoded, contents = self._decoded, own.contents
+    def _answer(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane) -> None:
+        decoded, contents = self._decoded, record.contents
         assert decoded is not None
         said, parts = response_codec.encode(prepared, contents, self._head.model, self._client_id, decoded, lane.view)
         self._say(_response(said, parts), 200)

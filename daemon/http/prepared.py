@@ -225,17 +225,17 @@ class PreparedKind:
             self.numbered = numbers.number_again(self.record)
         return self.numbered
 
-    def answer(self, prepared: PreparedAnswer, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> AnswerText:
+    def answer(self, prepared: PreparedAnswer, record: AnswerRecord, view: Callable[[Slice], memoryview]) -> AnswerText:
         """Returns the encoder of answers to this kind of request whose repeated part is ``prepared``. The first call creates it.
 
-        ``own``: the rest of the present answer. ``view``: returns a tensor's bytes. Raises: InvalidArgument: a tensor of the
+        ``record``: the rest of the present answer. ``view``: returns a tensor's bytes. Raises: InvalidArgument: a tensor of the
         answer is outside the arena.
         """
         known = self._answers.get(id(prepared))
         if known is None or known.prepared is not prepared:
             if len(self._answers) >= _MAX_ANSWERS:
                 self._answers.clear()
-            known = self._answers[id(prepared)] = AnswerText(self.model, self.asked, prepared, own, view)
+            known = self._answers[id(prepared)] = AnswerText(self.model, self.asked, prepared, record, view)
         self.last_answer = known
         return known
 
@@ -263,13 +263,13 @@ class AnswerText:
         model: str,
         asked: DecodedRequest,
         prepared: PreparedAnswer,
-        own: AnswerRecord,
+        record: AnswerRecord,
         view: Callable[[Slice], memoryview],
     ) -> None:
         """Encodes the JSON head that all later answers of this kind share, from the first answer.
 
         If the JSON must contain an output's values, or is long, no head is cached: then ``whole`` and ``pieces`` return None.
-        ``asked``: a request of the kind; it says which outputs are binary. ``prepared``, ``own``: the part of the first answer
+        ``asked``: a request of the kind; it says which outputs are binary. ``prepared``, ``record``: the part of the first answer
         that repeats, and the rest. ``view``: returns a tensor's bytes. Raises: InvalidArgument: a tensor is outside the arena.
         """
         self.prepared = prepared
@@ -281,7 +281,7 @@ class AnswerText:
         for tensor in prepared.outputs:
             if tensor.region is None and not asked.binary.get(tensor.name, asked.all_binary):
                 return  # its values are in the JSON
-        text, parts = response_codec.encode(prepared, own.contents, model, "", asked, view)
+        text, parts = response_codec.encode(prepared, record.contents, model, "", asked, view)
         if len(text) <= _MAX_TEXT:
             self._rest = text[1:]
             self._sizes = [*map(len, parts)]
@@ -293,21 +293,21 @@ class AnswerText:
         self._head = response_codec.response_head(len(text), self._tail_size) + text
         self._id = client_id
 
-    def whole(self, client_id: str, own: AnswerRecord) -> bytes | None:
-        """Returns the answer whose record is ``own`` as bytes: HTTP head, JSON and tensors. No tensor may be in shared memory.
+    def whole(self, client_id: str, record: AnswerRecord) -> bytes | None:
+        """Returns the answer whose record is ``record`` as bytes: HTTP head, JSON and tensors. No tensor may be in shared memory.
 
         ``client_id``: the id that the client gave the request. Returns None if there is no cached head, or if the tensors' sizes
         differ from those of the first answer.
         """
-        contents: Any = own.contents
+        contents: Any = record.contents
         if [*map(len, contents)] != self._sizes:
             return None
         if client_id != self._id:
             self._say(client_id)
         return b"".join((self._head, *contents))
 
-    def pieces(self, client_id: str, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> list[Buffer] | None:
-        """Returns the answer whose record is ``own`` in pieces: HTTP head and JSON, then each tensor.
+    def pieces(self, client_id: str, record: AnswerRecord, view: Callable[[Slice], memoryview]) -> list[Buffer] | None:
+        """Returns the answer whose record is ``record`` in pieces: HTTP head and JSON, then each tensor.
 
         ``client_id``: the id that the client gave the request. Tensors in shared memory are not copied: their pieces are views of
         that memory, which ``view`` makes of slices. Returns None if there is no cached head, or if the tensors' sizes differ from
@@ -315,7 +315,7 @@ class AnswerText:
         """
         if self._sizes is None:
             return None
-        parts: list[Any] = [view(content) if type(content) is Slice else content for content in own.contents]
+        parts: list[Any] = [view(content) if type(content) is Slice else content for content in record.contents]
         if [*map(len, parts)] != self._sizes:
             return None
         if client_id != self._id:

@@ -67,10 +67,10 @@ class Ensembles:
                 raise InvalidArgument(
                     f"ensemble '{found.name}' depends on '{name}' whose required version {number} is not loaded."
                 )
-        message = model_config.from_bytes(found.config)
-        ensemble_checks.check_members(message, self._config)
-        message.model_transaction_policy.decoupled = ensemble_checks.decoupled(message, self._config)
-        config = message.SerializeToString(deterministic=True)
+        config = model_config.from_bytes(found.config)
+        ensemble_checks.check_members(config, self._config)
+        config.model_transaction_policy.decoupled = ensemble_checks.decoupled(config, self._config)
+        encoded = config.SerializeToString(deterministic=True)
         # The fingerprint changes when a member is replaced.
         parts = (found.fingerprint, *self._fingerprints(found).values())
         fingerprint = hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -80,7 +80,7 @@ class Ensembles:
         ):
             # Its sequences have to stay where they began, which nobody else knows of it.
             places = (placement.choose(("model", found.name), places or tuple(devices)),)
-        return dataclasses.replace(found, config=config, devices=places, fingerprint=fingerprint)
+        return dataclasses.replace(found, config=encoded, devices=places, fingerprint=fingerprint)
 
     def circle(self, name: str, member: str) -> bool:
         """Returns whether the model ``member`` is the ensemble ``name``, or uses it directly or through other ensembles."""

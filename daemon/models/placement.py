@@ -30,7 +30,7 @@ from tensord.shm.errors import InvalidArgument
 _LEAST_SHARE = 4
 
 
-def place(message: ModelConfig, devices: Sequence[str], rate_limited: bool, each: int = 1) -> tuple[str, ...]:
+def place(config: ModelConfig, devices: Sequence[str], rate_limited: bool, each: int = 1) -> tuple[str, ...]:
     """Returns the devices whose workers load a model.
 
     If the model is isolated, they are the devices of the workers that serve this model alone.
@@ -42,11 +42,11 @@ def place(message: ModelConfig, devices: Sequence[str], rate_limited: bool, each
 
     Raises InvalidArgument: the model names GPUs that no worker has, or two of its settings ask for different single workers.
     """
-    chosen = _shared(message, devices, rate_limited, each)
-    return _alone(message, chosen) if model_checks.is_isolated(message) else chosen
+    chosen = _shared(config, devices, rate_limited, each)
+    return _alone(config, chosen) if model_checks.is_isolated(config) else chosen
 
 
-def _alone(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
+def _alone(config: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the devices of the workers that serve an isolated model alone.
 
     There is one such worker on each GPU of ``chosen``, and a single one for all CPU devices of ``chosen``. ``chosen``: the
@@ -54,54 +54,54 @@ def _alone(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
     """
     gpus = dict.fromkeys(gpu for device in chosen if (gpu := gpu_of(device)))
     cpus = [device for device in chosen if not gpu_of(device)]
-    beside = [choose(("isolated", message.name), cpus)] if cpus else []
-    return tuple(device_names.alone(device, message.name) for device in (*gpus, *beside))
+    beside = [choose(("isolated", config.name), cpus)] if cpus else []
+    return tuple(device_names.alone(device, config.name) for device in (*gpus, *beside))
 
 
-def _shared(message: ModelConfig, devices: Sequence[str], rate_limited: bool, each: int) -> tuple[str, ...]:
+def _shared(config: ModelConfig, devices: Sequence[str], rate_limited: bool, each: int) -> tuple[str, ...]:
     """Returns the devices of the shared workers that load a model, or that would load it if it were not isolated.
 
     ``devices``: the devices of all shared workers. ``rate_limited``: True if the rate limiter is on; a model is then placed on
     the workers that count the resources it needs. ``each``: how many GPUs each worker has. Raises InvalidArgument: the model
     names GPUs that no worker has, or two of its settings ask for different single workers.
     """
-    chosen = _named(message, devices, each)
-    together = message.parameters[TOGETHER].string_value if TOGETHER in message.parameters else ""
-    if rate_limited and model_checks.is_isolated(message) and _needs(message):
+    chosen = _named(config, devices, each)
+    together = config.parameters[TOGETHER].string_value if TOGETHER in config.parameters else ""
+    if rate_limited and model_checks.is_isolated(config) and _needs(config):
         raise InvalidArgument(
-            f"model '{message.name}' is to have a worker to itself ({model_checks.ISOLATED}), where nobody counts the resources "
+            f"model '{config.name}' is to have a worker to itself ({model_checks.ISOLATED}), where nobody counts the resources "
             "that it shares with others (rate_limiter)"
         )
-    sharing = _sharing(message, chosen) if rate_limited else chosen
+    sharing = _sharing(config, chosen) if rate_limited else chosen
     if sharing != chosen and together:
         raise InvalidArgument(
-            f"model '{message.name}' is to be on the worker of '{together}' ({TOGETHER}) and on the one with the resources "
+            f"model '{config.name}' is to be on the worker of '{together}' ({TOGETHER}) and on the one with the resources "
             "that it shares with others (rate_limiter)"
         )
     chosen = sharing
     if len(chosen) > 1 and together:
         return (choose(("together", together), chosen),)
-    if len(chosen) > 1 and (is_ordered(message) or 0 < _least_bound(message) < _LEAST_SHARE * len(chosen)):
-        return (choose(("model", message.name), chosen),)
+    if len(chosen) > 1 and (is_ordered(config) or 0 < _least_bound(config) < _LEAST_SHARE * len(chosen)):
+        return (choose(("model", config.name), chosen),)
     return chosen
 
 
-def say_kinds(message: ModelConfig, devices: Sequence[str]) -> bool:
+def say_kinds(config: ModelConfig, devices: Sequence[str]) -> bool:
     """Sets KIND_GPU in instance groups without a kind, if ``devices`` has GPUs and CPUs. Returns whether any was set."""
     changed = False
     if any(map(gpu_of, devices)) and not all(map(gpu_of, devices)):
-        for group in message.instance_group:
+        for group in config.instance_group:
             if group.kind in (group.KIND_AUTO, group.KIND_MODEL):
                 group.kind, changed = group.KIND_GPU, True
     return changed
 
 
-def _named(message: ModelConfig, devices: Sequence[str], each: int) -> tuple[str, ...]:
+def _named(config: ModelConfig, devices: Sequence[str], each: int) -> tuple[str, ...]:
     gpus = [device for device in devices if gpu_of(device)]
     cpus = [device for device in devices if not gpu_of(device)]
-    wanted = set() if message.instance_group else {*(gpus or devices)}
-    for index, group in enumerate(message.instance_group):
-        name = f"instance group {group.name or f'{message.name}_{index}'} of model {message.name}"
+    wanted = set() if config.instance_group else {*(gpus or devices)}
+    for index, group in enumerate(config.instance_group):
+        name = f"instance group {group.name or f'{config.name}_{index}'} of model {config.name}"
         if devices and not gpus and group.kind == group.KIND_GPU:
             raise InvalidArgument(f"{name} has kind KIND_GPU but no GPUs are available")
         if not gpus or (cpus and group.kind == group.KIND_CPU):
@@ -126,13 +126,13 @@ def _first(gpu: int, each: int) -> str:
     return device_name(gpu - gpu % each)
 
 
-def _sharing(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
+def _sharing(config: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the devices of ``chosen`` whose workers count the rate-limiter resources that a model needs.
 
     If one of the resources is global, this is one device. Otherwise it is one CPU device and, for each GPU, the device
     of one of the workers on that GPU. If the model needs no resources, all of ``chosen`` are returned.
     """
-    needs = _needs(message)
+    needs = _needs(config)
     if len(chosen) < 2 or not needs:
         return chosen
     # The choice does not depend on the model: all that share a resource have to be where the one count of it is.
@@ -145,9 +145,9 @@ def _sharing(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(device for device in chosen if device in counted)
 
 
-def resources(message: ModelConfig) -> dict[str, bool]:
+def resources(config: ModelConfig) -> dict[str, bool]:
     """Returns the rate-limiter resources that a model needs, in lower case. True: global; False: each device has its own."""
-    return {each.name.lower(): getattr(each, "global") for each in _needs(message)}
+    return {each.name.lower(): getattr(each, "global") for each in _needs(config)}
 
 
 def check_resources(name: str, needs: Mapping[str, bool], others: Mapping[str, Mapping[str, bool]]) -> None:
@@ -165,14 +165,14 @@ def check_resources(name: str, needs: Mapping[str, bool], others: Mapping[str, M
                 )
 
 
-def _needs(message: ModelConfig) -> list[Any]:
+def _needs(config: ModelConfig) -> list[Any]:
     """Returns the rate-limiter resources that a model's instances need, as messages of the model configuration."""
-    return [each for group in message.instance_group for each in group.rate_limiter.resources if each.count]
+    return [each for group in config.instance_group for each in group.rate_limiter.resources if each.count]
 
 
-def _least_bound(message: ModelConfig) -> int:
+def _least_bound(config: ModelConfig) -> int:
     """Returns the smallest ``max_queue_size`` of any of a model's queues; 0: no queue has a limit."""
-    batching = message.dynamic_batching
+    batching = config.dynamic_batching
     policies = (batching.default_queue_policy, *batching.priority_queue_policy.values())
     return min((policy.max_queue_size for policy in policies if policy.max_queue_size), default=0)
 

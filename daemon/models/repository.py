@@ -130,11 +130,11 @@ def placed(found: FoundModel, devices: Sequence[str], options: Options) -> Found
 
     ``devices``: the devices of all workers. Raises InvalidArgument: no worker can load the model.
     """
-    message, limited = model_config.from_bytes(found.config), options.rate_limit.mode != "off"
-    chosen = placement.place(message, devices, limited, options.workers.devices_per_worker)
-    config = message.SerializeToString() if placement.say_kinds(message, devices) else found.config
-    resources = placement.resources(message) if limited else {}
-    return dataclasses.replace(found, devices=chosen, config=config, resources=resources)
+    config, limited = model_config.from_bytes(found.config), options.rate_limit.mode != "off"
+    chosen = placement.place(config, devices, limited, options.workers.devices_per_worker)
+    encoded = config.SerializeToString() if placement.say_kinds(config, devices) else found.config
+    resources = placement.resources(config) if limited else {}
+    return dataclasses.replace(found, devices=chosen, config=encoded, resources=resources)
 
 
 def isolated_fraction(config: bytes, options: Workers) -> float:
@@ -259,8 +259,8 @@ def poll(path: Path) -> FoundModel:
         if not NAME.fullmatch(name):
             raise InvalidArgument("its name may hold only letters, digits and _.,+- and must not begin with . + or -")
         text = _read(path / "config.pbtxt", model_config.MAX_BYTE_SIZE)
-        message = model_config.parse_pbtxt(text.decode("utf-8-sig"), name) if text is not None else model_config.empty()
-        return _found(path, message)
+        config = model_config.parse_pbtxt(text.decode("utf-8-sig"), name) if text is not None else model_config.empty()
+        return _found(path, config)
     except ServingError as error:
         return FoundModel(name, path, error=error.message, unsupported=isinstance(error, Unsupported))
     except (OSError, UnicodeDecodeError) as error:
@@ -291,25 +291,25 @@ def overridden(folder: Path, config: str) -> FoundModel:
     return found
 
 
-def _found(path: Path, message: ModelConfig) -> FoundModel:
+def _found(path: Path, config: ModelConfig) -> FoundModel:
     name = path.name
     versions, others = _versions(path)
-    if message.name and message.name != name:
-        raise InvalidArgument(f"its configuration is for '{message.name}', but its folder is '{name}'")
-    message.name = name
-    model_checks.check(message)
-    chosen = _choose(message, versions)
-    if not message.backend and chosen and not ensemble_checks.is_ensemble(message):
-        message.backend = _guess_backend(path, message, chosen[-1])
-    config = message.SerializeToString(deterministic=True)
-    without_effect = tuple(model_fields.without_effect(message))
-    fingerprint, content, nowhere = fingerprints(path, config)
+    if config.name and config.name != name:
+        raise InvalidArgument(f"its configuration is for '{config.name}', but its folder is '{name}'")
+    config.name = name
+    model_checks.check(config)
+    chosen = _choose(config, versions)
+    if not config.backend and chosen and not ensemble_checks.is_ensemble(config):
+        config.backend = _guess_backend(path, config, chosen[-1])
+    encoded = config.SerializeToString(deterministic=True)
+    without_effect = tuple(model_fields.without_effect(config))
+    fingerprint, content, nowhere = fingerprints(path, encoded)
     without_effect += tuple(f"'{name}' is a link to nowhere" for name in nowhere[:_MAX_NAMED])
-    members = dict.fromkeys((step.model_name, step.model_version) for step in message.ensemble_scheduling.step)
+    members = dict.fromkeys((step.model_name, step.model_version) for step in config.ensemble_scheduling.step)
     return FoundModel(
         name,
         path,
-        config,
+        encoded,
         versions,
         chosen,
         fingerprint,
@@ -327,9 +327,9 @@ def _versions(path: Path) -> tuple[tuple[int, ...], tuple[str, ...]]:
     return tuple(sorted(int(name) for name in names if _VERSION.fullmatch(name))), tuple(others)
 
 
-def _choose(message: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns those of ``versions`` (ascending) that the version policy of ``message`` chooses; without a policy the last."""
-    policy = message.version_policy
+def _choose(config: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns those of ``versions`` (ascending) that the version policy of ``config`` chooses; without a policy the last."""
+    policy = config.version_policy
     match policy.WhichOneof("policy_choice"):
         case "all":
             return versions
@@ -341,13 +341,13 @@ def _choose(message: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
             return versions[-1:]
 
 
-def _guess_backend(path: Path, message: ModelConfig, version: int) -> str:
+def _guess_backend(path: Path, config: ModelConfig, version: int) -> str:
     """Guesses a model's backend from the names that the model's Python file defines. The file is parsed, not imported.
 
-    ``path``: the model's folder. ``message``: the model's configuration. ``version``: the version in whose folder the
+    ``path``: the model's folder. ``config``: the model's configuration. ``version``: the version in whose folder the
     file is. Raises InvalidArgument: the backend cannot be guessed.
     """
-    file = message.default_model_filename or "model.py"
+    file = config.default_model_filename or "model.py"
     code = _read(path / str(version) / file, _MAX_CODE_BYTE_SIZE)
     if code is None:
         if model_folder.programs(path / str(version)):

@@ -107,10 +107,10 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
     def left_line(self) -> None:
         """Called when a request that had waited for memory was sent or answered, unless it was cancelled. Does nothing here."""
 
-    def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+    def completed(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None) -> None:
         """Sends an answer to the client. Called with each answer to the request, and never again after the final answer.
 
-        ``prepared``: the part of the answer that many answers have in common. ``own``: the rest of the answer. ``lane``: the
+        ``prepared``: the part of the answer that many answers have in common. ``record``: the rest of the answer. ``lane``: the
         lane in whose arena the answer's slices lie; None: the answer is an error that was made in this process.
         """
         raise NotImplementedError
@@ -122,16 +122,16 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
 
     def fail(self, error: ServingError) -> None:
         """Answers the request with an error, as its final answer. Exceptions of ``completed`` are logged and not raised."""
-        own = AnswerRecord(self.record.request_id, LAST, code=error.code, message=error.message)
+        record = AnswerRecord(self.record.request_id, LAST, code=error.code, message=error.message)
         try:
-            self.completed(LAST, own, None)
+            self.completed(LAST, record, None)
         except Exception:
             self.fail_delivery()
 
     def undelivered(self) -> None:
         """Answers with the error Internal: an answer could not be sent. If a part was sent, subclasses end the connection."""
-        own = AnswerRecord(self.record.request_id, LAST, code=Internal.code, message=DEFECT)
-        self.completed(LAST, own, None)
+        record = AnswerRecord(self.record.request_id, LAST, code=Internal.code, message=DEFECT)
+        self.completed(LAST, record, None)
 
     def fail_delivery(self) -> None:
         """Logs the exception by which an answer could not be sent, and answers with an error if that is still possible."""

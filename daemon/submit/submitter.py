@@ -355,64 +355,64 @@ class Submitter:
         if self._busy_poll is not None:
             self._busy_poll.answered()
         in_flight = worker.in_flight
-        for prepared, own in answers:
-            if own.code or not prepared.final:
-                self._take(worker, prepared, own)
+        for prepared, record in answers:
+            if record.code or not prepared.final:
+                self._take(worker, prepared, record)
                 continue
-            request = in_flight.pop(own.request_id, None)
-            if own.lease is not None:
-                self._hold(worker, own.lease, request, own)
+            request = in_flight.pop(record.request_id, None)
+            if record.lease is not None:
+                self._hold(worker, record.lease, request, record)
                 if request is None or request.cancelled:
-                    self.release(worker.lane, own.lease)
+                    self.release(worker.lane, record.lease)
             if request is None:
                 continue
-            del self._in_flight[own.request_id]
+            del self._in_flight[record.request_id]
             if not request.cancelled:
                 try:
-                    request.completed(prepared, own, worker.lane)
+                    request.completed(prepared, record, worker.lane)
                 except Exception:
                     request.fail_delivery()
-                    if own.lease is not None:
-                        self.release(worker.lane, own.lease)
+                    if record.lease is not None:
+                        self.release(worker.lane, record.lease)
             for lease in request.leases:
                 self.give_back(lease)
         return True
 
-    def _take(self, worker: WorkerLink, prepared: PreparedAnswer, own: AnswerRecord) -> None:
+    def _take(self, worker: WorkerLink, prepared: PreparedAnswer, record: AnswerRecord) -> None:
         """Passes an answer of ``worker``, either an error or a response that is not the last one, to the request that it answers.
 
         There are two errors that the request does not get. If the worker confirms that a withdrawn request had not begun, the
         request waits again. If the worker does not have the model any more, the request is sent to another worker. ``prepared``:
-        the part of the answer that repeats. ``own``: the part that does not, with the request's id.
+        the part of the answer that repeats. ``record``: the part that does not, with the request's id.
         """
         take = worker.in_flight.pop if prepared.final else worker.in_flight.get
-        request, lease = take(own.request_id, None), own.lease
+        request, lease = take(record.request_id, None), record.lease
         if lease is not None:
-            self._hold(worker, lease, request, own)
-        if request is not None and request.recalled and own.code == Cancelled.code:
+            self._hold(worker, lease, request, record)
+        if request is not None and request.recalled and record.code == Cancelled.code:
             # It was called back and had not begun.
             request.recalled, request.worker = False, None
             self._throttle.add(request, self._loop.time())
             self._start_timer()
             return
         if (
-            own.code
+            record.code
             and request is not None
             and request.sequence is None
-            and request.may_be_elsewhere(own.code, own.message)
+            and request.may_be_elsewhere(record.code, record.message)
         ):
             # Its worker has its model no more, because that has moved to another one meanwhile: that is no answer.
             request.worker = None
-            self._loop.call_later(_TOLD_SECONDS, self._route_anew, worker, request, own)
+            self._loop.call_later(_TOLD_SECONDS, self._route_anew, worker, request, record)
             return
         if request is not None and not request.cancelled:
             request.answered = True
             if request.sent_at and not prepared.final:
                 # It has as long for its next response.
                 request.sent_at = self._loop.time()
-                self._in_flight[own.request_id] = self._in_flight.pop(own.request_id)
+                self._in_flight[record.request_id] = self._in_flight.pop(record.request_id)
             try:
-                request.completed(prepared, own, worker.lane)
+                request.completed(prepared, record, worker.lane)
                 lease = None  # its taker's
             except Exception:
                 request.fail_delivery()
@@ -431,13 +431,13 @@ class Submitter:
         else:
             self._fail(request, from_code(answer.code, answer.message))
 
-    def _hold(self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, own: AnswerRecord) -> None:
+    def _hold(self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, record: AnswerRecord) -> None:
         """Counts an answer's memory for its connection and client until ``release``, and withdraws requests that must now wait.
 
-        ``own``: the answer, from ``worker``, with the lease ``key``. ``request``: the answered request; None: it is not in flight
-        any more, and the lease counts for nobody.
+        ``record``: the answer, from ``worker``, with the lease ``key``. ``request``: the answered request; None: it is not in
+        flight any more, and the lease counts for nobody.
         """
-        for concerned in self._throttle.hold(worker, key, request, own):
+        for concerned in self._throttle.hold(worker, key, request, record):
             self._recall(concerned)
 
     def _recall(self, concerned: Callable[[InFlight], bool]) -> None:

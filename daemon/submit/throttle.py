@@ -51,16 +51,16 @@ class Throttle:
     # ---------------------------------------------------------------------------------------------------- who holds its share
 
     def hold(
-        self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, own: AnswerRecord
+        self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, record: AnswerRecord
     ) -> Sequence[Callable[[InFlight], bool]]:
         """Counts an answer's memory for its connection and its client until ``leave``. Returns which other requests must wait.
 
         If the client, or the connection, has just filled its share of response memory, the result has a function for it, which
-        takes a request and returns whether the request must be withdrawn. ``own``: the answer, from ``worker``, with the lease
+        takes a request and returns whether the request must be withdrawn. ``record``: the answer, from ``worker``, with the lease
         ``key``. ``request``: the request that was answered; None: it is not in flight any more, and the lease counts for nobody.
         """
         size = 0
-        for content in own.contents:
+        for content in record.contents:
             if type(content) is Slice:
                 size += content.byte_size
         # What of the arena it takes, which is more than it is.

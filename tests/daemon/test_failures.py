@@ -234,8 +234,8 @@ def test_an_owner_that_cannot_take_its_answer(setting: Setting, size: int) -> No
     setting.ready(worker)
     told: list[WholeAnswer] = []
 
-    def completed(prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        told.append(whole_answer(prepared, own))
+    def completed(prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None) -> None:
+        told.append(whole_answer(prepared, record))
         if len(told) == 1:
             raise Broken("injected")
 

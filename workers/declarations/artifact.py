@@ -273,31 +273,31 @@ def digest(folder: Path) -> bytes:
     return found.digest()
 
 
-def module(folder: Path, message: ModelConfig, platform: str) -> ModuleType:
+def module(folder: Path, config: ModelConfig, platform: str) -> ModuleType:
     """Builds a Python module from the programs of a version's folder, with ``inputs``, ``create`` and so on like a model.py.
 
-    ``message``: the model's configuration. ``platform``: as ``jax.Device`` names it. Raises InvalidArgument, with the
+    ``config``: the model's configuration. ``platform``: as ``jax.Device`` names it. Raises InvalidArgument, with the
     file's name: a file is unreadable or unsuitable.
     """
-    return _Artifact(folder, message, platform).module()
+    return _Artifact(folder, config, platform).module()
 
 
 class _Artifact:
     """The checked programs of one exported version, and the path of the version's parameters."""
 
-    def __init__(self, folder: Path, message: ModelConfig, platform: str) -> None:
-        self._message = message
+    def __init__(self, folder: Path, config: ModelConfig, platform: str) -> None:
+        self._message = config
         self._parameters = model_folder.parameters(folder)
         if len(self._parameters) > 1:
             names = ", ".join(path.name for path in self._parameters)
-            raise InvalidArgument(f"model '{message.name}': it has parameters in {names}; one of them is expected")
+            raise InvalidArgument(f"model '{config.name}': it has parameters in {names}; one of them is expected")
         every = [ProgramFile(path, bool(self._parameters)) for path in model_folder.programs(folder)]
         # Exported for the platform, which ``jax.Device`` and jax.export name differently.
         self._programs = [each for each in every if _PLATFORMS.get(platform, platform) in each.platforms]
         if not self._programs:
             named = "; ".join(f"{program.path.name} is for {', '.join(program.platforms)}" for program in every)
             raise InvalidArgument(
-                f"model '{message.name}': none of its programs runs on {platform}: {named}. Export it with "
+                f"model '{config.name}': none of its programs runs on {platform}: {named}. Export it with "
                 "jax.export.export(function, platforms=('cpu', 'cuda'))"
             )
         first = self._programs[0]

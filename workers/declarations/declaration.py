@@ -23,76 +23,76 @@ from tensord.workers.tensors.tensor_trees import declarations
 _MAX_LABEL_BYTE_SIZE = 16 << 20
 
 
-def declare_tensors(message: ModelConfig, module: ModuleType) -> dict[str, tuple[str | None, ...]]:
+def declare_tensors(config: ModelConfig, module: ModuleType) -> dict[str, tuple[str | None, ...]]:
     """Adds the declarations of model.py (``module``) to a configuration. Returns tensor name -> its axes' names (None: unnamed).
 
     Raises: InvalidArgument: a declaration is malformed, or contradicts the configuration.
     """
     tensors: dict[str, dict[str, Declared]] = {}
     for kind in ("inputs", "outputs"):
-        what = f"model '{message.name}'"
+        what = f"model '{config.name}'"
         tensors[kind] = {
             name: parse_declaration(f"{what}: {kind[:-1]} '{name}'", text)
             for name, text in declarations(what, getattr(module, kind, {}), kind[:-1]).items()
         }
-    declare(message, tensors["inputs"], tensors["outputs"], getattr(module, "source", "model.py"))
-    if not message.output:
+    declare(config, tensors["inputs"], tensors["outputs"], getattr(module, "source", "model.py"))
+    if not config.output:
         raise InvalidArgument(
-            f'model \'{message.name}\': no outputs are declared, neither in model.py, as in outputs = {{"y": "FP32[4]"}}, '
+            f'model \'{config.name}\': no outputs are declared, neither in model.py, as in outputs = {{"y": "FP32[4]"}}, '
             "nor in config.pbtxt; inputs are declared alike"
         )
     limit = getattr(module, "max_batch_size", 0)
     if type(limit) is not int or limit < 0:
-        raise InvalidArgument(f"model '{message.name}': max_batch_size of model.py is {limit!r}, a number is expected")
-    message.max_batch_size = message.max_batch_size or limit
+        raise InvalidArgument(f"model '{config.name}': max_batch_size of model.py is {limit!r}, a number is expected")
+    config.max_batch_size = config.max_batch_size or limit
     cached = getattr(module, "response_cache", False)
     if type(cached) is not bool:
         raise InvalidArgument(
-            f"model '{message.name}': response_cache of model.py is {cached!r}, True or False is expected"
+            f"model '{config.name}': response_cache of model.py is {cached!r}, True or False is expected"
         )
-    if cached and not message.HasField("response_cache"):
-        message.response_cache.enable = True
+    if cached and not config.HasField("response_cache"):
+        config.response_cache.enable = True
     mixes = getattr(module, ROWS_MAY_MIX, False)
-    if mixes and ROWS_MAY_MIX not in message.parameters:
-        message.parameters[ROWS_MAY_MIX].string_value = str(mixes)
+    if mixes and ROWS_MAY_MIX not in config.parameters:
+        config.parameters[ROWS_MAY_MIX].string_value = str(mixes)
     return {name: tensor.axes for group in tensors.values() for name, tensor in group.items()}
 
 
-def declare_streams(message: ModelConfig) -> None:
+def declare_streams(config: ModelConfig) -> None:
     """Marks a generator's configuration as decoupled. Raises InvalidArgument: it declares sequences or ragged inputs."""
-    message.model_transaction_policy.decoupled = True
-    if message.HasField("sequence_batching"):
+    config.model_transaction_policy.decoupled = True
+    if config.HasField("sequence_batching"):
         raise InvalidArgument(
-            f"model '{message.name}': create() returned a generator function, and those have no sequences"
+            f"model '{config.name}': create() returned a generator function, and those have no sequences"
         )
-    if any(tensor.allow_ragged_batch for tensor in message.input):
+    if any(tensor.allow_ragged_batch for tensor in config.input):
         raise InvalidArgument(
-            f"model '{message.name}': create() returned a generator function, and those have no ragged inputs: "
+            f"model '{config.name}': create() returned a generator function, and those have no ragged inputs: "
             "they run one request at a time"
         )
-    model_checks.check(message)
+    model_checks.check(config)
 
 
-def choose_buckets(message: ModelConfig, module: ModuleType, described: Signature) -> Buckets:
+def choose_buckets(config: ModelConfig, module: ModuleType, described: Signature) -> Buckets:
     declared = getattr(module, "buckets", {})
     if not isinstance(declared, Mapping):
-        raise InvalidArgument(f"model '{message.name}': buckets of model.py must be a dict of axis names to sizes")
+        raise InvalidArgument(f"model '{config.name}': buckets of model.py must be a dict of axis names to sizes")
     axes = {
-        str(axis): () if sizes == "auto" else check_sizes(f"model '{message.name}': buckets of axis '{axis}'", sizes)
+        str(axis): () if sizes == "auto" else check_sizes(f"model '{config.name}': buckets of axis '{axis}'", sizes)
         for axis, sizes in declared.items()
-    } | model_checks.axis_buckets(message)
-    _check_axes(message, module, axes)
+    } | model_checks.axis_buckets(config)
+    _check_axes(config, module, axes)
     limit = described.max_batch_size
     batch: tuple[int, ...] = (1,)
-    if not limit and ("batch_buckets" in message.parameters or hasattr(module, "batch_buckets")):
+    if not limit and ("batch_buckets" in config.parameters or hasattr(module, "batch_buckets")):
         raise InvalidArgument(
-            f"model '{message.name}': batch_buckets are given, but max_batch_size is 0: it has no batch dimension"
+            f"model '{config.name}': batch_buckets are given, but max_batch_size is 0: it has no batch dimension"
         )
     if limit > 0:
-        batch = model_checks.batch_buckets(message)
+        batch = model_checks.batch_buckets(config)
         if not batch and hasattr(module, "batch_buckets"):
-            batch = check_sizes(f"model '{message.name}': batch_buckets", module.batch_buckets, limit)
-        if wants(message, ROWS_MAY_MIX):
+            batch = check_sizes(f"model '{config.name}': batch_buckets", module.batch_buckets, limit)
+        if wants(config, ROWS_MAY_MIX):
             batch = tuple(range(1, limit + 1))
         # With ragged inputs a row more costs next to nothing, but each number of rows needs a program for each length.
         batch = batch or ((limit,) if described.ragged else powers_of_two(limit))
@@ -102,7 +102,7 @@ def choose_buckets(message: ModelConfig, module: ModuleType, described: Signatur
     count = sum(1 for _ in itertools.islice(buckets.planned(), len(batch) * (MAX_EXECUTABLES + 1)))
     if count > MAX_EXECUTABLES and not getattr(module, "host", False):
         raise InvalidArgument(
-            f"model '{message.name}': its buckets need {count} executables, at most {MAX_EXECUTABLES} are made"
+            f"model '{config.name}': its buckets need {count} executables, at most {MAX_EXECUTABLES} are made"
         )
     return buckets
 
@@ -129,16 +129,16 @@ def _byte_size(spec: TensorSpec, shape: tuple[int, ...]) -> int:
     return spec.dtype.itemsize * math.prod(shape)
 
 
-def _check_axes(message: ModelConfig, module: ModuleType, buckets: Mapping[str, object]) -> None:
+def _check_axes(config: ModelConfig, module: ModuleType, buckets: Mapping[str, object]) -> None:
     """Raises InvalidArgument if ``buckets`` has a name that model.py (``module``) gives to no axis of an input."""
-    texts = declarations(f"model '{message.name}'", getattr(module, "inputs", {}), "input")
+    texts = declarations(f"model '{config.name}'", getattr(module, "inputs", {}), "input")
     declared = [parse_declaration(name, text) for name, text in texts.items()]
     named = {axis for tensor in declared for axis in tensor.axes if axis is not None}
     unknown = sorted(buckets.keys() - named)
     if unknown:
         known = f"they name {_quoted(sorted(named))}" if named else "they name none"
         raise InvalidArgument(
-            f"model '{message.name}': there are buckets for axis {_quoted(unknown)}, which no input has: {known}"
+            f"model '{config.name}': there are buckets for axis {_quoted(unknown)}, which no input has: {known}"
         )
 
 
@@ -146,10 +146,10 @@ def _quoted(names: list[str]) -> str:
     return ", ".join(f"'{name}'" for name in names)
 
 
-def read_labels(message: ModelConfig, folder: Path) -> dict[str, tuple[str, ...]]:
+def read_labels(config: ModelConfig, folder: Path) -> dict[str, tuple[str, ...]]:
     """Returns output name -> lines of its label file in the model's ``folder``. Raises InvalidArgument: one is unreadable."""
     labels: dict[str, tuple[str, ...]] = {}
-    for output in message.output:
+    for output in config.output:
         if not output.label_filename:
             continue
         try:
@@ -157,17 +157,17 @@ def read_labels(message: ModelConfig, folder: Path) -> dict[str, tuple[str, ...]
                 labels[output.name] = tuple(file.read(_MAX_LABEL_BYTE_SIZE).splitlines())
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidArgument(
-                f"model '{message.name}': label file '{output.label_filename}' of output '{output.name}' cannot be read"
+                f"model '{config.name}': label file '{output.label_filename}' of output '{output.name}' cannot be read"
             ) from error
     return labels
 
 
-def queue_rules(message: ModelConfig, max_size: int, workers: int) -> QueueRules:
+def queue_rules(config: ModelConfig, max_size: int, workers: int) -> QueueRules:
     """Returns the rules of a model's queue. ``max_size``: the most waiting requests. ``workers``: how many share its limits."""
-    replaces = wants(message, REPLACE_WAITING)
-    if not message.HasField("dynamic_batching"):
+    replaces = wants(config, REPLACE_WAITING)
+    if not config.HasField("dynamic_batching"):
         return QueueRules(max_size, replaces=replaces)
-    batching = message.dynamic_batching
+    batching = config.dynamic_batching
     return QueueRules(
         max_size,
         _policy(batching.default_queue_policy, workers),
@@ -187,17 +187,17 @@ def _policy(policy: Any, workers: int) -> QueuePolicy:
     )
 
 
-def batch_rules(message: ModelConfig) -> BatchRules:
+def batch_rules(config: ModelConfig) -> BatchRules:
     """Returns the rules by which a model's requests form batches.
 
     Generators and models whose rows mix run each request alone, and so do Python models without ``dynamic_batching``.
     """
-    asked = message.HasField("dynamic_batching")
-    yields = message.backend != "python" and message.model_transaction_policy.decoupled
-    if message.max_batch_size < 1 or yields or (message.backend == "python" and not asked):
+    asked = config.HasField("dynamic_batching")
+    yields = config.backend != "python" and config.model_transaction_policy.decoupled
+    if config.max_batch_size < 1 or yields or (config.backend == "python" and not asked):
         return BatchRules(joins=False)
-    if wants(message, ROWS_MAY_MIX):
-        return BatchRules(message.max_batch_size, joins=False)
-    batching = message.dynamic_batching
+    if wants(config, ROWS_MAY_MIX):
+        return BatchRules(config.max_batch_size, joins=False)
+    batching = config.dynamic_batching
     delay_ns = batching.max_queue_delay_microseconds * 1000
-    return BatchRules(message.max_batch_size, delay_ns, tuple(sorted(set(batching.preferred_batch_size))))
+    return BatchRules(config.max_batch_size, delay_ns, tuple(sorted(set(batching.preferred_batch_size))))

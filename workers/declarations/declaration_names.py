@@ -31,13 +31,13 @@ _EXAMPLES: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-def check_names(message: ModelConfig, module: ModuleType) -> None:
+def check_names(config: ModelConfig, module: ModuleType) -> None:
     """Raises InvalidArgument if an unused name in ``module``, the model.py, is nearly that of a missing declaration.
 
-    ``message``: the model's config.pbtxt. What it sets is not missing in the model.py.
+    ``config``: the model's config.pbtxt. What it sets is not missing in the model.py.
     """
-    fields = {{"input": "inputs", "output": "outputs"}.get(field.name, field.name) for field, _ in message.ListFields()}
-    configured = {key.partition(".")[0] for key in message.parameters} | fields
+    fields = {{"input": "inputs", "output": "outputs"}.get(field.name, field.name) for field, _ in config.ListFields()}
+    configured = {key.partition(".")[0] for key in config.parameters} | fields
     missing = sorted(_EXAMPLES.keys() - vars(module).keys() - configured)
     for name, value in vars(module).items():
         if name in _EXAMPLES or name.startswith("_") or not isinstance(value, (int, str, tuple, list, Mapping)):
@@ -46,7 +46,7 @@ def check_names(message: ModelConfig, module: ModuleType) -> None:
         meant = next((each for each in near if _is_like(value, _EXAMPLES[each])), None)
         if meant is not None and not _is_used(module, name):
             raise InvalidArgument(
-                f"model '{message.name}': '{name}' of model.py means nothing; did you mean '{meant}', as in {meant} = "
+                f"model '{config.name}': '{name}' of model.py means nothing; did you mean '{meant}', as in {meant} = "
                 f"{_EXAMPLES[meant]!r}? A name of the model's own is read somewhere in model.py, or begins with '_'"
             )
 

@@ -27,53 +27,53 @@ RESIDENT, ON_DEMAND = "resident", "on_demand"
 _MOST = 1 << 16
 
 
-def _given(message: ModelConfig, module: ModuleType, name: str, default: Any = None) -> tuple[Any, str, bool]:
+def _given(config: ModelConfig, module: ModuleType, name: str, default: Any = None) -> tuple[Any, str, bool]:
     """Returns the value of declaration ``name`` (else ``default``), its name in errors, and whether config.pbtxt has it."""
-    if name in message.parameters:
-        return message.parameters[name].string_value, f"parameter '{name}'", True
+    if name in config.parameters:
+        return config.parameters[name].string_value, f"parameter '{name}'", True
     return getattr(module, name, default), f"{name} of model.py", False
 
 
-def device_count(message: ModelConfig, module: ModuleType) -> int:
+def device_count(config: ModelConfig, module: ModuleType) -> int:
     """Returns the declared number of devices, 0 if none is declared. Raises InvalidArgument: the value is no integer above 0."""
-    given, where, is_text = _given(message, module, "devices")
+    given, where, is_text = _given(config, module, "devices")
     if is_text and given.isdecimal():
         given = int(given)
     if given is None:
         return 0
     if type(given) is not int or given < 1:
-        raise InvalidArgument(f"model '{message.name}': {where} is {given!r}, a number of devices from 1 is expected")
+        raise InvalidArgument(f"model '{config.name}': {where} is {given!r}, a number of devices from 1 is expected")
     return given
 
 
-def gpus(message: ModelConfig, module: ModuleType, count: int, gpu: int | None) -> Sequence[int]:
+def gpus(config: ModelConfig, module: ModuleType, count: int, gpu: int | None) -> Sequence[int]:
     """Returns the numbers of the GPUs that a model runs on if its configuration lists none; empty on a processor.
 
     ``count``: how many devices the worker has. ``gpu``: the number of the first; None: the worker runs on the processor.
     """
-    said = device_count(message, module) if message.backend == "jax" else 0
+    said = device_count(config, module) if config.backend == "jax" else 0
     return () if gpu is None else range(gpu, gpu + min(max(1, said), count))
 
 
 def chosen_devices(
-    message: ModelConfig, count: int, devices: Sequence[jax.Device], gpu: int | None
+    config: ModelConfig, count: int, devices: Sequence[jax.Device], gpu: int | None
 ) -> tuple[jax.Device, ...]:
     """Returns the ``devices`` of the worker that a model runs on. ``count``: how many it asks for; 0: it does not say.
 
     ``gpu``: the number of the first device; None: the worker runs on the processor. Raises InvalidArgument: too few devices.
     """
-    named = sorted({each - gpu for group in message.instance_group for each in group.gpus} if gpu is not None else ())
+    named = sorted({each - gpu for group in config.instance_group for each in group.gpus} if gpu is not None else ())
     own = [devices[index] for index in named if 0 <= index < len(devices)]
     if max(1, count) > len(own or devices):
         whose = "instance_group names" if 0 < len(own) < len(devices) else "its worker has"
         raise InvalidArgument(
-            f"model '{message.name}' runs on {count} devices, and {whose} {len(own or devices)} (workers.devices_per_worker)"
+            f"model '{config.name}' runs on {count} devices, and {whose} {len(own or devices)} (workers.devices_per_worker)"
         )
     return tuple((own or devices)[: max(1, count)])
 
 
 def given_devices(
-    message: ModelConfig, module: ModuleType, devices: Sequence[jax.Device], gpu: int | None, keeps_state: bool
+    config: ModelConfig, module: ModuleType, devices: Sequence[jax.Device], gpu: int | None, keeps_state: bool
 ) -> tuple[jax.Device | tuple[jax.Device, ...], SeveralDevices | None]:
     """Returns the device or devices that ``create`` gets, and the devices that the model's programs run on.
 
@@ -81,41 +81,39 @@ def given_devices(
     ``devices``; None: they are no GPUs. ``keeps_state``: whether the model has state.
     Raises: InvalidArgument: the number of devices is malformed or too large.  Unsupported: state needs the worker's first device.
     """
-    count = device_count(message, module)
-    chosen = chosen_devices(message, count, devices, gpu)
+    count = device_count(config, module)
+    chosen = chosen_devices(config, count, devices, gpu)
     given = chosen if count else chosen[0]
     if chosen == (devices[0],):
         return given, None
     if keeps_state:
-        raise Unsupported(f"model '{message.name}': state is kept on one device, and its worker's first one")
+        raise Unsupported(f"model '{config.name}': state is kept on one device, and its worker's first one")
     return given, SeveralDevices(chosen)
 
 
-def is_on_demand(message: ModelConfig, module: ModuleType) -> bool:
+def is_on_demand(config: ModelConfig, module: ModuleType) -> bool:
     """Returns whether a model's ``memory_policy`` lets its parameters leave the device to make room for other models.
 
     Raises: InvalidArgument: ``memory_policy`` is unknown.  Unsupported: the model has no parameters on the device.
     """
-    given, where, _ = _given(message, module, "memory_policy", RESIDENT)
+    given, where, _ = _given(config, module, "memory_policy", RESIDENT)
     if given not in (RESIDENT, ON_DEMAND):
-        raise InvalidArgument(
-            f"model '{message.name}': {where} is {given!r}, '{RESIDENT}' or '{ON_DEMAND}' is expected"
-        )
-    if given == ON_DEMAND and (message.backend != "jax" or getattr(module, "host", False)):
+        raise InvalidArgument(f"model '{config.name}': {where} is {given!r}, '{RESIDENT}' or '{ON_DEMAND}' is expected")
+    if given == ON_DEMAND and (config.backend != "jax" or getattr(module, "host", False)):
         raise Unsupported(
-            f"model '{message.name}': {where} is '{ON_DEMAND}', which is for models that are compiled: others have no "
+            f"model '{config.name}': {where} is '{ON_DEMAND}', which is for models that are compiled: others have no "
             "parameters on the device that the server knows"
         )
     return bool(given == ON_DEMAND)
 
 
-def declare_sets(message: ModelConfig, module: ModuleType) -> SetDeclaration | None:
+def declare_sets(config: ModelConfig, module: ModuleType) -> SetDeclaration | None:
     """Returns which parameters differ between sets, and for how many sets the device has room; None: batches do not mix sets.
 
     Raises: InvalidArgument: a declaration is malformed.  Unsupported: a model of this kind cannot mix sets in a batch.
     """
-    model, names = message.name, _names(message, module)
-    resident, where, is_text = _given(message, module, "resident_sets")
+    model, names = config.name, _names(config, module)
+    resident, where, is_text = _given(config, module, "resident_sets")
     if is_text and resident.isascii() and resident.isdigit() and len(resident) < 11:
         resident = int(resident)
     if resident is not None and type(resident) is not int:
@@ -124,10 +122,10 @@ def declare_sets(message: ModelConfig, module: ModuleType) -> SetDeclaration | N
         if resident is not None:
             raise InvalidArgument(f"model '{model}': {where} is given, but batch_sets is not")
         return None
-    why = _unsupported(message, module)
+    why = _unsupported(config, module)
     if why:
         raise Unsupported(f"model '{model}': batch_sets is for jitted functions of one call a request; {why}")
-    least = message.max_batch_size
+    least = config.max_batch_size
     if not least:
         raise InvalidArgument(
             f"model '{model}': batch_sets is given, but max_batch_size is 0: it has no batch dimension"
@@ -139,9 +137,9 @@ def declare_sets(message: ModelConfig, module: ModuleType) -> SetDeclaration | N
     return SetDeclaration(names, resident or least)
 
 
-def _names(message: ModelConfig, module: ModuleType) -> tuple[str, ...] | None:
+def _names(config: ModelConfig, module: ModuleType) -> tuple[str, ...] | None:
     """Returns the names of the parameters that differ between sets; empty: all may differ; None: batches do not mix sets."""
-    given, where, is_text = _given(message, module, "batch_sets", False)
+    given, where, is_text = _given(config, module, "batch_sets", False)
     if is_text:
         given = {"true": True, "false": False}.get(given.lower(), tuple(name.strip() for name in given.split(",")))
     if given is True:
@@ -151,13 +149,13 @@ def _names(message: ModelConfig, module: ModuleType) -> tuple[str, ...] | None:
     if isinstance(given, (tuple, list)) and given and all(isinstance(name, str) and name for name in given):
         return tuple(given)
     raise InvalidArgument(
-        f"model '{message.name}': {where} is {given!r}; True, False, or names of parameters are expected, as in ('adapter',)"
+        f"model '{config.name}': {where} is {given!r}; True, False, or names of parameters are expected, as in ('adapter',)"
     )
 
 
-def _unsupported(message: ModelConfig, module: ModuleType) -> str:
+def _unsupported(config: ModelConfig, module: ModuleType) -> str:
     """Returns why a model with this configuration and ``module`` cannot mix parameter sets in a batch; "": it can."""
-    if message.backend != "jax":
+    if config.backend != "jax":
         return "a Triton Python model has no parameters that the server knows"
     if hasattr(module, "source"):
         return f"{module.source} takes parameters and inputs alone"
@@ -165,6 +163,6 @@ def _unsupported(message: ModelConfig, module: ModuleType) -> str:
         return "a host model is none"
     if hasattr(module, "slots"):
         return "a stepped model is none"
-    if message.HasField("sequence_batching"):
+    if config.HasField("sequence_batching"):
         return "a sequence keeps the set that it began with"
     return ""

@@ -102,9 +102,9 @@ class RequestInputs:
 class KnownParameters:
     """The request parameters that a model version knows. With ``strict_parameters`` other ones are refused, else logged once."""
 
-    def __init__(self, message: ModelConfig, module: ModuleType, options: Options) -> None:
+    def __init__(self, config: ModelConfig, module: ModuleType, options: Options) -> None:
         """Reads what ``module`` (model.py) and ``options`` allow. Raises InvalidArgument: ``strict_parameters`` is no bool."""
-        self._model, self._names = message.name, [*map(str, getattr(module, "request", {}))]
+        self._model, self._names = config.name, [*map(str, getattr(module, "request", {}))]
         self._strict, self._told = getattr(module, "strict_parameters", False), set[str]()
         if type(self._strict) is not bool:
             raise InvalidArgument(
@@ -131,16 +131,16 @@ class KnownParameters:
             _log.warning("%s (request of model.py names them; strict_parameters = True refuses others)", said)
 
 
-def request_inputs(message: ModelConfig, module: ModuleType) -> RequestInputs | None:
+def request_inputs(config: ModelConfig, module: ModuleType) -> RequestInputs | None:
     """Returns the request properties that model.py declares as inputs, or None. Raises InvalidArgument: a bad declaration."""
     declared, host = getattr(module, "request", {}), bool(getattr(module, "host", False))
-    model, batches = message.name, message.max_batch_size > 0
+    model, batches = config.name, config.max_batch_size > 0
     if not isinstance(declared, Mapping):
         raise InvalidArgument(f"model '{model}': request of model.py must be a dict of names to datatypes")
     asked = [_asked(f"model '{model}': request '{name}'", str(name), each, host) for name, each in declared.items()]
     if not asked:
         return None
-    if message.response_cache.enable:
+    if config.response_cache.enable:
         raise InvalidArgument(
             f"model '{model}': its answers depend on '{asked[0].name}' of a request, which the response cache does not look at"
         )

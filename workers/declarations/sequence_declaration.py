@@ -119,18 +119,18 @@ class ControlInputs:
         return found
 
 
-def control_inputs(message: ModelConfig) -> ControlInputs:
+def control_inputs(config: ModelConfig) -> ControlInputs:
     """Returns the control inputs that a checked configuration with ``sequence_batching`` declares."""
     kinds = model_config_pb2.ModelSequenceBatching.Control.Kind
-    shape = (1, 1) if message.max_batch_size > 0 else (1,)
+    shape = (1, 1) if config.max_batch_size > 0 else (1,)
     flags: list[_Flag] = []
     ids: list[_CorrelationId] = []
-    for tensor in message.sequence_batching.control_input:
+    for tensor in config.sequence_batching.control_input:
         for control in tensor.control:
             kind = kinds.Name(control.kind)
             if kind == "CONTROL_SEQUENCE_CORRID":
                 datatype = datatypes.from_model_config(data_type_name(control))
-                ids.append(_CorrelationId(_spec(tensor.name, datatype), shape, message.name))
+                ids.append(_CorrelationId(_spec(tensor.name, datatype), shape, config.name))
                 continue
             field = next(name for name in _DATATYPES if len(getattr(control, name)))
             spec = _spec(tensor.name, _DATATYPES[field])
@@ -164,11 +164,11 @@ class SequencePlan:
     iterative: IterativeIds | None
 
 
-def sequence_plan(message: ModelConfig, max_waiting: int) -> SequencePlan | None:
+def sequence_plan(config: ModelConfig, max_waiting: int) -> SequencePlan | None:
     """Returns what a completed configuration says about sequences; None: nothing. ``max_waiting``: how many requests may wait."""
-    if not message.HasField("sequence_batching"):
+    if not config.HasField("sequence_batching"):
         return None
-    sequences, rows = message.sequence_batching, max(1, message.max_batch_size)
+    sequences, rows = config.sequence_batching, max(1, config.max_batch_size)
     direct = not sequences.HasField("oldest")
     slots = rows if direct else sequences.oldest.max_candidate_sequences or rows
     rules = SequenceRules(
@@ -179,12 +179,12 @@ def sequence_plan(message: ModelConfig, max_waiting: int) -> SequencePlan | None
         # Rounded, because the utilization is a 32-bit float: 0.1 of ten slots is one.
         enough = math.ceil(round(sequences.direct.minimum_slot_utilization * slots, 4))
         direct_rules = DirectRules(slots, sequences.direct.max_queue_delay_microseconds * 1000, enough)
-        return SequencePlan(rules, control_inputs(message), direct, lambda: DirectBatcher(direct_rules), iterative)
+        return SequencePlan(rules, control_inputs(config), direct, lambda: DirectBatcher(direct_rules), iterative)
     preferred = tuple(sorted(set(sequences.oldest.preferred_batch_size)))
     batching = BatchRules(
-        rows, sequences.oldest.max_queue_delay_microseconds * 1000, preferred, joins=message.max_batch_size > 0
+        rows, sequences.oldest.max_queue_delay_microseconds * 1000, preferred, joins=config.max_batch_size > 0
     )
-    return SequencePlan(rules, control_inputs(message), direct, lambda: OldestBatcher(batching), iterative)
+    return SequencePlan(rules, control_inputs(config), direct, lambda: OldestBatcher(batching), iterative)
 
 
 class MadeInputs:

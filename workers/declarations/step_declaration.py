@@ -43,12 +43,12 @@ class StepDeclaration:
     gather: str
 
 
-def declare_steps(message: ModelConfig, module: ModuleType) -> StepDeclaration | None:
+def declare_steps(config: ModelConfig, module: ModuleType) -> StepDeclaration | None:
     """Returns what a model that runs step by step declares, and marks the model as decoupled; None: any other model.
 
     Raises: InvalidArgument: a declaration is malformed.  Unsupported: the model's functions are not compiled (``host``).
     """
-    what = f"model '{message.name}'"
+    what = f"model '{config.name}'"
     if not hasattr(module, "slots"):
         for name in _NAMES:
             if hasattr(module, name):
@@ -66,7 +66,7 @@ def declare_steps(message: ModelConfig, module: ModuleType) -> StepDeclaration |
     gather = getattr(module, "gather", "")
     if gather not in ("", "concat"):
         raise InvalidArgument(f"{what}: gather of model.py is {gather!r}, 'concat' is all there is")
-    message.model_transaction_policy.decoupled = True
+    config.model_transaction_policy.decoupled = True
     return StepDeclaration(
         StepRules(slots, max_steps, max(inserts, rows), max(1, rows)),
         (*(size for size in some if size < slots), slots),
@@ -84,17 +84,17 @@ def _number(what: str, module: ModuleType, name: str, most: int, default: int | 
     return given
 
 
-def check_stepped(message: ModelConfig, described: Signature) -> None:
+def check_stepped(config: ModelConfig, described: Signature) -> None:
     """Raises InvalidArgument or Unsupported if a model with this configuration and signature cannot run step by step."""
-    what = f"model '{message.name}'"
-    if message.max_batch_size:
+    what = f"model '{config.name}'"
+    if config.max_batch_size:
         raise InvalidArgument(
-            f"{what}: max_batch_size is {message.max_batch_size}; a stepped model has slots instead of a batch dimension"
+            f"{what}: max_batch_size is {config.max_batch_size}; a stepped model has slots instead of a batch dimension"
         )
-    if message.HasField("sequence_batching"):
+    if config.HasField("sequence_batching"):
         raise InvalidArgument(f"{what}: a stepped model has no sequences: each of its requests has a slot of its own")
-    count = sum(max(1, group.count) for group in message.instance_group)
-    if count > 1 or any(group.rate_limiter.resources for group in message.instance_group):
+    count = sum(max(1, group.count) for group in config.instance_group)
+    if count > 1 or any(group.rate_limiter.resources for group in config.instance_group):
         raise Unsupported(f"{what}: a stepped model has one instance and needs no resources; it has more slots instead")
     if not described.outputs:
         raise InvalidArgument(f"{what}: a stepped model needs an output")

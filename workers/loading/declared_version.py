@@ -39,7 +39,7 @@ class VersionLoad:
 
     record: Load
     #: The configuration, to which ``declared_version`` adds what model.py declares.
-    message: ModelConfig
+    config: ModelConfig
     module: ModuleType
     imports: ModelImports
     #: Settings of JAX that the model's code has changed for itself.
@@ -63,7 +63,7 @@ class VersionLoad:
         """
         nobody = made_inputs.nobody
         inputs = {name: spec for name, spec in described.inputs.items() if name not in nobody and not spec.of_batch}
-        return samples(self.message, replace(described, inputs=inputs), Path(self.record.model_path), nobody)
+        return samples(self.config, replace(described, inputs=inputs), Path(self.record.model_path), nobody)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,45 +108,45 @@ def declared_version(load: VersionLoad, target: LoadTarget) -> DeclaredVersion:
     Raises InvalidArgument, Unsupported: the model cannot be served here; or whatever its ``auto_complete_config`` raises.
     """
     names = _declared_names(load)
-    message, module = load.message, load.module
-    compiled = message.backend == "jax"
-    steps = declare_steps(message, module) if compiled else None
-    run_on = gpus(message, module, len(target.devices), target.gpu)
-    model_config.complete(message, run_on)
+    config, module = load.config, load.module
+    compiled = config.backend == "jax"
+    steps = declare_steps(config, module) if compiled else None
+    run_on = gpus(config, module, len(target.devices), target.gpu)
+    model_config.complete(config, run_on)
     scalars = [name for name, declared in names.axes.items() if not declared]
-    model_checks.check(message, whole=True, scalars=scalars)
-    model_checks.check_device(message, target.gpu)
-    described = signature(message, names.axes, read_labels(message, Path(load.record.model_path)))
-    mixed, on_demand = declare_sets(message, module), is_on_demand(message, module)
-    sequences = sequence_plan(message, target.options.requests.max_queue_size)
-    asked = request_inputs(message, module) if compiled else None
-    known = KnownParameters(message, module, target.options) if compiled else None
+    model_checks.check(config, whole=True, scalars=scalars)
+    model_checks.check_device(config, target.gpu)
+    described = signature(config, names.axes, read_labels(config, Path(load.record.model_path)))
+    mixed, on_demand = declare_sets(config, module), is_on_demand(config, module)
+    sequences = sequence_plan(config, target.options.requests.max_queue_size)
+    asked = request_inputs(config, module) if compiled else None
+    known = KnownParameters(config, module, target.options) if compiled else None
     made_inputs = MadeInputs(None if sequences is None else sequences.controls, asked)
     taken = replace(described, inputs={**described.inputs, **made_inputs.specs})
     if compiled:
-        taken = ragged_signature(taken, message, names.segments)
-    if message.sequence_batching.state and sequences is not None:
-        states = state_specs(message, names.state_axes)
+        taken = ragged_signature(taken, config, names.segments)
+    if config.sequence_batching.state and sequences is not None:
+        states = state_specs(config, names.state_axes)
         taken = replace(taken, states=states, slots=sequences.rules.slots)
     return DeclaredVersion(described, taken, sequences, made_inputs, known, steps, mixed, on_demand, run_on)
 
 
 def _declared_names(load: VersionLoad) -> _Names:
     """Adds model.py's tensors to the configuration of ``load``. Returns axis names and segment ids, which do not fit in it."""
-    message, module = load.message, load.module
+    config, module = load.config, load.module
     triton = hasattr(module, "TritonPythonModel")
-    message.backend = message.backend or ("python" if triton else "jax")
-    if message.backend not in model_checks.BACKENDS:
-        model_checks.check(message)
-    if message.backend == "python":
+    config.backend = config.backend or ("python" if triton else "jax")
+    if config.backend not in model_checks.BACKENDS:
+        model_checks.check(config)
+    if config.backend == "python":
         if not triton:
-            raise InvalidArgument(f"model '{message.name}': model.py has no class TritonPythonModel")
+            raise InvalidArgument(f"model '{config.name}': model.py has no class TritonPythonModel")
         with load.flags.code():
-            load.message = auto_complete(module, message, load.imports.port)
+            load.config = auto_complete(module, config, load.imports.port)
         return _Names({}, {}, {})
     if not callable(getattr(module, "create", None)):
-        raise InvalidArgument(f"model '{message.name}': model.py has no function create(path, config, device)")
-    check_names(message, module)
-    axes = declare_tensors(message, module)
-    state_axes = declare_state(message, module)
-    return _Names(axes, state_axes, declare_ragged(message, module))
+        raise InvalidArgument(f"model '{config.name}': model.py has no function create(path, config, device)")
+    check_names(config, module)
+    axes = declare_tensors(config, module)
+    state_axes = declare_state(config, module)
+    return _Names(axes, state_axes, declare_ragged(config, module))

@@ -20,39 +20,39 @@ from tensord.workers.scheduling.queue import QueueRules
 from tensord.workers.tensors.signature import Signature, signature
 
 
-def load_ensemble(record: Load, message: ModelConfig, imports: ModelImports, max_queue_size: int) -> LoadedModel:
+def load_ensemble(record: Load, config: ModelConfig, imports: ModelImports, max_queue_size: int) -> LoadedModel:
     """Makes an ensemble from its configuration. It can serve once ``joined`` has added what follows from its steps' models."""
-    model_config.complete(message)
-    model_checks.check(message, whole=True)
+    model_config.complete(config)
+    model_checks.check(config, whole=True)
     return LoadedModel(
         record.name,
         record.version,
-        signature(message, {}, read_labels(message, Path(record.model_path))),
-        model_config.metadata(message),
-        model_config.to_json(message),
+        signature(config, {}, read_labels(config, Path(record.model_path))),
+        model_config.metadata(config),
+        model_config.to_json(config),
         repeatable=True,
         sticky=False,
-        streams=message.model_transaction_policy.decoupled,
+        streams=config.model_transaction_policy.decoupled,
         jitted=None,
         instances=(),
-        queue_rules=QueueRules(max_queue_size, replaces=wants(message, REPLACE_WAITING)),
+        queue_rules=QueueRules(max_queue_size, replaces=wants(config, REPLACE_WAITING)),
         # Requests that wait together run together, where the steps are programs only.
-        batch_rules=BatchRules(max(1, message.max_batch_size), joins=message.max_batch_size > 0),
+        batch_rules=BatchRules(max(1, config.max_batch_size), joins=config.max_batch_size > 0),
         imports=imports,
-        cached=message.response_cache.enable,
+        cached=config.response_cache.enable,
         sees_outputs=True,
-        ensemble=_graph(message),
+        ensemble=_graph(config),
     )
 
 
-def _graph(message: ModelConfig) -> EnsembleGraph:
+def _graph(config: ModelConfig) -> EnsembleGraph:
     """Returns the graph of an ensemble's steps. It does not say yet which steps stream; ``joined`` finds that out."""
-    scheduling = message.ensemble_scheduling
+    scheduling = config.ensemble_scheduling
     steps = [
         EnsembleStep(step.model_name, max(0, step.model_version), dict(step.input_map), dict(step.output_map))
         for step in scheduling.step
     ]
-    inputs, outputs = [field.name for field in message.input], [field.name for field in message.output]
+    inputs, outputs = [field.name for field in config.input], [field.name for field in config.output]
     return EnsembleGraph(inputs, outputs, steps, scheduling.max_inflight_requests)
 
 

@@ -63,20 +63,20 @@ def export_model(
     OSError: the folder cannot be written.
     """
     folder = Path(folder)
-    message = model_config.empty(folder.name)
-    message.max_batch_size = max_batch_size
+    config = model_config.empty(folder.name)
+    config.max_batch_size = max_batch_size
     for axis, sizes in (buckets or {}).items():
-        message.parameters[f"buckets.{axis}"].string_value = ",".join(map(str, sizes))
+        config.parameters[f"buckets.{axis}"].string_value = ",".join(map(str, sizes))
     what = f"model '{folder.name}'"
     declared = {
         name: parse_declaration(f"input '{name}'", text) for name, text in declarations(what, inputs, "input").items()
     }
-    return write(folder, message, taking_trees(what, function, inputs, None), parameters, declared, platforms)
+    return write(folder, config, taking_trees(what, function, inputs, None), parameters, declared, platforms)
 
 
 def write(
     folder: Path,
-    message: ModelConfig,
+    config: ModelConfig,
     function: Callable[..., Mapping[str, Any]],
     parameters: Any,
     inputs: Mapping[str, Declared],
@@ -98,11 +98,11 @@ def write(
             return dict(function(whole(given[0] if taken else {}), given[-1]))
 
         def exported(rows: int | str) -> export.Exported:
-            specs = _specs(message, inputs, rows)
+            specs = _specs(config, inputs, rows)
             return export.export(jax.jit(program), platforms=platforms)(*([taken, specs] if taken else [specs]))
 
         try:
-            programs = _programs(message, inputs, exported)
+            programs = _programs(config, inputs, exported)
             contents = {name: made.serialize() for name, made in programs.items()}
         except InvalidArgument:
             raise
@@ -110,7 +110,7 @@ def write(
             raise InvalidArgument(
                 f"the function of '{folder.name}' cannot be exported: {type(error).__name__}: {error}"
             ) from error
-    _complete(message, inputs, next(iter(programs.values())))
+    _complete(config, inputs, next(iter(programs.values())))
     version.mkdir(parents=True, exist_ok=True)
     if arrays:
         from safetensors.numpy import save_file
@@ -120,7 +120,7 @@ def write(
         (version / _PARAMETERS).chmod(0o666 & ~_umask())
     for name, content in contents.items():
         (version / f"{name}{model_folder.EXPORTED}").write_bytes(content)
-    (folder / "config.pbtxt").write_text(text_format.MessageToString(message))
+    (folder / "config.pbtxt").write_text(text_format.MessageToString(config))
     return folder
 
 
@@ -131,7 +131,7 @@ def _umask() -> int:
 
 
 def _programs(
-    message: ModelConfig, inputs: Mapping[str, Declared], exported: Callable[[int | str], export.Exported]
+    config: ModelConfig, inputs: Mapping[str, Declared], exported: Callable[[int | str], export.Exported]
 ) -> dict[str, export.Exported]:
     """Returns a model's exported programs by file name: one for all sizes or, if only the batch size varies, one for each.
 
@@ -140,10 +140,10 @@ def _programs(
     try:
         return {"model": exported(_BATCH)}
     except Exception:
-        if not message.max_batch_size or any(-1 in tensor.dims for tensor in inputs.values()):
+        if not config.max_batch_size or any(-1 in tensor.dims for tensor in inputs.values()):
             raise
-        most, mixes = message.max_batch_size, model_config.wants(message, model_checks.ROWS_MAY_MIX)
-        sizes = model_checks.batch_buckets(message) or (range(1, most + 1) if mixes else powers_of_two(most))
+        most, mixes = config.max_batch_size, model_config.wants(config, model_checks.ROWS_MAY_MIX)
+        sizes = model_checks.batch_buckets(config) or (range(1, most + 1) if mixes else powers_of_two(most))
         return {f"rows{rows}": exported(rows) for rows in sizes}
 
 
@@ -168,17 +168,17 @@ def _named(parameters: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]
     return arrays, whole
 
 
-def _specs(message: ModelConfig, inputs: Mapping[str, Declared], rows: int | str) -> dict[str, jax.ShapeDtypeStruct]:
+def _specs(config: ModelConfig, inputs: Mapping[str, Declared], rows: int | str) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shapes and dtypes of the inputs of a batch of ``rows``, with bounded symbols for sizes that vary."""
-    limits = [f"{_BATCH} <= {message.max_batch_size}"] if message.max_batch_size else []
+    limits = [f"{_BATCH} <= {config.max_batch_size}"] if config.max_batch_size else []
     named = {axis for tensor in inputs.values() for axis in tensor.axes if axis is not None}
-    limits += [f"{axis} <= {sizes[-1]}" for axis, sizes in model_checks.axis_buckets(message).items() if axis in named]
+    limits += [f"{axis} <= {sizes[-1]}" for axis, sizes in model_checks.axis_buckets(config).items() if axis in named]
     scope, unnamed = export.SymbolicScope(limits), 0
     specs: dict[str, jax.ShapeDtypeStruct] = {}
     for name, tensor in inputs.items():
         if tensor.datatype == "BYTES":
             raise InvalidArgument(f"input '{name}' is BYTES, which no compiled program can take")
-        texts = [str(rows)] if message.max_batch_size else []
+        texts = [str(rows)] if config.max_batch_size else []
         for dim, axis in zip(tensor.dims, tensor.axes, strict=True):
             if dim == -1 and axis is None:
                 axis, unnamed = f"size_{unnamed}", unnamed + 1
@@ -188,22 +188,22 @@ def _specs(message: ModelConfig, inputs: Mapping[str, Declared], rows: int | str
     return specs
 
 
-def _complete(message: ModelConfig, inputs: Mapping[str, Declared], exported: export.Exported) -> None:
+def _complete(config: ModelConfig, inputs: Mapping[str, Declared], exported: export.Exported) -> None:
     """Adds inputs as they are declared, and outputs as the exported program has them, to a configuration that lacks them."""
     types = model_config_pb2.DataType
-    if not message.input:
+    if not config.input:
         for name, tensor in inputs.items():
-            message.input.add(
+            config.input.add(
                 name=name, data_type=types.Value(datatypes.to_model_config(tensor.datatype)), dims=tensor.dims
             )
     outputs = jax.tree.unflatten(exported.out_tree, exported.out_avals)
-    named = {output.name for output in message.output}
+    named = {output.name for output in config.output}
     for name, aval in sorted(outputs.items()):
         if (datatype := datatype_of(np.dtype(aval.dtype))) is None:
             raise InvalidArgument(f"output '{name}' is {aval.dtype}, which the protocol has no datatype for")
-        dims = [dim if isinstance(dim, int) else -1 for dim in aval.shape[bool(message.max_batch_size) :]]
+        dims = [dim if isinstance(dim, int) else -1 for dim in aval.shape[bool(config.max_batch_size) :]]
         if not named:
-            message.output.add(name=name, data_type=types.Value(datatypes.to_model_config(datatype)), dims=dims)
+            config.output.add(name=name, data_type=types.Value(datatypes.to_model_config(datatype)), dims=dims)
 
 
 def export_version(load: Load, device: jax.Device, folder: Path, platforms: str) -> None:
@@ -211,35 +211,35 @@ def export_version(load: Load, device: jax.Device, folder: Path, platforms: str)
 
     ``platforms``: comma-separated, as jax.export names them; "": the platform of the device.
     """
-    message = model_config.from_bytes(load.config)
+    config = model_config.from_bytes(load.config)
     folders = (Path(load.version_path), Path(load.model_path))
     try:
         module = ModelImports.of_version(load.name, folders).run(
-            folders[0] / (message.default_model_filename or "model.py")
+            folders[0] / (config.default_model_filename or "model.py")
         )
-        if why := _unsupported(message, module):
+        if why := _unsupported(config, module):
             raise Unsupported(f"model '{load.name}': {why}")
-        message.backend = "jax"
-        axes = declare_tensors(message, module)
-        if declare_sets(message, module) is not None:
+        config.backend = "jax"
+        axes = declare_tensors(config, module)
+        if declare_sets(config, module) is not None:
             raise Unsupported(f"model '{load.name}': what is exported has one parameter set in a batch")
         for axis, sizes in getattr(module, "buckets", {}).items():
-            message.parameters[f"buckets.{axis}"].string_value = sizes if sizes == "auto" else ",".join(map(str, sizes))
-        if hasattr(module, "batch_buckets") and "batch_buckets" not in message.parameters:
-            message.parameters["batch_buckets"].string_value = ",".join(map(str, module.batch_buckets))
-        model_checks.check(message)
-        described = signature(message, axes, {})
+            config.parameters[f"buckets.{axis}"].string_value = sizes if sizes == "auto" else ",".join(map(str, sizes))
+        if hasattr(module, "batch_buckets") and "batch_buckets" not in config.parameters:
+            config.parameters["batch_buckets"].string_value = ",".join(map(str, module.batch_buckets))
+        model_checks.check(config)
+        described = signature(config, axes, {})
         with precision(described.wide):
-            returned = create(load.name, module, folders[0], model_config.to_dict(message), device)
+            returned = create(load.name, module, folders[0], model_config.to_dict(config), device)
         apply, parameters, _ = created(module, described, returned, None)
         inputs = {spec.name: Declared(spec.datatype, spec.model_dims, spec.axes) for spec in described.inputs.values()}
-        message.name = folder.name
+        config.name = folder.name
         # What is written is version 1, and has no such file.
-        message.ClearField("version_policy")
-        message.ClearField("default_model_filename")
+        config.ClearField("version_policy")
+        config.ClearField("default_model_filename")
         chosen = [name.strip() for name in platforms.split(",")] if platforms else None
-        write(folder, message, apply, parameters, inputs, chosen)
-        _copy(message, folders[1], folder)
+        write(folder, config, apply, parameters, inputs, chosen)
+        _copy(config, folders[1], folder)
     except ServingError:
         raise
     except OSError as error:
@@ -248,26 +248,26 @@ def export_version(load: Load, device: jax.Device, folder: Path, platforms: str)
         raise Internal(f"model '{load.name}' cannot be exported: {describe_exception(error, folders)}") from error
 
 
-def _unsupported(message: ModelConfig, module: ModuleType) -> str:
+def _unsupported(config: ModelConfig, module: ModuleType) -> str:
     """Returns why a model with this configuration and ``module`` cannot be exported; "": it can."""
     if not callable(getattr(module, "create", None)) or getattr(module, "host", False):
         return "only a JAX model with a function create(path, config, device) is exported"
     if hasattr(module, "slots"):
         return "a stepped model is no program that is run once, it cannot be exported"
-    if getattr(module, "state", None) or getattr(module, "request", None) or message.HasField("sequence_batching"):
+    if getattr(module, "state", None) or getattr(module, "request", None) or config.HasField("sequence_batching"):
         return "a program has no state, and is told nothing of a request but its inputs"
     ragged = any(getattr(module, name, None) for name in ("ragged", "batch_inputs", "batch_outputs"))
-    if ragged or any(tensor.allow_ragged_batch for tensor in message.input):
+    if ragged or any(tensor.allow_ragged_batch for tensor in config.input):
         return "what is exported has no ragged inputs"
-    if device_count(message, module) > 1:
+    if device_count(config, module) > 1:
         return "what is exported runs on one device"
     return ""
 
 
-def _copy(message: ModelConfig, source: Path, folder: Path) -> None:
+def _copy(config: ModelConfig, source: Path, folder: Path) -> None:
     """Copies a configuration's label files and warmup data from one model folder, ``source``, to another."""
-    for name in {output.label_filename for output in message.output} - {""}:
+    for name in {output.label_filename for output in config.output} - {""}:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, folder / name)
-    if message.model_warmup and (source / "warmup").is_dir():
+    if config.model_warmup and (source / "warmup").is_dir():
         shutil.copytree(source / "warmup", folder / "warmup", dirs_exist_ok=True, ignore_dangling_symlinks=True)

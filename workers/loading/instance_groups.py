@@ -63,9 +63,9 @@ class InstanceGroups:
     """The instances that a model's completed configuration asks for on this worker."""
 
     def __init__(
-        self, message: ModelConfig, gpu: int | None, limits: Mapping[str, int] | None, devices: int = 1
+        self, config: ModelConfig, gpu: int | None, limits: Mapping[str, int] | None, devices: int = 1
     ) -> None:
-        """Plans the instances that ``message`` asks for on this worker. Raises InvalidArgument: one needs more than a limit.
+        """Plans the instances that ``config`` asks for on this worker. Raises InvalidArgument: one needs more than a limit.
 
         ``gpu``: the number of the first of the worker's ``devices`` GPUs; None: the worker runs on a processor. ``limits``:
         resource -> the most that an instance may need; None: there are no limits.
@@ -73,17 +73,17 @@ class InstanceGroups:
         own = set() if gpu is None else {*range(gpu, gpu + devices)}
         groups = [
             group
-            for group in message.instance_group
+            for group in config.instance_group
             if (group.kind != group.KIND_GPU if gpu is None else group.kind != group.KIND_CPU)
             and (not group.gpus or own & {*group.gpus})
         ]
-        if gpu is not None and all(group.kind == group.KIND_CPU for group in message.instance_group):
+        if gpu is not None and all(group.kind == group.KIND_CPU for group in config.instance_group):
             _log.warning(
                 "model '%s': KIND_CPU is without effect: there are GPU workers only (workers.cpu_beside_gpus)",
-                message.name,
+                config.name,
             )
         # A model that is loaded here although no group names this device has all groups.
-        groups = groups or list(message.instance_group)
+        groups = groups or list(config.instance_group)
         self.instances: list[Planned] = []
         for row, group in enumerate(groups):
             resources = () if limits is None else group.rate_limiter.resources
@@ -136,13 +136,13 @@ class Starting:
     #: Makes a context that the loader's thread enters while it only waits.
     aside: Aside
 
-    def groups(self, message: ModelConfig) -> InstanceGroups:
+    def groups(self, config: ModelConfig) -> InstanceGroups:
         """Returns the instances to start for a model. Raises InvalidArgument if one needs more of a resource than there is."""
-        return InstanceGroups(message, self.gpu, self.limits, self.devices)
+        return InstanceGroups(config, self.gpu, self.limits, self.devices)
 
     def start(
         self,
-        message: ModelConfig,
+        config: ModelConfig,
         maker: InstanceMaker,
         jitted: JaxModel | None,
         cancellation: Cancellation,
@@ -157,16 +157,16 @@ class Starting:
         Raises: whatever an instance raises first; the other new instances are ended.  Cancelled: the load was cancelled.
         """
         cancellation.check()
-        create = maker.create(message, jitted)
+        create = maker.create(config, jitted)
 
         def warm(model: Instantiated) -> None:
             for sample in maker.prepared:
-                sample.run(model, message.name, self.check)
+                sample.run(model, config.name, self.check)
 
         known = {instance.place: instance for instance in former}
         all_of_them: list[Instance] = []
         made: list[Instance] = []
-        for planned in self.groups(message).instances:
+        for planned in self.groups(config).instances:
             instance = known.get(planned.place)
             if instance is None or not planned.is_as(instance):
                 one = functools.partial(create, planned.name)

@@ -93,20 +93,18 @@ def planned_instances(
     load: VersionLoad, declared: DeclaredVersion, groups: InstanceGroups, target: LoadTarget
 ) -> InstancePlan:
     """Decides how the instances of a model that has a function ``create`` run: their devices and threads."""
-    message, module, mixed = load.message, load.module, declared.mixed
-    given, several = given_devices(message, module, target.devices, target.gpu, bool(declared.taken.states))
+    config, module, mixed = load.config, load.module, declared.mixed
+    given, several = given_devices(config, module, target.devices, target.gpu, bool(declared.taken.states))
     if mixed is not None and several is not None:
-        raise Unsupported(f"model '{message.name}': batch_sets is for models that run on one device")
+        raise Unsupported(f"model '{config.name}': batch_sets is for models that run on one device")
     if declared.on_demand and (several is not None or mixed is not None):
         which = "that run on one device" if mixed is None else "whose batches do not mix parameter sets (batch_sets)"
-        raise Unsupported(f"model '{message.name}': memory_policy 'on_demand' is for models {which}")
+        raise Unsupported(f"model '{config.name}': memory_policy 'on_demand' is for models {which}")
     turns, threads = several is not None or mixed is not None, groups.need_threads
     if turns and threads and not load.is_host:
-        groups.take_turns(
-            message.name, "a JAX model on several devices" if mixed is None else "a model with batch_sets"
-        )
+        groups.take_turns(config.name, "a JAX model on several devices" if mixed is None else "a model with batch_sets")
         threads = False
-    alone = message.HasField("sequence_batching") or bool(declared.made_inputs)
+    alone = config.HasField("sequence_batching") or bool(declared.made_inputs)
     return InstancePlan(given, several, threads, groups.active if threads else 1, turns, alone)
 
 
@@ -123,7 +121,7 @@ def jitted_model(
     described, several, limits = declared.taken, plan.several, target.options.executables
     apply = load.flags.applied(apply)
     folder = Path(load.record.model_path)
-    initial = initial_state(load.message, described.states, first, folder) if described.states else None
+    initial = initial_state(load.config, described.states, first, folder) if described.states else None
     free: FreeState | None = None
     if described.free and initial is not None:
         free = FreeState(described, buckets, initial, limits.max_state_byte_size)
@@ -155,7 +153,7 @@ def jitted_model(
         device,
         initial,
         several,
-        not model_config.wants(load.message, ROWS_MAY_MIX),
+        not model_config.wants(load.config, ROWS_MAY_MIX),
     )
     alone = plan.threads or plan.alone or several is not None
     return JaxModel(load.record.version, buckets.signature, buckets, executables, plan.count, alone, free)
@@ -165,19 +163,19 @@ def load_stepped(
     load: VersionLoad, declared: DeclaredVersion, steps: StepDeclaration, target: LoadTarget
 ) -> SteppedModel:
     """Creates a model that runs step by step, and compiles it. Raises ServingError, and whatever the model's code raises."""
-    message, module, flags, described = load.message, load.module, load.flags, declared.taken
-    check_stepped(message, described)
-    if device_count(message, module) > 1:
-        raise Unsupported(f"model '{message.name}': a stepped model runs on one device")
-    buckets = choose_buckets(message, module, described)
+    config, module, flags, described = load.config, load.module, load.flags, declared.taken
+    check_stepped(config, described)
+    if device_count(config, module) > 1:
+        raise Unsupported(f"model '{config.name}': a stepped model runs on one device")
+    buckets = choose_buckets(config, module, described)
     check_buckets(buckets)
     with precision(described.wide), flags.code():
-        returned = create(message.name, module, load.folder, model_config.to_dict(message), target.device)
+        returned = create(config.name, module, load.folder, model_config.to_dict(config), target.device)
     if flags.wide:
         described = dataclasses.replace(described, doubles=True)
-        buckets = choose_buckets(message, module, described)
-    functions, parameters = created_steps(message.name, returned, declared.made_inputs.asked)
-    warn_of_leaves(message.name, parameters)
+        buckets = choose_buckets(config, module, described)
+    functions, parameters = created_steps(config.name, returned, declared.made_inputs.asked)
+    warn_of_leaves(config.name, parameters)
     executables, rows = _executables(load, declared, steps, target, buckets, functions, parameters)
     executables.check_size(target.options.executables.max_state_byte_size)
     executables.warm(load.progress)

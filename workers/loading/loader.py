@@ -142,12 +142,12 @@ class Loader:
         flags = OwnFlags(record.name)
         imports.join(ModelPort(record.name, record.version, self._server, self.metrics, flags.code))
         try:
-            message = model_config.from_bytes(record.config)
-            message.name = message.name or record.name
-            if ensemble_checks.is_ensemble(message):
-                return load_ensemble(record, message, imports, self._max_queue_size)
-            module = self._module(record, message, imports, flags)
-            loaded = self._load(VersionLoad(record, message, module, imports, flags, progress))
+            config = model_config.from_bytes(record.config)
+            config.name = config.name or record.name
+            if ensemble_checks.is_ensemble(config):
+                return load_ensemble(record, config, imports, self._max_queue_size)
+            module = self._module(record, config, imports, flags)
+            loaded = self._load(VersionLoad(record, config, module, imports, flags, progress))
             imports.port.loading = False
             if self._process is not None:
                 imports.port.ran = self._process.watch(f"model '{record.name}'")
@@ -157,16 +157,16 @@ class Loader:
             what = f"loading model '{record.name}' version {record.version}"
             raise self._failure(record, what, error, progress.cancellation) from None
 
-    def _module(self, record: Load, message: ModelConfig, imports: ModelImports, flags: OwnFlags) -> ModuleType:
+    def _module(self, record: Load, config: ModelConfig, imports: ModelImports, flags: OwnFlags) -> ModuleType:
         """Returns a version's module: its model.py, run; or, if there is none, a module made from exported programs.
 
         ``imports``: the package in which model.py runs. ``flags``: the JAX settings with which model.py runs.
         """
-        folder, file = Path(record.version_path), message.default_model_filename or "model.py"
+        folder, file = Path(record.version_path), config.default_model_filename or "model.py"
         # Finds modules that were installed since the last load.
         importlib.invalidate_caches()
         if artifact.is_artifact(folder, file):
-            return artifact.module(folder, message, self._target.device.platform)
+            return artifact.module(folder, config, self._target.device.platform)
         with flags.code():
             return imports.run(folder / file)
 
@@ -186,39 +186,39 @@ class Loader:
         declared = declared_version(load, self._target)
         if declared.steps is not None:
             made = self._stepped(load, declared, declared.steps)
-        elif load.message.backend == "python":
+        elif load.config.backend == "python":
             made = self._python(load, declared)
         else:
             made = self._created(load, declared)
-        record, message = load.record, load.message
-        sticky, streams = message.HasField("sequence_batching"), message.model_transaction_policy.decoupled
+        record, config = load.record, load.config
+        sticky, streams = config.HasField("sequence_batching"), config.model_transaction_policy.decoupled
         compiled = made.jitted or made.stepped
         impure, *hints = [""] if compiled is None else compiled.executables.examined
         # Of sequences and ragged inputs not every model needs all. A jitted model was called impure before its rows were tried.
         hints = hints[:-1] if sticky or declared.taken.ragged else hints
         for sentence in filter(None, hints if made.jitted else (impure, *hints)):
-            _log.warning("model '%s': %s", message.name, sentence)
+            _log.warning("model '%s': %s", config.name, sentence)
         instances, passive = _by_role(made.instances)
         return LoadedModel(
             record.name,
             record.version,
             declared.signature,
-            model_config.metadata(message),
-            model_config.to_json(message),
+            model_config.metadata(config),
+            model_config.to_json(config),
             repeatable=not sticky and not streams,
             sticky=sticky,
             streams=streams,
             jitted=made.jitted,
             instances=instances,
-            queue_rules=queue_rules(message, self._max_queue_size, record.workers),
-            batch_rules=batch_rules(message),
+            queue_rules=queue_rules(config, self._max_queue_size, record.workers),
+            batch_rules=batch_rules(config),
             imports=load.imports,
-            cached=message.response_cache.enable,
+            cached=config.response_cache.enable,
             is_ready_calls=made.is_ready_calls,
-            sees_outputs=message.backend == "python",
-            ordered=model_config.is_ordered(message),
+            sees_outputs=config.backend == "python",
+            ordered=model_config.is_ordered(config),
             passive=passive,
-            is_passive=not self._starting.groups(message).active,
+            is_passive=not self._starting.groups(config).active,
             sequences=declared.sequences,
             made_inputs=declared.made_inputs,
             known_parameters=declared.known_parameters,
@@ -235,19 +235,19 @@ class Loader:
         with self._compiling(load.progress):
             stepped = load_stepped(load, declared, steps, self._target)
             for sample in load.samples(declared.taken, declared.made_inputs):
-                sample.run_stepped(stepped, load.message.name)
+                sample.run_stepped(stepped, load.config.name)
         return _Runnable(stepped=stepped, sets=stepped.executables.sets)
 
     def _python(self, load: VersionLoad, declared: DeclaredVersion) -> _Runnable:
         """Starts the instances of a Triton Python model."""
-        message, module, described = load.message, load.module, declared.signature
+        config, module, described = load.config, load.module, declared.signature
         if not callable(getattr(module.TritonPythonModel, "execute", None)):
-            raise InvalidArgument(f"model '{message.name}': class TritonPythonModel has no function execute(requests)")
+            raise InvalidArgument(f"model '{config.name}': class TritonPythonModel has no function execute(requests)")
         readiness = None
         if hasattr(module.TritonPythonModel, "is_ready"):
             readiness = IsReadyCalls(load.record.name, self._starting.inbox)
         folder, kind = load.record.model_path, "CPU" if self._target.gpu is None else "GPU"
-        together = model_config.wants(message, model_checks.PARALLEL_INITIALIZE)
+        together = model_config.wants(config, model_checks.PARALLEL_INITIALIZE)
         finalizing: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if together else threading.Lock()
 
         def made(configuration: ModelConfig, _: JaxModel | None) -> Callable[[str], Instantiated]:
@@ -267,30 +267,30 @@ class Loader:
 
         samples = load.samples(described, declared.made_inputs)
         maker = InstanceMaker(made, samples, load.flags.code, load.imports, declared.gpus, one_by_one=not together)
-        instances = self._starting.start(message, maker, None, load.progress.cancellation)
+        instances = self._starting.start(config, maker, None, load.progress.cancellation)
         return _Runnable(instances=instances, maker=maker, is_ready_calls=readiness)
 
     def _created(self, load: VersionLoad, declared: DeclaredVersion) -> _Runnable:
         """Calls ``create`` of model.py and prepares to run the function that it returns (jitted, on the host, or a generator)."""
-        message, module, described = load.message, load.module, declared.taken
+        config, module, described = load.config, load.module, declared.taken
         if load.is_host and described.states:
             raise Unsupported(
-                f"model '{message.name}': state is for functions that are compiled; a host model keeps its own"
+                f"model '{config.name}': state is for functions that are compiled; a host model keeps its own"
             )
         buckets = _buckets(load, described)
-        plan = planned_instances(load, declared, self._starting.groups(message), self._target)
+        plan = planned_instances(load, declared, self._starting.groups(config), self._target)
         if not load.is_host:
             limits = self._target.options.executables
             check_size(buckets, limits.max_batch_byte_size)
             check_state_size(buckets.signature, plan.count, limits.max_state_byte_size)
         with precision(described.wide), load.flags.code():
-            returned = create(message.name, module, load.folder, model_config.to_dict(message), plan.given)
+            returned = create(config.name, module, load.folder, model_config.to_dict(config), plan.given)
         function = created(module, described, returned, declared.made_inputs.asked, declared.mixed is not None)
         if is_generator(returned):
             return self._generator(load, declared, function)
-        if message.model_transaction_policy.decoupled:
+        if config.model_transaction_policy.decoupled:
             raise InvalidArgument(
-                f"model '{message.name}' is decoupled: create() must return a generator function, which yields its responses"
+                f"model '{config.name}' is decoupled: create() must return a generator function, which yields its responses"
             )
         if load.is_host:
             return self._on_host(HostModel, load, declared, function)
@@ -302,8 +302,8 @@ class Loader:
     def _generator(self, load: VersionLoad, declared: DeclaredVersion, function: Created) -> _Runnable:
         if declared.mixed is not None or declared.on_demand:
             what = "batch_sets" if declared.mixed is not None else "memory_policy 'on_demand'"
-            raise Unsupported(f"model '{load.message.name}': {what} is for jitted functions, a generator is none")
-        declare_streams(load.message)
+            raise Unsupported(f"model '{load.config.name}': {what} is for jitted functions, a generator is none")
+        declare_streams(load.config)
         return self._on_host(GeneratorModel, load, declared, function)
 
     def _on_host(
@@ -315,12 +315,12 @@ class Loader:
     ) -> _Runnable:
         """Starts the instances of a model of a ``kind`` that is not compiled. All share the function and the parameters."""
         apply, parameters, _ = function
-        message, described = load.message, declared.taken
-        sets = host_sets(message.name, parameters, self._target.room)
+        config, described = load.config, declared.taken
+        sets = host_sets(config.name, parameters, self._target.room)
         model = kind(load.record.version, described, apply, sets, load.imports.port)
         samples = load.samples(described, declared.made_inputs)
         maker = InstanceMaker(lambda *_: lambda _: model, samples, load.flags.code, load.imports, declared.gpus)
-        instances = self._starting.start(message, maker, None, load.progress.cancellation)
+        instances = self._starting.start(config, maker, None, load.progress.cancellation)
         return _Runnable(instances=instances, maker=maker, sets=sets)
 
     def _jitted(
@@ -332,17 +332,17 @@ class Loader:
         plan: InstancePlan,
     ) -> _Runnable:
         """Compiles a jitted model's programs, runs each warmup sample, and starts the instances if ``plan`` has threads."""
-        message, (_, parameters, _) = load.message, function
-        warn_of_leaves(message.name, parameters)
+        config, (_, parameters, _) = load.config, function
+        warn_of_leaves(config.name, parameters)
         with self._compiling(load.progress):
             jitted = jitted_model(load, declared, buckets, function, plan, self._target)
             jitted.executables.warm(load.progress)
-            if (impure := jitted.executables.examined[0]) and message.response_cache.enable:
-                raise InvalidArgument(f"model '{message.name}': its answers are cached (response_cache), but {impure}")
+            if (impure := jitted.executables.examined[0]) and config.response_cache.enable:
+                raise InvalidArgument(f"model '{config.name}': its answers are cached (response_cache), but {impure}")
             jitted.prepare_grouped(load.progress.cancellation)
             samples = load.samples(declared.taken, declared.made_inputs)
             own = self._own if plan.several is None else jitted.executables.device
-            run_samples(jitted, samples, own, message.name, self._check)
+            run_samples(jitted, samples, own, config.name, self._check)
         maker = InstanceMaker(
             self._jitted_instances,
             samples,
@@ -353,7 +353,7 @@ class Loader:
             plan.turns,
         )
         cancellation = load.progress.cancellation
-        instances = self._starting.start(message, maker, jitted, cancellation) if plan.threads else ()
+        instances = self._starting.start(config, maker, jitted, cancellation) if plan.threads else ()
         return _Runnable(jitted, instances=instances, maker=maker, sets=jitted.sets)
 
     def _jitted_instances(self, _: ModelConfig, jitted: JaxModel | None) -> Callable[[str], Instantiated]:
@@ -372,27 +372,27 @@ class Loader:
             return None
         if record != msgspec.structs.replace(known, config=record.config):
             return None
-        message = model_config.parse_json(former.config.decode(), record.name)
-        before, asked = [self._completed(message, each, maker) for each in (known, record)]
-        same, groups = _without_counts(asked, maker), list(message.instance_group)
-        if same not in (_without_counts(before, maker), _without_counts(message, maker)):
+        config = model_config.parse_json(former.config.decode(), record.name)
+        before, asked = [self._completed(config, each, maker) for each in (known, record)]
+        same, groups = _without_counts(asked, maker), list(config.instance_group)
+        if same not in (_without_counts(before, maker), _without_counts(config, maker)):
             return None
         # The model itself may have set its instance groups.
         if groups != list(before.instance_group) or groups == list(asked.instance_group):
             return None
-        del message.instance_group[:]
-        message.instance_group.extend(asked.instance_group)
+        del config.instance_group[:]
+        config.instance_group.extend(asked.instance_group)
         # Tensors without dims were declared as single numbers when the version was loaded.
-        scalars = [tensor.name for tensors in (message.input, message.output) for tensor in tensors if not tensor.dims]
-        model_checks.check(message, whole=True, scalars=scalars)
-        planned, jitted = self._starting.groups(message), former.jitted
+        scalars = [tensor.name for tensors in (config.input, config.output) for tensor in tensors if not tensor.dims]
+        model_checks.check(config, whole=True, scalars=scalars)
+        planned, jitted = self._starting.groups(config), former.jitted
         threads = not maker.takes_turns and planned.need_threads
         if jitted is not None:
             jitted = jitted.for_instances(planned.active if threads else 1, threads or maker.alone)
         try:
             with self._kept(record):
                 instances = (
-                    self._starting.start(message, maker, jitted, cancellation, (*former.instances, *former.passive))
+                    self._starting.start(config, maker, jitted, cancellation, (*former.instances, *former.passive))
                     if threads or jitted is None
                     else ()
                 )
@@ -402,7 +402,7 @@ class Loader:
         active, passive = _by_role(instances)
         return dataclasses.replace(
             former,
-            config=model_config.to_json(message),
+            config=model_config.to_json(config),
             jitted=jitted,
             instances=active,
             passive=passive,
@@ -412,18 +412,18 @@ class Loader:
         )
 
     @staticmethod
-    def _completed(message: ModelConfig, record: Load, maker: InstanceMaker) -> ModelConfig:
-        """Returns ``record``'s configuration with defaults for the GPUs of ``maker``; name and back end are ``message``'s."""
+    def _completed(config: ModelConfig, record: Load, maker: InstanceMaker) -> ModelConfig:
+        """Returns ``record``'s configuration with defaults for the GPUs of ``maker``; name and back end are ``config``'s."""
         given = model_config.from_bytes(record.config)
-        given.name, given.backend = message.name, given.backend or message.backend
+        given.name, given.backend = config.name, given.backend or config.backend
         model_config.complete(given, maker.gpus)
         return given
 
 
-def _without_counts(message: ModelConfig, maker: InstanceMaker) -> bytes:
+def _without_counts(config: ModelConfig, maker: InstanceMaker) -> bytes:
     """Serialises a completed configuration without instance counts, default names of groups, and GPUs not in ``maker.gpus``."""
     rest = model_config.empty()
-    rest.CopyFrom(message)
+    rest.CopyFrom(config)
     for index, group in enumerate(rest.instance_group):
         if group.name in (rest.name, f"{rest.name}_{index}"):
             group.ClearField("name")
@@ -442,7 +442,7 @@ def _folders(record: Load) -> tuple[Path, Path]:
 def _buckets(load: VersionLoad, described: Signature) -> Buckets:
     """Chooses the shapes for which the model of ``load`` is compiled. State of varying size in ``described`` counts as input."""
     described = program_signature(described) if described.free else described
-    return choose_buckets(load.message, load.module, described)
+    return choose_buckets(load.config, load.module, described)
 
 
 def _by_role(instances: tuple[Instance, ...]) -> tuple[tuple[Instance, ...], tuple[Instance, ...]]:

@@ -44,27 +44,25 @@ from tensord.workers.threads.coroutine_thread import CoroutineThread
 _log = logging.getLogger(__name__)
 
 
-def auto_complete(module: ModuleType, message: ModelConfig, port: ModelPort) -> ModelConfig:
-    """Returns the configuration ``message``, as ``auto_complete_config`` of the model's ``module`` completes it.
+def auto_complete(module: ModuleType, config: ModelConfig, port: ModelPort) -> ModelConfig:
+    """Returns the configuration ``config``, as ``auto_complete_config`` of the model's ``module`` completes it.
 
-    If the module has no such function, returns ``message`` itself. ``port``: connects the module's code with the worker.
+    If the module has no such function, returns ``config`` itself. ``port``: connects the module's code with the worker.
     Raises InvalidArgument: the result is no valid configuration; or whatever ``auto_complete_config`` raises.
     """
     complete = getattr(module.TritonPythonModel, "auto_complete_config", None)
     if complete is None:
-        return message
-    asked = interface.ModelConfig(to_json(message).decode())
+        return config
+    asked = interface.ModelConfig(to_json(config).decode())
     with calling(Caller(port, phase=CallerPhase.APART)):
         answered = complete(asked)
     if not isinstance(answered, interface.ModelConfig):
-        raise InvalidArgument(
-            f"model '{message.name}': auto_complete_config must return the configuration it was given"
-        )
+        raise InvalidArgument(f"model '{config.name}': auto_complete_config must return the configuration it was given")
     completed = empty()
     try:
         json_format.ParseDict(answered.as_dict(), completed)
     except json_format.ParseError as error:
-        raise InvalidArgument(f"model '{message.name}': auto_complete_config: {error}") from None
+        raise InvalidArgument(f"model '{config.name}': auto_complete_config: {error}") from None
     return completed
 
 
@@ -73,7 +71,7 @@ class PythonVersion:
     """What the instances of one version of a Triton Python model share: code, configuration, and tensors."""
 
     module: ModuleType
-    message: ModelConfig
+    config: ModelConfig
     signature: Signature
     #: The number of the version.
     version: int
@@ -93,7 +91,7 @@ class PythonVersion:
 
     def __post_init__(self) -> None:
         """Raises InvalidArgument: the value of ``strict_outputs`` in the model's configuration is no boolean."""
-        object.__setattr__(self, "outputs", DeclaredOutputs(self.message, self.signature))
+        object.__setattr__(self, "outputs", DeclaredOutputs(self.config, self.signature))
 
 
 class PythonModel:
@@ -104,7 +102,7 @@ class PythonModel:
         self._readiness = shared.readiness
         self._port = shared.port
         self._sequences = shared.sequences
-        self._decoupled = shared.message.model_transaction_policy.decoupled
+        self._decoupled = shared.config.model_transaction_policy.decoupled
         self._coroutines = CoroutineThread(f"{instance} coroutines", shared.port.code)
         self._signature = shared.signature
         self._outputs = shared.outputs
@@ -112,8 +110,8 @@ class PythonModel:
         self._finalizing = shared.finalizing
         self._model = shared.module.TritonPythonModel()
         self._arguments = {
-            "model_config": to_json(shared.message).decode(),
-            "model_name": shared.message.name,
+            "model_config": to_json(shared.config).decode(),
+            "model_name": shared.config.name,
             "model_version": str(shared.version),
             "model_repository": shared.repository,
             "model_instance_name": instance,
@@ -339,10 +337,10 @@ class DeclaredOutputs:
     dropped, with one warning in all. With the model's parameter ``strict_outputs``, the difference is an error instead.
     """
 
-    def __init__(self, message: ModelConfig, signature: Signature) -> None:
+    def __init__(self, config: ModelConfig, signature: Signature) -> None:
         """Reads ``strict_outputs`` of a configuration. Raises InvalidArgument: its value is no boolean."""
         self._signature = signature
-        self._strict = wants(message, STRICT_OUTPUTS)
+        self._strict = wants(config, STRICT_OUTPUTS)
         self._lock = threading.Lock()
         self._warned = False
 

@@ -113,7 +113,7 @@ class Sample:
 
 
 def samples(
-    message: ModelConfig, described: Signature, folder: Path, more: Mapping[str, Array] | None = None
+    config: ModelConfig, described: Signature, folder: Path, more: Mapping[str, Array] | None = None
 ) -> list[Sample]:
     """Makes the warmup samples of a ``described`` model. ``folder``: the model's folder, which has files in ``warmup/``.
 
@@ -122,12 +122,12 @@ def samples(
     """
     made: list[Sample] = []
     room = MAX_BYTE_SIZE
-    count = sum(setting.count or 1 for setting in message.model_warmup)
+    count = sum(setting.count or 1 for setting in config.model_warmup)
     if count > MAX_COUNT:
         raise InvalidArgument(
             f"model '{described.model}': the samples of model_warmup are to be run {count} times, at most {MAX_COUNT} are"
         )
-    for setting in message.model_warmup:
+    for setting in config.model_warmup:
         made.append(_sample(setting, described, folder, room, more or {}))
         room -= made[-1].byte_size
     return made

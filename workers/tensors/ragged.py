@@ -126,19 +126,19 @@ def cut(output: Array, source: TensorSpec, requests: Sequence[RequestTensors]) -
 # ---------------------------------------------------------------------------------------------------------- declaration
 
 
-def declare_ragged(message: ModelConfig, module: ModuleType) -> dict[str, str]:
+def declare_ragged(config: ModelConfig, module: ModuleType) -> dict[str, str]:
     """Adds what model.py (``module``) declares about ragged inputs to a configuration.
 
     Returns SEGMENT_IDS input -> the ragged input that it describes. The configuration itself has no place for such inputs.
     Raises InvalidArgument: a declaration is malformed, or contradicts the configuration.
     """
-    what, types = f"model '{message.name}'", model_config_pb2
-    inputs = {tensor.name: tensor for tensor in message.input}
+    what, types = f"model '{config.name}'", model_config_pb2
+    inputs = {tensor.name: tensor for tensor in config.input}
     for name in _declared(what, module, "ragged", (list, tuple, set, frozenset)):
         if name not in inputs:
             raise InvalidArgument(f"{what}: ragged of model.py names {name!r}, which is no input")
         inputs[name].allow_ragged_batch = True
-    known = {target: tensor for tensor in message.batch_input for target in tensor.target_name}
+    known = {target: tensor for tensor in config.batch_input for target in tensor.target_name}
     segments: dict[str, str] = {}
     kinds = (*types.BatchInput.Kind.keys(), SEGMENT_IDS)
     for name, given in _declared(what, module, "batch_inputs", Mapping).items():
@@ -166,13 +166,13 @@ def declare_ragged(message: ModelConfig, module: ModuleType) -> dict[str, str]:
             ):
                 raise InvalidArgument(f"{what}: batch input '{name}' is another one in config.pbtxt than in model.py")
         else:
-            message.batch_input.append(made)
-    cuts = {target: list(tensor.source_input) for tensor in message.batch_output for target in tensor.target_name}
+            config.batch_input.append(made)
+    cuts = {target: list(tensor.source_input) for tensor in config.batch_output for target in tensor.target_name}
     for name, source in _declared(what, module, "batch_outputs", Mapping).items():
         if cuts.setdefault(name, [source]) != [source]:
             raise InvalidArgument(f"{what}: batch output '{name}' is another one in config.pbtxt than in model.py")
-        if all(name not in tensor.target_name for tensor in message.batch_output):
-            message.batch_output.add(target_name=[name], source_input=[source])
+        if all(name not in tensor.target_name for tensor in config.batch_output):
+            config.batch_output.add(target_name=[name], source_input=[source])
     return segments
 
 
@@ -184,8 +184,8 @@ def _declared(what: str, module: ModuleType, name: str, kind: Any) -> Any:
     return given
 
 
-def ragged_signature(described: Signature, message: ModelConfig, segments: Mapping[str, str]) -> Signature:
-    """Returns ``described`` with the batch inputs and the batch outputs of a checked configuration, ``message``.
+def ragged_signature(described: Signature, config: ModelConfig, segments: Mapping[str, str]) -> Signature:
+    """Returns ``described`` with the batch inputs and the batch outputs of a checked configuration, ``config``.
 
     The worker makes a batch input from a ragged input, and divides a batch output among requests like a ragged input.
     ``segments``: the result of ``declare_ragged``. Raises InvalidArgument: such a ragged input is not ragged, or one of its
@@ -194,7 +194,7 @@ def ragged_signature(described: Signature, message: ModelConfig, segments: Mappi
     what, kinds = f"model '{described.model}'", model_config_pb2.BatchInput.Kind
     made = [
         (target, kinds.Name(field.kind), datatypes.from_model_config(data_type_name(field)), field.source_input[0])
-        for field in message.batch_input
+        for field in config.batch_input
         for target in field.target_name
     ]
     made += [(target, SEGMENT_IDS, "INT32", source) for target, source in segments.items()]
@@ -207,10 +207,10 @@ def ragged_signature(described: Signature, message: ModelConfig, segments: Mappi
             name, datatype, DTYPES[datatype], (-1,), (-1,), (None,), of_batch=BatchInput(kind, source)
         )
     outputs = dict(described.outputs)
-    for field in message.batch_output:
+    for field in config.batch_output:
         for name in field.target_name:
             outputs[name] = _cut_like(what, described, outputs[name], field.source_input[0])
-    if not described.batches and any(tensor.allow_ragged_batch for tensor in message.input):
+    if not described.batches and any(tensor.allow_ragged_batch for tensor in config.input):
         raise InvalidArgument(f"{what}: allow_ragged_batch needs a max_batch_size above 0")
     dense = {axis for spec in described.inputs.values() if not spec.ragged for axis in spec.axes if axis is not None}
     for spec in described.inputs.values():

@@ -232,20 +232,20 @@ def parse_declaration(what: str, text: object) -> Declared:
 
 
 def declare(
-    message: ModelConfig, inputs: Mapping[str, Declared], outputs: Mapping[str, Declared], where: str = "model.py"
+    config: ModelConfig, inputs: Mapping[str, Declared], outputs: Mapping[str, Declared], where: str = "model.py"
 ) -> None:
     """Adds tensors that the file ``where`` declares to a configuration. Raises InvalidArgument: the two contradict each other."""
-    for kind, fields, declared in (("input", message.input, inputs), ("output", message.output, outputs)):
+    for kind, fields, declared in (("input", config.input, inputs), ("output", config.output, outputs)):
         known = {field.name: field for field in fields}
         for name, tensor in declared.items():
             field = known.get(name)
             if field is None:
                 if known:
                     raise InvalidArgument(
-                        f"model '{message.name}': {kind} '{name}' is declared in {where} and missing in config.pbtxt"
+                        f"model '{config.name}': {kind} '{name}' is declared in {where} and missing in config.pbtxt"
                     )
                 field = fields.add(name=name, dims=tensor.dims)
-            agree(f"model '{message.name}': {kind} '{name}'", field, tensor, where)
+            agree(f"model '{config.name}': {kind} '{name}'", field, tensor, where)
 
 
 def agree(what: str, field: Any, declared: Declared, where: str = "model.py") -> None:
@@ -270,7 +270,7 @@ def agree(what: str, field: Any, declared: Declared, where: str = "model.py") ->
 
 
 def signature(
-    message: ModelConfig, declared_axes: Mapping[str, tuple[str | None, ...]], labels: Mapping[str, tuple[str, ...]]
+    config: ModelConfig, declared_axes: Mapping[str, tuple[str | None, ...]], labels: Mapping[str, tuple[str, ...]]
 ) -> Signature:
     """Returns the signature of a model with this completed and checked configuration.
 
@@ -278,12 +278,12 @@ def signature(
       declared_axes: tensor name -> the names of its axes on the model's side, where model.py gives any.
       labels: output name -> the lines of its label file.
     """
-    inputs = {field.name: _spec(field, declared_axes, ()) for field in message.input}
-    outputs = {field.name: _spec(field, declared_axes, labels.get(field.name, ())) for field in message.output}
-    if message.max_batch_size > 0:
-        ragged = {field.name for field in message.input if field.allow_ragged_batch}
+    inputs = {field.name: _spec(field, declared_axes, ()) for field in config.input}
+    outputs = {field.name: _spec(field, declared_axes, labels.get(field.name, ())) for field in config.output}
+    if config.max_batch_size > 0:
+        ragged = {field.name for field in config.input if field.allow_ragged_batch}
         inputs = {name: replace(spec, ragged=name in ragged) for name, spec in inputs.items()}
-    return Signature(message.name, inputs, outputs, message.max_batch_size)
+    return Signature(config.name, inputs, outputs, config.max_batch_size)
 
 
 def _spec(field: Any, declared_axes: Mapping[str, tuple[str | None, ...]], labels: tuple[str, ...]) -> TensorSpec:

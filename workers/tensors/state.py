@@ -24,24 +24,24 @@ from tensord.shm.errors import InvalidArgument, Unsupported
 from tensord.workers.tensors.signature import StateSpec, agree, parse_declaration
 
 
-def declare_state(message: ModelConfig, module: ModuleType) -> dict[str, tuple[str | None, ...]]:
+def declare_state(config: ModelConfig, module: ModuleType) -> dict[str, tuple[str | None, ...]]:
     """Adds the state that model.py (``module``) declares to a configuration. Returns state name -> the names of its axes.
 
     Raises InvalidArgument: declaration and configuration contradict each other, or the model has no sequences.
     """
     declared = getattr(module, "state", {})
-    what = f"model '{message.name}': state"
+    what = f"model '{config.name}': state"
     if not isinstance(declared, Mapping):
         raise InvalidArgument(f"{what} of model.py must be a dict of names to declarations")
     axes: dict[str, tuple[str | None, ...]] = {}
     if not declared:
         return axes
-    if not message.HasField("sequence_batching"):
+    if not config.HasField("sequence_batching"):
         raise InvalidArgument(
             f"{what} '{next(iter(declared))}' is declared in model.py, but config.pbtxt has no sequence_batching, "
             "and only sequences have state"
         )
-    fields = message.sequence_batching.state
+    fields = config.sequence_batching.state
     known = {field.input_name: field for field in fields}
     for name, text in declared.items():
         tensor = parse_declaration(f"{what} '{name}'", text)
@@ -56,14 +56,14 @@ def declare_state(message: ModelConfig, module: ModuleType) -> dict[str, tuple[s
     return axes
 
 
-def state_specs(message: ModelConfig, axes: Mapping[str, tuple[str | None, ...]]) -> tuple[StateSpec, ...]:
+def state_specs(config: ModelConfig, axes: Mapping[str, tuple[str | None, ...]]) -> tuple[StateSpec, ...]:
     """Returns the state that a completed configuration declares.
 
     ``axes``: state name -> axis names, as ``declare_state`` returns. Raises Unsupported: the state is BYTES.
     """
     made: list[StateSpec] = []
-    for field in message.sequence_batching.state:
-        datatype, what = datatypes.from_model_config(data_type_name(field)), _name(message, field)
+    for field in config.sequence_batching.state:
+        datatype, what = datatypes.from_model_config(data_type_name(field)), _name(config, field)
         if datatype == "BYTES":
             raise Unsupported(f"{what} is BYTES, which a jitted function cannot keep")
         dims = tuple(field.dims)
@@ -74,9 +74,7 @@ def state_specs(message: ModelConfig, axes: Mapping[str, tuple[str | None, ...]]
     return tuple(made)
 
 
-def initial_state(
-    message: ModelConfig, specs: tuple[StateSpec, ...], created: object, folder: Path
-) -> dict[str, Array]:
+def initial_state(config: ModelConfig, specs: tuple[StateSpec, ...], created: object, folder: Path) -> dict[str, Array]:
     """Returns state name -> the array without batch dimension with which a sequence begins. Other states begin as zeros.
 
     Args:
@@ -85,29 +83,29 @@ def initial_state(
     Raises InvalidArgument: an initial state does not fit its declaration, cannot be read, or is given twice.
     """
     values: dict[str, Array] = {}
-    for field, spec in zip(message.sequence_batching.state, specs, strict=True):
+    for field, spec in zip(config.sequence_batching.state, specs, strict=True):
         for given in field.initial_state:
             if given.WhichOneof("state_data") == "data_file":
-                values[spec.name] = _file(_name(message, field), spec, tuple(given.dims), folder, given.data_file)
+                values[spec.name] = _file(_name(config, field), spec, tuple(given.dims), folder, given.data_file)
             else:
                 values[spec.name] = np.zeros(tuple(given.dims), spec.dtype)
     if created is None:
         return values
     if not isinstance(created, Mapping):
         raise InvalidArgument(
-            f"model '{message.name}': the third that create() returns is {type(created).__name__}, "
+            f"model '{config.name}': the third that create() returns is {type(created).__name__}, "
             "a dict of the state that sequences begin with is expected"
         )
     by_name = {spec.name: spec for spec in specs}
     for name, value in created.items():
         known = by_name.get(name)
         if known is None:
-            raise InvalidArgument(f"model '{message.name}': create() returned state {name!r}, which is not declared")
+            raise InvalidArgument(f"model '{config.name}': create() returned state {name!r}, which is not declared")
         if name in values:
             raise InvalidArgument(
-                f"model '{message.name}': state '{name}' begins as config.pbtxt says, and create() says it too"
+                f"model '{config.name}': state '{name}' begins as config.pbtxt says, and create() says it too"
             )
-        values[name] = _fitting(f"model '{message.name}': state '{name}'", known, value)
+        values[name] = _fitting(f"model '{config.name}': state '{name}'", known, value)
     return values
 
 
@@ -150,5 +148,5 @@ def _file(what: str, spec: StateSpec, dims: tuple[int, ...], folder: Path, name:
     return array(content, spec.datatype, dims, what)
 
 
-def _name(message: ModelConfig, field: Any) -> str:
-    return f"model '{message.name}': state '{field.input_name}'"
+def _name(config: ModelConfig, field: Any) -> str:
+    return f"model '{config.name}': state '{field.input_name}'"

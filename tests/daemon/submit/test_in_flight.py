@@ -33,7 +33,7 @@ def test_a_strike_is_the_requests_own(numbered: Numbered[PreparedRequest] | None
 
 
 def test_a_defect_of_the_owner_is_the_owners(caplog: pytest.LogCaptureFixture) -> None:
-    def broken(prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+    def broken(prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None) -> None:
         raise ValueError("no")
 
     CalledBack(on_answer=broken).fail(Internal("its worker died"))

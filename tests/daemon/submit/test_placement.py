@@ -76,16 +76,16 @@ class Told(InFlight):
     #: It waited for room, and does so no longer.
     left: bool = False
 
-    def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        if own.code:
-            self.errors.append((own.code, own.message))
-        for content in own.contents:
+    def completed(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None) -> None:
+        if record.code:
+            self.errors.append((record.code, record.message))
+        for content in record.contents:
             assert lane is not None
             self.contents.append(bytes(lane.view(content)) if isinstance(content, Slice) else content)
-        if own.lease is not None:
+        if record.lease is not None:
             assert lane is not None
             assert self.setting.worker.lane.arena.statistics()["leased_byte_size"]
-            self.setting.submitter.release(lane, own.lease)
+            self.setting.submitter.release(lane, record.lease)
 
     def left_line(self) -> None:
         self.left = True

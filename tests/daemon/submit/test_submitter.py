@@ -111,15 +111,15 @@ class Setting:
         lease.view[:] = bytes([size % 251]) * size
         asked = Asked(self.submitter.next_id(), size, lease)
 
-        def completed(prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+        def completed(prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None) -> None:
             assert not asked.cancelled, "nobody waits for it"
-            asked.finals.append(whole_answer(prepared, own))
-            if own.lease is not None:
+            asked.finals.append(whole_answer(prepared, record))
+            if record.lease is not None:
                 assert lane is not None
-                (place,) = own.contents
+                (place,) = record.contents
                 assert isinstance(place, Slice)
                 assert bytes(lane.view(place)) == bytes([size % 251]) * size
-                self.submitter.release(lane, own.lease)
+                self.submitter.release(lane, record.lease)
 
         inputs = (Tensor("x", "UINT8", (size,), lease.place),)
         self.send(WholeRequest(asked.request_id, "m", 0, inputs, **said).record, completed, (lease,))
@@ -611,8 +611,8 @@ class Repeated(InFlight):
     def request_id(self) -> int:
         return self.record.request_id
 
-    def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        (self.answers if isinstance(own.prepared, int) else self.finals).append(whole_answer(prepared, own))
+    def completed(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None) -> None:
+        (self.answers if isinstance(record.prepared, int) else self.finals).append(whole_answer(prepared, record))
 
     def came_whole(self, request: WholeRequest, strikes: int = 0, name: str = "m") -> bool:
         """Returns whether a request at the worker is this one."""

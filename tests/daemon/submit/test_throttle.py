@@ -32,11 +32,11 @@ class Asker:
         self.setting.send(record, self.completed, (), self.account)
         return record.request_id
 
-    def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        self.answers.append(whole_answer(prepared, own))
-        if own.lease is not None:
+    def completed(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None) -> None:
+        self.answers.append(whole_answer(prepared, record))
+        if record.lease is not None:
             assert lane is not None
-            self.held.append((lane, own.lease))
+            self.held.append((lane, record.lease))
 
     def take(self, count: int = 1) -> None:
         for _ in range(count):
