@@ -146,7 +146,7 @@ class Leased:
         self.leases += 1
 
     def unlease(self) -> None:
-        """Counts one use of the region less. Once a region is unregistered and has no use left, it can be closed."""
+        """Counts one use of the region less. A region that is unregistered and not used any more can be closed."""
         self.leases -= 1
 
 

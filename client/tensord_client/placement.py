@@ -142,8 +142,8 @@ Tensor = tuple[str, str, tuple[int, ...], Optional[Place]]
 class Layout:
     """How each input of a call gets to the worker: by its place in shared memory, inside the request, or copied.
 
-    A layout may be used again for a request with the same arrays, but not if one of these has strings: the layout holds
-    such strings as they were when it was made.
+    A layout may be used again for a request with the same arrays, unless one of them has strings, because the layout holds
+    the strings as they were when it was made.
     """
 
     __slots__ = (

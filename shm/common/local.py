@@ -35,7 +35,7 @@ class Served(Protocol):
         """
 
     def took(self, request: Any) -> None:
-        """Tells the worker that a response was taken, so that the model may make more. ``request``: the worker's own object."""
+        """Tells the worker that a response was taken, so that the model may make more. ``request``: its object of the request."""
 
     def withdraw(self, request: Any) -> None:
         """Tells the worker that nobody waits for an answer any more. ``request``: the worker's object of the request."""

@@ -166,7 +166,7 @@ class Model(Calls):
         return promised(self._connection.ask(self.call(inputs, outputs, own, detached=True)))
 
     def stream(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]) -> Iterator[Answer]:
-        """Sends one request, with ``inputs`` by name, and returns an iterator over its responses, in the order of their making.
+        """Sends one request, with ``inputs`` by name, and returns an iterator over its responses, in the order they are made.
 
         Leaving the iteration early cancels the request. ``outputs``: names of the outputs to return; empty: all. ``own``: the
         request's other fields, such as ``priority``. The iterator raises ServingError if a response is an error or does not

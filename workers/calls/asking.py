@@ -52,7 +52,7 @@ class BegunCall:
 def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **arguments: Unpack[Asked]) -> BegunCall:
     """Sends a request to another model without waiting for the answer. Implements ``tensord.models.begin``.
 
-    ``inputs``: arrays by name. ``outputs``: names of the wanted outputs; empty: all. ``arguments``: the request's other fields.
+    ``inputs``: arrays by name. ``outputs``: the wanted outputs; empty: all. ``arguments``: other fields, such as ``version``.
     """
     call = _call(model, inputs, outputs, arguments, streams=False)
     call.begin()
@@ -64,7 +64,7 @@ def stream(
 ) -> Iterator[dict[str, Array]]:
     """Sends a request to another model and returns an iterator over the responses. Implements ``tensord.models.stream``.
 
-    ``inputs``: arrays by name. ``outputs``: names of the wanted outputs; empty: all. ``arguments``: the request's other fields.
+    ``inputs``: arrays by name. ``outputs``: the wanted outputs; empty: all. ``arguments``: other fields, such as ``version``.
     """
     call = _call(model, inputs, outputs, arguments, streams=True)
     call.begin()

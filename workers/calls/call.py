@@ -106,7 +106,7 @@ class ModelCall:
         return result, final
 
     def first(self) -> asyncio.Task[tuple[Result | None, bool]]:
-        """Returns a task whose result is the first response, and whether it is the last. Cancelling the task cancels the call."""
+        """Returns a task with the result (first response or None, whether it is the last). Cancelling it cancels the call."""
         waiting = asyncio.ensure_future(self._wait())
         waiting.add_done_callback(lambda done: self.cancel() if done.cancelled() else None)
         return waiting

@@ -46,7 +46,7 @@ class HeldFamily:
     def metric(self, labels: Mapping[str, str], buckets: Sequence[float] | None) -> Value:
         """Returns the metric that has these labels, and makes it if there is none.
 
-        Raises InvalidArgument: labels or buckets are malformed, or the metric has other buckets.
+        Raises InvalidArgument: labels or buckets (None: no histogram) are malformed, or the metric has other buckets.
         Raises Unavailable: there are too many metrics.
         """
         return self.registry.metric(self.name, labels, buckets, self._labels)

@@ -58,7 +58,7 @@ def gpus(config: ModelConfig, module: ModuleType, count: int, gpu: int | None) -
 def chosen_devices(
     config: ModelConfig, count: int, devices: Sequence[jax.Device], gpu: int | None
 ) -> tuple[jax.Device, ...]:
-    """Returns the ``devices`` of the worker that a model runs on. ``count``: how many it asks for; 0: it does not say.
+    """Returns those ``devices`` of the worker that a model runs on. ``count``: how many the model asks for; 0: it does not say.
 
     ``gpu``: the number of the first device; None: the worker runs on the processor. Raises InvalidArgument: too few devices.
     """

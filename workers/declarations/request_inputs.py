@@ -132,7 +132,7 @@ class KnownParameters:
 
 
 def request_inputs(config: ModelConfig, module: ModuleType) -> RequestInputs | None:
-    """Returns the request properties that model.py declares as inputs, or None. Raises InvalidArgument: a bad declaration."""
+    """Returns the request properties that model.py declares as inputs; None: none. Raises InvalidArgument: a bad declaration."""
     declared, host = getattr(module, "request", {}), bool(getattr(module, "host", False))
     model, batches = config.name, config.max_batch_size > 0
     if not isinstance(declared, Mapping):

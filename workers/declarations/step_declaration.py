@@ -32,7 +32,7 @@ _NAMES = ("max_steps", "inserts_per_step", "step_slots", "insert_rows", "gather"
 
 @dataclass(frozen=True, slots=True)
 class StepDeclaration:
-    """Holds what a stepped model declares: how many requests share a step, and how the responses of one request are joined."""
+    """What a model that runs step by step declares: how many requests share a step, and how a request's responses are joined."""
 
     rules: StepRules
     #: Numbers of slots that steps are compiled for, ascending; the last is all slots.
@@ -114,7 +114,7 @@ def check_stepped(config: ModelConfig, described: Signature) -> None:
 
 
 def check_buckets(buckets: Buckets) -> None:
-    """Raises InvalidArgument if a step by step model has a varying axis without ``buckets``, or an axis named like an input."""
+    """Raises InvalidArgument if a varying axis of a model that runs step by step lacks buckets, or is named like an input."""
     what, axes = f"model '{buckets.signature.model}'", set(buckets.named)
     for spec in buckets.signature.inputs.values():
         for axis, dim in zip(spec.axes, spec.model_dims, strict=True):

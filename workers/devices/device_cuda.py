@@ -198,8 +198,8 @@ class CudaDevice:
     ) -> int:
         """Queues copies of the ``arrays`` of one input to device memory at ``pointer``. Returns the number of bytes copied.
 
-        ``shape``: of the input with its padding. The host arrays that the copies read are appended to ``sources``; the caller
-        keeps them until the copies are done.
+        ``shape``: that of the input with its padding. The host arrays that the copies read are appended to ``sources``; the
+        caller keeps them until the copies are done.
         """
         total, at = _byte_size(dtype, shape), 0
         row_shape = shape[1:]
@@ -259,7 +259,7 @@ class CudaDevice:
         return GpuArray(self.context, made, made.unsafe_buffer_pointer(), np.dtype(made.dtype), made.shape)
 
     def take(self, outputs: Sequence[jax.Array], cuts: Sequence[tuple[int, int]] = ()) -> list[bytes] | None:
-        """Copies ``outputs`` to host memory and returns the bytes of each. Waits once, also for outputs still being computed.
+        """Copies ``outputs`` to host memory and returns the bytes of each. Waits once for all, even if some are still computed.
 
         None: the outputs are too large for the staging memory. ``cuts``: the ranges of bytes to return of a single output;
         empty: all. Raises DeviceLost: the GPU failed. An error of the program's run is raised unchanged.

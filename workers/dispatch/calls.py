@@ -318,7 +318,7 @@ class Calls:
         self._agenda.wake(self.settle)
 
     def _look_again(self) -> None:
-        """Has the loop's next turn begin calls that wait for a model. Call it when a load has ended or the models change."""
+        """Has the loop's next iteration begin calls that wait for a model. Call it when a load has ended or the models change."""
         if self._waiting:
             self._post(self._begin_waiting)
 

@@ -484,7 +484,7 @@ def _sets_of(request: Request) -> dict[str, ParameterSet] | None:
 
 
 def _is_large(request: Request, preparation: Preparation, checked: Checked) -> bool:
-    """Returns whether a request's inputs are too large to copy into a batch. ``checked``: their sizes if they are in regions."""
+    """Returns whether a request's inputs are too large to copy into a batch. ``checked`` has the sizes of those in regions."""
     return not request.small if preparation.own else sum(checked.sizes) >= _LARGE
 
 

@@ -88,7 +88,7 @@ class Responses(ResponseReceiver):
     def _sender(self, request: Request, now_ns: int, single: bool = False) -> ResponseSender:
         """Creates the sender of a request's responses. ``single``: whether the sender sends exactly one response.
 
-        On a client's lane the lane's limit of bytes that the client has not taken is divided among its requests in flight.
+        On a client's lane, the limit on bytes that were sent and not taken yet is divided among the lane's requests in flight.
         """
         segments, max_ahead = request.submitter.segments, self.max_ahead
         if segments is not None:

@@ -191,7 +191,7 @@ class SteppingRuns:
     """Runs the steps of those models of a worker that work step by step, one model version after the other."""
 
     def __init__(self, responses: Responses, page: StatusPage, clock: Callable[[], int], check: CheckDevice) -> None:
-        """Begins without any version. ``check``: raises an error if the worker's device has failed."""
+        """Begins without any model version. ``check``: raises an error if the worker's device has failed."""
         self._make = functools.partial(Stepping, responses=responses, page=page, clock=clock, check=check)
         #: Versions that have been stepped.
         self._versions: dict[ModelVersion, Stepping] = {}
@@ -230,7 +230,7 @@ class SteppingRuns:
 
 
 class Stepping:
-    """Runs a model version that works step by step: gives requests slots in the device's state, and starts and reads steps."""
+    """Runs a model version step by step: gives requests slots in the device's state, launches steps and reads their results."""
 
     def __init__(
         self,
@@ -282,7 +282,7 @@ class Stepping:
         return bool(given) or batcher.due_ns() is not None
 
     def _parts(self, step: Step[Request]) -> list[tuple[Step[Request], ParameterSet | None]]:
-        """Splits a step by the parameter sets that its requests use: a part has the requests of one set. None: the main set."""
+        """Splits a step into (part, parameter set): a part has the requests that use this set. None: the main set."""
         groups: dict[ParameterSet | None, list[SlotHolder[Request]]] = {}
         for holder in step.holders:
             groups.setdefault(_held(holder.request), []).append(holder)

@@ -63,7 +63,7 @@ class Instance:
           create: makes the model; called in the thread.
           inbox: passes functions from the thread to the worker's loop.
           page: the status page in which the thread notes the batch that it runs.
-          warm: warms the model up before the instance counts as started; called in the thread.
+          warm: warms the model up before the instance counts as started; called in the thread. None: there is no warmup.
           check: raises if the model's device has failed.
           code: makes a context in which the thread works: in it, JAX's settings are as the model's code has changed them.
         """

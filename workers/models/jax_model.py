@@ -162,7 +162,7 @@ class JaxModel:
         return self.executables.find(self.wanted_by(requests))
 
     def programs(self, key: Shapes, most: int) -> list[Executable | GroupedProgram | None]:
-        """Returns the programs of a batching ``key`` for each number of rows from 1 to ``most``; None: none is compiled for it.
+        """Returns, for each number of rows from 1 to ``most``, the program for batches with this ``key``; None: none is compiled.
 
         If one call can run several requests, the list has instead a program for each number of requests from 1 to
         ``grouped_calls.MOST``. The list is empty if outputs have to be cut, inputs are ragged, or sequence state varies in size.

@@ -129,7 +129,8 @@ class ModelTable:
     def home(self, version: ModelVersion, correlation_id: int | str, start: bool) -> ModelVersion:
         """Returns the version for a sequence's request: a draining version if the sequence began there, else ``version``.
 
-        A request with START goes to ``version``, and ends a sequence with the same correlation id on the draining version.
+        A request that starts its sequence (``start``) goes to ``version``, and ends a sequence with the same correlation id on
+        the draining version.
         """
         for old in self.draining:
             if old.sequences is None or (old.name, old.version) != (version.name, version.version):

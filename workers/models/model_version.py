@@ -176,7 +176,7 @@ class ModelVersion:
         now_ns: int,
         instance: int = 0,
     ) -> list[Request]:
-        """Takes an instance's next batch, but only requests with the parameters of the first request; others go back.
+        """Takes an instance's next batch, but only requests with the parameters of the first one; puts the other requests back.
 
         A request of a sequence uses the parameters that its sequence began with. ``take``: takes a batch from the queue.
         """

@@ -120,8 +120,8 @@ class SteppedModel:
     def step(self, last: int, masked: frozenset[int], chosen: ParameterSet | None = None) -> DeviceRun:
         """Starts one step of the requests at indices 0 to ``last`` of the batch's state, with the smallest program that fits.
 
-        ``masked``: indices that take no part. ``chosen``: the parameter set; None: ``main``. Raises StateLost if the step failed
-        and the state of all requests is lost. After any other error the state is unchanged.
+        ``masked``: indices whose requests take no part. ``chosen``: the parameter set; None: ``main``. Raises StateLost if the
+        step failed and the state of all requests is lost. After any other error the state is unchanged.
         """
         count = self._sizes[bisect.bisect_right(self._sizes, last)]
         if self._unmasked is None or self._unmasked[:2] != (count, masked):

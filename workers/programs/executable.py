@@ -124,7 +124,7 @@ class Executable(ABC):
     def __init__(
         self, wanted: Wanted, signature: Signature, program: CompiledProgram, device: ExecutionDevice, inputs: Inputs
     ) -> None:
-        """Makes an executable of ``program``. ``device``: the thread's own. ``inputs``: the memory to gather its inputs in."""
+        """Makes an executable of ``program`` for the thread that has ``device``. ``inputs``: the memory for gathering inputs."""
         self.wanted = wanted
         #: The rows of its batch.
         self.rows = wanted.rows
@@ -162,7 +162,7 @@ class Executable(ABC):
 
     @functools.cached_property
     def memory_needed(self) -> int | None:
-        """The bytes of a run's outputs and temporary memory together, without parameters and inputs; None: not known."""
+        """The number of bytes of a run's outputs and temporary memory, without parameters and inputs; None: not known."""
         return memory_needed(self.program)
 
     # -------------------------------------------------------------------------------- gathered by whoever likes, in the host

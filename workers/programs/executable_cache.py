@@ -208,7 +208,7 @@ class ExecutableCache:
         return self._directory is not None and self._directory.read(_name(key)) is not None
 
     def store(self, key: str, program: CompiledProgram, what: str = "a program") -> CompiledProgram:
-        """Stores ``program`` under a key. Returns it with its size in the cache, or unchanged if it could not be stored."""
+        """Stores ``program``, ``what`` in the log, under a key. Returns it with its size in the cache, or unchanged on error."""
         if self._directory is None:
             return program
         try:

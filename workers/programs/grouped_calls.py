@@ -209,7 +209,7 @@ class GroupedProgram:
 
     @property
     def share(self) -> float:
-        """The estimated work of a call, as a fraction of what one loop iteration may do. It depends only on the rows."""
+        """The estimated work of a call, as a fraction of what one iteration of the worker's loop may do."""
         return self.rows / 64
 
     @property
@@ -364,7 +364,7 @@ class GroupedProgramMaker:
 
 
 def _apart(alone: Callable[..., Any], parameters: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Calls ``alone``, the model's jitted function, on ``tensors`` so that XLA does not fuse its operations with others."""
+    """Calls ``alone``, the model's jitted function, so that XLA does not fuse the function's operations with other ones."""
     if jax.default_backend() == "cpu":
         with set_xla_metadata(inlineable="false"):
             made: dict[str, Any] = alone(parameters, tensors)

@@ -103,7 +103,7 @@ def _part(leaf: Any) -> int:
 
 
 def _takes(program: Any, parameter_byte_size: int) -> int:
-    """Returns the bytes that a run of a program takes on a device besides the parameters; 0: they are not known.
+    """Returns the number of bytes that a run of a program takes on a device besides the parameters; 0: it is not known.
 
     ``parameter_byte_size``: the number of bytes of the parameters on one device.
     """

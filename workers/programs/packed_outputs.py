@@ -22,7 +22,7 @@ _LINE = 64
 
 
 def packing(apply: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
-    """Wraps a model's function, ``apply``. Several small outputs are also returned packed into one byte array, ``PACKED``."""
+    """Wraps ``apply``, a model's function, to return several small outputs also packed into one byte array, ``PACKED``."""
 
     @functools.wraps(apply, updated=())
     def packed(*arguments: Any) -> Any:

@@ -126,7 +126,7 @@ class DevicePlacer(Placer):
             return jax.tree.unflatten(self._structure, jax.block_until_ready(placed))
 
     def byte_size_in_place(self, host: Sequence[Array | None]) -> int:
-        """Returns the bytes of those ``host`` arrays that XLA on a processor uses in place, without copying; None counts as 0.
+        """Returns the number of bytes of those ``host`` arrays that XLA on a processor uses without a copy; None counts as 0.
 
         Such arrays are aligned and have their leaf's dtype. If the parameters go to a GPU or to several devices, returns 0.
         """

@@ -45,7 +45,7 @@ class Reading(NamedTuple):
 
 
 def read(program: Any) -> Reading:
-    """Finds out whether a ``Jaxpr`` may be run on generated inputs, whether it has ``while`` loops, and its rounding error."""
+    """Returns whether a ``Jaxpr`` may be run on generated inputs, whether it has ``while`` loops, and its rounding error."""
     equations, finfo = list(_equations(program)), cast("Any", jnp.finfo)
     exported = [each.params["exported"].mlir_module_serialized for each in equations if "exported" in each.params]
     names = [each.primitive.name for each in equations]

@@ -59,7 +59,7 @@ def out_of_memory(error: BaseException, requests: Sequence[RequestTensors], prog
 def compile_error(error: Exception, requests: Sequence[RequestTensors], version: int) -> ServingError:
     """Makes the error for requests whose program could not be compiled: Unavailable if memory ran out, otherwise Internal.
 
-    A ServingError is returned as it is. The cause of an Internal error is logged. ``version``: for the log.
+    A ServingError is returned as it is. The cause of an Internal error is logged. ``version``: the model's, for the log.
     """
     if isinstance(error, ServingError):
         return error

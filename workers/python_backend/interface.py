@@ -166,8 +166,8 @@ def using_decoupled_model_transaction_policy(model_config: Mapping[str, Any]) ->
 class Saying:
     """A context manager that turns a ServingError into a TritonModelException whose message begins with the given text.
 
-    It is not written as a generator. If a generator raises another error instead, all frames between the two stay alive until the
-    next garbage collection (Python 3.12 and newer), and with them objects that the model has released.
+    It is no generator function, because an error that is raised inside a generator keeps alive the frames that it passed through
+    until the next garbage collection (Python 3.12 and newer), and with them objects that the model has released.
     """
 
     __slots__ = ("_begins",)

@@ -218,7 +218,7 @@ class InnerRequest(Request):
     __slots__ = ("_answered", "ahead", "may_stop", "origin", "sink")
 
     def made_for(self, sink: Sink, origin: Request | None) -> InnerRequest:
-        """Sets ``sink``, which gets responses, and ``origin``, the request on whose behalf this is made. Returns itself."""
+        """Sets ``sink``, which gets responses, and ``origin``, the request that this one is made for, or None. Returns itself."""
         self.sink: Sink = sink
         self.origin: Request | None = origin
         if self.timeline is not None and origin is not None and origin.timeline is not None:

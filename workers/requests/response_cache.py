@@ -121,7 +121,7 @@ class ResponseCache:
         return len(self._entries)
 
     def find(self, question: Question) -> Response | None:
-        """Returns the stored answer for a cache key (``question``), or None. The caller must not change it."""
+        """Returns the stored answer for a cache key (``question``); None: none is stored. The caller must not change it."""
         entry = self._entries.get(question.digest)
         if entry is None or not entry.question.same(question):
             return None

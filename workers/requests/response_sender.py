@@ -337,7 +337,7 @@ class ResponseSender:
     def released(self, again: bool) -> bool:
         """Records that the model's function has returned. Returns whether the model's code may still answer the request.
 
-        The code may as long as a ``hold`` has not been undone. ``again``: whether the model is to run once more on the request.
+        The code may answer as long as a ``hold`` has not been undone. ``again``: whether the model is to run on it once more.
         """
         with self._lock:
             self._again = again

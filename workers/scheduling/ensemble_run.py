@@ -159,7 +159,7 @@ class EnsembleRun(Generic[T]):
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def _due(self, number: int, tensor: str, iteration: int) -> list[int]:
-        """Returns the numbers of a stream's responses for which step ``number`` may run once ``tensor`` of ``iteration`` came."""
+        """Returns for which responses of a stream, by number, step ``number`` may run once ``tensor`` of ``iteration`` came."""
         if self._needed.origins[number] is None:
             return [0]
         if self._dynamic(tensor):

@@ -152,8 +152,8 @@ class Shares(dict[Hashable, int]):
     def below(self, owner: Hashable, waiting: int, most: int) -> bool:
         """Returns whether an owner may queue another request although ``waiting`` requests fill the queue, which is for ``most``.
 
-        The owner may if requests of other owners wait too, and if fewer requests of this owner wait than its share: twice
-        ``most``, less ``waiting``, divided by the number of owners, but at least 1.
+        The owner may if requests of other owners wait too, and if fewer requests of this owner wait than its share, which is
+        (2 * ``most`` - ``waiting``) / number of owners, but at least 1.
         """
         others = len(self) - (owner in self)
         return others > 0 and self.get(owner, 0) < max(1, (2 * most - waiting) // (others + 1))
@@ -418,7 +418,7 @@ class RequestQueue(Generic[W]):
         return True
 
     def _withdraw(self, request: W, owners: _Waiters[W]) -> None:
-        """Removes a request from ``owners``: the requests of a list with a batching key. Counts one less for its owner."""
+        """Removes a request from ``owners``, those of its batching key in its list, and from the count of its owner."""
         owner = request.owner
         waiting = owners[owner]
         del waiting[request.sequence]

@@ -90,7 +90,7 @@ class SlotAnswer(NamedTuple, Generic[W]):
 
 
 class StepBatcher(QueuePlanner[W]):
-    """Plans which requests of a model version get a slot, by the decision ``Run``, and which requests take part in each step."""
+    """Plans which requests of a model version get a slot (the decision ``Run``), and which requests take part in each step."""
 
     def __init__(self, rules: StepRules, queue: RequestQueue[W]) -> None:
         super().__init__(queue)
