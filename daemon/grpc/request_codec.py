@@ -21,10 +21,10 @@ from tensord.daemon.submit.placement import InputContent
 from tensord.protocol import grpc_service_pb2
 from tensord.shm.arrays import DTYPES, encoded
 from tensord.shm.common.datatypes import DATATYPES
-from tensord.shm.common.scheduling import MAX_SEQUENCE_ID, PARAMETERS, UNSCHEDULED, Kind, Scheduling, checked_set_name
+from tensord.shm.common.scheduling import PARAMETERS, UNSCHEDULED, Kind, Scheduling, checked_text
 from tensord.shm.control_records import ModelState
 from tensord.shm.datatypes import ELEMENT_SIZES, MAX_ELEMENTS, MAX_RANK, element_count, wire_name
-from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
+from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.messages import (
     Parameter,
     PreparedRequest,
@@ -302,7 +302,6 @@ def _value(what: str, value: Any, *choices: str) -> Any:
 
 _CHOICES = {
     Kind.NUMBER: ("int64_param", "uint64_param"),
-    Kind.DURATION: ("int64_param",),
     Kind.FLAG: ("bool_param",),
     Kind.TEXT: ("string_param",),
     Kind.SEQUENCE_ID: ("int64_param", "uint64_param", "string_param"),
@@ -313,9 +312,7 @@ _CHOICES = {
 def _scheduling(key: str, value: Any, kind: Kind) -> Any:
     given = _value(f"'{key}' parameter", value, *_CHOICES[kind])
     if isinstance(given, str):
-        if kind is Kind.SEQUENCE_ID and len(given.encode()) > MAX_SEQUENCE_ID:
-            raise Unsupported(f"string correlation ID cannot be longer than {MAX_SEQUENCE_ID} characters")
-        return checked_set_name(given) if kind is Kind.SET_NAME else given
+        return checked_text(given, kind)
     if given < 0:
         raise InvalidArgument(f"invalid value for '{key}', expected value >= 0.")
     return given

@@ -36,7 +36,7 @@ from tensord.daemon.http.request_head import (
     text,
 )
 from tensord.daemon.submit.model_states import configured
-from tensord.shm.common.scheduling import MAX_SEQUENCE_ID, PARAMETERS, UNSCHEDULED, Kind, Scheduling, checked_set_name
+from tensord.shm.common.scheduling import PARAMETERS, UNSCHEDULED, Kind, Scheduling, checked_text
 from tensord.shm.control_records import ModelState
 from tensord.shm.datatypes import (
     ELEMENT_SIZES,
@@ -50,7 +50,7 @@ from tensord.shm.datatypes import (
     is_open,
     wire_name,
 )
-from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
+from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.messages import Parameter, RegionSlice, RequestedOutput
 
 #: Shorter texts are read whole, longer ones only once their large data is cut out.
@@ -395,9 +395,9 @@ def _boolean(key: str, value: Any) -> bool:
 
 
 def _unsigned(key: str, value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= UINT64_MAX:
+    if not is_unsigned(value):
         raise refusal(key, "non-unsigned-integer", "unsigned-integer")
-    return value
+    return int(value)
 
 
 def read_parameters(given: dict[str, Any], decoded: DecodedRequest) -> None:
@@ -455,21 +455,15 @@ def _parameter(key: str, value: Any) -> Parameter:
 
 
 def _sequence_id(key: str, value: Any) -> int | str:
-    if is_unsigned(value):
-        return int(value)
-    identifier = text(key, value)
-    if len(identifier.encode()) > MAX_SEQUENCE_ID:
-        raise Unsupported(f"string correlation ID cannot be longer than {MAX_SEQUENCE_ID} characters")
-    return identifier
+    return int(value) if is_unsigned(value) else checked_text(text(key, value), Kind.SEQUENCE_ID)
 
 
 def _set_name(key: str, value: Any) -> str:
-    return checked_set_name(text(key, value))
+    return checked_text(text(key, value), Kind.SET_NAME)
 
 
 _READERS: dict[Kind, Callable[[str, Any], Any]] = {
     Kind.NUMBER: _unsigned,
-    Kind.DURATION: _unsigned,
     Kind.FLAG: _boolean,
     Kind.TEXT: text,
     Kind.SEQUENCE_ID: _sequence_id,

@@ -13,13 +13,13 @@ import numpy as np
 from .errors import InvalidArgument
 from .results import Array, Parameter
 from .scheduling import (
-    MAX_SEQUENCE_ID,
     PARAMETERS,
     UNSCHEDULED,
     Arguments,
     Kind,
     Scheduling,
     SequenceId,
+    checked_text,
     sampled,
     set_named,
 )
@@ -94,6 +94,8 @@ def traced(name: str, value: Any) -> str:
 def natural(name: str, value: Any) -> int:
     """Returns ``value`` if it is an unsigned integer of 64 bits; else raises InvalidArgument, which names ``name``."""
     try:
+        if isinstance(value, bool):
+            raise TypeError
         number = operator.index(value)
     except TypeError:
         raise InvalidArgument(f"{name} is {reprlib.repr(value)}, a whole number is expected") from None
@@ -118,9 +120,7 @@ def _flag(name: str, value: Any) -> bool:
 def _sequence_id(name: str, value: Any) -> SequenceId:
     if not isinstance(value, str):
         return natural(name, value)
-    if len(value.encode(errors="replace")) > MAX_SEQUENCE_ID:
-        raise InvalidArgument(f"{name} is {reprlib.repr(value)}, a text of {MAX_SEQUENCE_ID} bytes at most is expected")
-    return str.__str__(value)
+    return checked_text(str.__str__(value), Kind.SEQUENCE_ID)
 
 
 def _parameters(name: str, value: Any) -> dict[str, Parameter]:
@@ -166,7 +166,6 @@ def seconds(timeout: Any) -> float | None:
 
 _CHECKS: dict[Kind, Callable[[str, Any], Any]] = {
     Kind.NUMBER: natural,
-    Kind.DURATION: natural,
     Kind.FLAG: _flag,
     Kind.TEXT: text,
     Kind.SEQUENCE_ID: _sequence_id,

@@ -15,7 +15,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypedDict, Union
 
-from .errors import InvalidArgument
+from .errors import InvalidArgument, Unsupported
 
 SequenceId = Union[int, str]
 Parameter = Union[bool, int, float, str]
@@ -70,8 +70,6 @@ class Kind(enum.Enum):
 
     #: An integer of 64 bits without a sign.
     NUMBER = "number"
-    #: An integer like NUMBER, of microseconds; over gRPC it has a sign, as for Triton.
-    DURATION = "duration"
     #: True or false.
     FLAG = "flag"
     TEXT = "text"
@@ -94,7 +92,7 @@ class Row(NamedTuple):
 #: Every parameter, by its name over HTTP and gRPC.
 PARAMETERS = {
     "priority": Row("priority", Kind.NUMBER),
-    "timeout": Row("timeout_us", Kind.DURATION),
+    "timeout": Row("timeout_us", Kind.NUMBER),
     "sequence_id": Row("sequence_id", Kind.SEQUENCE_ID, 128),
     "sequence_start": Row("sequence_start", Kind.FLAG),
     "sequence_end": Row("sequence_end", Kind.FLAG),
@@ -113,16 +111,23 @@ def set_named(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     name = others.pop(SET_PARAMETER, None)
     if name is None:
         return others, ""
-    if not isinstance(name, str) or not name:
-        raise InvalidArgument(f"parameter '{SET_PARAMETER}' is {reprlib.repr(name)}, the name of a set is expected")
-    return others, name
+    if not isinstance(name, str):
+        raise InvalidArgument(
+            f"parameter '{SET_PARAMETER}' is {reprlib.repr(name)}, the name of a parameter set is expected"
+        )
+    return others, checked_text(name, Kind.SET_NAME)
 
 
-def checked_set_name(name: str) -> str:
-    """Returns ``name``, by which a request names its parameter set. Raises InvalidArgument if ``name`` is empty."""
-    if not name:
+def checked_text(text: str, kind: Kind) -> str:
+    """Returns ``text``, which a request gives for a scheduling parameter of that kind, whichever way it came.
+
+    Raises: InvalidArgument: the name of a parameter set is empty.  Unsupported: a sequence id has more than 128 bytes.
+    """
+    if kind is Kind.SEQUENCE_ID and len(text.encode(errors="replace")) > MAX_SEQUENCE_ID:
+        raise Unsupported(f"string correlation ID cannot be longer than {MAX_SEQUENCE_ID} characters")
+    if kind is Kind.SET_NAME and not text:
         raise InvalidArgument(f"parameter '{SET_PARAMETER}' is empty, the name of a parameter set is expected")
-    return name
+    return text
 
 
 def sampled(traceparent: str) -> tuple[str, str] | None:

@@ -245,7 +245,7 @@ def test_models_name_sets_of_others(client: tensord_client.Client) -> None:
     with pytest.raises(tensord_client.ServingError, match="parameter set 'absent' of model 'm' is not found"):
         client.model("python_asks", timeout=60, parameter_set="absent")({"x": x})
     for given in (5, ""):
-        with pytest.raises(InvalidArgument, match="the name of a set is expected"):
+        with pytest.raises(InvalidArgument, match="the name of a parameter set is expected"):
             model({"x": x}, parameters={"parameter_set": given})
     model.parameters.drop("passed-on")
 
