@@ -39,8 +39,8 @@ def is_passed_over(name: str) -> bool:
 def walk(path: Path) -> Iterator[tuple[str, os.stat_result | None]]:
     """Yields (path, status) of the folder ``path`` and of every file and folder below it, in a fixed order.
 
-    The yielded paths begin in ``path``. That of a folder ends with a slash; the first one is "/", for ``path`` itself. The
-    status of a dangling link is None. No folder is entered twice, even if links lead to it. Raises OSError: the folder
+    The yielded paths are relative to ``path``. That of a folder ends with a slash; the first one is "/", for ``path`` itself.
+    The status of a dangling link is None. No folder is entered twice, even if links lead to it. Raises OSError: the folder
     ``path`` cannot be read.
     """
     met: set[tuple[int, int]] = set()

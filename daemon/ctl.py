@@ -408,9 +408,9 @@ def profile(daemon: _Daemon, worker: str, seconds: float, folder: str | None) ->
 @click.option("--verbose", type=click.IntRange(min=0), help="0: off; 1: debug messages; 2: of libraries as well.")
 @click.option("--format", type=click.Choice(["default", "ISO8601", "json"]), help="The form of the lines.")
 @click.pass_obj
-def log(daemon: _Daemon, /, **given: Any) -> None:
+def log(daemon: _Daemon, /, **options: Any) -> None:
     """Show the log settings, or change those that are given as options, until the next reload."""
-    settings = {name: value for name, value in given.items() if value is not None}
+    settings = {name: value for name, value in options.items() if value is not None}
     daemon.show(None, _print_settings, "log", settings=settings)
 
 
@@ -617,9 +617,9 @@ def parameters_list(daemon: _Daemon, model: str, repeat_seconds: float | None) -
 @click.option("--check-finite", is_flag=True, help="Refuse values that are not finite.")
 @click.option("--move-sequences", is_flag=True, help="Sequences that have begun go on with the new ones.")
 @click.pass_obj
-def parameters_push(daemon: _Daemon, /, model: str, file: str, version: int, name: str, **fields: Any) -> None:
+def parameters_push(daemon: _Daemon, /, model: str, file: str, version: int, name: str, **options: Any) -> None:
     """Push the parameters in FILE, which is in the model's folder, into MODEL: safetensors, npz, msgpack or an Orbax folder."""
-    daemon.do("push", name=model, version=version, set=name, push={"file": file, **fields})
+    daemon.do("push", name=model, version=version, set=name, push={"file": file, **options})
 
 
 @parameters.command("drop")

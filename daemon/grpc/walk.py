@@ -46,10 +46,7 @@ else:
 
 
 def fields(content: Buffer | bytearray, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yields (tag, offset, content's offset, content's size) of each field of ``content`` that ends before ``end``.
-
-    Stops at a field that is cut short or unknown.
-    """
+    """Yields (tag, offset, content's offset, content's size) of each field in ``content[:end]``, up to a cut or unknown field."""
     at = 0
     while at < end and content[at] in _TAGS:
         start, at, size, shift = at, at + 1, 0, 0
