@@ -86,7 +86,7 @@ def without_effect(config: ModelConfig) -> list[str]:
 
 
 def _given(message: Any, prefix: str) -> Iterator[str]:
-    """Yields the paths, such as "a.b", of the fields that a message sets and that are in REFUSED or WITHOUT_EFFECT.
+    """Yields the paths, such as "a.b", of the fields that a message sets and that this server refuses or ignores.
 
     ``prefix``: the path of the message itself, which ends with a dot; "" if the message is the whole configuration.
     """

@@ -200,7 +200,7 @@ class Front(ABC):
 
     @abstractmethod
     def connections(self) -> Iterator[dict[str, Any]]:
-        """Yields a description of each open connection for operators, as ``longest_idle.described`` makes it."""
+        """Yields a description of each open connection for operators: its client, its arena memory, and how long it is idle."""
 
     def _record(self, record: Any, fds: list[int]) -> None:
         """Applies a supervisor's message ``record``, which came with the file descriptors ``fds``."""

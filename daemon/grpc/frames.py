@@ -90,7 +90,7 @@ def settings(values: Iterable[tuple[int, int]]) -> bytes:
 
 
 def read_settings(payload: bytes) -> dict[int, int]:
-    """Decodes the payload of a SETTINGS frame. If a key is repeated, its last value counts.
+    """Returns the settings in the payload of a SETTINGS frame, by key. If a key is repeated, its last value counts.
 
     Raises Violation: the payload is cut short, or a value is not allowed.
     """

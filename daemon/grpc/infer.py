@@ -115,9 +115,9 @@ class Infer:
     ) -> CallRequest | None:
         """Sends the request in a message. ``known``: the cached part of the message: all but id, scheduling and tensors.
 
-        ``walked``: the parts into which ``walk`` cut the message. ``trace``: None if the request is not traced. ``lease``: the
-        memory with the tensors; None: they are in ordinary memory. Returns None, without sending the request, if the message must
-        be decoded in full.
+        ``walked``: the parts into which the message was cut. ``trace``: None if the request is not traced. ``lease``: the memory
+        with the tensors; None: they are in ordinary memory. Returns None, without sending the request, if the message must be
+        decoded in full.
         """
         _, client_id, parameters, raws, room = walked
         if not self._prepared.is_usable(known, len(raws)) or (known.decoupled and not call.streams):

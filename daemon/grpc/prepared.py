@@ -125,7 +125,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
     ) -> Understood:
         """Decodes the message ``content[start:end]`` in full. Raises RefusedRequest: it is no valid request for a served model.
 
-        ``walked``: the parts into which ``walk`` cut the message; None: ``walk`` could not. ``known``: the cached part of the
+        ``walked``: the parts into which the message was cut; None: it could not be cut. ``known``: the cached part of the
         message; None: none is cached.
         """
         if walked is None or walked[2]:
@@ -148,8 +148,8 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
     ) -> Understood:
         """Decodes a message cut into ``head``, ``client_id`` and ``raws``. Caches the part that other messages may share.
 
-        ``walked``: the parts into which ``walk`` cut the message; None: ``walk`` could not cut it. ``known``: the cached part;
-        None: nothing is cached. Raises: RefusedRequest: the message is no valid request, or its model does not serve.
+        ``walked``: the parts into which the message was cut; None: it could not be cut. ``known``: the cached part; None: nothing
+        is cached. Raises: RefusedRequest: the message is no valid request, or its model does not serve.
         """
         try:
             text = client_id.decode()

@@ -49,7 +49,8 @@ class PreparedRequests:
     def __init__(self, count: int = MAX_NUMBERS, inline_byte_size: int = 0) -> None:
         """Creates an empty cache of at least ``count`` kinds of requests, and of at least ``count`` JSON texts.
 
-        ``inline_byte_size``: the largest tensor, in bytes, that is sent to a worker within the request's record.
+        Requests of one kind differ only in id, scheduling and values. ``inline_byte_size``: the largest tensor, in bytes, that is
+        sent to a worker within the request's record.
         """
         self._inline_byte_size = inline_byte_size
         #: The fields that all requests of a kind share -> the kind.
@@ -149,7 +150,7 @@ def _values(prepared: PreparedKind, said: RequestHead, apart: Cut | None) -> lis
     """Returns where each input of ``prepared`` has its value: in the body, in a region, or as bytes converted from the JSON.
 
     ``said``: the parsed JSON of the request. ``apart``: the large data that was cut out of the JSON; None: nothing is cut out.
-    Raises InvalidArgument: a value is wrong; UnusualText: only the exact parser can convert the data.
+    Raises InvalidArgument: a value is wrong; UnusualText: only the slower, exact JSON parser can convert the data.
     """
     sources: list[Source] = []
     for source, (_, datatype, _, _), entry in zip(prepared.sources, prepared.asked.inputs, said.inputs, strict=True):
@@ -161,7 +162,7 @@ def _values(prepared: PreparedKind, said: RequestHead, apart: Cut | None) -> lis
 
 
 class PreparedKind:
-    """Holds what a front's inference requests of one kind have in common, and the JSON heads of answers to them.
+    """Holds what inference requests that differ only in id, scheduling and values share, and the JSON heads of their answers.
 
     ``head``: the HTTP head of the first such request. ``asked``: its decoded JSON. ``inline_byte_size``: the largest tensor, in
     bytes, that is sent to a worker within the request's record.
@@ -220,7 +221,7 @@ class PreparedKind:
         self.last_answer: AnswerText | None = None
 
     def on_lane(self, numbers: Numbers[PreparedRequest]) -> Numbered[PreparedRequest] | None:
-        """Returns this kind's prepared request with its number from ``numbers``; None at the first call: it has no number yet."""
+        """Returns the prepared request of this kind with its number from ``numbers``; None at the first call: no number yet."""
         if self.numbered is None:
             self.numbered = numbers.number_again(self.record)
         return self.numbered
@@ -244,7 +245,7 @@ class PreparedKind:
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
-    """A parsed inference request: its kind, its id, its scheduling, and where the data of its inputs are."""
+    """A parsed inference request: what it shares with others, its id, its scheduling, and where the data of its inputs are."""
 
     prepared: PreparedKind
     id: str

@@ -110,7 +110,7 @@ def decode_head(
       apart: the large data that was cut out of the JSON; None: nothing is cut out.
       tail_size: the number of bytes of all binary tensors that follow the JSON.
     Raises: InvalidArgument: the head is not in the protocol's format or contradicts itself; Unsupported: a sequence id that is a
-      string is too long; UnusualText: only the exact parser can convert the data of an input.
+      string is too long; UnusualText: only the slower, exact JSON parser can convert the data of an input.
     """
     decoded = DecodedRequest(request.id, [], (), {}, False, {})
     if request.parameters:
@@ -181,7 +181,8 @@ def read_values(entry: InputHead | ExactInput, apart: json_cut.Cut | None) -> Va
     Large data is not converted here: the returned object converts the data later, in steps.
     Args:
       apart: the large data that was cut out of the JSON; None: nothing is cut out.
-    Raises: InvalidArgument: the data is wrong or does not fit the shape; UnusualText: only the exact parser can convert it.
+    Raises: InvalidArgument: the data is wrong or does not fit the shape; UnusualText: only the slower, exact JSON parser can
+      convert it.
     """
     count = prod(entry.shape)
     number = apart.number_of(entry.data) if apart is not None else None
