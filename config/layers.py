@@ -98,7 +98,7 @@ def load(
 
 @functools.cache
 def defaults() -> Mapping[str, Any]:
-    """Returns every key of the configuration with its default, read from the file ``DEFAULTS``."""
+    """Returns every key of the configuration with its default, read from the file of defaults."""
     return {setting.key: setting.value for setting in read_file(DEFAULTS)}
 
 

@@ -180,7 +180,7 @@ _REFUSED = {
 
 
 class FlagCommand(click.Command):
-    """A click command that accepts all ``FLAGS`` in addition to its own parameters. ``settings`` returns what the flags set."""
+    """A click command that accepts all flags besides its own parameters. ``settings`` returns what the flags set."""
 
     def __init__(self, *arguments: Any, **words: Any) -> None:
         super().__init__(*arguments, **words)

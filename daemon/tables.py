@@ -46,7 +46,7 @@ def scaled(number: float, step: int, unit: str) -> str:
 
 
 def plot(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], drawn: str) -> None:
-    """Prints ``rows`` as ``show`` does, with one more column: bars for the numbers in the column ``drawn``."""
+    """Prints ``rows`` as a table with ``columns``, and one more column: bars for the numbers in the column ``drawn``."""
     most = max(row[drawn] for row in rows) or 1
     show((*columns, ""), [{**row, "": "#" * round(24 * row[drawn] / most)} for row in rows])
 

@@ -126,7 +126,7 @@ class Exchange(InFlight):
             reception.refuse(error)
 
     def _admit(self) -> None:
-        """Begins a trace if the request is sampled, and then checks the request as ``_check`` does, with the same errors."""
+        """Begins a trace if the request is sampled. Raises a ServingError if the request must be refused."""
         # First: what is refused is traced as well.
         self._sample()
         self._check()

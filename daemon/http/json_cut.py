@@ -80,7 +80,7 @@ class Cut:
 def cut(document: bytes | memoryview) -> Cut | None:
     """Cuts large values of ``data`` keys out of ``document``, a JSON text, in one go. Returns None if there are none.
 
-    Raises InvalidArgument: the rest of the text is longer than ``MAX_TEXT``.
+    Raises InvalidArgument: the rest of the text is too long.
     """
     found = steps(document)
     while True:
@@ -94,7 +94,7 @@ def cut(document: bytes | memoryview) -> Cut | None:
 def steps(document: bytes | memoryview) -> Generator[None, None, Cut | None]:
     """Cuts large values of ``data`` keys out of ``document``, a JSON text, and yields between steps of a few milliseconds.
 
-    Returns None if there are no such values. Raises InvalidArgument: the rest of the text is longer than ``MAX_TEXT``.
+    Returns None if there are no such values. Raises InvalidArgument: the rest of the text is too long.
     """
     view = memoryview(document)
     size, at, kept, marks = len(view), 0, 0, 0

@@ -364,7 +364,7 @@ class ParserFeed:
                     order.refuse(400, "malformed HTTP request")
 
     def _feed_pieces(self, data: bytes) -> None:
-        """Feeds the parser in pieces of at most ``_PIECE`` bytes, up to the limit of one iteration of the event loop.
+        """Feeds the parser in small pieces, up to the limit of one iteration of the event loop.
 
         Raises HttpParserUpgrade, with the offset behind the head in ``data``, if a head offers an upgrade; other errors of the
         parser if the bytes are malformed.

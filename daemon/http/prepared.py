@@ -67,8 +67,7 @@ class PreparedRequests:
 
         Args:
           tail_size: the number of bytes of all binary tensors that follow the JSON.
-          apart: the large data that ``json_cut`` has cut out of a JSON longer than ``request_codec.MAX_UNCUT``; None: nothing is
-            cut out.
+          apart: the large data that was cut out of the JSON; None: nothing is cut out.
         Raises: InvalidArgument: the JSON is malformed or contradicts itself; Unsupported: a string sequence id is too long.
         """
         if len(text) > MAX_TEXT or head.forwarded is not None:

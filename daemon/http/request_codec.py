@@ -72,7 +72,7 @@ def decode(head: bytes | memoryview, tail_size: int, model: str, apart: json_cut
     Args:
       tail_size: the number of bytes of all binary tensors that follow the JSON.
       model: the model's name, for error messages.
-      apart: the large data that ``json_cut`` has cut out of a JSON longer than MAX_UNCUT; None: nothing is cut out.
+      apart: the large data that was cut out of the JSON; None: nothing is cut out.
     Raises: InvalidArgument: the head is no JSON, not in the protocol's format, or contradicts itself; Unsupported: a sequence id
       that is a string is too long.
     """

@@ -74,7 +74,11 @@ def encode(
 def large_texts(
     prepared: PreparedAnswer, contents: tuple[Content, ...], asked: DecodedRequest
 ) -> list[tuple[PreparedTensor, Slice]]:
-    """Returns the tensors of an answer to ``asked`` that must be JSON and are too large for one step, each with its slice."""
+    """Returns the outputs that must be written as JSON and are too large for one step, each with its slice of the arena.
+
+    ``prepared``: the part of the answer that repeats. ``contents``: the bytes of each output, or their slice of the response
+    arena. ``asked``: the request, which says which outputs are binary.
+    """
     return [
         (tensor, place)
         for tensor, place in placed(prepared.outputs, contents)
@@ -94,9 +98,11 @@ def encode_in_steps(
     asked: DecodedRequest,
     view: Callable[[Slice], memoryview],
 ) -> Generator[None, None, tuple[list[Buffer], list[Buffer]]]:
-    """Encodes an answer as ``encode`` does, with the same arguments, and yields after each piece of a large tensor's JSON.
+    """Encodes an answer of ``model`` that is no error, and yields after each piece of a large tensor's JSON.
 
-    Returns the pieces of the JSON head, and the binary tensors. ``asked``: the request, which says which outputs are binary.
+    Returns the pieces of the JSON head, and the binary tensors. ``prepared``: the part of the answer that repeats.
+    ``contents``: the bytes of each output, or their slice of the response arena. ``client_id``: the request's id; "": it has
+    none. ``asked``: the request, which says which outputs are binary. ``view``: returns the bytes of a slice.
     Raises: InvalidArgument: an output cannot be written as JSON.
     """
     texts: list[list[Buffer]] = []
