@@ -534,7 +534,11 @@ class Supervisor:
         changed = self.configuration.take(new)
         self._log_settings.replace(new.options.log)
         outcomes = self.models.begin(found, self.options.repository)
-        await asyncio.gather(self.fronts.settled(), self.workers.settled())
+        settled = asyncio.gather(self.fronts.settled(), self.workers.settled())
+        while not settled.done():  # a worker finishes its batch first
+            self._notifier.extend_timeout(30.0)
+            await asyncio.wait([settled], timeout=10.0)
+        await settled
         _log.info("reload: done, %d keys changed, %d models to look at", changed, len(outcomes))
         self._notifier.ready(self._summary())
         self._tasks.spawn(self._reloaded(outcomes))

@@ -42,7 +42,7 @@ class Notifier:
         self._send("WATCHDOG=1")
 
     def extend_timeout(self, seconds: float) -> None:
-        """Asks the service manager for ``seconds`` more for the start or shutdown, for instance to compile models."""
+        """Asks the service manager for ``seconds`` more for the start, a reload or the shutdown: say, to compile models."""
         self._send(f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
 
     def close(self) -> None:

@@ -405,6 +405,7 @@ def test_service_manager(start: Start, tmp_path: Path) -> None:
         assert not [c for c in (*daemon.workers, *daemon.fronts) if "NOTIFY_SOCKET" in c.environ()]
         os.kill(daemon.process.pid, signal.SIGHUP)
         wait_for("RELOADING=1\nMONOTONIC_USEC=")
+        wait_for("EXTEND_TIMEOUT_USEC=30000000")
         wait_for("READY=1\nSTATUS=ready: 0 models")
         daemon.process.send_signal(signal.SIGTERM)
         wait_for("STOPPING=1")
