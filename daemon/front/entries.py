@@ -9,6 +9,6 @@ MAX_ENTRIES = 1024
 
 
 def check_count(count: int, what: str) -> None:
-    """Raises InvalidArgument if ``count`` exceeds ``MAX_ENTRIES``, the most entries; the error calls the entries ``what``."""
+    """Raises InvalidArgument if ``count`` exceeds ``MAX_ENTRIES``. ``what``: what the error calls the entries."""
     if count > MAX_ENTRIES:
         raise InvalidArgument(f"{count} {what} are given, at most {MAX_ENTRIES} are allowed")

@@ -86,7 +86,7 @@ class DecodedHead:
 
 
 def decode_head(head: bytes, has_raw: bool, table: ModelStates) -> tuple[DecodedHead, ModelState]:
-    """Decodes all fields of a ModelInferRequest but its id and ``raw_input_contents``. Returns the result and the model's state.
+    """Decodes a ModelInferRequest without id and ``raw_input_contents``. Returns the result and, from ``table``, its model state.
 
     ``has_raw``: whether the request has ``raw_input_contents``. If so, no input may have ``contents``.
     Raises: NotFound: the model or version does not exist.  InvalidArgument: the head breaks the protocol.

@@ -220,7 +220,7 @@ class Generation(InFlight):
         self._running = True
 
     def _read(self, body: Body, state: ModelState) -> DecodedRequest:
-        """Decodes the complete body to an inference request. Raises InvalidArgument: the body is no input for the model."""
+        """Decodes the complete body to an inference request. Raises InvalidArgument: it is no input for ``state``'s model."""
         assert not isinstance(body, PlacedBody)  # which a body of JSON alone never is
         return generate_codec.decode(bytes(body.whole()), state.metadata)
 

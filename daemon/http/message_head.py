@@ -225,8 +225,8 @@ def infer_head(
 def generate_head(route: InferRoute, version: str, keep_alive: bool, fields: Fields) -> InferHead:
     """Interprets the head of a request to ``route``, generate or generate_stream, whose whole body is JSON.
 
-    If the body is compressed, the result's ``coding`` is not empty, and the request is refused later.
-    ``keep_alive``: whether the connection stays open after the answer.
+    If the body is compressed, the result's ``coding`` is not empty, and the request is refused later. ``version``: the version
+    of HTTP, such as "1.1". ``keep_alive``: whether the connection stays open after the answer.
     """
     head = infer_head(route, version, keep_alive, [each for each in fields if each[0] in _FRAMING])
     if next((value for name, value in fields if name == b"content-encoding"), b"identity") != b"identity":

@@ -135,7 +135,7 @@ class PreparedRequests:
         return known
 
     def prepare(self, head: InferHead, decoded: DecodedRequest) -> ParsedRequest:
-        """Makes a parsed request from ``decoded`` that shares nothing with other requests. The cache is not read or changed."""
+        """Makes a parsed request of ``head`` and ``decoded`` that shares nothing with others. Leaves the cache as it is."""
         sources = [source for _, _, _, source in decoded.inputs]
         return ParsedRequest(
             PreparedKind(head, decoded, self._inline_byte_size), decoded.id, sources, decoded.scheduling

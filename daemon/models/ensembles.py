@@ -271,7 +271,7 @@ class LoadWaits:
         return {model for model, _ in self._waits if model != name and self._way(model, name)}
 
     def _way(self, start: str, end: str) -> list[str]:
-        """Returns a chain of models from ``start`` to ``end``, each with a load that waits for that of the next; []: no chain."""
+        """Returns models from ``start`` to ``end``, of which each one's load waits for the next one's; []: no such chain."""
         ways = [[start]]
         seen = {start}
         while ways:

@@ -99,7 +99,7 @@ def _parameters(operation: PushParameters | RevertParameters | DropParameters) -
 
 
 def _in_force(operation: Operation, result: bytes) -> str:
-    """Returns a phrase with the number and size of the values that a push or revert brought; "" for other operations."""
+    """Returns a phrase with number and size of the values that a push or revert, by its ``result``, brought; "" otherwise."""
     if not isinstance(operation, PushParameters | RevertParameters):
         return ""
     put = msgspec.json.decode(result)

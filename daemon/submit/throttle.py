@@ -81,7 +81,7 @@ class Throttle:
         return full
 
     def leave(self, lane: SubmitterLane, key: LeaseKey) -> tuple[Account, WorkerLink] | None:
-        """Ends the count of a lease whose bytes were sent. Returns its account and worker; None: the lease was not counted."""
+        """Ends the count of lease ``key`` of ``lane``, whose bytes were sent. Returns account and worker; None: not counted."""
         found = self._outstanding.pop((lane, key), None)
         if found is None:
             return None

@@ -204,7 +204,7 @@ class TraceSettings:
         return [self._record(name) for name in self._scopes]
 
     def _described(self, values: Values) -> dict[str, Any]:
-        """Returns trace settings for a JSON answer, with the names, the order and the types that Triton's protocol has."""
+        """Returns trace settings, ``values``, for a JSON answer: with the names, the order and the types of Triton's protocol."""
         return {
             "trace_level": [name for name, bit in LEVELS.items() if values.level & bit] or ["OFF"],
             "trace_rate": str(values.rate),
