@@ -31,7 +31,7 @@ MOST_DROPPED = 256 << 20
 
 
 class LingeringClose:
-    """Closes connections that the server has ended: once the client closes it, or takes at most ``min_rate`` bytes a second."""
+    """Closes each connection that the server has ended, once its client closes it or takes only ``min_rate`` bytes a second."""
 
     def __init__(self, min_rate: int) -> None:
         self._min_rate = min_rate

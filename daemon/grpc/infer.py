@@ -388,10 +388,7 @@ class CallRequest(InFlight):
 
 
 class Sent:
-    """A function for the moment when a traced answer was written: calls ``release`` (None: nothing is called), ends ``trace``.
-
-    ``release``: frees the memory of the answer.
-    """
+    """The callback after a traced answer was written: frees its memory by ``release`` (None: nothing to free), ends ``trace``."""
 
     __slots__ = ("_release", "_trace")
 

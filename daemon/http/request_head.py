@@ -55,7 +55,7 @@ _NONE_GIVEN = TensorParameters()
 
 
 class InputHead(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds one entry of ``inputs`` of a request's JSON, as the quick parser read it."""
+    """Holds one entry of ``inputs`` of a request's JSON, read by the quick parser, which accepts only usual texts."""
 
     name: str
     shape: tuple[int, ...]
@@ -65,14 +65,14 @@ class InputHead(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OutputHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Holds one entry of ``outputs`` of a request's JSON, as the quick parser read it."""
+    """Holds one entry of ``outputs`` of a request's JSON, read by the quick parser, which accepts only usual texts."""
 
     name: str
     parameters: TensorParameters = _NONE_GIVEN
 
 
 class RequestHead(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds the JSON object of an inference request, as the quick parser read it."""
+    """Holds the JSON object of an inference request, read by the quick parser, which accepts only usual texts."""
 
     inputs: list[InputHead]
     id: str = ""
@@ -84,7 +84,7 @@ class RequestHead(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(slots=True)
 class ExactInput:
-    """Holds one entry of ``inputs``, as the exact parser read it. ``data`` is a Python value, or ABSENT if there is none."""
+    """Holds one entry of ``inputs``, read by the slower, exact parser. ``data`` is a Python value, or ABSENT if there is none."""
 
     name: str
     shape: Sequence[int]
@@ -95,7 +95,7 @@ class ExactInput:
 
 @dataclass(slots=True)
 class ExactOutput:
-    """Holds one entry of ``outputs``, as the exact parser read it. Its parameters may be any JSON values."""
+    """Holds one entry of ``outputs``, read by the slower, exact parser. Its parameters may be any JSON values."""
 
     name: str
     parameters: dict[str, Any]
@@ -103,7 +103,7 @@ class ExactOutput:
 
 @dataclass(slots=True)
 class ExactRequest:
-    """Holds the JSON object of an inference request, as the exact parser read it.
+    """Holds the JSON object of an inference request, read by the slower, exact parser.
 
     Its inputs and outputs are checked one by one while they are iterated over, so that the first mistake is the one that is
     reported.

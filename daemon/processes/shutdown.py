@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class DaemonPhase(enum.Enum):
-    """The phases of the daemon's life."""
+    """The phases of the daemon's life: it starts, serves, finishes accepted requests, and ends its processes."""
 
     #: Some first loads are not settled.
     STARTING = "starting"

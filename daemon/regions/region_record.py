@@ -21,7 +21,7 @@ Registration = RegisterSystemRegion | RegisterCudaRegion
 
 
 class RegionState(enum.Enum):
-    """The states of a region."""
+    """The states of a region: being registered, registered, being renewed, and being unregistered."""
 
     #: Workers are registering it. It is not listed yet.
     REGISTERING = "registering"
