@@ -121,16 +121,16 @@ def append(path: str, traces: bytes) -> None:
         os.close(fd)
 
 
-def _put(fd: int, content: bytes, at: int) -> None:
-    """Writes ``content`` at offset ``at`` of file ``fd``. If the disk is full, undoes the write and raises OSError."""
+def _put(fd: int, content: bytes, offset: int) -> None:
+    """Writes ``content`` to the file ``fd`` from ``offset`` on. If the disk is full, undoes the write and raises OSError."""
     written = 0
     try:
-        written = os.pwrite(fd, content, at)
+        written = os.pwrite(fd, content, offset)
     finally:
         if written < len(content):
             with contextlib.suppress(OSError):
-                os.ftruncate(fd, at)
-                os.pwrite(fd, b"]" if at else b"", at)
+                os.ftruncate(fd, offset)
+                os.pwrite(fd, b"]" if offset else b"", offset)
     if written < len(content):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

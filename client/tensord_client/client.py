@@ -235,10 +235,10 @@ def _unreachable(path: str, error: OSError) -> Unavailable:
     return Unavailable(text)
 
 
-def _who_may(path: str, found: os.stat_result, wanted: int) -> str:
+def _who_may(path: str, status: os.stat_result, access: int) -> str:
     """Returns a phrase for an error's text: which group or user has the access to ``path`` that this user lacks.
 
-    ``found``: the path's status. ``wanted``: the access that is lacking, such as os.R_OK.
+    ``status``: the path's status. ``access``: the access that is lacking, such as os.R_OK.
     """
     # Imported where it is needed: a client's start is to be quick.
     import grp
@@ -250,10 +250,10 @@ def _who_may(path: str, found: os.stat_result, wanted: int) -> str:
         except KeyError:
             return str(number)
 
-    if (found.st_mode >> 3) & wanted == wanted:
-        group = name(found.st_gid, lambda number: grp.getgrgid(number).gr_name)
+    if (status.st_mode >> 3) & access == access:
+        group = name(status.st_gid, lambda number: grp.getgrgid(number).gr_name)
         return f"{path} is for members of group {group}: join it (usermod -aG), and log in again"
-    user = name(found.st_uid, lambda number: pwd.getpwuid(number).pw_name)
+    user = name(status.st_uid, lambda number: pwd.getpwuid(number).pw_name)
     return f"{path} is for user {user} alone"
 
 
@@ -272,14 +272,14 @@ def _on_socket(path: str, patience: float) -> Connection:
     return LaneConnection(path, lambda told: _over_http(path, told, patience), patience=patience)
 
 
-def _over_http(path: str, told: Mapping[str, Any], patience: float) -> Connection:
+def _over_http(path: str, greeting: Mapping[str, Any], patience: float) -> Connection:
     """Connects over HTTP to the daemon that answered at ``path``; tries the daemon's unix sockets before its TCP addresses.
 
-    ``told``: the daemon's answer to ``hello``, whose "http" lists its HTTP addresses. ``patience``: seconds that a request
+    ``greeting``: the daemon's answer to ``hello``, whose "http" lists its HTTP addresses. ``patience``: seconds that a request
     waits for a server that cannot be reached. Raises: Unavailable: the daemon answers at none of the addresses.
     """
     tried = []
-    for each in sorted(told.get("http", ()), key=lambda each: not each.startswith("unix:")):
+    for each in sorted(greeting.get("http", ()), key=lambda each: not each.startswith("unix:")):
         try:
             return _way(each, patience)
         except Unavailable as error:

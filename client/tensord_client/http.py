@@ -259,11 +259,11 @@ class HttpConnection:
                 self._on_devices = DeviceMemory(self.post)
         return self._on_devices.empty(shape, dtype, device)
 
-    def _region(self, values: Any) -> tuple[str, int, int] | None:
-        """Returns the region (name, offset, number of bytes) of an array, ``values``; None: ``empty_on`` has not made it."""
-        if isinstance(values, np.ndarray) or self._on_devices is None or values.memory is not self._on_devices:
+    def _region(self, array: Any) -> tuple[str, int, int] | None:
+        """Returns the region (name, offset, number of bytes) of ``array``; None: ``empty_on`` has not made the array."""
+        if isinstance(array, np.ndarray) or self._on_devices is None or array.memory is not self._on_devices:
             return None
-        return cast("tuple[str, int, int]", values.place)
+        return cast("tuple[str, int, int]", array.place)
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
         """Does nothing, as a client cannot end a sequence over HTTP. The server ends a sequence that was idle for long enough."""

@@ -94,14 +94,14 @@ def _shape(tensor: Tensor, rows: int, known: Mapping[str, tuple[int, ...]]) -> t
     return shape
 
 
-def _many(model: Model, given: dict[str, Array], outer: tuple[int, ...], batched: bool) -> dict[str, Array]:
+def _many(model: Model, inputs: dict[str, Array], sizes: tuple[int, ...], batched: bool) -> dict[str, Array]:
     """Calls the model for every element of the axes that ``vmap`` added, and joins the answers to arrays with these axes.
 
-    ``given``: the inputs by name; the axes that ``vmap`` added come first. ``outer``: the sizes of the axes that ``vmap`` added.
+    ``inputs``: the added axes come first. ``sizes``: the added axes' sizes.
     ``batched``: True: the model has a batch dimension, so that several elements can be joined to one request.
     """
-    count = int(np.prod(outer))
-    flattened = {name: array.reshape(count, *array.shape[len(outer) :]) for name, array in given.items()}
+    count = int(np.prod(sizes))
+    flattened = {name: array.reshape(count, *array.shape[len(sizes) :]) for name, array in inputs.items()}
     if batched:
         rows = next(iter(flattened.values())).shape[1]
         joined = {name: array.reshape(-1, *array.shape[2:]) for name, array in flattened.items()}
@@ -109,10 +109,10 @@ def _many(model: Model, given: dict[str, Array], outer: tuple[int, ...], batched
         parts = [slice(start, start + size) for start in range(0, count * rows, size)]
         answers = [model.submit({name: array[part] for name, array in joined.items()}) for part in parts]
         found = _gathered([answer.result() for answer in answers], np.concatenate)
-        return {name: array.reshape(*outer, rows, *array.shape[1:]) for name, array in found.items()}
+        return {name: array.reshape(*sizes, rows, *array.shape[1:]) for name, array in found.items()}
     answers = [model.submit({name: array[i] for name, array in flattened.items()}) for i in range(count)]
     found = _gathered([answer.result() for answer in answers], np.stack)
-    return {name: array.reshape(*outer, *array.shape[1:]) for name, array in found.items()}
+    return {name: array.reshape(*sizes, *array.shape[1:]) for name, array in found.items()}
 
 
 def _gathered(answers: list[Any], gather: Callable[[list[Array]], Array]) -> dict[str, Array]:

@@ -94,11 +94,11 @@ class Newest(Generic[A]):
         if asked is not None:
             self._watch(number, asked)
 
-    def _keep(self, number: int, came: Any) -> None:
-        """Stores ``came``, the answer or error for the ``number``-th ``put``, unless that of a later ``put`` is stored."""
+    def _keep(self, number: int, outcome: Any) -> None:
+        """Stores ``outcome``, the answer or error for the ``number``-th ``put``, unless that of a later ``put`` is stored."""
         self.missed += number < self._came or self._came != self._taken
         if number > self._came:
-            self._came, self._newest = number, came
+            self._came, self._newest = number, outcome
 
     def _notify(self) -> None:
         """Wakes the threads or tasks that wait in ``get``. Subclasses implement it."""

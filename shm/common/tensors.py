@@ -193,14 +193,11 @@ def cast(name: str, value: Any, datatype: str | None) -> Array:
     return made
 
 
-def _is_kept(each: Any, became: Any, is_float: bool) -> bool:
-    """Returns whether conversion has kept a value the same; with ``is_float``, whether it was at most rounded.
-
-    ``each``: the value. ``became``: what it was converted to.
-    """
-    if not is_float or isinstance(each, (str, bytes, complex, type(None))):
-        return bool(each == became)
-    return math.isfinite(became) or not math.isfinite(each)
+def _is_kept(value: Any, converted: Any, is_float: bool) -> bool:
+    """Returns whether conversion kept ``value`` the same; with ``is_float``, whether it rounded ``value`` at most."""
+    if not is_float or isinstance(value, (str, bytes, complex, type(None))):
+        return bool(value == converted)
+    return math.isfinite(converted) or not math.isfinite(value)
 
 
 def _foreign(name: str, value: Any) -> Array:

@@ -247,9 +247,9 @@ class CudaDevice:
 
     # ------------------------------------------------------------------------------------------------------ outputs
 
-    def keep(self, made: jax.Array) -> GpuArray:
-        """Returns a computed output as an array that stays on the device. The caller has waited for ``made`` to be computed."""
-        kept = self._seen(made)
+    def keep(self, output: jax.Array) -> GpuArray:
+        """Returns a computed output as an array that stays on the device. The caller has waited for ``output`` to be computed."""
+        kept = self._seen(output)
         if self._staging <= kept.pointer < self._staging + self._staging_byte_size:
             # The program has returned an input as it is, which the next batch will overwrite.
             return kept.copy()
@@ -318,24 +318,24 @@ class CudaDevice:
             memory[:] = content.data
         return {name: found[name] if name in found else self.keep(array) for name, array in outputs.items()}
 
-    def _follow(self, made: jax.Array) -> Any:
-        """Delays everything that the thread queues on the worker's stream from now on, until XLA has computed ``made``.
+    def _follow(self, output: jax.Array) -> Any:
+        """Delays everything that the thread queues on the worker's stream from now on, until XLA has computed ``output``.
 
             XLA's stream    | program ▸ its event |
             the worker's                          └▶ waits for it ▸ copy ▸ the one event that a thread waits for
 
         DLPack's stream argument does this. The reverse, XLA waiting for copies, costs more than it saves: XLA learns the stream
         only when memory is imported by DLPack, and an import takes longer than a small transfer. Returns an object to keep until
-        the queued work is done. An error of computing ``made`` that is known by now is raised.
+        the queued work is done. An error of computing ``output`` that is known by now is raised.
         """
         if self._waits:
             try:
-                return made.__dlpack__(stream=self.context.stream())  # type: ignore[call-arg]
+                return output.__dlpack__(stream=self.context.stream())  # type: ignore[call-arg]
             except jax.errors.JaxRuntimeError as error:
                 if "UNIMPLEMENTED" not in str(error):
                     raise
                 self._waits = False
-        return jax.block_until_ready(made)
+        return jax.block_until_ready(output)
 
     def close(self) -> None:
         """Frees the staging buffers on the GPU and in host memory. Call it once no batch uses them. Idempotent."""

@@ -409,7 +409,7 @@ def members_of(models: ModelTable, graph: EnsembleGraph, outputs: Collection[str
 
 
 def told_by(
-    before: Mapping[str, Parameter], name: str, ensemble: bool, told: Mapping[str, Parameter]
+    before: Mapping[str, Parameter], name: str, ensemble: bool, added: Mapping[str, Parameter]
 ) -> dict[str, Parameter]:
     """Returns what an ensemble's answer reports about the parameter sets of its steps, with one more step added.
 
@@ -420,10 +420,10 @@ def told_by(
       before: what the answer reports about the previous steps.
       name: the name of the added step's model.
       ensemble: whether that model is an ensemble, whose keys end with the names of its own models already.
-      told: what the added step's answer reports.
+      added: what the added step's answer reports.
     """
     said = dict(before)
-    for key, value in told.items():
+    for key, value in added.items():
         key = key if ensemble else f"{key}.{name}"
         known = said.get(key)
         said[key] = min(known, value) if type(known) is int and type(value) is int else value

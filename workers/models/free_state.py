@@ -97,17 +97,17 @@ class FreeState:
             return
         request.keep(arrays)
 
-    def _fitting(self, request: RequestTensors, kept: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Returns ``kept``, a sequence's state, if it fits the inputs. Raises InvalidArgument: sizes of an axis differ."""
+    def _fitting(self, request: RequestTensors, state: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Returns ``state``, a sequence's state, if it fits the inputs. Raises InvalidArgument: sizes of an axis differ."""
         lengths = self._lengths(request.arrays)
         for spec in self._described.states:
-            for axis, size in zip(spec.axes, kept[spec.name].shape[self._described.batches :], strict=True):
+            for axis, size in zip(spec.axes, state[spec.name].shape[self._described.batches :], strict=True):
                 if axis is not None and lengths.get(axis, size) != size:
                     raise InvalidArgument(
                         f"axis '{axis}' has size {lengths[axis]} in a request to model '{self._described.model}', "
                         f"{size} in state '{spec.name}' of sequence {request.controls.correlation_id}"
                     )
-        return kept
+        return state
 
     def _lengths(self, arrays: Mapping[str, Array]) -> dict[str, int]:
         """Returns axis name -> size in ``arrays``, a client's inputs. Raises InvalidArgument: one axis has two sizes."""
@@ -168,5 +168,5 @@ class FreeState:
         return f"<FreeState {self._byte_size} of {self._limit} bytes>"
 
 
-def _byte_size(kept: Mapping[str, Array] | None) -> int:
-    return sum(array.nbytes for array in kept.values()) if kept else 0
+def _byte_size(state: Mapping[str, Array] | None) -> int:
+    return sum(array.nbytes for array in state.values()) if state else 0

@@ -110,13 +110,13 @@ class HostModel(HostFunction):
                 inputs[spec.name] = np.concatenate([np.asarray(flat(each) if spec.ragged else each) for each in arrays])
         return inputs
 
-    def _checked(self, spec: TensorSpec, made: Any, rows: int, inputs: Mapping[str, Array]) -> Array:
+    def _checked(self, spec: TensorSpec, outputs: Any, rows: int, inputs: Mapping[str, Array]) -> Array:
         name = self.signature.model
-        if not isinstance(made, dict):
-            raise Internal(f"model '{name}' returned {type(made).__name__}, a dict of arrays is expected")
-        if spec.name not in made:
+        if not isinstance(outputs, dict):
+            raise Internal(f"model '{name}' returned {type(outputs).__name__}, a dict of arrays is expected")
+        if spec.name not in outputs:
             raise Internal(f"model '{name}' did not compute its output '{spec.name}'")
-        array = spec.as_objects(np.asarray(made[spec.name]))
+        array = spec.as_objects(np.asarray(outputs[spec.name]))
         if spec.cut_like:
             check_cut(name, spec, inputs[spec.cut_like].size, array.shape, array.dtype)
             return array
@@ -163,11 +163,11 @@ class GeneratorModel(HostFunction):
         outputs = {output: self._checked(request, output, array) for output, array in value.items()}
         return Response(outputs, dict(parameters)) if parameters else outputs
 
-    def _checked(self, request: Request, output: str, made: Any) -> Array:
+    def _checked(self, request: Request, output: str, value: Any) -> Array:
         spec, batches = self.signature.outputs.get(output), self.signature.batches
         if spec is None:
             raise Internal(f"model '{self.signature.model}' yielded '{output}', which is no output of it")
-        array = spec.as_objects(np.asarray(made))
+        array = spec.as_objects(np.asarray(value))
         check_output(self.signature.model, spec, batches, request.rows, array.shape, array.dtype)
         return encoded_strings(spec.for_client(array, batches))
 

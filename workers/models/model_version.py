@@ -379,12 +379,12 @@ def by_version(requests: list[Request]) -> dict[ModelVersion, list[Request]]:
     return found
 
 
-def _concerned(began: object | None, former: ParameterSet | None, new: ParameterSet, moves: bool) -> bool:
+def _concerned(used: object | None, former: ParameterSet | None, new: ParameterSet, moves: bool) -> bool:
     """Returns whether a push concerns a sequence or request that has begun: its set is replaced, or it moves to ``new``.
 
-    ``began``: the parameters that the sequence or request has used until now; None: always the newest of ``main``.
+    ``used``: the parameters that the sequence or request has used until now; None: always the newest of ``main``.
     ``former``: the set that ``new`` replaces, or None. ``moves``: whether the sequence or request goes on with ``new``.
     """
-    if began is None:
+    if used is None:
         return new.name == MAIN_SET
-    return began is former or (moves and isinstance(began, ParameterSet) and began.name == new.name)
+    return used is former or (moves and isinstance(used, ParameterSet) and used.name == new.name)

@@ -135,10 +135,10 @@ class Making:
             self.check_sum([head, header, memory.content[begin + spaces :]])
             return memory.sealed()
 
-    def _read_from(self, copy: Copy, at: int, byte_size: int) -> bytes:
-        """Returns ``byte_size`` bytes from offset ``at``, by ``copy``. Raises InvalidArgument: the region is gone or shrank."""
+    def _read_from(self, copy: Copy, offset: int, byte_size: int) -> bytes:
+        """Returns ``byte_size`` bytes from ``offset`` on, by ``copy``. Raises InvalidArgument: the region is gone or shrank."""
         found = np.zeros(byte_size, _BYTES)
-        copy(at, found)
+        copy(offset, found)
         check_intact(self._regions)
         return found.tobytes()
 
@@ -237,22 +237,22 @@ def plan(
         raise
 
 
-def _path(given: str, folders: tuple[Path, Path]) -> Path:
-    """Returns the path of a model's file or folder. ``given``: this path within the first of ``folders`` that has such a file.
+def _path(relative: str, folders: tuple[Path, Path]) -> Path:
+    """Returns the path of a model's file or folder: ``relative`` within the first of ``folders`` that has such a file.
 
     Raises InvalidArgument: the path leads out of the model's folder; NotFound: there is no such file.
     """
-    asked = Path(given)
-    if asked.is_absolute() or ".." in asked.parts or not asked.parts or "\0" in given:
-        raise InvalidArgument(f"'{given[:256]}' is no path inside the model's folder")
+    asked = Path(relative)
+    if asked.is_absolute() or ".." in asked.parts or not asked.parts or "\0" in relative:
+        raise InvalidArgument(f"'{relative[:256]}' is no path inside the model's folder")
     inside = folders[1].resolve()
     for folder in folders:
         path = folder / asked
         if path.exists():
             if not path.resolve().is_relative_to(inside):
-                raise InvalidArgument(f"'{given[:256]}' leads out of the model's folder")
+                raise InvalidArgument(f"'{relative[:256]}' leads out of the model's folder")
             return path
-    raise NotFound(f"there is no '{given[:256]}' in the model's folder")
+    raise NotFound(f"there is no '{relative[:256]}' in the model's folder")
 
 
 def _from_file(making: Making, path: Path, limit: int) -> Mapping[str, Array] | int:

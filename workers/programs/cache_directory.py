@@ -8,8 +8,7 @@ Three conditions must hold before a byte of a file is used. First, the directory
 it, and no other user can replace one of the directories above it (a sticky /tmp is allowed). Second, the file is a regular file
 of this user that nobody else can write. Third, its HMAC is right: so the file is complete, was written under this name, and was
 written by a process that can read the secret. Links are never followed. A file that fails is removed and logged; the caller makes
-it anew. The directory is opened and checked again at every use, so no earlier check is relied upon. ``place``: its file
-descriptor.
+it anew. The directory is opened and checked again at every use, so no earlier check is relied upon.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class CacheDirectory:
         self._seldom = Seldom()
         if self.path.parent == self.path:
             raise PermissionError("the root directory cannot be a cache")
-        with self._opened() as (place, mode):
+        with self._opened() as (directory_fd, mode):
             if mode & _WRITABLE:
                 # Emptied: any user may have written these files. A directory that was only readable holds this user's files.
                 _log.warning(
@@ -71,11 +70,11 @@ class CacheDirectory:
                     self.path,
                     mode,
                 )
-                os.fchmod(place, 0o700)
-                _remove_all(place)
+                os.fchmod(directory_fd, 0o700)
+                _remove_all(directory_fd)
             elif mode & 0o077:
-                os.fchmod(place, 0o700)
-            _remove_old(place)
+                os.fchmod(directory_fd, 0o700)
+            _remove_old(directory_fd)
 
     def read(self, name: str) -> bytes | None:
         """Returns the content of the file ``name``; None: it does not exist, or cannot be read.
@@ -83,14 +82,14 @@ class CacheDirectory:
         A file that another user could have written, or whose HMAC is wrong, is removed, and None is returned.
         """
         try:
-            with self._alone() as place:
-                secret = self._secret(place)
+            with self._alone() as directory_fd:
+                secret = self._secret(directory_fd)
                 try:
-                    return _content(place, name, secret)
+                    return _content(directory_fd, name, secret)
                 except FileNotFoundError:
                     return None
                 except ValueError as error:
-                    self._remove(place, name, error)
+                    self._remove(directory_fd, name, error)
                     return None
         except OSError as error:
             self.say_unusable(error)
@@ -98,10 +97,10 @@ class CacheDirectory:
 
     def write(self, name: str, content: bytes) -> None:
         """Writes ``content`` to a file, atomically. Raises OSError: it fails, or other users can change the directory."""
-        with self._alone() as place:
-            head = _MAGIC + _seal(self._secret(place), name, content)
-            with _written(place, head, content) as new:
-                os.rename(new, name, src_dir_fd=place, dst_dir_fd=place)
+        with self._alone() as directory_fd:
+            head = _MAGIC + _seal(self._secret(directory_fd), name, content)
+            with _written(directory_fd, head, content) as new:
+                os.rename(new, name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
 
     @contextlib.contextmanager
     def sole(self, name: str, check: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -118,8 +117,8 @@ class CacheDirectory:
         try:
             yield
         finally:
-            with contextlib.suppress(OSError), self._alone() as place:
-                os.unlink(f"{name}{_LOCK}", dir_fd=place)
+            with contextlib.suppress(OSError), self._alone() as directory_fd:
+                os.unlink(f"{name}{_LOCK}", dir_fd=directory_fd)
             # Closing is not enough: a process that a model forked has the descriptor too.
             fcntl.flock(lock, fcntl.LOCK_UN)
             os.close(lock)
@@ -131,8 +130,8 @@ class CacheDirectory:
         or locked.
         """
         while True:
-            with self._alone() as place:
-                lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=place)
+            with self._alone() as directory_fd:
+                lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=directory_fd)
             try:
                 # A blocking call could not be cancelled, and others may make the file for a very long time.
                 while not _locks(lock):
@@ -155,23 +154,23 @@ class CacheDirectory:
 
     def remove(self, name: str, reason: Exception) -> None:
         """Removes the file ``name`` of the cache, which cannot be used, and logs the reason."""
-        with contextlib.suppress(OSError), self._alone() as place:
-            self._remove(place, name, reason)
+        with contextlib.suppress(OSError), self._alone() as directory_fd:
+            self._remove(directory_fd, name, reason)
 
-    def _remove(self, place: int, name: str, reason: Exception) -> None:
+    def _remove(self, directory_fd: int, name: str, reason: Exception) -> None:
         _log.warning("removing cached executable %s: %s: %s", name, type(reason).__name__, reason)
         with contextlib.suppress(OSError):
-            os.unlink(name, dir_fd=place)
+            os.unlink(name, dir_fd=directory_fd)
 
     # ------------------------------------------------------------------------------------------------------- the directory
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[int]:
         """Yields the opened directory's file descriptor. Raises OSError: it cannot be opened, or other users can change it."""
-        with self._opened() as (place, mode):
+        with self._opened() as (directory_fd, mode):
             if mode & _WRITABLE:
                 raise PermissionError(f"directory {self.path} is open to others (mode {mode:04o})")
-            yield place
+            yield directory_fd
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[tuple[int, int]]:
@@ -183,50 +182,47 @@ class CacheDirectory:
         """
         *above, last = self.path.parts[1:]
         with contextlib.ExitStack() as stack:
-            place = os.open("/", _PLACE)
-            stack.callback(os.close, place)
+            directory_fd = os.open("/", _PLACE)
+            stack.callback(os.close, directory_fd)
             for count, name in enumerate(above):
-                _check_above(place, Path("/", *above[:count]))
-                place = _open(stack, name, place, _PLACE)
-            _check_above(place, self.path.parent)
-            place = _open(stack, last, place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            found = os.fstat(place)
+                _check_above(directory_fd, Path("/", *above[:count]))
+                directory_fd = _open(stack, name, directory_fd, _PLACE)
+            _check_above(directory_fd, self.path.parent)
+            directory_fd = _open(stack, last, directory_fd, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            found = os.fstat(directory_fd)
             if found.st_uid != os.geteuid():
                 raise PermissionError(f"directory {self.path} belongs to another user (uid {found.st_uid})")
-            yield place, stat.S_IMODE(found.st_mode)
+            yield directory_fd, stat.S_IMODE(found.st_mode)
 
-    def _secret(self, place: int) -> bytes:
-        """Returns the HMAC key of the directory ``place``, made if missing. If two processes make one, both use the first."""
+    def _secret(self, directory_fd: int) -> bytes:
+        """Returns the directory's HMAC key, and makes it if it is missing. If two processes make one, both use the first."""
         try:
-            return _read_secret(place)
+            return _read_secret(directory_fd)
         except FileNotFoundError:
             pass
         except ValueError as error:
             # Files that were sealed with it are removed when they are read.
-            self._remove(place, _SECRET, error)
-        with _written(place, secrets.token_bytes(_SECRET_BYTES)) as new, contextlib.suppress(FileExistsError):
-            os.link(new, _SECRET, src_dir_fd=place, dst_dir_fd=place, follow_symlinks=False)
-        return _read_secret(place)
+            self._remove(directory_fd, _SECRET, error)
+        with _written(directory_fd, secrets.token_bytes(_SECRET_BYTES)) as new, contextlib.suppress(FileExistsError):
+            os.link(new, _SECRET, src_dir_fd=directory_fd, dst_dir_fd=directory_fd, follow_symlinks=False)
+        return _read_secret(directory_fd)
 
 
 def _open(stack: contextlib.ExitStack, name: str, above: int, flags: int) -> int:
     """Opens or makes (0700) directory ``name`` in directory ``above``. Returns its descriptor, which ``stack`` closes."""
     try:
-        place = os.open(name, flags, dir_fd=above)
+        directory_fd = os.open(name, flags, dir_fd=above)
     except FileNotFoundError:
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=above)
-        place = os.open(name, flags, dir_fd=above)
-    stack.callback(os.close, place)
-    return place
+        directory_fd = os.open(name, flags, dir_fd=above)
+    stack.callback(os.close, directory_fd)
+    return directory_fd
 
 
-def _check_above(place: int, path: Path) -> None:
-    """Raises PermissionError if another user could rename or replace entries of ``path``, a directory above the cache.
-
-    ``place``: the directory's descriptor.
-    """
-    found = os.fstat(place)
+def _check_above(directory_fd: int, path: Path) -> None:
+    """Raises PermissionError if another user could rename or replace entries of ``path``, a directory above the cache."""
+    found = os.fstat(directory_fd)
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid not in (0, os.geteuid()) or (mode & _WRITABLE and not mode & stat.S_ISVTX):
         raise PermissionError(
@@ -237,13 +233,12 @@ def _check_above(place: int, path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------------- files
 
 
-def _content(place: int, name: str, secret: bytes) -> bytes:
-    """Returns the content of the file ``name`` without the HMAC in front of it.
+def _content(directory_fd: int, name: str, secret: bytes) -> bytes:
+    """Returns the content of the file ``name`` without the HMAC in front of it. ``secret``: the HMAC's key.
 
-    ``place``: the descriptor of the directory. ``secret``: the HMAC's key.
     Raises OSError if the file cannot be read, and ValueError if another user may have written it or its HMAC is wrong.
     """
-    whole = _bytes(place, name)
+    whole = _bytes(directory_fd, name)
     content = whole[_HEAD:]
     if whole[: len(_MAGIC)] != _MAGIC or not hmac.compare_digest(
         whole[len(_MAGIC) : _HEAD], _seal(secret, name, content)
@@ -258,21 +253,21 @@ def _seal(secret: bytes, name: str, content: bytes) -> bytes:
     return made.digest()
 
 
-def _read_secret(place: int) -> bytes:
-    found = _bytes(place, _SECRET, others=0o077)
+def _read_secret(directory_fd: int) -> bytes:
+    found = _bytes(directory_fd, _SECRET, others=0o077)
     if len(found) != _SECRET_BYTES:
         raise ValueError(f"{len(found)} bytes, expected {_SECRET_BYTES}")
     return found
 
 
-def _bytes(place: int, name: str, others: int = _WRITABLE) -> bytes:
-    """Returns all bytes of file ``name`` in the directory ``place``. ``others``: permission bits that the file must not have.
+def _bytes(directory_fd: int, name: str, others: int = _WRITABLE) -> bytes:
+    """Returns all bytes of the file ``name`` in the directory. ``others``: permission bits that the file must not have.
 
     Raises OSError: the file cannot be read; ValueError: it is no regular file, belongs to another user, or has such a permission.
     """
     try:
         # O_NONBLOCK, because opening a pipe would wait.
-        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=place)
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory_fd)
     except OSError as error:
         if error.errno in _NOT_OURS:
             raise ValueError(f"it cannot be opened: {error.strerror}") from None
@@ -292,22 +287,22 @@ def _bytes(place: int, name: str, others: int = _WRITABLE) -> bytes:
 
 
 @contextlib.contextmanager
-def _written(place: int, *parts: bytes) -> Iterator[str]:
-    """Writes a new file with a random name into the directory ``place``, and yields the name.
+def _written(directory_fd: int, *parts: bytes) -> Iterator[str]:
+    """Writes a new file with a random name into the directory, and yields the name.
 
     Removes the file after the block unless it was renamed.
     """
     name = _NEW + secrets.token_hex(16)
     try:
         with open(
-            os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=place), "wb"
+            os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=directory_fd), "wb"
         ) as file:
             for part in parts:
                 file.write(part)
         yield name
     finally:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=place)
+            os.unlink(name, dir_fd=directory_fd)
 
 
 def _locks(fd: int) -> bool:
@@ -319,18 +314,18 @@ def _locks(fd: int) -> bool:
     return True
 
 
-def _remove_all(place: int) -> None:
-    """Removes the cache's files from a directory, but not files with other names. ``place``: the directory's descriptor."""
-    for name in os.listdir(place):
+def _remove_all(directory_fd: int) -> None:
+    """Removes the cache's files from a directory, but not files with other names."""
+    for name in os.listdir(directory_fd):
         if name == _SECRET or name.startswith(_NEW) or name.endswith((*SUFFIXES, _LOCK)):
             with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=place)
+                os.unlink(name, dir_fd=directory_fd)
 
 
-def _remove_old(place: int) -> None:
-    """Removes temporary files and locks of killed processes that are over an hour old. ``place``: the directory's descriptor."""
-    for name in os.listdir(place):
+def _remove_old(directory_fd: int) -> None:
+    """Removes temporary files and locks of killed processes that are over an hour old from the directory."""
+    for name in os.listdir(directory_fd):
         if name.startswith(_NEW) or name.endswith(_LOCK):
             with contextlib.suppress(OSError):
-                if os.stat(name, dir_fd=place, follow_symlinks=False).st_mtime < time.time() - _NEW_SECONDS:
-                    os.unlink(name, dir_fd=place)
+                if os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_mtime < time.time() - _NEW_SECONDS:
+                    os.unlink(name, dir_fd=directory_fd)

@@ -330,8 +330,8 @@ class Executables:
                 "difference": self._difference(inputs, made),
             }
 
-    def _difference(self, inputs: Mapping[str, Array], made: Mapping[str, Array]) -> str:
-        """Returns a sentence on how ``made``, the answer to ``inputs``, differs from what the function alone gives.
+    def _difference(self, inputs: Mapping[str, Array], answer: Mapping[str, Array]) -> str:
+        """Returns a sentence on how ``answer``, the answer to ``inputs``, differs from what the function alone gives.
 
         "": rounding can explain the difference; or the model has state or mixes parameter sets, and nothing is compared.
         """
@@ -343,8 +343,8 @@ class Executables:
             rounding = max(read(traced.jaxpr.jaxpr).rounding, DEVICE_ROUNDING if self.device.remote else 0.0)
             right, near = alone(dict(inputs)), alone({name: nudged(each, rounding) for name, each in inputs.items()})
         # Integers may be far apart where the numbers that they follow from are close.
-        for name in [name for name, array in made.items() if array.dtype.kind not in "biu" or not rounding]:
-            given, want = made[name].ravel(), np.ravel(right[name])
+        for name in [name for name, array in answer.items() if array.dtype.kind not in "biu" or not rounding]:
+            given, want = answer[name].ravel(), np.ravel(right[name])
             noise, scale = (np.max(distances(want, each), initial=0.0) for each in (np.ravel(near[name]), 0))
             apart = distances(given, want)
             if np.max(apart, initial=0.0) > max(math.sqrt(rounding) * scale, 8 * noise):

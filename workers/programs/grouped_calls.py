@@ -374,9 +374,9 @@ def _apart(alone: Callable[..., Any], parameters: Any, tensors: dict[str, Any]) 
     return cast(dict[str, Any], jax.lax.optimization_barrier(made))
 
 
-def _packing(signature: Signature, specs: Any) -> Packing:
-    """Returns the layout in which a request's outputs lie side by side. ``specs``: output name -> its shape and dtype."""
-    return Packing([(name, specs[name].shape, specs[name].dtype) for name in signature.outputs])
+def _packing(signature: Signature, outputs: Any) -> Packing:
+    """Returns the layout in which a request's outputs lie side by side. ``outputs``: output name -> its shape and dtype."""
+    return Packing([(name, outputs[name].shape, outputs[name].dtype) for name in signature.outputs])
 
 
 def layout_of_rows(signature: Signature, packing: Packing) -> OutputLayout:

@@ -120,9 +120,9 @@ class Lowering:
         return f"<Lowering of {self._signature.model!r}>"
 
 
-def _kind(made: Any) -> str:
-    """Describes the type of a value (``made``) that a function returned, for errors; a tracer of JAX is "an array"."""
-    return "an array" if hasattr(made, "shape") and hasattr(made, "dtype") else f"a {type(made).__name__}"
+def _kind(value: Any) -> str:
+    """Describes the type of a ``value`` that a function returned, for errors; a tracer of JAX is "an array"."""
+    return "an array" if hasattr(value, "shape") and hasattr(value, "dtype") else f"a {type(value).__name__}"
 
 
 def warn_of_undeclared(signature: Signature, made: Any) -> None:

@@ -162,16 +162,16 @@ class StepPrograms:
     def _outputs(self) -> list[tuple[str, TensorSpec]]:
         return list(self._signature.outputs.items())
 
-    def _wrong(self, which: str, returned: object, expected: str) -> Internal:
+    def _wrong(self, function: str, returned: object, expected: str) -> Internal:
         what = f"{len(returned)} things" if isinstance(returned, tuple) else type(returned).__name__
-        return Internal(f"model '{self._signature.model}': {which} returned {what}, {expected} expected")
+        return Internal(f"model '{self._signature.model}': {function} returned {what}, {expected} expected")
 
-    def _check_carry(self, which: str, given: Any, made: Any) -> None:
-        """Compares the ``given`` state with the one that a function made of it (``made``). ``which``: names the function.
+    def _check_carry(self, function: str, given: Any, made: Any) -> None:
+        """Compares the ``given`` state with the state that a function made of it (``made``). ``function``: the function's name.
 
         Raises Internal: the two differ in structure, shape or datatype.
         """
-        what = f"model '{self._signature.model}': {which} returned"
+        what = f"model '{self._signature.model}': {function} returned"
         before, after = jax.tree_util.tree_leaves_with_path(given), jax.tree_util.tree_leaves_with_path(made)
         structures: list[Any] = [jax.tree.structure(given), jax.tree.structure(made)]
         if structures[0] != structures[1]:
@@ -183,12 +183,12 @@ class StepPrograms:
             if _kind(old) != _kind(new_leaf):
                 raise Internal(f"{what} {_named(path)} as {_kind(new_leaf)}, init made it as {_kind(old)}")
 
-    def _checked(self, which: str, outputs: Any, lead: tuple[int, ...]) -> dict[str, Any]:
+    def _checked(self, function: str, outputs: Any, lead: tuple[int, ...]) -> dict[str, Any]:
         """Returns a function's outputs as arrays. Raises Internal: names, shapes or datatypes are not the declared ones.
 
-        ``which``: the function's name. ``lead``: the dimensions that come before the declared dimensions.
+        ``function``: the function's name. ``lead``: the dimensions that come before the declared dimensions.
         """
-        what = f"model '{self._signature.model}': {which} returned"
+        what = f"model '{self._signature.model}': {function} returned"
         if not isinstance(outputs, dict):
             raise Internal(f"{what} {type(outputs).__name__} as its outputs, a dict of arrays is expected")
         if unknown := sorted(outputs.keys() - self._signature.outputs.keys(), key=str):
@@ -204,12 +204,12 @@ class StepPrograms:
                 )
         return made
 
-    def _flags(self, which: str, name: str, flags: Any, lead: tuple[int, ...]) -> Any:
-        """Returns ``flags`` as an array. Raises Internal (about ``which``, ``name``): it is not BOOL with shape ``lead``."""
+    def _flags(self, function: str, name: str, flags: Any, lead: tuple[int, ...]) -> Any:
+        """Returns ``flags`` as an array. Raises Internal (about ``function``, ``name``): it is not BOOL with shape ``lead``."""
         array = jnp.asarray(flags)
         if array.shape != lead or array.dtype != jnp.bool_:
             raise Internal(
-                f"model '{self._signature.model}': {which} returned '{name}' as {_kind(array)}, BOOL{list(lead)} is expected"
+                f"model '{self._signature.model}': {function} returned '{name}' as {_kind(array)}, BOOL{list(lead)} is expected"
             )
         return array
 

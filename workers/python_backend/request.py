@@ -468,9 +468,9 @@ def _failed(model: str, why: str, code: ErrorCode = ErrorCode.INTERNAL) -> Infer
     return InferenceResponse(error=TritonError(f"Model {model} - Error when running inference: {why}", code))
 
 
-def _text(given: str | bytes) -> str:
-    """Returns a ``given`` name as text. Models may pass names as bytes, for example elements of BYTES tensors."""
-    return given.decode() if isinstance(given, bytes) else given
+def _text(name: str | bytes) -> str:
+    """Returns ``name`` as text. Models may pass names as bytes, for example elements of BYTES tensors."""
+    return name.decode() if isinstance(name, bytes) else name
 
 
 _Answer = tuple[Result | None, bool]

@@ -304,43 +304,43 @@ class RegionPolicy:
             ("guarded", options.guarded_key_prefixes, frozenset(map(accounts.user_id, options.guarded_owners))),
         )
 
-    def check(self, request: RegisterSystemRegion, found: os.stat_result) -> None:
-        """Raises InvalidArgument if the client may not register this memory. ``found``: the memory's owner, group and mode."""
-        welcome = found.st_uid in self._owners or (_group_may(found) and found.st_gid in self._groups)
+    def check(self, request: RegisterSystemRegion, status: os.stat_result) -> None:
+        """Raises InvalidArgument if the client may not register this memory. ``status``: the memory's owner, group and mode."""
+        welcome = status.st_uid in self._owners or (_group_may(status) and status.st_gid in self._groups)
         if not welcome:
             raise InvalidArgument(
                 f"shared memory region '{request.name}': '{request.key}' belongs to another user and is not shared with the "
                 "daemon's group"
             )
-        if request.peer.kind == "unix" and not _may_use(request.peer, found):
+        if request.peer.kind == "unix" and not _may_use(request.peer, status):
             raise InvalidArgument(
                 f"shared memory region '{request.name}': '{request.key}' is not readable and writable for you"
             )
 
-    def access(self, request: RegisterSystemRegion, found: os.stat_result) -> str:
-        """Returns "guarded" (mapped; SIGBUS shows lost pages) or "snapshot" (only copied) for memory with status ``found``."""
+    def access(self, request: RegisterSystemRegion, status: os.stat_result) -> str:
+        """Returns "guarded" (mapped; SIGBUS shows lost pages) or "snapshot" (only copied) for memory with status ``status``."""
         if not guard.available:
             return "snapshot"
         key = request.key.lstrip("/")
         for access, prefixes, owners in self._rules:
-            if key.startswith(prefixes) or found.st_uid in owners:
+            if key.startswith(prefixes) or status.st_uid in owners:
                 return access
         return self._access
 
 
-def _group_may(found: os.stat_result) -> bool:
+def _group_may(status: os.stat_result) -> bool:
     group = stat.S_IRGRP | stat.S_IWGRP
-    return found.st_mode & group == group
+    return status.st_mode & group == group
 
 
-def _may_use(peer: Peer, found: os.stat_result) -> bool:
-    """Returns whether the kernel would let ``peer``, a client, read and write memory with owner, group and mode ``found``."""
+def _may_use(peer: Peer, status: os.stat_result) -> bool:
+    """Returns whether the kernel would let ``peer``, a client, read and write memory with owner, group and mode ``status``."""
     if peer.uid == 0:
         return True
-    if peer.uid == found.st_uid:
+    if peer.uid == status.st_uid:
         wanted = stat.S_IRUSR | stat.S_IWUSR
-    elif found.st_gid == peer.gid or found.st_gid in peer.groups:
+    elif status.st_gid == peer.gid or status.st_gid in peer.groups:
         wanted = stat.S_IRGRP | stat.S_IWGRP
     else:
         wanted = stat.S_IROTH | stat.S_IWOTH
-    return found.st_mode & wanted == wanted
+    return status.st_mode & wanted == wanted

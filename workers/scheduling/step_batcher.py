@@ -161,10 +161,10 @@ class StepBatcher(QueuePlanner[W]):
         """Returns the requests that the model is answering step by step now: each has an index in the device's state."""
         return list(self._holders)
 
-    def _leave(self, request: W, known: bool = False) -> bool:
+    def _leave(self, request: W, marked_free: bool = False) -> bool:
         """Frees a request's slot. Returns False if the request has no slot.
 
-        ``known``: whether the device itself has marked the slot as free; if not, later steps leave the slot out.
+        ``marked_free``: whether the device itself has marked the slot as free; if not, later steps leave the slot out.
         """
         holder = self._holders.pop(request, None)
         if holder is None:
@@ -172,7 +172,7 @@ class StepBatcher(QueuePlanner[W]):
         holder.left = True
         self._running.pop(holder.number, None)
         heapq.heappush(self._free, holder.number)
-        if not known:
+        if not marked_free:
             self._masked |= {holder.number}
         return True
 
@@ -214,36 +214,36 @@ class StepBatcher(QueuePlanner[W]):
 
     # ------------------------------------------------------------------------------------------------------ what came of it
 
-    def inserted(self, requests: Sequence[W], says: Sequence[int]) -> list[SlotAnswer[W]]:
+    def inserted(self, requests: Sequence[W], flags: Sequence[int]) -> list[SlotAnswer[W]]:
         """Returns the answers to send after requests were inserted into slots, and frees the slots of requests that are finished.
 
-        ``says``: for each request the flags EMITS and FINISHED, or'ed, which the device has returned.
+        ``flags``: for each request the flags EMITS and FINISHED, or'ed, which the device has returned.
         """
         answers: list[SlotAnswer[W]] = []
-        for row, (request, said) in enumerate(zip(requests, says, strict=False)):
+        for row, (request, said) in enumerate(zip(requests, flags, strict=False)):
             if request in self._holders and said:
                 answers.append(self._answer(request, row, said))
         return answers
 
     def stepped(
-        self, step: Step[W], says: Sequence[int], joined: Sequence[bool] = ()
+        self, step: Step[W], flags: Sequence[int], joined: Sequence[bool] = ()
     ) -> tuple[list[SlotAnswer[W]], list[int]]:
         """Evaluates the flags that the oldest step on the device has returned, and frees the slots of finished requests.
 
         Args:
-          says: for each slot the flags EMITS and FINISHED, or'ed.
+          flags: for each slot the flags EMITS and FINISHED, or'ed.
           joined: for each slot whether its request collects its outputs for one answer; empty: no request does.
         Returns: the answers to send now; and the slots of requests that collect their outputs, have a new output, and go on.
         """
         self._on_their_way -= not step.goes_on
         answers: list[SlotAnswer[W]] = []
         going: list[int] = []
-        last, joined = step.last, joined or [False] * len(says)
+        last, joined = step.last, joined or [False] * len(flags)
         for holder in step.holders:
             if holder.left:
                 continue
             number = holder.number
-            said = says[number] | FINISHED if number in last else says[number]
+            said = flags[number] | FINISHED if number in last else flags[number]
             if said == EMITS and joined[number]:
                 going.append(number)
             elif said:
@@ -254,7 +254,7 @@ class StepBatcher(QueuePlanner[W]):
         over = said & FINISHED > 0
         if over:
             # After its last step it is masked already.
-            self._leave(request, known=True)
+            self._leave(request, marked_free=True)
         return SlotAnswer(request, row, said & EMITS > 0, over)
 
     def failed(self) -> list[W]:
