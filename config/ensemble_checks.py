@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tensord.config.model_config import ModelConfig, data_type_name, tensors_of
+from tensord.config.model_config import ModelConfig, data_type_name, from_bytes, tensors_of
 from tensord.shm.errors import InvalidArgument
 
 PLATFORM = "ensemble"
@@ -147,11 +147,23 @@ class _Tensor:
         return (-1, *self.dims) if self.batches else self.dims
 
 
-def check_members(config: ModelConfig, find: Callable[[str, int], ModelConfig]) -> None:
-    """Raises InvalidArgument for the first name, datatype, shape or batch size in an ensemble that does not fit its members.
+def not_loaded(ensemble: str, member: str, number: int, why: str) -> InvalidArgument:
+    """Makes the error for an ensemble whose member has not loaded version ``number``; -1: has loaded no version at all.
 
-    ``find``: returns the completed configuration of a member by its name and version; the version -1 means the newest.
+    ``why``: the reason why the load of the member failed; "": not known, or version ``number`` was not to be loaded.
     """
+    lacks = f"whose required version {number} is not loaded." if number > 0 else "which has no loaded version."
+    failed = f" Model '{member}' loading failed with error: {why}" if why else ""
+    return InvalidArgument(f"ensemble '{ensemble}' depends on '{member}' {lacks}{failed}")
+
+
+def completed(encoded: bytes, find: Callable[[str, int], ModelConfig]) -> ModelConfig:
+    """Returns an ensemble's configuration, ``encoded`` as protobuf, which also says whether it answers more than once.
+
+    It does if a member does. ``find``: returns the completed configuration of a member by its name and version; the version -1
+    means the newest. Raises InvalidArgument for the first name, datatype, shape or batch size that does not fit the members.
+    """
+    config = from_bytes(encoded)
     name = config.name
     known: dict[str, _Tensor] = {}
     _join(name, known, config, [(field.name, field) for field in tensors_of(config)])
@@ -181,17 +193,10 @@ def check_members(config: ModelConfig, find: Callable[[str, int], ModelConfig]) 
             origins = {number}
         for tensor in step.output_map.values() if origins else ():
             (origin[tensor],) = origins
-
-
-def decoupled(config: ModelConfig, find: Callable[[str, int], ModelConfig]) -> bool:
-    """Returns whether an ensemble may answer a request with any number of responses, because one of its members may.
-
-    ``find``: returns the completed configuration of a member by its name and version; the version -1 means the newest.
-    """
-    return any(
-        find(step.model_name, step.model_version).model_transaction_policy.decoupled
-        for step in config.ensemble_scheduling.step
+    config.model_transaction_policy.decoupled = any(
+        find(step.model_name, step.model_version).model_transaction_policy.decoupled for step in steps
     )
+    return config
 
 
 def _check_names(ensemble: str, member: ModelConfig, step: Any) -> None:

@@ -124,7 +124,6 @@ def _circle(name: str, waiting: Mapping[str, FoundModel]) -> str:
 def _ensemble(model: FoundModel, tried: Mapping[str, Verdict]) -> Verdict:
     """Checks an ensemble as a daemon that loads it does, and returns the verdict. ``tried``: its members' verdicts, by name."""
     reason, name = model.problem, model.name
-    message = model_config.from_bytes(model.config)
     members = {
         member: tried[member].model if member in tried else FoundModel(member, Path()) for member in dict(model.members)
     }
@@ -132,25 +131,19 @@ def _ensemble(model: FoundModel, tried: Mapping[str, Verdict]) -> Verdict:
     def find(member: str, number: int) -> ModelConfig:
         configs = tried[member].configs
         if not configs:
-            why = tried[member].reason
-            raise InvalidArgument(
-                f"ensemble '{name}' depends on '{member}' which has no loaded version. Model '{member}' loading failed with "
-                f"error: {why}"
-            )
+            raise ensemble_checks.not_loaded(name, member, -1, tried[member].reason)
         if number > 0 and number not in configs:
-            raise InvalidArgument(
-                f"ensemble '{name}' depends on '{member}' whose required version {number} is not loaded."
-            )
+            raise ensemble_checks.not_loaded(name, member, number, "")
         return configs[number if number > 0 else max(configs)]
 
     try:
         if not reason:
             ensembles.check_found(name, members)
-            ensemble_checks.check_members(message, find)
-            message.model_transaction_policy.decoupled = ensemble_checks.decoupled(message, find)
+            config = ensemble_checks.completed(model.config, find)
+            return Verdict(model, "", configs=dict.fromkeys(model.chosen, config))
     except InvalidArgument as error:
         reason = error.message
-    return Verdict(model, reason, configs={} if reason else dict.fromkeys(model.chosen, message))
+    return Verdict(model, reason)
 
 
 def _tried(

@@ -172,10 +172,8 @@ def _whole(model: FoundModel, loaded: Mapping[str, Mapping[int, ModelVersion]]) 
         described = versions[number if number > 0 else max(versions)].loaded.config
         return model_config.parse_json(described.decode(), name)
 
-    message = model_config.from_bytes(model.config)
-    ensemble_checks.check_members(message, member)
-    message.model_transaction_policy.decoupled = ensemble_checks.decoupled(message, member)
-    return dataclasses.replace(model, config=message.SerializeToString(deterministic=True))
+    config = ensemble_checks.completed(model.config, member)
+    return dataclasses.replace(model, config=config.SerializeToString(deterministic=True))
 
 
 class _Served:

@@ -61,16 +61,10 @@ class Ensembles:
         """
         for name, number in found.members:
             if self._ready(name, -1) is None:
-                why = f" Model '{name}' loading failed with error: {reasons[name]}" if reasons.get(name) else ""
-                raise InvalidArgument(f"ensemble '{found.name}' depends on '{name}' which has no loaded version.{why}")
+                raise ensemble_checks.not_loaded(found.name, name, -1, reasons.get(name, ""))
             if self._ready(name, number) is None:
-                raise InvalidArgument(
-                    f"ensemble '{found.name}' depends on '{name}' whose required version {number} is not loaded."
-                )
-        config = model_config.from_bytes(found.config)
-        ensemble_checks.check_members(config, self._config)
-        config.model_transaction_policy.decoupled = ensemble_checks.decoupled(config, self._config)
-        encoded = config.SerializeToString(deterministic=True)
+                raise ensemble_checks.not_loaded(found.name, name, number, "")
+        encoded = ensemble_checks.completed(found.config, self._config).SerializeToString(deterministic=True)
         # The fingerprint changes when a member is replaced.
         parts = (found.fingerprint, *self._fingerprints(found).values())
         fingerprint = hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -197,14 +197,15 @@ DECOUPLED = (step("x=x", "y=one", model="a"), step("x=x", "y=two", model="a"), s
 def test_what_is_refused_beside_the_members(message: Any, members: list[Any], sentence: str) -> None:
     known = {one.name: one for one in members}
     if not sentence:
-        ensemble_checks.check_members(message, lambda name, _: known[name])
+        ensemble_checks.completed(message.SerializeToString(), lambda name, _: known[name])
         return
     with pytest.raises(InvalidArgument) as caught:
-        ensemble_checks.check_members(message, lambda name, _: known[name])
+        ensemble_checks.completed(message.SerializeToString(), lambda name, _: known[name])
     assert caught.value.message == sentence
 
 
 def test_an_ensemble_streams_as_soon_as_a_member_does() -> None:
     for decoupled in (False, True):
         known = {"a": member("a"), "b": member("b", decoupled=decoupled)}
-        assert ensemble_checks.decoupled(config(*TWO), lambda name, _, known=known: known[name]) is decoupled
+        found = ensemble_checks.completed(config(*TWO).SerializeToString(), lambda name, _, known=known: known[name])
+        assert found.model_transaction_policy.decoupled is decoupled
