@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from tensord.daemon.front.entries import check_count
-from tensord.daemon.http.request_head import is_unsigned, parse
+from tensord.daemon.http.json_values import array, member, refusal, text, unsigned
+from tensord.daemon.http.request_head import parse
 from tensord.shm.errors import InvalidArgument
 
 #: cudaIpcMemHandle_t.
@@ -48,29 +49,9 @@ def settings(body: bytes) -> dict[str, Any]:
     return value
 
 
-def boolean(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _refusal("boolean")
-    return value
-
-
-def text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise _refusal("string")
-    return value
-
-
 def texts(value: Any) -> list[str]:
-    if not isinstance(value, list):
-        raise _refusal("array")
-    check_count(len(value), "values of a setting")
+    check_count(len(array(value)), "values of a setting")
     return [text(item) for item in value]
-
-
-def unsigned(value: Any) -> int:
-    if not is_unsigned(value):
-        raise _refusal("unsigned-integer")
-    return int(value)
 
 
 def members(value: Any) -> dict[str, Any]:
@@ -78,12 +59,6 @@ def members(value: Any) -> dict[str, Any]:
         raise InvalidArgument("attempt to get members for non-object")
     check_count(len(value), "members of an object")
     return value
-
-
-def member(holder: Any, key: str) -> Any:
-    if not isinstance(holder, dict) or key not in holder:
-        raise InvalidArgument(f"attempt to access non-existing object member '{key}'")
-    return holder[key]
 
 
 def base64_content(key: str, value: Any) -> bytes:
@@ -118,9 +93,5 @@ def _raw_handle(text: Any) -> bytes:
 def _int64(value: Any) -> int:
     number = unsigned(value)
     if number > _INT64_MAX:
-        raise _refusal("unsigned-integer")
+        raise refusal("unsigned-integer")
     return number
-
-
-def _refusal(wanted: str) -> InvalidArgument:
-    return InvalidArgument(f"attempt to access JSON non-{wanted} as {wanted}")

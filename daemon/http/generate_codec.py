@@ -18,8 +18,8 @@ import msgspec
 from tensord.daemon.http import json_data, request_head
 from tensord.daemon.http.control_fields import members
 from tensord.daemon.http.decoded_request import DecodedRequest
+from tensord.daemon.http.json_values import text
 from tensord.daemon.http.request_codec import read_parameters
-from tensord.daemon.http.request_head import text
 from tensord.shm.control_records import ModelState
 from tensord.shm.datatypes import element_count
 from tensord.shm.errors import InvalidArgument
@@ -54,7 +54,7 @@ def decode(body: bytes, metadata: bytes) -> DecodedRequest:
             )
     fields = members(request_head.parse(body))
     inputs = {entry["name"]: entry for entry in msgspec.json.decode(metadata)["inputs"]}
-    decoded = DecodedRequest(text("id", fields.pop("id", "")), [], (), {}, False, {})
+    decoded = DecodedRequest(text(fields.pop("id", ""), "id"), [], (), {}, False, {})
     for key, value in fields.items():
         if key == "parameters" and key not in inputs:
             try:

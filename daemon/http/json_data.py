@@ -21,7 +21,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tensord.daemon.http.request_head import UnusualText, refusal
+from tensord.daemon.http.json_values import refusal
+from tensord.daemon.http.request_head import UnusualText
 from tensord.shm.arrays import DTYPES, array, encoded
 from tensord.shm.common.datatypes import DATATYPES
 from tensord.shm.datatypes import MAX_RANK
@@ -79,7 +80,7 @@ def exact(value: Any, datatype: str, shape: list[int], count: int, name: str) ->
     if isinstance(value, str):
         return _from_base64(value, datatype, shape)
     if not isinstance(value, list):
-        raise refusal("data", "non-array", "array")
+        raise refusal("array", "data")
     refuse_half_floats(datatype, count, name)
     leaves = _leaves(value, shape, name)
     content = flat(leaves, datatype, name)
@@ -125,7 +126,7 @@ def from_base64(text: str | bytes) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise refusal("data", "non-array", "array") from error
+        raise refusal("array", "data") from error
 
 
 def _from_base64(text: str, datatype: str, shape: list[int]) -> bytes:
@@ -133,7 +134,7 @@ def _from_base64(text: str, datatype: str, shape: list[int]) -> bytes:
     try:
         array(content, datatype, shape)
     except (ValueError, InvalidArgument) as error:
-        raise refusal("data", "non-array", "array") from error
+        raise refusal("array", "data") from error
     return content
 
 
@@ -166,7 +167,7 @@ def of_wrong_kind(datatype: str) -> InvalidArgument:
     kind = DATATYPES[datatype].json or "signed-integer"
     if kind == "string":
         return InvalidArgument("Unable to parse JSON bytes array: attempt to access JSON non-string as string")
-    return refusal("data", "non-number" if kind == "double" else f"non-{kind}", kind)
+    return refusal(kind, "data", "non-number" if kind == "double" else "")
 
 
 def _check(leaf: Any, datatype: str) -> None:

@@ -25,7 +25,8 @@ import numpy.typing as npt
 
 from tensord.daemon.http import json_data
 from tensord.daemon.http.json_cut import find
-from tensord.daemon.http.request_head import parse, refusal
+from tensord.daemon.http.json_values import refusal
+from tensord.daemon.http.request_head import parse
 from tensord.shm.arrays import DTYPES, encoded
 from tensord.shm.datatypes import ELEMENT_SIZES
 from tensord.shm.errors import InvalidArgument
@@ -278,7 +279,7 @@ class JsonBase64:
         """Checks the length of the text. Raises InvalidArgument: the text does not fit ``count`` elements of the datatype."""
         needed = ELEMENT_SIZES[self.datatype]
         if needed is not None and not self.count * needed <= self.byte_size < self.count * needed + 3:
-            raise refusal("data", "non-array", "array")
+            raise refusal("array", "data")
 
     @property
     def byte_size(self) -> int:
@@ -299,5 +300,5 @@ class JsonBase64:
             yield
         needed = ELEMENT_SIZES[self.datatype]
         if needed is not None and written != self.count * needed:
-            raise refusal("data", "non-array", "array")
+            raise refusal("array", "data")
         return written

@@ -21,9 +21,9 @@ import msgspec
 from tensord.daemon.http import json_cut, json_data, request_head
 from tensord.daemon.http.decoded_request import BinaryPart, DecodedRequest, Source, Values
 from tensord.daemon.http.json_steps import PIECE_BYTE_SIZE, JsonArray, JsonBase64, JsonStrings, is_flat
+from tensord.daemon.http.json_values import UINT64_MAX, boolean, is_unsigned, refusal, text, unsigned
 from tensord.daemon.http.request_head import (
     ABSENT,
-    UINT64_MAX,
     ExactInput,
     ExactOutput,
     ExactRequest,
@@ -31,9 +31,6 @@ from tensord.daemon.http.request_head import (
     OutputHead,
     RequestHead,
     UnusualText,
-    is_unsigned,
-    refusal,
-    text,
 )
 from tensord.daemon.submit.model_states import configured
 from tensord.shm.common.scheduling import PARAMETERS, UNSCHEDULED, Kind, Scheduling, checked_text
@@ -150,7 +147,7 @@ def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | No
         raise InvalidArgument(f"invalid datatype for input {name}")
     for dim in shape:
         if type(dim) is not int or dim < OPEN:
-            raise refusal("shape", "non-unsigned-integer", "unsigned-integer")
+            raise refusal("unsigned-integer", "shape")
     if OPEN in shape:
         check_shape(shape, f"input '{name}' shape")
     elif len(shape) > MAX_RANK or 0 in shape or prod(shape) > MAX_ELEMENTS:
@@ -169,7 +166,7 @@ def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | No
             + (f"But set {' '.join(given)}" if given else "But no field is set")
         )
     if given[0] == "'binary_data_size'":
-        return BinaryPart(offset, _unsigned("binary_data_size", parameters["binary_data_size"]))
+        return BinaryPart(offset, unsigned(parameters["binary_data_size"], "binary_data_size"))
     if given[0] == "'shared_memory_region'":
         return _region(parameters)
     return read_values(entry, apart)
@@ -316,7 +313,7 @@ def count_in_text(text: bytes | memoryview, datatype: str, what: str) -> int:
         try:
             return count_in_value(msgspec.json.decode(text, type=str), datatype, what)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise refusal("data", "non-array", "array") from error
+            raise refusal("array", "data") from error
     if datatype == "BYTES":
         plain = text.replace(b"\\\\", b"")
         return (plain.count(b'"') - plain.count(b'\\"')) // 2
@@ -355,7 +352,7 @@ def _requested(entry: OutputHead | ExactOutput, decoded: DecodedRequest) -> Requ
             "Unable to set 'classification': attempt to access JSON non-unsigned-integer as unsigned-integer"
         )
     if "binary_data" in parameters:
-        decoded.binary[entry.name] = _boolean("binary_data", parameters["binary_data"])
+        decoded.binary[entry.name] = boolean(parameters["binary_data"], "binary_data")
     if "shared_memory_region" not in parameters:
         return RequestedOutput(entry.name, None, classification)
     region = _region(parameters)
@@ -371,9 +368,9 @@ def _region(parameters: dict[str, Any]) -> RegionSlice:
 
     Raises: InvalidArgument: a parameter has a wrong type, or offset and size are not possible numbers.
     """
-    region = text("shared_memory_region", parameters["shared_memory_region"])
-    offset = _unsigned("shared_memory_offset", parameters.get("shared_memory_offset", 0))
-    byte_size = _unsigned("shared_memory_byte_size", parameters.get("shared_memory_byte_size", 0))
+    region = text(parameters["shared_memory_region"], "shared_memory_region")
+    offset = unsigned(parameters.get("shared_memory_offset", 0), "shared_memory_offset")
+    byte_size = unsigned(parameters.get("shared_memory_byte_size", 0), "shared_memory_byte_size")
     if offset > _INT64_MAX:
         raise InvalidArgument(f"Invalid offset for shared memory region: '{region}'")
     if byte_size > UINT64_MAX - offset:
@@ -389,18 +386,6 @@ def _region(parameters: dict[str, Any]) -> RegionSlice:
 # -------------------------------------------------------------------------------------- single values and parameters
 
 
-def _boolean(key: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise refusal(key, "non-boolean", "boolean")
-    return value
-
-
-def _unsigned(key: str, value: Any) -> int:
-    if not is_unsigned(value):
-        raise refusal(key, "non-unsigned-integer", "unsigned-integer")
-    return int(value)
-
-
 def read_parameters(given: dict[str, Any], decoded: DecodedRequest) -> None:
     """Decodes ``given``, the parameters of a request, and stores them in ``decoded``.
 
@@ -410,9 +395,9 @@ def read_parameters(given: dict[str, Any], decoded: DecodedRequest) -> None:
     for key, value in given.items():
         if key in _SCHEDULING:
             field, read = _SCHEDULING[key]
-            decoded.scheduling = decoded.scheduling._replace(**{field: read(key, value)})
+            decoded.scheduling = decoded.scheduling._replace(**{field: read(value, key)})
         elif key == "binary_data_output":
-            decoded.all_binary = _boolean(key, value)
+            decoded.all_binary = boolean(value, key)
         else:
             decoded.parameters[key] = _parameter(key, value)
 
@@ -430,7 +415,7 @@ def part(given: dict[str, Any]) -> tuple[Scheduling, dict[str, Any]]:
         if key in _SCHEDULING:
             field, read = _SCHEDULING[key]
             try:
-                own[field] = read(key, value)
+                own[field] = read(value, key)
                 continue
             except ServingError:
                 pass
@@ -455,17 +440,17 @@ def _parameter(key: str, value: Any) -> Parameter:
     raise InvalidArgument(f"parameter '{key}' has invalid type. It should be either 'int', 'bool', or 'string'.")
 
 
-def _sequence_id(key: str, value: Any) -> int | str:
-    return int(value) if is_unsigned(value) else checked_text(text(key, value), Kind.SEQUENCE_ID)
+def _sequence_id(value: Any, key: str) -> int | str:
+    return int(value) if is_unsigned(value) else checked_text(text(value, key), Kind.SEQUENCE_ID)
 
 
-def _set_name(key: str, value: Any) -> str:
-    return checked_text(text(key, value), Kind.SET_NAME)
+def _set_name(value: Any, key: str) -> str:
+    return checked_text(text(value, key), Kind.SET_NAME)
 
 
-_READERS: dict[Kind, Callable[[str, Any], Any]] = {
-    Kind.NUMBER: _unsigned,
-    Kind.FLAG: _boolean,
+_READERS: dict[Kind, Callable[[Any, str], Any]] = {
+    Kind.NUMBER: unsigned,
+    Kind.FLAG: boolean,
     Kind.TEXT: text,
     Kind.SEQUENCE_ID: _sequence_id,
     Kind.SET_NAME: _set_name,

@@ -23,6 +23,7 @@ import rapidjson
 from msgspec import UNSET, UnsetType
 
 from tensord.daemon.front.entries import MAX_ENTRIES, check_count
+from tensord.daemon.http.json_values import array, member, text
 from tensord.shm.errors import InvalidArgument
 
 #: ``data`` of an input that has none.
@@ -31,7 +32,6 @@ _NO_PARAMETERS: dict[str, Any] = {}
 #: Name of a list -> what errors call its entries.
 _ENTRIES = {"inputs": "inputs", "outputs": "outputs", "shape": "dimensions"}
 _PARSE_ERROR = "failed to parse the request JSON buffer: "
-UINT64_MAX = (1 << 64) - 1
 _RAPIDJSON_ERROR = re.compile(r"Parse error at offset (\d+): (.*)", re.DOTALL)
 
 
@@ -150,7 +150,7 @@ def exact(head: bytes | memoryview, place: Callable[[int], int] = itself) -> Exa
     """
     value = parse(bytes(head), place)
     request: dict[str, Any] = value if isinstance(value, dict) else {}
-    identifier = text("id", request["id"]) if "id" in request else ""
+    identifier = text(request["id"], "id") if "id" in request else ""
     parameters = request.get("parameters", {})
     if not isinstance(parameters, dict):
         raise InvalidArgument("failed to get request params.: attempt to get members for non-object")
@@ -190,10 +190,10 @@ class _Ended(dict[str, Any]):
 
 
 def _inputs(request: dict[str, Any]) -> Iterator[ExactInput]:
-    for entry in _array("inputs", _member("inputs", request)):
-        name = text("name", _member("name", entry))
-        datatype = text("datatype", _member("datatype", entry))
-        shape = _array("shape", _member("shape", entry))
+    for entry in _entries("inputs", member(request, "inputs", "inputs")):
+        name = _text("name", entry)
+        datatype = _text("datatype", entry)
+        shape = _entries("shape", member(entry, "shape", "shape"))
         parameters = _parameters(entry)
         yield ExactInput(name, shape, datatype, entry.get("data", ABSENT), parameters)
     if isinstance(request, _Ended):
@@ -203,21 +203,18 @@ def _inputs(request: dict[str, Any]) -> Iterator[ExactInput]:
 def _outputs(request: dict[str, Any]) -> Iterator[ExactOutput]:
     if "outputs" not in request:
         return
-    for entry in _array("outputs", request["outputs"]):
-        yield ExactOutput(text("name", _member("name", entry)), _parameters(entry))
+    for entry in _entries("outputs", request["outputs"]):
+        yield ExactOutput(_text("name", entry), _parameters(entry))
 
 
-def _member(key: str, holder: Any) -> Any:
-    if not isinstance(holder, dict) or key not in holder:
-        raise InvalidArgument(f"Unable to parse '{key}': attempt to access non-existing object member '{key}'")
-    return holder[key]
+def _entries(key: str, value: Any) -> list[Any]:
+    entries = array(value, key)
+    check_count(len(entries), _ENTRIES[key])
+    return entries
 
 
-def _array(key: str, value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise refusal(key, "non-array", "array")
-    check_count(len(value), _ENTRIES[key])
-    return value
+def _text(key: str, holder: Any) -> str:
+    return text(member(holder, key, key), key)
 
 
 def _parameters(entry: dict[str, Any]) -> dict[str, Any]:
@@ -226,23 +223,3 @@ def _parameters(entry: dict[str, Any]) -> dict[str, Any]:
         raise InvalidArgument("Unable to parse 'parameters': attempt to get members for non-object")
     check_count(len(parameters), "parameters of a tensor")
     return parameters
-
-
-# ---------------------------------------------------------------------------------- single values, in Triton's sentences
-
-
-def refusal(key: str, given: str, wanted: str) -> InvalidArgument:
-    """Returns the error for a value of ``key`` that has a wrong type, ``given``, instead of ``wanted``."""
-    return InvalidArgument(f"Unable to parse '{key}': attempt to access JSON {given} as {wanted}")
-
-
-def text(key: str, value: Any) -> str:
-    """Returns ``value`` if it is a string. Otherwise raises InvalidArgument, which names ``key``."""
-    if not isinstance(value, str):
-        raise refusal(key, "non-string", "string")
-    return value
-
-
-def is_unsigned(value: Any) -> bool:
-    """Returns whether a value is an unsigned 64-bit integer. True and False do not count as integers."""
-    return type(value) is int and 0 <= value <= UINT64_MAX

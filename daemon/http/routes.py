@@ -28,7 +28,7 @@ from tensord.daemon.front.access import Access, Rule
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.peer import end_of, peer_of
 from tensord.daemon.front.status import BodyTooLarge, http_status
-from tensord.daemon.http import control_fields
+from tensord.daemon.http import control_fields, json_values
 from tensord.daemon.http.arriving_parameters import ArrivingParameters
 from tensord.daemon.submit.model_states import parse_version
 from tensord.daemon.tracing import trace_settings
@@ -204,7 +204,7 @@ class Routes:
     # -------------------------------------------------------------------------------------------- repository
 
     async def index(self, request: Request) -> Response:
-        ready = control_fields.boolean((await _fields(request)).get("ready", False))
+        ready = json_values.boolean((await _fields(request)).get("ready", False))
         return _answer(await self._endpoints.ask(RepositoryIndex(ready)))
 
     async def load(self, request: Request) -> Response:
@@ -260,13 +260,13 @@ class Routes:
         if "log_file" in given:
             raise Unsupported(FILE_REFUSED)
         info, warning, error = (
-            control_fields.boolean(given[name]) if name in given else None
+            json_values.boolean(given[name]) if name in given else None
             for name in ("log_info", "log_warning", "log_error")
         )
-        verbose = control_fields.unsigned(given["log_verbose_level"]) if "log_verbose_level" in given else None
+        verbose = json_values.unsigned(given["log_verbose_level"]) if "log_verbose_level" in given else None
         if verbose is not None and verbose > MAX_VERBOSE:
             raise InvalidArgument(f"'log_verbose_level' is {verbose}, at most {MAX_VERBOSE} is allowed")
-        form = control_fields.text(given["log_format"]) if "log_format" in given else None
+        form = json_values.text(given["log_format"]) if "log_format" in given else None
         if form is not None and form not in FORMATS:
             raise Unavailable(f"invalid argument for --log_format, got: {form}")
         wanted = ChangeLog(info, warning, error, verbose, form)
@@ -290,7 +290,7 @@ class Routes:
             elif name == "trace_file":
                 raise Unsupported(trace_settings.FILE_REFUSED)
             else:
-                wanted[name] = [control_fields.text(value)]
+                wanted[name] = [json_values.text(value)]
         changed = trace_settings.parse(_traced(request), wanted)
         return _answer(await self._endpoints.ask(changed, _peer(request)))
 
@@ -300,10 +300,10 @@ class Routes:
         fields = await _fields(request, required=True)
         if "key" not in fields:
             raise InvalidArgument("Shared memory register request has no 'key' field")
-        key, offset = control_fields.text(fields["key"]), control_fields.unsigned(fields.get("offset", 0))
+        key, offset = json_values.text(fields["key"]), json_values.unsigned(fields.get("offset", 0))
         if "byte_size" not in fields:
             raise InvalidArgument("Shared memory register request has no 'byte_size' field")
-        byte_size = control_fields.unsigned(fields["byte_size"])
+        byte_size = json_values.unsigned(fields["byte_size"])
         name, fd = request.path_params["region"], _fd(request)
         with end_of(fd, request.scope["tensord.end"], self._endpoints.reclaim) as end:
             await self._endpoints.register_system(name, key, offset, byte_size, peer_of(fd), end)

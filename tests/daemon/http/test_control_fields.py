@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tensord.daemon.http import control_fields
+from tensord.daemon.http import control_fields, json_values
 from tensord.shm.errors import InvalidArgument
 
 
@@ -17,12 +17,10 @@ def test_bodies_without_fields(body: bytes) -> None:
 
 def test_fields() -> None:
     fields = control_fields.read(b'{"a": true, "b": "x", "c": 18446744073709551615, "d": {"e": "AQI="}}', required=True)
-    assert control_fields.boolean(fields["a"]) is True
-    assert control_fields.text(fields["b"]) == "x"
-    assert control_fields.unsigned(fields["c"]) == (1 << 64) - 1
-    assert (
-        control_fields.base64_content("e", control_fields.member(control_fields.members(fields["d"]), "e")) == b"\1\2"
-    )
+    assert json_values.boolean(fields["a"]) is True
+    assert json_values.text(fields["b"]) == "x"
+    assert json_values.unsigned(fields["c"]) == (1 << 64) - 1
+    assert control_fields.base64_content("e", json_values.member(control_fields.members(fields["d"]), "e")) == b"\1\2"
 
 
 @pytest.mark.parametrize(
@@ -44,14 +42,14 @@ def test_bodies_that_are_refused(body: bytes, required: bool, text: str) -> None
 @pytest.mark.parametrize(
     ("call", "value", "text"),
     [
-        (control_fields.boolean, 1, "attempt to access JSON non-boolean as boolean"),
-        (control_fields.text, 5, "attempt to access JSON non-string as string"),
-        (control_fields.unsigned, -1, "attempt to access JSON non-unsigned-integer as unsigned-integer"),
-        (control_fields.unsigned, 1.0, "attempt to access JSON non-unsigned-integer as unsigned-integer"),
-        (control_fields.unsigned, True, "attempt to access JSON non-unsigned-integer as unsigned-integer"),
-        (control_fields.unsigned, 1 << 64, "attempt to access JSON non-unsigned-integer as unsigned-integer"),
+        (json_values.boolean, 1, "attempt to access JSON non-boolean as boolean"),
+        (json_values.text, 5, "attempt to access JSON non-string as string"),
+        (json_values.unsigned, -1, "attempt to access JSON non-unsigned-integer as unsigned-integer"),
+        (json_values.unsigned, 1.0, "attempt to access JSON non-unsigned-integer as unsigned-integer"),
+        (json_values.unsigned, True, "attempt to access JSON non-unsigned-integer as unsigned-integer"),
+        (json_values.unsigned, 1 << 64, "attempt to access JSON non-unsigned-integer as unsigned-integer"),
         (control_fields.members, [], "attempt to get members for non-object"),
-        (lambda value: control_fields.member(value, "b64"), "AAAA", "non-existing object member 'b64'"),
+        (lambda value: json_values.member(value, "b64"), "AAAA", "non-existing object member 'b64'"),
         (lambda value: control_fields.base64_content("f", value), "*", "'f' should be base64 text"),
         (lambda value: control_fields.base64_content("f", value), "é", "'f' should be base64 text"),
         (lambda value: control_fields.base64_content("f", value), 1, "attempt to access JSON non-string as string"),
