@@ -78,10 +78,9 @@ def send(found: Found, number: int) -> bool:
 
 
 def kill_all(mark: str) -> int:
-    """Kills the processes that ``has`` finds to have ``mark`` in their environment, in up to 20 rounds until none is left.
+    """Kills the processes in whose environment the variable ``MARK`` has the value ``mark``, and returns how many were killed.
 
-    Returns how many were killed. ``mark``: the value of the environment variable ``MARK`` in processes that one worker, or one
-    model in it, has started.
+    The processes were started by one worker, or by one model in it. They are looked for in up to 20 rounds, until none is left.
     """
     killed: set[int] = set()
     for _ in range(_MAX_LOOKS):

@@ -88,7 +88,7 @@ class Worker:
     def __init__(
         self, channel: Channel, options: Options, device_name: DeviceName, device: jax.Device, beat_ns: int = _BEAT_NS
     ) -> None:
-        """Opens the worker. ``channel``: connects to the supervisor. ``beat_ns``: the longest that one iteration waits."""
+        """Opens the worker. ``channel``: connects to the supervisor. ``beat_ns``: the most ns that the loop waits at a time."""
         self._beat_ns = beat_ns
         self._channel = channel
         self._options = options
@@ -357,7 +357,7 @@ class Worker:
             self._watch_halves()
 
     def _watch_halves(self) -> None:
-        """Schedules ``_end_halves`` for the time at which the oldest incomplete record times out."""
+        """Schedules the check for lanes with an incomplete record for the time at which the oldest such record times out."""
         _, since_ns = next(iter(self._halves.values()), (0, NEVER - self._body_ns))
         self._dispatcher.agenda.put(self._end_halves, since_ns + self._body_ns)
 

@@ -119,7 +119,7 @@ def set_named(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def checked_text(text: str, kind: Kind) -> str:
-    """Returns ``text``, which a request gives for a scheduling parameter of that kind, whichever way it came.
+    """Returns ``text``, the value that a request gives for a scheduling parameter of this kind, if it is valid.
 
     Raises: InvalidArgument: the name of a parameter set is empty.  Unsupported: a sequence id has more than 128 bytes.
     """

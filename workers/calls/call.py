@@ -87,7 +87,7 @@ class ModelCall:
         return self._asked > self._answered
 
     def answered(self, result: Result | None, final: bool) -> None:
-        """Gives ``next`` a response; None: the call ends without one. ``final``: it is the last. The loop calls this."""
+        """Makes ``next`` return a response; None: the call ends without one. ``final``: it is the last. The loop calls this."""
         self._answered += 1
         self._came.put((result, final))
         first, self._first = self._first, None

@@ -69,7 +69,7 @@ class OwnMetric:
     ) -> None:
         """Makes a metric. If there is one with the same name and labels, this object stands for the existing metric.
 
-        ``labels`` None: it has none. ``buckets``: upper bounds, for a histogram only. Raises InvalidArgument: an argument is
+        ``labels`` None: no labels. ``buckets``: upper bounds, for a histogram only. Raises InvalidArgument: an argument is
         malformed, or not the existing metric's. Raises Unavailable: there are too many metrics.
         """
         self._held = HeldFamily(name, description, self._kind)

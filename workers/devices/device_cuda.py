@@ -158,7 +158,7 @@ class CudaDevice:
         self._staging_byte_size = size
 
     def _fill_together(self, staged: Sequence[tuple[GatheredPart, int]], byte_size: int) -> int:
-        """Queues one transfer of the inputs from host memory, then copies of those on the device. Returns the bytes copied.
+        """Queues one transfer of the inputs in host memory, then copies of those on the device. Returns how many bytes they have.
 
         ``staged``: inputs, each with its offset in the ``byte_size`` bytes of staging memory that are filled.
         """

@@ -92,7 +92,7 @@ class PinnedMemory:
 
         Args:
           what: names the memory in the log.
-          hold: the thread calls it with True when the memory is locked, and with False before it is unlocked; None: nothing.
+          hold: the thread calls it with True when the memory is locked, and with False before it is unlocked; None: no call.
         """
         memory, budget = _PinnedMapping(view[:], what, hold), self._budget
         if not budget.take(memory.byte_size):

@@ -306,7 +306,7 @@ class Dispatcher:
                 self._changed(version)
 
     def _note_silent(self, sequences: SequenceBatcher[Request], now_ns: int) -> None:
-        """Schedules ``_end_silent`` for the earliest time at which a sequence's idle time may be over."""
+        """Schedules the check for idle sequences for the earliest time at which a sequence's idle time may be over."""
         silent_ns = sequences.table.silent_ns(now_ns)
         if silent_ns < self._silent_ns:
             self._silent_ns = silent_ns
@@ -533,7 +533,7 @@ class Dispatcher:
 
 
 def _extend(version: ModelVersion, grouped: GroupedCalls, batch: list[Request]) -> GroupedProgram | None:
-    """Adds waiting requests to ``batch`` so that one call of a program of ``grouped`` runs all. Returns it; None: none fits."""
+    """Adds waiting requests to ``batch`` so that one program of ``grouped`` runs all. Returns the program; None: none fits."""
     key = batch[0].key
     waiting = version.queue.rows(key)
     program = grouped.find(shapes_of(key), waiting + 1)

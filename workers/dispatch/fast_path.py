@@ -66,7 +66,10 @@ class _Batch:
     def __init__(
         self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Shapes, runs: SequenceRuns | None = None
     ) -> None:
-        """Finds the model's programs by number of rows, for inputs of shapes ``key``. ``runs`` None: it has no sequences."""
+        """Finds the model's programs by number of rows, for inputs of shapes ``key``.
+
+        ``runs``: runs the requests of sequences; None: the model has no sequences.
+        """
         self.version = version
         self.model = model
         self._key = key
@@ -154,7 +157,13 @@ def _native_batch(
 ) -> _native.Batch:
     """Returns the description by which the C extension recognises requests that repeat earlier ones.
 
-    The arguments are the elements of the tuple ``Batch``, which _native.pyi describes.
+    Args:
+      owner: counts the answers of the extension.
+      share: a program's work for a row, as a fraction of what one iteration of the loop may do.
+      by_rows: for each number of waiting rows the index in ``programs`` of the program to run; -1: none.
+      waits: for how many ns a request waits for others to share its run, and how many rows do not wait; (0, 0): none waits.
+      grouped: whether a run applies the model to each row by itself.
+      sequences: functions that choose and fail requests of sequences; None: the model has no sequences.
     """
     most_waiting, sets = version.loaded.queue_rules.max_size, version.sets
     told = owner, version.page_key, most_waiting, share, *waits, grouped, sets is not None and sets.stack is not None

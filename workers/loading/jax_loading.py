@@ -44,7 +44,10 @@ from tensord.workers.tensors.state import initial_state
 def run_samples(
     jitted: JaxModel, prepared: Sequence[Sample], own: ExecutionDevice, model: str, check: CheckDevice
 ) -> None:
-    """Runs the samples ``prepared`` on a model, then closes ``own``, this thread's device. ``check``: raises if it failed."""
+    """Runs the samples ``prepared`` on a model, then closes ``own``, this thread's device.
+
+    ``check``: raises if the device has failed.
+    """
     if jitted.free_state is not None:
         for sample in prepared:
             sample.begin(jitted.free_state.begun)

@@ -155,7 +155,7 @@ class Instance:
             self._say_closed()
 
     def _say_closed(self) -> None:
-        """Drops the batches of an instance whose start failed, and has the loop call the function of each queued ``close``."""
+        """Drops the batches of an instance whose start failed. Has the loop call the functions that were given to ``close``."""
         with contextlib.suppress(queue.Empty):
             while True:
                 job = self._jobs.get_nowait()

@@ -73,7 +73,8 @@ class Sample:
     ) -> Mapping[str, Array]:
         """Runs the sample on a jitted model, whose program is compiled first if there is none for the sample's shapes.
 
-        ``runner``: the model's object for the calling thread. Raises InvalidArgument: the model failed; or what compiling raises.
+        ``runner``: the model's object for the calling thread. ``check``: raises if the device has failed.
+        Raises InvalidArgument: the model failed; or whatever compiling raises.
         """
         self._key = model.key(self._arrays)
         wanted = model.wanted_by([self.request(model_name)])

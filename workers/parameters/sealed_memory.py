@@ -300,7 +300,7 @@ class MemoryPool:
             return memory.lend()
 
     def give_back(self, memory: _Memory) -> None:
-        """Keeps memory if memory of its size was filled lately; else frees it. If too many are kept, frees the oldest."""
+        """Keeps ``memory`` if memory of its size was filled lately; else frees it. If too many are kept, frees the oldest."""
         if memory.byte_size not in self._filled_ns:
             memory.close()
             return

@@ -157,7 +157,7 @@ def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[d
 
 
 def given_up(address: int, view: memoryview) -> bool:
-    """Returns True if no array lies at ``address``, where ``view`` begins. Else keeps it mapped for ever, and logs that."""
+    """Returns whether no array lies at ``address``, where ``view`` begins. If one does, keeps the memory mapped and logs that."""
     if not _native.holds(address):
         return True
     _log.warning("an output of %d bytes is kept beyond its answer: its memory stays mapped", len(view))

@@ -60,7 +60,7 @@ class GatherBuffer:
         self._bytes = self._slots.reshape(-1).view(np.uint8).data
 
     def fill(self, requests: Sequence[RequestTensors]) -> int:
-        """Copies the requests' tensors into the rows of the batch, and zeros the rows that are left. Returns the bytes copied."""
+        """Copies the requests' tensors into the batch's rows, and zeros the other rows. Returns how many bytes were copied."""
         name, size, flat = self._name, self._slot_byte_size, self._bytes
         row = at = copied = 0
         for request in requests:
@@ -92,7 +92,7 @@ class RaggedBuffer:
         self.array = array
 
     def fill(self, requests: Sequence[RequestTensors]) -> int:
-        """Copies the requests' elements into the memory, and zeros the rest. Returns the bytes copied."""
+        """Copies the requests' elements into the memory, and zeros the rest. Returns how many bytes were copied."""
         at = 0
         for request in requests:
             array = flat(request.arrays[self._name])

@@ -226,7 +226,7 @@ class GroupedProgram:
         return found
 
     def gather(self, requests: Sequence[RequestTensors]) -> int:
-        """Copies requests' inputs into the memory. Returns the bytes copied. Raises ValueError: more than ``rows`` requests."""
+        """Copies requests' inputs to the memory. Returns how many bytes. Raises ValueError: more than ``rows`` requests."""
         if len(requests) > self.rows:
             raise ValueError(f"{len(requests)} requests for a program of {self.rows}")
         copied = 0

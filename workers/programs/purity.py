@@ -102,11 +102,11 @@ def line_of(chain: Sequence[Any]) -> str:
 
 
 def _steps(program: Any, arguments: Sequence[frozenset[int]], outer: tuple[Any, ...] = ()) -> Generator[Any, None, Any]:
-    """Yields each operation of a program and of the programs inside it, and after a program's operations its results.
+    """Yields a pair for each operation of a program and of the programs inside it, and one for each program's results at its end.
 
-    Yields pairs. The first item is a tuple: the operations in whose programs the operation lies, outermost first, and
-    the operation; for results only the former. The second has a pair for each operand or result: the numbers of the
-    outermost program's arguments on which it depends, and its value if it is a constant, else None.
+    A pair's first item is a tuple of nested operations, outermost first, the last of which is the operation, or the one whose
+    program has these results. The second has a pair for each operand or result: the numbers of the outermost program's arguments
+    on which it depends, and its value if it is a constant, else None.
 
     ``arguments``: such numbers for each argument of ``program``. ``outer``: the operations in whose programs it lies.
     Returns such numbers for each result of ``program``.

@@ -205,7 +205,10 @@ class StepPrograms:
         return made
 
     def _flags(self, function: str, name: str, flags: Any, lead: tuple[int, ...]) -> Any:
-        """Returns ``flags`` as an array. Raises Internal (about ``function``, ``name``): it is not BOOL with shape ``lead``."""
+        """Returns ``flags``, which a function returned, as an array. Raises Internal: it is not BOOL with shape ``lead``.
+
+        ``function``, ``name``: what the error calls the function and the flags.
+        """
         array = jnp.asarray(flags)
         if array.shape != lead or array.dtype != jnp.bool_:
             raise Internal(

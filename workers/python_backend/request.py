@@ -397,9 +397,9 @@ class InferenceRequest:
         return answer_of(call, call.next())
 
     def async_exec(self, decoupled: bool = False) -> Awaitable[InferenceResponse | ResponseIterator]:
-        """Sends the request immediately. Returns an awaitable, to be awaited in the running event loop.
+        """Sends the request immediately. Returns an awaitable of the response, to be awaited in the running event loop.
 
-        The awaitable's result is what ``exec`` returns for the same ``decoupled``.
+        ``decoupled``: True: the awaitable's result is an iterator over all responses.
 
         Raises TritonModelException: the running code may not call models, or the request is malformed.
         Raises RuntimeError: no event loop runs in this thread.

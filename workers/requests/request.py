@@ -99,7 +99,7 @@ class Request(RequestTensors):
           regions: the regions that the request has leased, once per tensor.
           now_ns: when the request arrived, if its record does not say so.
           copied_byte_size: how many bytes of its tensors were copied so far.
-          preparation: what is known about the prepared request; None: it must not be used.
+          preparation: the prepared request, for which answers to repeats are planned; None: none are planned.
         """
         #: The parameter set that it is for: by name, or, of a sequence, the one that this goes on with; None: main.
         self.chosen: str | ParameterSet | None = None
@@ -193,7 +193,7 @@ class Request(RequestTensors):
 
 
 def controls_of(record: RequestRecord) -> Controls:
-    """Returns the sequence controls of a request's record: the id of its sequence, and whether it starts or ends that one."""
+    """Returns the sequence controls of a request: its sequence's id, and whether it starts or ends the sequence."""
     return Controls(record.sequence_id, record.sequence_start, record.sequence_end)
 
 

@@ -216,7 +216,7 @@ class SubmitterLink(Generic[R]):
             self._due.append(self)
 
     def response_kind(self, version: int, described: Described, final: bool) -> ResponseKind:
-        """Returns the encoder, made if need be, of small responses with outputs ``described``. ``final``: for last responses."""
+        """Returns the encoder, made if need be, of small responses with outputs ``described``. ``final``: they are last ones."""
         key = version, final, described
         kind = self._response_kinds.get(key)
         if kind is None:
@@ -228,7 +228,7 @@ class SubmitterLink(Generic[R]):
         return kind
 
     def known_kind(self, version: int, described: Described) -> ResponseKind | None:
-        """Returns the encoder of small responses with outputs ``described`` but last ones; None: none was made. Thread-safe."""
+        """Returns the encoder of small, not last responses with outputs ``described``; None: none was made. Thread-safe."""
         return self._response_kinds.get((version, False, described))
 
     def answer(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:

@@ -159,7 +159,10 @@ class EnsembleRun(Generic[T]):
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def _due(self, number: int, tensor: str, iteration: int) -> list[int]:
-        """Returns for which responses of a stream, by number, step ``number`` may run once ``tensor`` of ``iteration`` came."""
+        """Returns the numbers of the streaming step's responses for which step ``number`` may run now that ``tensor`` has come.
+
+        ``iteration``: the number of the response that ``tensor`` came with.
+        """
         if self._needed.origins[number] is None:
             return [0]
         if self._dynamic(tensor):
@@ -182,7 +185,10 @@ class EnsembleRun(Generic[T]):
         return StepStart(number, iteration, inputs, controls)
 
     def _controls_of(self, tensors: Collection[str], iteration: int) -> Controls | None:
-        """Returns the sequence controls of the first of ``tensors`` that has any in this iteration; None: no tensor has any."""
+        """Returns the sequence controls of the first of ``tensors`` that has any; None: no tensor has any.
+
+        ``iteration``: for tensors that depend on a streaming step, the number of the step's response.
+        """
         keys = ((tensor, iteration if self._dynamic(tensor) else 0) for tensor in tensors)
         return next((self._controls[key] for key in keys if key in self._controls), None)
 

@@ -231,7 +231,10 @@ class SequenceBatcher(Planner[S]):
     # ------------------------------------------------------------------------------------------- running without waiting
 
     def run_now(self, asked: Iterable[Asked], now_ns: int) -> list[LiveSequence[S]]:
-        """Begins to run ``asked`` on the first instance, like ``SequenceTable.run_now``; then call ``table.have_run``."""
+        """Takes the first requests of ``asked`` that may run now, without queueing them. Returns their sequences, in that order.
+
+        After the run the caller calls ``table.have_run``.
+        """
         self.table.close_idle(now_ns)
         return self.table.run_now(asked)
 

@@ -418,7 +418,7 @@ class SequenceTable(Generic[S]):
         return self._free(live) if self._idle.pop(live, None) is not None else None
 
     def close_idle(self, now_ns: int | None = None) -> list[LiveSequence[S]]:
-        """Ends sequences whose idle time is over at ``now_ns``; None: all idle ones. Returns those that get their slots."""
+        """Ends sequences whose idle time is over at ``now_ns``; None: all idle ones. Returns those to which the slots pass."""
         ready: list[LiveSequence[S]] = []
         while self._idle:
             live, since_ns = next(iter(self._idle.items()))

@@ -195,7 +195,7 @@ class StepBatcher(QueuePlanner[W]):
             self._masked -= {holder.number}
 
     def step(self) -> Step[W] | None:
-        """Begins and returns a step; None: no request takes part, or the results of ``AHEAD`` steps have not been read yet."""
+        """Begins and returns a step; None: no request takes part, or the results of too many earlier steps were not read yet."""
         if self._on_their_way >= AHEAD:
             return None
         self._room = self._rules.inserts_per_step
