@@ -132,7 +132,10 @@ def in_slices(array: Array) -> Array:
 
 
 def encoded_strings(array: Array) -> Array:
-    """Returns ``Strings`` for over ``SLICE`` strings, other arrays unchanged. Slow: call it in the thread that made ``array``."""
+    """Returns an array of over 4096 strings as ``Strings``, which holds them encoded; other arrays unchanged.
+
+    Slow: call it in the thread that made ``array``.
+    """
     if array.dtype.kind not in "SUO" or array.size <= SLICE:
         return array
     return cast(Array, Strings(byte_content(array), array.shape))

@@ -71,7 +71,7 @@ def byte_size(datatype: str, shape: Sequence[int], what: str = "shape") -> int |
 
     ``what`` names the tensor in error messages.
 
-    Raises: InvalidArgument: there is no such datatype, or ``element_count`` refuses the shape.
+    Raises: InvalidArgument: there is no such datatype, or the shape is not valid.
     """
     try:
         size = ELEMENT_SIZES[datatype]

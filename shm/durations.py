@@ -70,7 +70,7 @@ class Durations:
 
 
 def total(one: Counted, other: Counted) -> Counted:
-    """Returns the sums of two results of ``Durations.counted``, such as two workers'. Both count histograms with equal bounds."""
+    """Returns the sum of two counts of histograms with equal bounds, such as those of two workers."""
     found = dict(one)
     for protocol, counts in other.items():
         before = found.get(protocol)

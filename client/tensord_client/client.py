@@ -139,10 +139,10 @@ def connect(address: Place | None = None, *, wait: float = 0.0, patience: float 
 
 
 def connection(address: Place | None, wait: float, patience: float) -> Connection:
-    """Finds a server as ``connect`` does, which explains the arguments, and returns an open connection to the server.
+    """Finds a server and returns an open connection to it. ``address`` None: the usual addresses are tried.
 
-    ``address`` None: the usual addresses are tried. Raises: Unavailable: no server answers.  InvalidArgument: ``address`` is no
-    address.
+    ``wait``: seconds to wait for a server to appear. ``patience``: seconds that requests wait for a server that has gone away.
+    Raises: Unavailable: no server answers.  InvalidArgument: ``address`` is no address.
     """
     until = time.monotonic() + wait
     named = address if address is not None else os.environ.get("TENSORD") or None

@@ -230,7 +230,7 @@ class HttpRequest(Pending[Any]):
         self._wake()
 
     def _wake(self) -> None:
-        """Wakes the thread or event loop that waits for this request, so that it calls ``_step``."""
+        """Wakes the thread or event loop that waits for this request, which then sends and receives what is possible."""
         if self._driver is not None:
             self._driver.wake()
         self.notify()

@@ -128,7 +128,7 @@ class LaneConnection(Sender):
     # ------------------------------------------------------------------------------------------------- the daemon
 
     def _connect(self) -> ClientsSocket:
-        """Connects to the clients' socket, sends ``hello`` and stores the answer. The caller holds ``_asking``."""
+        """Connects to the clients' socket, sends ``hello`` and stores the answer. The caller holds the lock ``_asking``."""
         connected = ClientsSocket(self.path, self._timeout)
         try:
             self.hello, _ = connected.ask({"hello": {}})

@@ -78,7 +78,7 @@ class _HostPlacer(Placer):
 
 
 def array_names(parameters: Any) -> list[str]:
-    """Returns the names of those of a model's parameters that are arrays, in the order in which ``parted`` lists the arrays."""
+    """Returns the names of those of a model's parameters that are arrays, in the order of their tree."""
     return names_of(parameters, _ARRAYS)
 
 

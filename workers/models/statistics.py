@@ -102,7 +102,7 @@ class ResponsesByNumber:
         self._counts, self._waited_ns = np.zeros((2, MAX_RESPONSES), np.int64)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns ``response_stats`` of Triton statistics: the position of each response in its request, as text -> counters."""
+        """Returns ``response_stats`` of Triton statistics: counters by the position of each response in its request, as text."""
         for number in np.flatnonzero(self._counts).tolist():
             counted = self.of(number)
             assert counted is not None

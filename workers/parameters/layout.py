@@ -99,7 +99,7 @@ def read(content: memoryview, what: str, leaves: Leaves | None = None) -> dict[s
 def header_length(head: bytes, byte_size: int, what: str, leaves: Leaves | None = None) -> int:
     """Returns the length of safetensors' header. Raises InvalidArgument: the parameters are too short, or the header is too long.
 
-    ``head``: the first ``LENGTH`` bytes of the parameters, or all of them. ``byte_size``: the parameters' number of bytes.
+    ``head``: the first 8 bytes of the parameters, or all of them. ``byte_size``: the parameters' number of bytes.
     ``what``: names the parameters in errors. ``leaves``: the model's leaves, which limit the header's size; None: no limit.
     """
     if len(head) < LENGTH:

@@ -82,8 +82,8 @@ def examine(model: str, traced: jax.stages.Traced, again: jax.stages.Traced, pro
 def _told(chain: Sequence[Any], operands: Sequence[tuple[object, Any]]) -> object:
     """Returns a value that is equal for an operation in two traces of a function if both traces do the same there.
 
-    It has the operation's name, its results' types, its numbers and its constants. ``chain``, ``operands``: the two items of a
-    pair of ``_steps``.
+    It has the operation's name, its results' types, its numbers and its constants. ``chain``: nested operations, the last of
+    which is this one. ``operands``: for each operand the arguments on which it depends, and its value if it is a constant.
     """
     plain = [value for each in chain[-1:] for value in each.params.values() if isinstance(value, (int, float, tuple))]
     numbers = [value for value in plain if not isinstance(value, tuple) or all(isinstance(one, int) for one in value)]

@@ -495,7 +495,7 @@ def answer_of(call: ModelCall, first: _Answer) -> InferenceResponse | ResponseIt
 
 
 def one_response(response: InferenceResponse, decoupled: bool) -> InferenceResponse | ResponseIterator:
-    """Returns what ``exec`` returns where no model was called: ``response``; with ``decoupled``, an iterator over only it."""
+    """Returns ``response`` as the result of a call that reached no model; with ``decoupled``, an iterator over only it."""
     return ResponseIterator(None, (None, True), response) if decoupled else response
 
 

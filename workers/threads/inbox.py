@@ -40,7 +40,7 @@ class Inbox:
                     os.eventfd_write(self._fd, 1)
 
     def look(self, looks: bool) -> bool:
-        """Sets whether the loop will call ``run`` without being woken; while it will, ``post`` wakes it only if ``soon``.
+        """Sets (``looks``) whether the loop will call ``run`` without being woken; if so, ``post`` wakes it only if ``soon``.
 
         Returns True if the loop must call ``run`` before it waits: functions are queued, and ``looks`` is False.
         """
