@@ -142,10 +142,7 @@ class GpuExecutable(Executable):
         return self._cuda.take([packed], self._cuts)
 
     def _arrays_in(self, contents: Sequence[bytes], arrays: Mapping[str, Any]) -> dict[str, Array]:
-        """Returns the outputs as arrays by name, which are views of ``contents``: the bytes of each output in host memory.
-
-        ``arrays``: the outputs on the GPU.
-        """
+        """Returns the outputs as arrays by name: views of ``contents``, the bytes of each. ``arrays``: the outputs on the GPU."""
         if self._fetched is None:
             outputs = {name: arrays[name] for name in self._signature.outputs}
             self._fetched = [(name, np.dtype(array.dtype), array.shape) for name, array in outputs.items()]

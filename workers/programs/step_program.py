@@ -205,10 +205,7 @@ class StepPrograms:
         return made
 
     def _flags(self, function: str, name: str, flags: Any, lead: tuple[int, ...]) -> Any:
-        """Returns ``flags``, which a function returned, as an array. Raises Internal: it is not BOOL with shape ``lead``.
-
-        ``function``, ``name``: what the error calls the function and the flags.
-        """
+        """Returns ``flags``, which ``function`` returned as ``name``, as an array. Raises Internal: no BOOL of shape ``lead``."""
         array = jnp.asarray(flags)
         if array.shape != lead or array.dtype != jnp.bool_:
             raise Internal(
