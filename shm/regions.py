@@ -27,7 +27,7 @@ import stat
 import weakref
 
 from tensord.shm import descriptors, guard
-from tensord.shm.errors import Internal, InvalidArgument, Unavailable
+from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable
 
 try:
     import posix_ipc
@@ -63,9 +63,9 @@ def check_range(offset: int, byte_size: int, limit: int, region: str) -> None:
     raise InvalidArgument(f"Invalid offset + byte size for shared memory region: '{region}'")
 
 
-def refused(name: str, why: str) -> InvalidArgument:
-    """Makes the error for a region that cannot be registered. ``name``: the region's name; ``why``: the reason."""
-    return InvalidArgument(f"failed to register shared memory region '{name}': {why}")
+def refused(name: str, why: object, error: type[ServingError] = InvalidArgument) -> ServingError:
+    """Makes the ``error`` for a region that cannot be registered. ``name``: the region's name; ``why``: the reason."""
+    return error(f"failed to register shared memory region '{name}': {why}")
 
 
 def open_object(name: str, key: str) -> int:
@@ -193,7 +193,7 @@ class Region(_ObjectRegion):
             self._guard = guard.Guarded(self._mapping) if guard.available else None
         except OverflowError as error:
             os.close(fd)
-            raise Unavailable(f"failed to register shared memory region '{name}': {error}") from None
+            raise refused(name, error, Unavailable) from None
         except BaseException:
             os.close(fd)
             raise

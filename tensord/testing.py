@@ -20,6 +20,7 @@ import numpy as np
 from tensord.config import ensemble_checks, layers, model_config
 from tensord.daemon.models.repository import FoundModel, find
 from tensord.shm.arrays import Array, datatype_of
+from tensord.shm.common.arrays import decode_strings, encode_strings
 from tensord.shm.common.connection import Prepared
 from tensord.shm.common.latest import Latest
 from tensord.shm.common.local import LocalConnection
@@ -235,13 +236,6 @@ def _array(value: Array) -> Array:
     """
     made = np.array(value)
     if datatype_of(made.dtype) == "BYTES":
-        from tensord.shm.arrays import as_strings
-
-        if made.dtype.kind == "O" and any(each is None for each in made.flat):
-            raise InvalidArgument("an element of a BYTES tensor is None, bytes or str is expected")
-        try:
-            made = as_strings(made)
-        except UnicodeEncodeError as error:
-            raise InvalidArgument(f"an element of a BYTES tensor is not valid Unicode: {error}") from None
+        made = decode_strings(encode_strings(made), made.shape)
     made.flags.writeable = False
     return made

@@ -49,7 +49,7 @@ from tensord.shm.operations import (
     RevertParameters,
     UnregisterRegion,
 )
-from tensord.shm.regions import check_sealed
+from tensord.shm.regions import check_sealed, refused
 
 if TYPE_CHECKING:
     from tensord.daemon.operator.audit import Audit
@@ -301,10 +301,7 @@ class ClientSocket:
         request = RegisterSystemRegion(wanted.name, "", wanted.offset, wanted.byte_size)
         try:
             if len(fds) != 1:
-                raise InvalidArgument(
-                    f"failed to register shared memory region '{wanted.name[:255]}': "
-                    f"{len(fds)} descriptors came with the request, 1 is expected"
-                )
+                raise refused(wanted.name[:255], f"{len(fds)} descriptors came with the request, 1 is expected")
             check_sealed(wanted.name, fds[0])
             await self._registry.register(request, peer, end, sealed=fds[0])
         except ServingError as error:

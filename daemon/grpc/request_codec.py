@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 
 from tensord.daemon.grpc import counts, packed_numbers
 from tensord.daemon.grpc.walk import fields
-from tensord.daemon.submit.model_states import ModelStates, parse_version
+from tensord.daemon.submit.model_states import ModelStates, malformed_version, parse_version
 from tensord.daemon.submit.placement import InputContent
 from tensord.protocol import grpc_service_pb2
 from tensord.shm.arrays import DTYPES, encoded
@@ -148,10 +148,7 @@ def read_version(model: str, text: str) -> int:
         return 0
     digits = text[1:] if text[0] == "-" else text
     if not (digits.isascii() and digits.isdigit()):
-        raise InvalidArgument(
-            f"failed to get model version from specified version string '{text[:64]}' (details: stol), "
-            "version should be an integral value > 0"
-        )
+        raise malformed_version(text)
     if text[0] == "-":
         raise InvalidArgument(
             f"invalid model version specified '{text[:64]}' , version should be an integral value > 0"

@@ -32,7 +32,7 @@ from tensord.daemon.http.generate import Generate, GenerateStream, InferStream
 from tensord.daemon.http.heads import END, MAX_HEAD
 from tensord.daemon.http.message_head import InferHead
 from tensord.daemon.http.serving import HttpServing
-from tensord.shm.errors import ServingError
+from tensord.shm.errors import DEFECT, ServingError
 
 _log = logging.getLogger(__name__)
 #: Bytes given to the parser at a time.
@@ -358,7 +358,7 @@ class ParserFeed:
                 order.refuse(*refusal.args)
             except httptools.HttpParserCallbackError:
                 _log.exception("a request met a defect of the server")
-                order.refuse(500, "internal error; the server's log has the details")
+                order.refuse(500, DEFECT)
             except httptools.HttpParserError:
                 if not order.closing:
                     order.refuse(400, "malformed HTTP request")

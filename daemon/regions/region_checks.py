@@ -10,6 +10,7 @@ from tensord.config.options import RegionsOptions
 from tensord.daemon.regions.region_record import RegisteredRegion, Registration
 from tensord.shm.errors import InvalidArgument, Unavailable, Unsupported
 from tensord.shm.operations import Peer, RegisterCudaRegion, RegisterSystemRegion
+from tensord.shm.regions import refused
 
 _NAME = re.compile(r"[^\x00-\x1f\x7f]{1,255}")
 _LIMIT = (1 << 63) - 1
@@ -41,9 +42,8 @@ def check_fields(options: RegionsOptions, request: Registration) -> None:
     name = request.name
     offset = request.offset if isinstance(request, RegisterSystemRegion) else 0
     if request.byte_size < 1 or offset < 0:
-        raise InvalidArgument(
-            f"failed to register shared memory region '{name}': invalid args: byte_size {request.byte_size} must be at least 1, "
-            f"offset {offset} at least 0"
+        raise refused(
+            name, f"invalid args: byte_size {request.byte_size} must be at least 1, offset {offset} at least 0"
         )
     if request.byte_size + offset > _LIMIT:
         raise InvalidArgument(
@@ -53,10 +53,7 @@ def check_fields(options: RegionsOptions, request: Registration) -> None:
     prefixes = options.key_prefixes
     key = request.key if isinstance(request, RegisterSystemRegion) else ""
     if prefixes and key and not key.lstrip("/").startswith(prefixes):
-        raise InvalidArgument(
-            f"failed to register shared memory region '{name}': keys must begin like one of {list(prefixes)}, "
-            f"'{key[:220]}' does not"
-        )
+        raise refused(name, f"keys must begin like one of {list(prefixes)}, '{key[:220]}' does not")
 
 
 def repeats(region: RegisteredRegion, request: Registration, peer: Peer, sealed: int) -> bool:
@@ -92,10 +89,7 @@ def check_bounds(
     Raises InvalidArgument: the region alone is too large; Unavailable: it is too large beside the others.
     """
     if byte_size > options.max_byte_size:
-        raise InvalidArgument(
-            f"failed to register shared memory region '{name}': "
-            f"{byte_size} bytes, at most {options.max_byte_size} are allowed"
-        )
+        raise refused(name, f"{byte_size} bytes, at most {options.max_byte_size} are allowed")
     count = total = own_count = own_total = 0
     for owner, size in registered:
         count += 1
@@ -109,16 +103,11 @@ def check_bounds(
     )
     for found, limit, what in bounds:
         if found >= limit:
-            raise Unavailable(
-                f"failed to register shared memory region '{name}': {found} {what}, at most {limit} are allowed"
-            )
+            raise refused(name, f"{found} {what}, at most {limit} are allowed", Unavailable)
     bounds = (
         (total, options.max_total_byte_size, "of all regions"),
         (own_total, options.max_owner_byte_size, "of this client's user or host"),
     )
     for found, limit, what in bounds:
         if found + byte_size > limit:
-            raise Unavailable(
-                f"failed to register shared memory region '{name}': {byte_size} bytes beside {found} {what}, "
-                f"at most {limit} are allowed"
-            )
+            raise refused(name, f"{byte_size} bytes beside {found} {what}, at most {limit} are allowed", Unavailable)

@@ -41,6 +41,7 @@ from tensord.shm.operations import (
     RegisterCudaRegion,
     UnregisterRegion,
 )
+from tensord.shm.regions import refused
 
 if TYPE_CHECKING:
     from tensord.daemon.processes.child import WorkerProcess
@@ -191,10 +192,8 @@ class RegionRegistry:
         each = self._gpus_each
         gpu = f"cuda:{request.device_id - request.device_id % each}"
         if gpu not in gpus:
-            raise InvalidArgument(
-                f"failed to register shared memory region '{request.name}': no worker has GPU {request.device_id}, "
-                f"the server uses {len(gpus) * each} GPUs, counted from 0"
-            )
+            used = f"the server uses {len(gpus) * each} GPUs, counted from 0"
+            raise refused(request.name, f"no worker has GPU {request.device_id}, {used}")
         return gpu
 
     def _placed(self, region: RegisteredRegion) -> bool:
@@ -218,9 +217,7 @@ class RegionRegistry:
                     raise result
         if not any(worker.incarnation in region.holders and region.is_near(worker) for worker in self._workers.ready()):
             of = f" of GPU {region.device.removeprefix('cuda:')}" if region.device else ""
-            raise Unavailable(
-                f"failed to register shared memory region '{region.request.name}': no worker{of} is running"
-            )
+            raise refused(region.request.name, f"no worker{of} is running", Unavailable)
 
     @classmethod
     async def _put(cls, region: RegisteredRegion, worker: WorkerProcess, renews: bool) -> None:
@@ -234,10 +231,8 @@ class RegionRegistry:
                 region.holders.add(worker.incarnation)
             if region.kind == "system" and not given:
                 if not fds:
-                    raise Unavailable(
-                        f"failed to register shared memory region '{region.request.name}': the server has as many files open as "
-                        f"it may, {descriptors.limit()}"
-                    )
+                    why = f"the server has as many files open as it may, {descriptors.limit()}"
+                    raise refused(region.request.name, why, Unavailable)
                 region.fd = fds.pop()
                 cls._check_reserve(region)
                 chosen = msgspec.json.decode(answer, type=Chosen)

@@ -129,6 +129,14 @@ def _why(state: ModelState) -> str:
     return f"version {state.version}: {state.reason}" if state.version else state.reason
 
 
+def malformed_version(text: str) -> InvalidArgument:
+    """Returns the error for a model version that is no int64, in Triton's words."""
+    return InvalidArgument(
+        f"failed to get model version from specified version string '{text[:64]}' (details: stol), "
+        "version should be an integral value > 0"
+    )
+
+
 def parse_version(model: str, text: str) -> int:
     """Returns the version number that ``text`` holds, which must consist of digits. ``model``: the name for the errors' messages.
 
@@ -136,10 +144,7 @@ def parse_version(model: str, text: str) -> int:
     """
     number = int(text) if len(text) <= 40 else _LIMIT + 1
     if number > _LIMIT:
-        raise InvalidArgument(
-            f"failed to get model version from specified version string '{text[:64]}' (details: stol), "
-            "version should be an integral value > 0"
-        )
+        raise malformed_version(text)
     if number == 0:
         raise NotFound(f"Request for unknown model: '{model}' version 0 is not found")
     return number
