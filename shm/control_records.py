@@ -256,17 +256,10 @@ class WorkerFenced(Record, frozen=True, tag="fenced"):
     worker: int
 
 
-class ModelState(Record, frozen=True, tag="model"):
-    """Describes one model version to a front. On every change it is sent with all fields, and replaces the earlier record."""
+class VersionTraits(Record, frozen=True, kw_only=True):
+    """What a worker knows of a version that it has loaded, and fronts need to know. Base class of the records that say so."""
 
-    name: str
-    version: int
-    #: One of UNKNOWN, READY, UNAVAILABLE, LOADING, UNLOADING: Triton's index states.
-    state: str
-    reason: str = ""
-    #: Incarnations of the workers where it is READY.
-    workers: tuple[int, ...] = ()
-    #: Metadata answer (without "versions") and full ModelConfig, both JSON; empty unless READY.
+    #: Metadata answer (without "versions") and full ModelConfig, both JSON; empty if the version is not loaded.
     metadata: bytes = b""
     config: bytes = b""
     #: True if a request may be run again after a worker died or a batch failed: not if the model keeps state between requests.
@@ -279,10 +272,22 @@ class ModelState(Record, frozen=True, tag="model"):
     joins: bool = False
     #: True if the model has a readiness check of its own, which is asked whenever a client wants to know.
     judges: bool = False
-    #: The devices whose workers load it, whether they are there now or not; empty: all.
-    devices: tuple[str, ...] = ()
     #: True if a request that is run twice harms nobody: jitted code that gives one answer and keeps nothing.
     pure: bool = False
+
+
+class ModelState(VersionTraits, frozen=True, tag="model"):
+    """Describes one model version to a front. On every change it is sent with all fields, and replaces the earlier record."""
+
+    name: str
+    version: int
+    #: One of UNKNOWN, READY, UNAVAILABLE, LOADING, UNLOADING: Triton's index states.
+    state: str
+    reason: str = ""
+    #: Incarnations of the workers where it is READY.
+    workers: tuple[int, ...] = ()
+    #: The devices whose workers load it, whether they are there now or not; empty: all.
+    devices: tuple[str, ...] = ()
     #: True if it is UNAVAILABLE for now: it is to be served, and its next try or a worker that can use its device is awaited.
     awaited: bool = False
 
@@ -333,7 +338,7 @@ class CancelLoad(Record, frozen=True, tag="cancel-load"):
     version: int
 
 
-class Loaded(Record, frozen=True, tag="loaded"):
+class Loaded(VersionTraits, frozen=True, tag="loaded"):
     """Tells the supervisor how loading a version ended. ``reason``: a sentence on why it failed; "": it is loaded."""
 
     name: str
@@ -341,16 +346,7 @@ class Loaded(Record, frozen=True, tag="loaded"):
     reason: str = ""
     #: True if the load did not fail but was cancelled, because nobody wants the version any more.
     cancelled: bool = False
-    metadata: bytes = b""
-    config: bytes = b""
-    #: These are as in ModelState, but for the footprint.
-    repeatable: bool = True
-    sticky: bool = False
-    streams: bool = False
-    joins: bool = False
-    judges: bool = False
     footprint: Footprint = Footprint()
-    pure: bool = False
 
 
 class Unload(Record, frozen=True, tag="unload"):

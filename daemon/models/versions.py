@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from tensord.config.model_config import with_gpus_of
 from tensord.daemon.models.repository import FoundModel
-from tensord.shm.control_records import Load, Loaded, ModelState
+from tensord.shm.control_records import Load, Loaded, ModelState, VersionTraits
 
 
 class IndexState(enum.Enum):
@@ -83,22 +83,10 @@ class VersionEntry:
         if described is None:
             awaited = self.state is IndexState.UNAVAILABLE and bool(self.given_up)
             return ModelState(self.load.name, number, self.state.value, self.reason, awaited=awaited)
-        return ModelState(
-            self.load.name,
-            number,
-            self.state.value,
-            self.reason,
-            tuple(sorted(self.ready)),
-            described.metadata,
-            with_gpus_of(described.config, (each.config for each in self.ready.values())),
-            described.repeatable,
-            described.sticky,
-            described.streams,
-            described.joins,
-            devices=self.devices,
-            judges=described.judges,
-            pure=described.pure,
-        )
+        traits = {name: getattr(described, name) for name in VersionTraits.__struct_fields__}
+        traits["config"] = with_gpus_of(described.config, (each.config for each in self.ready.values()))
+        workers = tuple(sorted(self.ready))
+        return ModelState(self.load.name, number, self.state.value, self.reason, workers, self.devices, **traits)
 
 
 @dataclass(slots=True)

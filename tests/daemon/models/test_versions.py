@@ -17,12 +17,12 @@ DESCRIBED = Loaded("m", 3, metadata=b"{}", config=b"[]", repeatable=False, strea
         (VersionEntry(LOAD), ModelState("m", 3, "UNKNOWN")),
         (
             VersionEntry(LOAD, IndexState.READY, ready={7: DESCRIBED, 2: DESCRIBED}, described=DESCRIBED),
-            ModelState("m", 3, "READY", "", (2, 7), b"{}", b"[]", False, False, True),
+            ModelState("m", 3, "READY", "", (2, 7), metadata=b"{}", config=b"[]", repeatable=False, streams=True),
         ),
         # Its last worker has died: it is still described, and waits for the next.
         (
             VersionEntry(LOAD, IndexState.READY, described=DESCRIBED),
-            ModelState("m", 3, "READY", "", (), b"{}", b"[]", False, False, True),
+            ModelState("m", 3, "READY", metadata=b"{}", config=b"[]", repeatable=False, streams=True),
         ),
         (
             VersionEntry(LOAD, IndexState.UNAVAILABLE, "it is broken", described=DESCRIBED),
