@@ -139,7 +139,7 @@ def fill(model: Path, source: Source, files: Sequence[File], sha256: str, max_by
     """Builds the new model in the folder ``model``: downloads missing files, and verifies their checksums.
 
     ``files``: the model's files at the source. Files that an earlier fetch has left beside ``model`` are not downloaded again.
-    ``sha256``: the expected checksum of the archive, or of the file SHA256SUMS in the folder; "": it is not known.
+    ``sha256``: the expected checksum of the archive or, if the source is a folder, of its file SHA256SUMS; "": it is not known.
 
     Raises InvalidArgument: the model is too large or damaged, or a checksum is wrong; Unavailable: a file could not be read,
     or the model at the source has changed meanwhile; OSError: a file cannot be written.

@@ -242,7 +242,7 @@ class FlagOption(click.Option):
 
 
 class _KeyType(_TextType):
-    """A click type for a flag's value, which the shell completes by this type. ``tensord.config.layers`` checks the value."""
+    """A click type for the values of a flag. It completes values in the shell; ``tensord.config.layers`` checks them."""
 
     name = "value"
 

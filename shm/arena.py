@@ -168,7 +168,7 @@ class Arena:
         self.returned = 0
 
     def loan(self, byte_size: int) -> Lease | None:
-        """Allocates a block of at least ``byte_size`` bytes and returns its lease; None: there is no room now.
+        """Allocates a block of at least ``byte_size`` bytes and returns its lease; None: the arena has no room now.
 
         Raises: InvalidArgument: the arena could not hold so many bytes even if it were empty.  Unavailable: the host has no
           memory left.
@@ -280,7 +280,7 @@ class Arena:
     def _take_large(self, byte_size: int) -> _Block | None:
         """Returns a whole segment as the block for one large tensor: an unused segment or a new one.
 
-        Returns None if there is no room now. Raises: InvalidArgument: the arena could not hold so many bytes even if it were
+        Returns None if the arena has no room now. Raises: InvalidArgument: the arena could not hold so many bytes even if it were
         empty. Unavailable: the host has no memory left.
         """
         size = max(1, -(-byte_size // _LARGE_STEP)) * _LARGE_STEP

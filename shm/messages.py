@@ -49,7 +49,7 @@ class Slice(Record, frozen=True, tag="a"):
 
 
 class RegionSlice(Record, frozen=True, tag="r"):
-    """Names a range of bytes in a client's region. For an output, ``byte_size`` is the room there is, not what is written."""
+    """Names a range of bytes in a client's region. For an output, ``byte_size`` is the most that may be written."""
 
     region: str
     offset: int

@@ -254,9 +254,10 @@ class AbortParameters(Record, frozen=True, tag="c.abortparams"):
 
 
 class ServeLoaded(Record, frozen=True, tag="c.serveloaded"):
-    """Tells a worker to let requests find a version that was loaded with ``held`` set; does nothing if it was loaded otherwise.
+    """Tells a worker to let requests find a version that requests could not find until now: its ``Load`` had ``held`` set.
 
-    Reply: JSON {}, once requests find the version, so that fronts learn of the version only then.
+    If there is no such version, the worker does nothing. Reply: JSON {}, once requests find the version. Only after the reply
+    do fronts learn of the version.
     """
 
     model: str

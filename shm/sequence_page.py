@@ -122,7 +122,7 @@ class SequencePage:
 
     @classmethod
     def create(cls, sequences: int) -> SequencePage:
-        """Creates a page with room for ``sequences`` live sequences, and for about as many ended sequences.
+        """Creates a sequence page for ``sequences`` live sequences, and for about as many ended sequences.
 
         Raises Unavailable: the host has no memory left, or this process has reached its limit of open files.
         """
@@ -136,7 +136,7 @@ class SequencePage:
 
     @classmethod
     def attach(cls, fd: int) -> SequencePage:
-        """Maps a page for reading and owns ``fd``. Raises InvalidArgument: ``fd`` is no page. Unavailable: mapping failed."""
+        """Maps a sequence page; owns ``fd``. Raises InvalidArgument: ``fd`` is of something else; Unavailable: mapping failed."""
         segment = Segment.attach(fd, os.fstat(fd).st_size)
         words = segment.view.cast("Q") if segment.byte_size % 8 == 0 else None
         whole = (

@@ -85,7 +85,7 @@ class StatusPage:
 
     @classmethod
     def attach(cls, fd: int) -> StatusPage:
-        """Maps a worker's page, and takes ownership of its descriptor. Raises InvalidArgument: ``fd`` is not a status page."""
+        """Maps a worker's status page, and owns its descriptor. Raises InvalidArgument: ``fd`` is not a status page."""
         return cls(Segment.attach(fd, _BYTE_SIZE))
 
     @property

@@ -140,7 +140,7 @@ class ParameterPushes:
             self._agenda.put(self._expire, time.monotonic_ns() + KEPT_NS)
 
     def _expire(self, now_ns: int) -> None:
-        """Makes the push thread release memory that it keeps for further pushes, if no push has used that memory for a while."""
+        """Makes the push thread drop, by ``MemoryPool.expire``, memory that it keeps for pushes that are no longer likely."""
 
         def done(keeps: bool | Exception) -> None:
             self._expires = False

@@ -82,7 +82,7 @@ class Answered:
           code: the HTTP status in digits, or the name of the gRPC status.
           message: the text of the error.
           request: the inference request; None: it was another request, or could not be decoded.
-          account: the account of the client, if ``request`` does not have it.
+          account: the account of the connection; needed only if ``request`` has none.
         """
         self._words[self._places.get(code, self._other)] += 1
         model, client_id = ("", "") if request is None else request.names

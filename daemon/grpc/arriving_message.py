@@ -60,7 +60,7 @@ class ArrivingMessage(Receiver):
       flag: the message's first byte; 0: the message is not compressed.
       byte_size: the length of the message.
       submitter: reserves memory in the arena for a large request's tensors; None: the message is buffered.
-      account: the account that the arena memory counts against.
+      account: counts the arena memory for the connection.
       on_room: called once the message waits for arena memory no more: it got the memory, or was refused.
       on_placed: called with the message once all of it has arrived in the arena.
     """

@@ -113,11 +113,11 @@ class Infer:
     def _ask_known(
         self, call: InferCall, walked: Walked, known: PreparedMessage, trace: Trace | None, lease: Lease | None
     ) -> CallRequest | None:
-        """Sends the request in a message. ``known``: the cached part of the message: all but id, scheduling and tensors.
+        """Sends the request that a message contains, and returns the request; None: nothing is sent, decode the message in full.
 
-        ``walked``: the parts into which the message was cut. ``trace``: None if the request is not traced. ``lease``: the memory
-        with the tensors; None: they are in ordinary memory. Returns None, without sending the request, if the message must be
-        decoded in full.
+        ``call``: gets the answers. ``walked``: the message's parts, as ``walk`` returns them. ``known``: the cached part of the
+        message: all but id, scheduling and tensors. ``trace``: None if the request is not traced. ``lease``: the memory with the
+        tensors; None: they are in ordinary memory.
         """
         _, client_id, parameters, raws, room = walked
         if not self._prepared.is_usable(known, len(raws)) or (known.decoupled and not call.streams):

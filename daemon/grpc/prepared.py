@@ -92,7 +92,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         self._schedulings: BoundedCache[bytes, Scheduling] = BoundedCache(count)
 
     def is_usable(self, known: PreparedMessage, raws: int) -> bool:
-        """Returns whether the model of ``known`` still serves, and ``raws`` is its number of ``raw_input_contents``."""
+        """Returns whether the cached message ``known`` has ``raws`` raw tensors, and its model still serves."""
         return known.decoded.raw_count == raws and (known.edition == self._table.edition or self._serves(known))
 
     def scheduling(self, parameters: bytes) -> Scheduling | None:
@@ -125,8 +125,8 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
     ) -> Understood:
         """Decodes the message ``content[start:end]`` in full. Raises RefusedRequest: it is no valid request for a served model.
 
-        ``walked``: the parts into which the message was cut; None: it could not be cut. ``known``: the cached part of the
-        message; None: none is cached.
+        ``walked``: the message's parts, as ``walk`` returns them; None: ``walk`` returned None. ``known``: the cached part of
+        the message; None: none is cached.
         """
         if walked is None or walked[2]:
             message = content[start:end]
@@ -146,10 +146,11 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         walked: Walked | None,
         known: PreparedMessage | None,
     ) -> Understood:
-        """Decodes a message cut into ``head``, ``client_id`` and ``raws``. Caches the part that other messages may share.
+        """Decodes a message whose id and raw tensors (``raws``) are given apart from the rest, ``head``. Caches the shared part.
 
-        ``walked``: the parts into which the message was cut; None: it could not be cut. ``known``: the cached part; None: nothing
-        is cached. Raises: RefusedRequest: the message is no valid request, or its model does not serve.
+        The shared part is all but id, scheduling and raw tensors. ``walked``: the message's parts, as ``walk`` returns them, or
+        None. ``known``: the shared part, if it is cached already. Raises RefusedRequest: the message is no valid request, or its
+        model does not serve.
         """
         try:
             text = client_id.decode()

@@ -283,8 +283,8 @@ class AnswerOrder:
     def stop_direct(self, request: HttpRequest) -> bool:
         """Stops reading the body of the refused ``request`` from the socket straight into memory.
 
-        Returns False, with no effect, if the body was not read like that. After True the end of that body is not searched for any
-        more, so the caller must close the connection after the answer.
+        Returns False, with no effect, if the body was not read straight into memory. If this method returns True, the connection
+        no longer knows where the body ends, so the caller must close the connection after the answer.
         """
         if self.receiving is not request or self.reader is None or not self.reader.reads_body:
             return False

@@ -35,7 +35,7 @@ class ArrivingParameters:
 
         The descriptor is -1 if no parameters follow the JSON. It is open inside the ``with`` block only.
         Args:
-          limit: the most bytes of parameters in one push, and in all pushes that arrive at the same time.
+          limit: the most bytes of parameters that all pushes which arrive at the same time may have together.
         Raises: InvalidArgument: the sizes in the headers are wrong, or the body is too short; Unsupported: the body is
           compressed; BodyTooLarge: the JSON or the parameters are too large; Unavailable: with the other pushes that are
           arriving, the parameters exceed ``limit``, or the host has no memory or descriptors left; ClientDisconnect: the client
@@ -75,8 +75,8 @@ class ArrivingParameters:
 class _Pushed:
     """Holds the memory of the parameters of one push while they arrive.
 
-    ``arriving``: counts the bytes of all pushes that arrive at the same time. ``limit``: the most bytes of parameters in one
-    push, and in all pushes that arrive at the same time.
+    ``arriving``: counts the bytes of all pushes that arrive at the same time. ``limit``: the most bytes that these pushes
+    may have together.
     """
 
     def __init__(self, arriving: ArrivingParameters, limit: int) -> None:

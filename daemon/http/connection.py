@@ -149,7 +149,7 @@ class Http1Connection(asyncio.Protocol):
     def _take_large(self, head: InferHead, first: bytes) -> bool:
         """Begins the request of ``head`` with a large body, which begins with ``first``; reads the rest into shared memory.
 
-        Returns False, with no effect, if that is not possible now: there is no room, reading is paused, the connection is
+        Returns False, with no effect, if that is not possible now: the arena has no room, reading is paused, the connection is
         encrypted, or the request is refused.
         """
         order = self.order

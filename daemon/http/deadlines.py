@@ -43,9 +43,9 @@ class ClientDeadlines:
         self._came, self._silent_since = -1, 0.0
 
     def stopped(self, now: float, came: int) -> bool:
-        """Returns whether at ``now`` no bytes of the arriving request have come for more than ``SILENCE_SECONDS``.
+        """Returns whether the client has paused for more than ``SILENCE_SECONDS`` while it sends a request.
 
-        Call it again and again while the server stops. The time counts from the first call with the same ``came``. ``came``: how
+        Call this method repeatedly while the server stops: a pause begins at the first call with a new ``came``. ``came``: how
         many bytes of the request were received; below 0: no request is arriving, and the method returns False.
         """
         if came != self._came:

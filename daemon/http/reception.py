@@ -31,7 +31,7 @@ class Reception(Receiver):
       pause: called to stop (True) or resume (False) reading from the socket.
       progressed: called when the received bytes are decompressed, or when the body got room in the arena. ``ready`` may be true
         then.
-      account: the account that the body's memory counts against; None: it counts against no account.
+      account: counts the body's memory for the connection; None: the memory counts for nobody.
     """
 
     #: The error to answer the request with, after which the rest of its body is only counted; None: none so far.

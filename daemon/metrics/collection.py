@@ -120,8 +120,8 @@ class Collection:
     async def snapshot(self, exemplars: bool = False) -> MetricsSnapshot:
         """Returns what the metrics show now. A worker that does not answer is shown with its last counters, which is no error.
 
-        ``exemplars``: whether the fronts are also asked for traced requests, as examples of the values in histogram buckets. They
-        are not asked if nothing is traced.
+        ``exemplars``: whether the fronts are also asked for the exemplars of histogram buckets, which are traced requests. The
+        fronts are not asked if nothing is traced.
         """
         asked = self._workers.ready()
         fronts = list(self._fronts) if exemplars and self._traces.on else []

@@ -36,7 +36,7 @@ class Endpoint:
     """Serves the metrics at /metrics, and the status page for browsers at /, on a listening socket.
 
     Args:
-      snapshot: gathers what the metrics show; its argument is whether traced requests are wanted as examples.
+      snapshot: gathers what the metrics show. Its argument: whether to gather traced requests too, for OpenMetrics exemplars.
       describe: gathers what the status page shows.
     """
 

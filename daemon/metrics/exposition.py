@@ -184,7 +184,7 @@ def families(snapshot: MetricsSnapshot, is_openmetrics: bool) -> bytes:
 def _durations(snapshot: MetricsSnapshot, exemplars: bool) -> bytes:
     """Returns the text of the histograms of durations in ``snapshot``. With many models that is most of the answer.
 
-    ``exemplars``: whether a traced request is added to a bucket as an example.
+    ``exemplars``: whether a bucket's exemplar, a traced request, is added to the bucket's line.
     """
     found: list[str] = []
     bounds = (*map(str, snapshot.buckets), "+Inf")

@@ -117,7 +117,7 @@ async def serve(
     Returns when the client has closed its side or sent too much, or if it sent no request. The caller closes the connection.
 
     Args:
-      snapshot: gathers what the metrics show; its argument is whether traced requests are wanted as examples.
+      snapshot: gathers what the metrics show. Its argument: whether to gather traced requests too, for OpenMetrics exemplars.
       thread: the executor in which the text is written.
       describe: returns what the status page shows; None: there is no such page, and / is answered with 404.
     Raises OSError: the client closed the connection before it was answered.

@@ -14,7 +14,7 @@ from tensord.shm.refusals import Refusal
 
 @dataclass(frozen=True, slots=True)
 class WorkerSlot:
-    """Holds the metrics of one worker's name. When a worker's process dies, the process that replaces it has the same name."""
+    """Holds the metrics of all worker processes that have had one name: a process that replaces a dead one gets its name."""
 
     name: str
     device: str
@@ -34,7 +34,7 @@ class WorkerSlot:
 
 @dataclass(frozen=True, slots=True)
 class FrontSlot:
-    """Holds the metrics of one front's name. When a front's process dies, the process that replaces it has the same name."""
+    """Holds the metrics of all front processes that have had one name: a process that replaces a dead one gets its name."""
 
     name: str
     protocol: str

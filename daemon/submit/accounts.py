@@ -95,7 +95,7 @@ class Account(Holdings):
         return self.answers >= self.limit
 
     def note_bulky(self, kind: Hashable) -> None:
-        """Records that requests of this ``kind`` (model, version, input shapes) have large answers, and have to wait for room."""
+        """Records that requests of this ``kind`` (model, version, input shapes) have large answers. ``may_send`` uses that."""
         bulky = self.client.bulky
         if len(bulky) >= _MAX_BULKY:
             bulky.clear()
@@ -130,7 +130,7 @@ class Accounts:
     """Opens and closes the accounts of a front's connections, which count the bytes of arenas that each holds."""
 
     def __init__(self, options: Arenas, small_byte_size: int, medium_byte_size: int) -> None:
-        """Stores the arguments; no account is open. ``small_byte_size``, ``medium_byte_size``: the most bytes of such leases."""
+        """Starts without accounts. A lease of up to ``small_byte_size`` bytes is small, of up to ``medium_byte_size`` medium."""
         self._sizes = small_byte_size, medium_byte_size, options.max_byte_size
         self._connection_limit = part(options, options.connection_share)
         self._client_limit = part(options, options.client_share)

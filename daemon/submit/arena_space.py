@@ -63,7 +63,7 @@ class ArenaSpace:
         Returns None if no memory is free now, the limits of ``account`` forbid it, or a waiting request comes first.
 
         Args:
-          account: the account for which the memory counts; None: it counts for nobody.
+          account: counts the memory for a connection; None: the memory counts for nobody.
           arriving: True if the content is still arriving from a client. Call ``arrived`` when it is complete.
         Raises: InvalidArgument: the arena could never lend so many bytes.  Unavailable: the host has no memory.
         """
@@ -102,7 +102,7 @@ class ArenaSpace:
         """Queues a request for memory. Call it after ``loan`` has returned None for the same arguments.
 
         ``on_lease`` is called once, later: with a lease, or with Unavailable when ``wait_seconds`` have passed. ``now``: the
-        event loop's time in seconds. ``account``: the account that the memory counts against; None: it counts for nobody.
+        event loop's time in seconds. ``account``: counts the memory for a connection; None: the memory counts for nobody.
         ``arriving``: whether a body that has not arrived completely needs the memory.
         """
         self._line(byte_size).append(_Waiter(now + self._wait_seconds, byte_size, on_lease, account, arriving))

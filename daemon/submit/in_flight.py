@@ -121,7 +121,7 @@ class InFlight(Submission, msgspec.Struct, eq=False, kw_only=True):
         return self.record.prepared if self.numbered is None else self.numbered.prepared  # type: ignore[return-value]
 
     def fail(self, error: ServingError) -> None:
-        """Answers the request with an error, as its final answer. Exceptions of ``completed`` are logged and not raised."""
+        """Passes an error to ``completed`` as the final answer. If ``completed`` raises an exception, the exception is logged."""
         record = AnswerRecord(self.record.request_id, LAST, code=error.code, message=error.message)
         try:
             self.completed(LAST, record, None)

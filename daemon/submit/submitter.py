@@ -492,7 +492,7 @@ class Submitter:
         Args:
           byte_size: the number of bytes that the request needs.
           model: the model's name, under which a refusal is counted; "": it is not known.
-          account: the account for which the memory counts; None: it counts for nobody.
+          account: counts the memory for a connection; None: the memory counts for nobody.
           arriving: True if the content is still arriving from a client.
         """
         self._space.wait(byte_size, self.refusals.of_room(model, on_lease), self._loop.time(), account, arriving)

@@ -112,7 +112,7 @@ def decode(content: Any, datatype: str, shape: Sequence[int]) -> np.ndarray:
 
 
 def typestr(dtype: np.dtype) -> tuple[str, bool]:
-    """Returns a dtype's name for numpy's array interface, and whether its arrays need ``view(dtype)`` (BF16 does)."""
+    """Returns a dtype's name for ``__array_interface__``, and whether arrays made by that name still need ``view(dtype)``."""
     if dtype.kind == "V" and dtype.names is None:
         return f"|V{dtype.itemsize}", True
     return dtype.str, False

@@ -156,11 +156,11 @@ class Caller:
 
     @property
     def may_call(self) -> bool:
-        """True while the code may call other models."""
+        """True if this run of a model's code may call other models. While the model is being loaded or finalized, none may."""
         return self.phase is CallerPhase.SERVING and not (self is self.port.detached and self.port.loading)
 
     def close(self) -> None:
-        """Drops the requests, which have ended. Calls by a task that the code has left running are from now on for no request."""
+        """Ends this run and its requests. A task of the model's code may still run; the task's calls then serve no request."""
         self.requests, self.execution = (), None
 
     def __repr__(self) -> str:

@@ -370,7 +370,7 @@ class Dispatcher:
         return not self._stepping.living and self._share < 1
 
     def _retry(self, now_ns: int) -> None:
-        """Sends answers that waited for room in the arena and fit now. Replaces answers that waited too long by an error."""
+        """Sends answers for which the response arena has room now. Replaces answers that waited too long by an error."""
         for version, requests in by_version(self._outbox.retry(now_ns)).items():
             version.executing -= len(requests)
             self._restore(version, requests)

@@ -68,7 +68,7 @@ class Outbox:
 
     @staticmethod
     def _overtakes(request: Request) -> bool:
-        """Returns whether a request's answer must wait: its model answers in order, and an earlier answer waits for room."""
+        """Returns whether a request's answer must wait: its model answers in order, and an earlier answer waits for memory."""
         submitter, version = request.submitter, request.version
         if not submitter.blocked or not version.ordered or submitter.closed or request.cancelled:
             return False
@@ -84,7 +84,7 @@ class Outbox:
     ) -> None:
         """Answers accepted requests that will not run, each with its error, and counts them as failed.
 
-        ``why``: the reason to count them under. Requests with the error Replaced are counted as replaced instead.
+        ``why``: the reason of failure to count. Requests with the error Replaced are counted as replaced instead.
         """
         for request, error in answers:
             reason = Failure.REPLACED if isinstance(error, Replaced) else why
@@ -142,7 +142,7 @@ class Outbox:
             executable.offer(execution.places)
 
     def answer_all(self, execution: Execution, now_ns: int) -> dict[Request, Failure]:
-        """Answers the requests of a run. Returns those that got an error, each with the reason under which to count it."""
+        """Answers the requests of a run. Returns those that got an error, each with the reason of failure to count."""
         failed: dict[Request, Failure] = {}
         row = 0
         for i, request in enumerate(execution.requests):
@@ -162,7 +162,7 @@ class Outbox:
         return failed
 
     def _answer_long(self, execution: Execution, i: int, now_ns: int) -> Failure | None:
-        """Answers the execution's request at index ``i``. Returns the reason to count an error under; None: it got no error."""
+        """Answers the request at index ``i`` of a run. Returns the reason of failure to count; None: the answer is no error."""
         request, result = execution.requests[i], execution.results[i]
         if request.timeline is not None:
             request.timeline.executed(execution.moments, request.arrays, result)
@@ -251,10 +251,10 @@ class Outbox:
         return result
 
     def _place(self, request: Request, result: dict[str, Array], places: Places | None = None) -> ServingError | bool:
-        """Writes ``result`` to ``places`` (None: places are chosen here), sends it and ends the request, if there is room for it.
+        """Writes ``result`` to ``places`` (None: places are chosen here), sends it and ends the request.
 
-        Returns True if the answer was sent, False if there is no room and the caller must try again later, or the error with
-        which to answer instead.
+        Returns True if the answer was sent, False if the response arena has no room for the answer now and the caller must try
+        again later, or the error with which to answer instead.
         """
         if request.submitter.closed:
             self.end(request)
@@ -307,13 +307,13 @@ class Outbox:
         return True
 
     def _bound(self, submitter: SubmitterLink[Request]) -> int:
-        """Returns how many bytes of a submitter's answers may wait for room before ``hold`` delays the submitter's requests."""
+        """Returns how many bytes of a submitter's answers may wait for memory before ``hold`` delays the submitter's requests."""
         if submitter.segments is None:
             return self._options.byte_size
         return min(self._options.byte_size, submitter.segments.limits.response_byte_size // _MAX_BLOCKED)
 
     def no_room(self, request: Request, byte_size: int, now_ns: int) -> Unavailable:
-        """Returns the error for a request's answer of ``byte_size`` bytes that found no room. Counts and logs the refusal."""
+        """Returns the error for an answer of ``byte_size`` bytes for which the arena has no room. Counts and logs the refusal."""
         self._note(request, Refusal.ANSWER_ROOM, now_ns)
         return Unavailable(_describe_full(request.submitter, byte_size))
 
@@ -333,7 +333,10 @@ class Outbox:
         return False
 
     def retry(self, now_ns: int) -> list[Request]:
-        """Retries answers that waited for room; those that waited too long fail. Returns the held requests that may run now."""
+        """Sends answers for which the response arena has room now; answers that waited too long fail.
+
+        Returns the requests that ``hold`` had delayed and that may run now.
+        """
         freed: list[Request] = []
         for submitter in list(self.blocked):
             returned = submitter.returns
@@ -379,11 +382,11 @@ class Outbox:
 
     @property
     def next_give_up_ns(self) -> int:
-        """The time (monotonic, ns) by which ``retry`` must be called even if no room has become free."""
+        """The time (monotonic, ns) by which ``retry`` must be called even if no arena memory was freed."""
         return min([submitter.blocked[0].give_up_ns for submitter in self.blocked], default=NEVER)
 
     def drop(self, submitter: SubmitterLink[Request]) -> None:
-        """Ends, without answers, a gone submitter's requests that are held back or whose answers wait for room."""
+        """Ends, without answers, a gone submitter's requests that ``hold`` has delayed or whose answers wait for memory."""
         for waiting in submitter.blocked:
             self.end(waiting.request)
         for request in submitter.held:

@@ -196,7 +196,7 @@ class Responses(ResponseReceiver):
                 self._end_cancelled(sender)
 
     def retry(self, now_ns: int) -> None:
-        """Sends responses that waited for room and fit now. Ends requests with an error if their responses waited too long."""
+        """Sends responses for which the arena has room now. Ends requests with an error if their responses waited too long."""
         for sender, (waiting, give_up_ns) in list(self.kept.items()):
             del self.kept[sender]
             while waiting and not sender.ended:
@@ -212,7 +212,7 @@ class Responses(ResponseReceiver):
 
     @property
     def next_give_up_ns(self) -> int:
-        """The time (monotonic, ns) by which ``retry`` must be called even if no room has become free."""
+        """The time (monotonic, ns) by which ``retry`` must be called even if no arena memory was freed."""
         return min([give_up_ns for _, give_up_ns in self.kept.values()], default=NEVER)
 
     def gather(self, now_ns: int) -> None:

@@ -130,7 +130,7 @@ class StepRows:
     def send(self, slots: list[int], rows: Array, now_ns: int) -> list[ResponseSender]:
         """Sends a step's responses to the requests in ``slots`` together. Each slot must have True in ``self.joined``.
 
-        Returns the senders whose clients may have no room left; their requests are answered separately from now on.
+        Returns the senders whose clients' memory for responses may be full: their requests are answered separately from now on.
         ``rows``: the step's outputs, UINT8[all slots, size].
         """
         if slots != self._ready:
@@ -160,7 +160,7 @@ class StepRows:
         self._ready = slots
 
     def _look(self) -> list[ResponseSender]:
-        """Returns the senders whose clients may have no room left for responses, or all once the times of 4096 steps are stored.
+        """Returns the senders whose clients' memory for responses may be full, or all once the times of 4096 steps are stored.
 
         The requests of these senders are answered separately from now on, so that no more than 4096 times are ever stored.
         """

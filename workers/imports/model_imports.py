@@ -89,7 +89,7 @@ class ModelImports:
     _serials = itertools.count(1)
 
     def __init__(self, package: str, folders: Sequence[Path] | Sequence[str]) -> None:
-        """Makes a package. ``folders``: the folders that hold its modules, in the order in which they are searched."""
+        """Makes a package. ``folders``: where the package's modules lie, in the order in which the folders are searched."""
         self.package = package
         self.folders = tuple(str(folder) for folder in folders)
         self._prefix = f"{package}."
@@ -138,7 +138,7 @@ class ModelImports:
         self._port = self._builtins[PORT] = port
 
     def run(self, path: Path) -> ModuleType:
-        """Runs the file ``path``, such as model.py, as a module of the package, and returns the module.
+        """Runs the file ``path``, such as model.py, as a module of the model's package, and returns the module.
 
         Raises InvalidArgument: the file cannot be read. Any exception of the module's code is raised unchanged.
         """
@@ -256,7 +256,7 @@ class ModelImports:
         return module
 
     def find_spec(self, name: str, path: Sequence[str]) -> ModuleSpec | None:
-        """Finds a module of the package by its full name in the folders ``path``; None: there is no such module."""
+        """Finds a module of the model by its full name (package included) in the folders ``path``; None: there is none."""
         portions: list[str] = []
         for folder in path:
             spec = self._finder(folder).find_spec(name)

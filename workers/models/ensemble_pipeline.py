@@ -72,7 +72,7 @@ class EnsemblePipeline:
         return None if found is None or found.long or not found.gathers else found
 
     def programs(self, key: Shapes, most: int) -> list[PipelineProgram | None]:
-        """Returns the programs for 1 to ``most`` rows; None: steps run as requests. ``key`` is ignored, as there is one shape."""
+        """Returns a program for each number of rows up to ``most``; None where steps must run as requests. Ignores ``key``."""
         return [self.program(rows) for rows in range(1, most + 1)]
 
     def run(self, execution: Execution, program: PipelineProgram) -> None:

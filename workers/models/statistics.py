@@ -352,12 +352,12 @@ class VersionStatistics:
             self._count_batches(size, count, input_ns, infer_ns, output_ns)
 
     def padded(self, rows: int, elements: int) -> None:
-        """Counts padding, which was computed for no request: a number of batch rows, and of elements in padded inputs."""
+        """Counts padding: batch ``rows`` that belong to no request, and ``elements`` of inputs that no request has sent."""
         self.padded_rows += rows
         self.padded_elements += elements
 
     def failed(self, lasted_ns: int, why: Failure = Failure.REJECTED) -> None:
-        """Counts a request that was accepted and failed ``lasted_ns`` after its arrival. ``why``: the reason to count it for."""
+        """Counts a request that was accepted and failed ``lasted_ns`` after its arrival. ``why``: the reason, counted too."""
         self.fail.add(lasted_ns)
         self.failures[why] += 1
 

@@ -110,7 +110,7 @@ class _Memory:
     """A memfd and a writable mapping of it, which this process alone has."""
 
     def __init__(self, parts: Sequence[Part], byte_size: int) -> None:
-        """Allocates and fills memory. Raises Unavailable: no memory or file descriptor is left; or what copying a part raises."""
+        """Copies ``parts`` into new memory. Raises Unavailable: no memory or descriptor is left; or what copying raises."""
         self.byte_size = byte_size
         #: True if the memory was free already at the last call of ``MemoryPool.expire``.
         self.is_spare = False
@@ -157,7 +157,7 @@ class _Memory:
         return Unavailable(f"the host has no {self.byte_size} bytes of memory for parameters")
 
     def fill(self, parts: Sequence[Part]) -> None:
-        """Fills memory that nobody uses any more. Raises what copying a part raises; the memory can then be filled again."""
+        """Copies ``parts`` into this memory, which nobody uses, one behind the other. Raises whatever copying a part raises."""
         if not self._is_populated:
             # In pieces, because whoever maps memory meanwhile waits. Linux before 5.14 does not know it: each page is a fault.
             for start in range(0, self.byte_size, PIECE):
@@ -216,7 +216,7 @@ class _Memory:
 
 
 class NewMemory:
-    """New memory, filled with parameters. Its owner calls ``sealed`` once the content is right, and ``close`` in any case."""
+    """New memory with a push's parameters. Its owner calls ``sealed`` once the content is right, and ``close`` in any case."""
 
     def __init__(self, memory: _Memory, pool: MemoryPool) -> None:
         self._memory: _Memory | None = memory
@@ -224,7 +224,7 @@ class NewMemory:
 
     @property
     def content(self) -> Array:
-        """The memory's content as an array. No array may refer to it any more when ``sealed`` is called."""
+        """The memory's content as an array. No array may refer to the memory any more when ``sealed`` is called."""
         assert self._memory is not None
         return self._memory.content
 
@@ -255,7 +255,7 @@ class MemoryPool:
         self._filled_ns: dict[int, int] = {}
 
     def filled(self, parts: Iterable[Part]) -> NewMemory:
-        """Returns memory that is filled with parts, one behind the other. Raises Unavailable, or what copying a part raises."""
+        """Returns memory with copies of ``parts``, in order. Raises Unavailable: no memory is left; or what copying raises."""
         parts = [part for part in parts if part.byte_size]
         byte_size = sum([part.byte_size for part in parts])
         memory = next((each for each in reversed(self._memories) if each.byte_size == byte_size and each.is_free), None)
@@ -271,7 +271,7 @@ class MemoryPool:
         return NewMemory(memory, self)
 
     def _new(self, parts: Sequence[Part], byte_size: int) -> _Memory:
-        """Returns new memory filled with parts; if the host has too little, first frees unused memory of other sizes."""
+        """Returns new memory with copies of ``parts``. If the host has too little, first frees the unused memory of the pool."""
         try:
             return _Memory(parts, byte_size)
         except Unavailable:
@@ -288,7 +288,7 @@ class MemoryPool:
             each.close()
 
     def sealed(self, memory: _Memory) -> int:
-        """Seals memory, and keeps it in the pool if it can be filled again. Returns a file descriptor of the sealed memory.
+        """Seals memory, and keeps it in the pool if other parameters can use it later. Returns a descriptor of the sealed memory.
 
         The caller closes the descriptor, and must not use ``memory`` any more. Raises Unavailable: no file can be opened.
         """
@@ -300,7 +300,7 @@ class MemoryPool:
             return memory.lend()
 
     def give_back(self, memory: _Memory) -> None:
-        """Keeps ``memory`` if memory of its size was filled lately; else frees it. If too many are kept, frees the oldest."""
+        """Keeps ``memory`` if memory of its size was sealed in the last ``KEPT_NS`` ns; otherwise frees ``memory``."""
         if memory.byte_size not in self._filled_ns:
             memory.close()
             return
@@ -309,9 +309,9 @@ class MemoryPool:
         self._forget(self._memories[:-MOST_RETURNING])
 
     def expire(self, now_ns: int) -> bool:
-        """Frees memory of a size that was last filled long ago, and memory that is unused and was so at the last call.
+        """Drops memory from the pool if no memory of its size was sealed in the last ``KEPT_NS`` ns. ``now_ns``: CLOCK_MONOTONIC.
 
-        Returns False once no memory is kept, so that no further call is needed. ``now_ns``: CLOCK_MONOTONIC.
+        Also drops memory that is unused now and was unused at the last call. Returns whether a later call may have more to drop.
         """
         self._filled_ns = {size: at_ns for size, at_ns in self._filled_ns.items() if at_ns + KEPT_NS > now_ns}
         gone: list[_Memory] = []

@@ -58,7 +58,7 @@ class Making:
     ) -> None:
         """Stores ``operation``, the push; nothing is read yet. ``limit``: the most bytes that one push may have.
 
-        ``base``: the set from which the leaves are taken that the source lacks; None: the source has all leaves.
+        ``base``: the set whose leaves stand in for those that the push lacks; None: the push must have all leaves.
         """
         self._pool = pool
         self._leaves = leaves
@@ -201,13 +201,14 @@ def plan(
     leaves: Leaves,
     base: ParameterSet | None,
 ) -> Making:
-    """Finds the file, region or memory that a push (``operation``) names. Returns an object that copies its parameters.
+    """Finds the file, region or memory that a push (``operation``) names. Returns an object that copies parameters from there.
 
     Args:
       folders: the folders of the model's version and of the model.
       fd: the file descriptor of a MemorySource, which the returned object closes; None: the push brought none.
       limit: the most bytes that the push may have.
-      base: the set from which leaves are taken that the source lacks; None: the source has all leaves.
+      leaves: describes the leaves (arrays) of the model's parameters.
+      base: the set whose leaves stand in for those that the push lacks; None: the push must have all leaves.
     Raises NotFound: there is no such region or file; InvalidArgument: a range lies outside of its region, or a path leads out of
     the model's folder.
     """

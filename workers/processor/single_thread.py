@@ -60,7 +60,7 @@ class SingleThreadDevice:
 
 @functools.cache
 def _opened() -> jax.Device:
-    """Opens the device with one thread, once in a process even for several workers: its threads end only with the process."""
+    """Opens a CPU device that computes with one thread. Later calls return the same device, which this process never closes."""
     known = os.environ.get(THREADS_VARIABLE)
     os.environ[THREADS_VARIABLE] = "1"
     try:

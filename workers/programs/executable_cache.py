@@ -103,7 +103,7 @@ def cache_directory(configured: str) -> CacheDirectory | None:
 
 @functools.cache
 def _platform() -> str:
-    """Returns a text with everything besides the program that an executable depends on: versions, device, processor, flags."""
+    """Returns, as a text, what an executable depends on besides its program: versions of JAX, device, processor, XLA flags."""
     device = jax.devices()[0]
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -221,7 +221,7 @@ class InferenceTrace:
 
 
 class PreferredMemory:
-    """The kind of memory in which another model's outputs should lie. It has no effect: outputs are always numpy arrays."""
+    """The kind of memory that a model wants for the outputs of a model that it calls. No effect: outputs are numpy arrays."""
 
     def __init__(self, preferred_memory_type: MemoryType, preferred_device_id: int = 0) -> None:
         self.preferred_memory_type = preferred_memory_type

@@ -500,7 +500,10 @@ def _arrays(
 
 
 def _array(record: RequestRecord, signature: Signature, tensor: PreparedTensor, content: Content) -> Array:
-    """Makes an array of the model's shape from ``content``. Raises InvalidArgument: it does not fit ``tensor``, the input."""
+    """Makes the array that the model gets for an input from the input's bytes, ``content``. ``tensor``: describes the bytes.
+
+    Raises InvalidArgument, naming ``record``: the bytes do not fit the datatype and shape of ``tensor``.
+    """
     spec, shape = signature.inputs[tensor.name], tensor.shape
     if spec.datatype == "BYTES":
         # The snapshot comes first: lengths are read from it, not from memory somebody else can write.

@@ -124,11 +124,11 @@ class Planner(ABC, Generic[P]):
         """Sets how many rows of requests with this batching key may share a batch from now on; 0: as many as the rules allow."""
 
     def at_once(self, key: Hashable) -> Sequence[range]:
-        """Returns the numbers of waiting rows with this batching key that all run together at once, as ascending ranges.
+        """Returns how many waiting rows with this batching key run as one batch without delay, as ascending ranges of numbers.
 
         If the number of waiting rows lies between two ranges, ``take`` returns only a part of the rows. The last number of
-        the last range is the most rows that can share a batch. An empty sequence, which this method returns unless a
-        subclass overrides it, means that requests are delayed or never share a batch.
+        the last range is the most rows that can share a batch. The result is empty if requests are delayed or never share
+        a batch; by default it is empty.
         """
         return ()
 

@@ -217,7 +217,7 @@ class StepBatcher(QueuePlanner[W]):
     def inserted(self, requests: Sequence[W], flags: Sequence[int]) -> list[SlotAnswer[W]]:
         """Returns the answers to send after requests were inserted into slots, and frees the slots of requests that are finished.
 
-        ``flags``: for each request the flags EMITS and FINISHED, or'ed, which the device has returned.
+        ``flags``: for each request what the device has returned: EMITS (it has an output), FINISHED (it is over), both, or 0.
         """
         answers: list[SlotAnswer[W]] = []
         for row, (request, said) in enumerate(zip(requests, flags, strict=False)):
@@ -228,12 +228,13 @@ class StepBatcher(QueuePlanner[W]):
     def stepped(
         self, step: Step[W], flags: Sequence[int], joined: Sequence[bool] = ()
     ) -> tuple[list[SlotAnswer[W]], list[int]]:
-        """Evaluates the flags that the oldest step on the device has returned, and frees the slots of finished requests.
+        """Returns the answers to send after a step, and frees the slots of requests that are finished.
 
         Args:
-          flags: for each slot the flags EMITS and FINISHED, or'ed.
+          step: the oldest step on the device.
+          flags: for each slot what the device has returned: EMITS (its request has an output), FINISHED (it is over), both, or 0.
           joined: for each slot whether its request collects its outputs for one answer; empty: no request does.
-        Returns: the answers to send now; and the slots of requests that collect their outputs, have a new output, and go on.
+        Returns: the answers; and the slots of requests that go on and whose new output must be collected.
         """
         self._on_their_way -= not step.goes_on
         answers: list[SlotAnswer[W]] = []
