@@ -87,6 +87,8 @@ nv_inference_queue_duration_us counts.queue_ns Of that, waiting in queues
 nv_inference_compute_input_duration_us counts.compute_input_ns Of that, gathering the inputs
 nv_inference_compute_infer_duration_us counts.compute_infer_ns Of that, running the model
 nv_inference_compute_output_duration_us counts.compute_output_ns Of that, placing the outputs
+tensord_model_busy_seconds_total counts.busy_ns Time of all runs of it, each once however many requests it was for; \
+an ensemble's are its steps'
 tensord_copied_bytes_total counts.copied_byte_size Bytes of tensors that workers have copied for requests, in and out
 tensord_padded_rows_total counts.padded_rows Rows of batches that padded a bucket and belonged to no request
 tensord_padded_elements_total counts.padded_elements Elements of inputs that padded buckets, in rows and in axes
@@ -328,12 +330,6 @@ def _models(models: Sequence[tuple[tuple[str, str], Total]]) -> Iterator[Family]
     )
     yield from _of_each(Unknowns, _MODELS, _MODEL, models)
     yield from _of_each(Unknowns, _CACHED, _MODEL, [(labels, total) for labels, total in models if total.cached])
-    busy = Counters(
-        "tensord_model_busy_seconds_total",
-        "Time of all runs of it, each once however many requests it was for; an ensemble's are its steps'",
-        labels=_MODEL,
-    )
-    yield busy.fill([(labels, total.counts.busy_ns / 1e9) for labels, total in models])
     first = Histograms(
         "nv_inference_first_response_histogram_ms", "Time from arrival to the first response, of models with several"
     )
