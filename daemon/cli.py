@@ -197,7 +197,7 @@ def check(
             click.echo(f"    {sentence}", err=bool(verdict.reason))
         for outcome in (each for each in verdict.outcomes if deep and each.config):
             taken = outcome.footprint
-            sizes = [tables.scaled(size, 1024, "B") for size in (taken.parameter_byte_size, taken.program_byte_size)]
+            sizes = [tables.scaled(size) for size in (taken.parameter_byte_size, taken.program_byte_size)]
             said = "{:.1f} s to load, {} of parameters, {} of programs".format(taken.seconds, *sizes)
             click.echo(f"    {outcome.name} {outcome.version}: {said}")
             if outcome.trials:

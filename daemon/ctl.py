@@ -465,9 +465,7 @@ def models_list(daemon: _Daemon, repeat_seconds: float | None) -> None:
 
 def _with_units(version: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a copy of a row about a model's version, with numbers of bytes as texts such as "1.5 MiB"."""
-    sizes = {
-        name: tables.scaled(version[name], 1024, "B") for name in _SIZES if isinstance(version.get(name), int | float)
-    }
+    sizes = {name: tables.scaled(version[name]) for name in _SIZES if isinstance(version.get(name), int | float)}
     return {**version, **sizes}
 
 

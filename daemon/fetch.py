@@ -111,7 +111,7 @@ def fetch(
         swap(stage / folder.name, folder)
     whole = sum(max(0, file.byte_size) for file in files)
     versions = ", ".join(map(str, found.chosen))
-    return f"{folder.name}: version {versions} is in {folder}, {tables.scaled(whole, 1024, 'B')} from {source.shown}"
+    return f"{folder.name}: version {versions} is in {folder}, {tables.scaled(whole)} from {source.shown}"
 
 
 @contextlib.contextmanager

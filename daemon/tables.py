@@ -35,14 +35,13 @@ def shown(value: Any) -> str:
     return " ".join(str(value).split())
 
 
-def scaled(number: float, step: int, unit: str) -> str:
-    """Returns a number with three digits, a prefix for each factor of ``step`` (1000 or 1024) and a unit: ``1.5 MiB``."""
-    for prefix in ("", "k", "M", "G", "T"):
-        if number < step or prefix == "T":
+def scaled(byte_size: float) -> str:
+    """Returns a number of bytes with three digits and a unit: ``1.5 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if byte_size < 1024 or unit == "TiB":
             break
-        number /= step
-    name = f"{prefix.upper()}i" if step == 1024 and prefix else prefix
-    return f"{number:.3g} {name}{unit}"
+        byte_size /= 1024
+    return f"{byte_size:.3g} {unit}"
 
 
 def plot(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], drawn: str) -> None:

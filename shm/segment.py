@@ -119,3 +119,20 @@ class Segment:
 
     def __repr__(self) -> str:
         return f"<Segment {self.byte_size} bytes{' closed' if self.fd < 0 else ''}>"
+
+
+class Page:
+    """Base class of pages on which a worker shows something to other processes: a segment of words of 64 bits."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self._words = segment.view.cast("Q")
+
+    @property
+    def fd(self) -> int:
+        return self._segment.fd
+
+    def close(self) -> None:
+        """Unmaps the page. Idempotent."""
+        self._words.release()
+        self._segment.close()

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.messages import SequenceId
-from tensord.shm.segment import Segment
+from tensord.shm.segment import Page, Segment
 
 #: Neither half of a key is 0.
 Key = tuple[int, int]
@@ -102,12 +102,11 @@ class FreeSlots(NamedTuple):
     backlog: int
 
 
-class SequencePage:
+class SequencePage(Page):
     """Shared memory in which a worker lists its sequences, and how many more sequences each model version can admit."""
 
     def __init__(self, segment: Segment) -> None:
-        self._segment = segment
-        self._words = segment.view.cast("Q")
+        super().__init__(segment)
         self._multiplier, bits = self._words[2], self._words[3]
         self._shift = 64 - bits
         self._end = _HEADER + (_ENTRY << bits)
@@ -152,10 +151,6 @@ class SequencePage:
             segment.close()
             raise InvalidArgument("not a sequence page")
         return cls(segment)
-
-    @property
-    def fd(self) -> int:
-        return self._segment.fd
 
     # ---------------------------------------------------------------------------------------------------------- reading
 
@@ -302,11 +297,6 @@ class SequencePage:
         words[1] = words[1] + 1 & _MASK
         words[hole] = 0
         return True
-
-    def close(self) -> None:
-        """Unmaps the page. Idempotent."""
-        self._words.release()
-        self._segment.close()
 
     def __repr__(self) -> str:
         return f"<SequencePage {sum(1 for _ in self.sequences())} sequences>"

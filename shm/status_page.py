@@ -19,7 +19,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tensord.shm.segment import Segment
+from tensord.shm.segment import Page, Segment
 
 _WORDS = 512
 _MODEL, _SINCE = 510, 511
@@ -70,12 +70,11 @@ def model_key(name: str, version: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{name}/{version}".encode(), digest_size=8).digest(), "little")
 
 
-class StatusPage:
+class StatusPage(Page):
     """Shared memory in which a worker shows what it is doing. It is writable in the worker, read-only elsewhere."""
 
     def __init__(self, segment: Segment) -> None:
-        self._segment = segment
-        self._words = segment.view.cast("Q")
+        super().__init__(segment)
         #: The state of the main loop between executions.
         self.resting = WorkerState.IDLE
 
@@ -87,10 +86,6 @@ class StatusPage:
     def attach(cls, fd: int) -> StatusPage:
         """Maps a worker's status page, and owns its descriptor. Raises InvalidArgument: ``fd`` is not a status page."""
         return cls(Segment.attach(fd, _BYTE_SIZE))
-
-    @property
-    def fd(self) -> int:
-        return self._segment.fd
 
     @property
     def memory(self) -> memoryview:
@@ -182,11 +177,6 @@ class StatusPage:
         if state[0] is WorkerState.EXECUTING:
             running.append(Running(state[1], words[self.word(0) + _MODEL]))
         return min(running, default=None)
-
-    def close(self) -> None:
-        """Unmaps the page. Idempotent."""
-        self._words.release()
-        self._segment.close()
 
     def __repr__(self) -> str:
         return f"<StatusPage {self.state[0].name} executing={len(self.executing())}>"

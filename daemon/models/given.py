@@ -16,17 +16,14 @@ import contextlib
 import fcntl
 import itertools
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Collection, Mapping
 from pathlib import Path
 
-from tensord.daemon.models.repository import FoundModel, given_error
+from tensord.daemon.models.repository import NAME, FoundModel, given_error
 from tensord.shm.errors import InvalidArgument, Unavailable
 
-#: Matches a part of a file's path; none may mean anything to a file system.
-_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+-]{0,254}", re.ASCII)
 _MAX_DEPTH = 8
 _PREFIX = "tensord-models-"
 
@@ -145,7 +142,7 @@ def _checked(files: Mapping[str, bytes]) -> dict[str, bytes]:
     for given, content in files.items():
         path = given.lstrip("/")
         parts = path.split("/")
-        if len(parts) > _MAX_DEPTH or not all(_PART.fullmatch(part) for part in parts):
+        if len(parts) > _MAX_DEPTH or not all(NAME.fullmatch(part) for part in parts):
             raise InvalidArgument(f"'{given[:200]}' is no path of a file in a model: expected <version>/<file-name>")
         if path in found:
             raise InvalidArgument(f"file '{path[:200]}' is given twice")
