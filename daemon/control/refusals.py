@@ -58,9 +58,9 @@ class Refusals:
         self._settle_later()
 
     def of_room(self, model: str, on_room: Callable[[T | ServingError], None]) -> Callable[[T | ServingError], None]:
-        """Returns a callback that passes its argument, memory for a request or an error, to ``on_room``.
+        """Returns a callback that passes what it is given, memory for a request or an error, on to ``on_room``.
 
-        If the argument is an error, the callback first counts it as a refusal of a request to ``model``.
+        The callback first counts an error as a refusal of a request to ``model``.
         """
 
         def given_room(given: T | ServingError) -> None:

@@ -254,7 +254,7 @@ TRAILERS_OK = _literal(b"grpc-status", b"0")
 
 
 def trailers(status: int, message: str) -> bytes:
-    """Returns encoded trailers with the gRPC ``status`` and the message, percent-encoded and cut to what clients accept."""
+    """Returns encoded trailers with the gRPC ``status`` and the message, percent-encoded and shortened to what clients accept."""
     text = urllib.parse.quote(message[:_MAX_MESSAGE], safe=" !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~").encode()[:_MAX_MESSAGE]
     cut = text.rfind(b"%", max(0, len(text) - 2))
     if cut >= 0 and len(text) == _MAX_MESSAGE:

@@ -131,7 +131,7 @@ def decode_head(head: bytes, has_raw: bool, table: ModelStates) -> tuple[Decoded
 
 
 def model_of(head: bytes) -> str:
-    """Returns the model's name in ``head``, a request, cut to a length for logs; "": it has none. The rest may be malformed."""
+    """Returns the model's name in ``head``, a request, shortened for logs; "": ``head`` has none. The rest may be malformed."""
     name = b""
     for tag, _, begin, size in fields(head, len(head)):
         if tag == _MODEL_NAME:

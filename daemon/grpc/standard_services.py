@@ -158,7 +158,7 @@ class Reflection:
         return answer
 
     def _fill(self, answer: Any, kind: str, asked: Any) -> None:
-        """Fills in ``answer``, to a request whose field ``kind`` has the value ``asked``. Raises KeyError: no such symbol."""
+        """Writes to ``answer`` what a request with ``asked`` in field ``kind`` gets. Raises KeyError: the symbol is unknown."""
         if kind == "file_by_filename":
             _describe(answer, POOL.FindFileByName(asked))
         elif kind == "file_containing_symbol":

@@ -201,7 +201,7 @@ def read_values(entry: InputHead | ExactInput, apart: json_cut.Cut | None) -> Va
 
 
 def _count(entry: InputHead | ExactInput, text: memoryview | None) -> int:
-    """Counts the values in the JSON ``data`` of ``entry``, an input. ``text``: the data if it was cut out, else None."""
+    """Counts the values in the JSON ``data`` of ``entry``, an input. ``text``: the data, if it was cut out of the JSON."""
     what = f"input '{entry.name}' shape"
     if text is None and not isinstance(entry, InputHead):
         return count_in_value(entry.data, entry.datatype, what)

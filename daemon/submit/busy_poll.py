@@ -42,7 +42,7 @@ class BusyPoll:
     def look(self, ready: Callable[[int], object], receive: Callable[[T], bool], worker: T) -> None:
         """Polls for a moment for the answer to the only request in flight. Call it when the request was just sent.
 
-        If several requests were in flight lately, this method does not poll itself: it only keeps the event loop from
+        In its first calls after several requests were in flight, this method does not poll: it only keeps the event loop from
         sleeping, because a request or a connection may come meanwhile. ``ready``: takes a timeout in ms, and returns a true
         value if something can be read from the worker's lane. ``receive``: called with ``worker`` to read from its lane;
         returns False if no more can come, because the answer has come or the worker is gone.

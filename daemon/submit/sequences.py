@@ -107,7 +107,7 @@ class SequenceRouting:
         return worker
 
     def bury(self, worker: WorkerLink, orphans: Iterable[InFlight]) -> set[InFlight]:
-        """Reads from a dead worker's page which sequences the worker had, and remembers them as lost.
+        """Reads from a dead worker's sequence page which sequences the worker had, and remembers them as lost.
 
         ``orphans``: the worker's requests without an answer. Returns the requests among them that must not be run on another
         worker, because their sequence is lost. If the dead worker had run no request of a sequence, the sequence's requests
@@ -144,7 +144,7 @@ class SequenceRouting:
         return worker if worker.incarnation in state.workers else None
 
     def _holder(self, key: Key) -> WorkerLink | None:
-        """Returns the worker on whose page the sequence ``key`` is open; None: there is no such worker.
+        """Returns the worker on whose sequence page ``key`` is open; None: there is no such worker.
 
         If there are several, the worker that admitted the sequence last is returned.
         """

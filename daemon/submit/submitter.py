@@ -435,7 +435,7 @@ class Submitter:
         """Counts an answer's memory for its connection and client until ``release``, and withdraws requests that must now wait.
 
         ``record``: the answer, from ``worker``, with the lease ``key``. ``request``: the answered request; None: it is not in
-        flight any more, and the lease counts for nobody.
+        flight any more, and the lease counts for no client.
         """
         for concerned in self._throttle.hold(worker, key, request, record):
             self._recall(concerned)

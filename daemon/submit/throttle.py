@@ -57,7 +57,7 @@ class Throttle:
 
         If the client, or the connection, has just filled its share of response memory, the result has a function for it, which
         takes a request and returns whether the request must be withdrawn. ``record``: the answer, from ``worker``, with the lease
-        ``key``. ``request``: the request that was answered; None: it is not in flight any more, and the lease counts for nobody.
+        ``key``. ``request``: the request that was answered; None: it is not in flight any more; the lease counts for no client.
         """
         size = 0
         for content in record.contents:

@@ -282,7 +282,7 @@ class Stepping:
         return bool(given) or batcher.due_ns() is not None
 
     def _parts(self, step: Step[Request]) -> list[tuple[Step[Request], ParameterSet | None]]:
-        """Splits a step into (part, parameter set): a part has the requests that use this set. None: the main set."""
+        """Splits a step by parameter set. Returns pairs: a step of the requests that use one set, and the set (None: main)."""
         groups: dict[ParameterSet | None, list[SlotHolder[Request]]] = {}
         for holder in step.holders:
             groups.setdefault(_held(holder.request), []).append(holder)

@@ -53,7 +53,7 @@ Copy = Callable[[int, Array], None]
 
 
 class Part(NamedTuple):
-    """A part of the content of new memory: its number of bytes, and the function that copies them there."""
+    """A part of the parameters for new memory: the part's number of bytes, and the function that copies these bytes there."""
 
     byte_size: int
     copy: Copy

@@ -68,7 +68,7 @@ class Inputs(Protocol):
 
     @property
     def fit(self) -> bool:
-        """True if the memory has room for the arguments; if not, they cannot be gathered here."""
+        """True if the memory has room for the arguments; if not, the arguments cannot be gathered here."""
 
     @property
     def arrays(self) -> dict[str, Array]:

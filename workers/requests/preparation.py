@@ -56,7 +56,7 @@ class AnswerPlan(NamedTuple):
     told: Mapping[str, Parameter]
 
     def number(self, numbered: Numbered[PreparedAnswer]) -> AnswerPlan:
-        """Returns a copy of the plan whose answers name by its number ``numbered``, the part that all of them have."""
+        """Returns a copy of the plan whose answers have only the number of ``numbered`` in place of the part that they share."""
         return self._replace(said=numbered.number, numbered=numbered)
 
 
