@@ -102,7 +102,9 @@ def lanes_of(options: Options, *workers: Worker) -> ClientLanes:
     supervisor: Any = SimpleNamespace(workers=pool, next_incarnation=itertools.count(100).__next__)
     lanes = ClientLanes(options, supervisor)
     has = tuple(worker.incarnation for worker in workers)
-    lanes.model_changed(ModelState("m", 1, "READY", "", has, b'{"name": "m"}', b'{"max_batch_size": 4}'))
+    lanes.model_changed(
+        ModelState("m", 1, "READY", "", has, metadata=b'{"name": "m"}', config=b'{"max_batch_size": 4}')
+    )
     return lanes
 
 
@@ -433,7 +435,7 @@ async def test_no_lane_is_opened_where_not_all_can_be(how: str, monkeypatch: pyt
 
 async def test_a_description_that_is_too_large_for_the_socket() -> None:
     lanes = lanes_of(Options(), Worker(1))
-    lanes.model_changed(ModelState("m", 1, "READY", "", (1,), b" " * 200_000, b"{}"))
+    lanes.model_changed(ModelState("m", 1, "READY", "", (1,), metadata=b" " * 200_000, config=b"{}"))
     connection, wanted = lanes.admit(Peer("unix", "", 7, 1000, 1000)), OpenLanes("m")
     with pytest.raises(Unsupported, match="has 200000 bytes, at most 114688 can be sent here"):
         lanes.open(connection, wanted, await lanes.find(connection, wanted))
