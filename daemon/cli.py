@@ -192,9 +192,8 @@ def check(
             )
         elif not verdict.reason and 0 < len(verdict.model.devices) < len(devices):
             click.echo(f"    on {there} alone of {len(devices)} workers: models on others cannot call it")
-        # Of what its process has logged, the warnings.
-        for sentence in (*verdict.model.without_effect, *re.findall(r"(?m)^W.* check\] (.*)", verdict.printed)):
-            click.echo(f"    {sentence}", err=bool(verdict.reason))
+        for sentence in (*verdict.model.without_effect, *(each for one in verdict.outcomes for each in one.warnings)):
+            click.echo(f"    {' '.join(sentence.split())}", err=bool(verdict.reason))
         for outcome in (each for each in verdict.outcomes if deep and each.config):
             taken = outcome.footprint
             sizes = [tables.scaled(size) for size in (taken.parameter_byte_size, taken.program_byte_size)]

@@ -420,7 +420,9 @@ class LoadOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     #: The completed configuration as JSON, if it does.
     config: str = ""
     footprint: Footprint = Footprint()
-    #: One row of a table for each bucket that was asked, with the columns of ``Executables.trials``.
+    #: What was warned of while it was loaded.
+    warnings: tuple[str, ...] = ()
+    #: One row of a table for each bucket that was asked, as ``tensord.workers.programs.trials`` makes it.
     trials: tuple[dict[str, str | float], ...] = ()
     #: How many bytes the process had printed by then.
     printed: int = 0

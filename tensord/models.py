@@ -75,23 +75,16 @@ def export(
 def keys(seeds: Array | jax.Array, raw: bool = False) -> jax.Array:
     """Makes a random key for each row out of its seed, so that requests that share a batch draw what each would draw alone.
 
-        request = {"seed": ("INT64", 0)}
-        ...
-        own = tensord.models.keys(request["seed"])
+        own = tensord.models.keys(request["seed"])  # of request = {"seed": ("INT64", 0)}
         noise = jax.vmap(lambda key: jax.random.normal(key, (4,)))(own)
 
-    A row's key depends on its seed alone, not on the batch, its padding or the row's place. The key is what ``jax.random.key``
-    makes of the seed by threefry2x32, JAX's default, also under another ``jax_default_prng_impl``: with keys of "rbg" and
-    "unsafe_rbg" all rows of a ``jax.vmap`` draw what the first row's key gives. A seed that is not negative has the same key in
-    every datatype.
+    The keys are those that ``jax.random.key`` makes by threefry2x32, whatever ``jax_default_prng_impl`` is: with keys of "rbg"
+    all rows of a ``jax.vmap`` draw what the first row's key gives. In every datatype a seed from 0 on has the same key.
 
     Args:
-      seeds: INT32, UINT32, INT64 or UINT64, of shape [rows] or [rows, 1], as ``request["seed"]`` is. In a model without a batch
-        dimension that is [1], and ``keys(request["seed"])[0]`` is the request's key.
-      raw: whether to return the keys' words, for libraries that take no typed keys. JAX's functions take such words as keys only
-        where ``jax_default_prng_impl`` is threefry2x32.
-
-    Returns: typed keys of shape [rows]; with ``raw`` UINT32[rows, 2], each row as ``jax.random.PRNGKey`` makes it.
+      seeds: INT32, UINT32, INT64 or UINT64, of shape [rows] or [rows, 1], where rows is 1 in a model without a batch dimension.
+      raw: whether to return UINT32[rows, 2], for libraries that take no typed keys, as ``jax.random.PRNGKey`` makes them by
+        threefry2x32; False: typed keys of shape [rows].
 
     Raises: InvalidArgument: ``seeds`` is no array, or of another datatype or shape.
     """

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import logging
 import os
 import resource
 import sys
 from collections.abc import Callable
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,9 +87,10 @@ def main() -> None:
     os.dup2(2, 1)
     faulthandler.enable()
     options = msgspec.msgpack.decode(asked.options, type=Options)
-    # Does not write into the log file of a daemon that runs beside this; ``tensord check`` knows the warnings by the format.
-    said = msgspec.structs.replace(options.log, file="", format="default")
+    # Does not write into the log file of a daemon that runs beside this.
+    said = msgspec.structs.replace(options.log, file="")
     log.configure(said, "check" if arguments.folder is None else "export", {})
+    logging.getLogger().addHandler(logged := BufferingHandler(1000))
 
     # Imported after the environment is set.
     from tensord.workers.devices import device_cuda
@@ -121,7 +124,9 @@ def main() -> None:
         outcomes = (LoadOutcome(load.name, load.version, reason) for load in asked.loads)
     for outcome in outcomes:
         # Standard error is a file of whoever started this.
-        say(msgspec.structs.replace(outcome, printed=os.fstat(2).st_size))
+        warnings = tuple(each.getMessage() for each in logged.buffer if each.levelno == logging.WARNING)
+        say(msgspec.structs.replace(outcome, warnings=warnings, printed=os.fstat(2).st_size))
+        logged.flush()
     # Threads inside models cannot be ended, and must not keep the process.
     os._exit(0)
 
@@ -135,14 +140,16 @@ def _tried(
     # Imported after the environment is set.
     from tensord.workers.models.warmup import Sample
     from tensord.workers.programs.purity import LEAKED
+    from tensord.workers.programs.trials import trials
 
-    trials: list[dict[str, str | float]] = []
+    asked: list[dict[str, str | float]] = []
     try:
         loaded = loader.load(load, tell)
         model = loaded.jitted
         if deep and model is not None and not model.ragged:
-            trials += model.executables.trials(
-                lambda inputs, rows: Sample("a generated request", inputs, rows, 1).run_jitted(model, model, load.name)
+            asked += trials(
+                model.executables,
+                lambda inputs, rows: Sample("a generated request", inputs, rows, 1).run_jitted(model, model, load.name),
             )
     except Exception as error:  # the function may raise anything when it is traced for other shapes
         return LoadOutcome(load.name, load.version, str(error))
@@ -150,8 +157,8 @@ def _tried(
     compiled = loaded.jitted or loaded.stepped
     if compiled is not None and compiled.executables.leaks():
         return LoadOutcome(load.name, load.version, f"model '{load.name}': {LEAKED}")
-    reason = next((f"{trial['bucket']}: {trial['difference']}" for trial in trials if trial["difference"]), "")
-    return LoadOutcome(load.name, load.version, reason, loaded.config.decode(), loaded.footprint, tuple(trials))
+    reason = next((f"{trial['bucket']}: {trial['difference']}" for trial in asked if trial["difference"]), "")
+    return LoadOutcome(load.name, load.version, reason, loaded.config.decode(), loaded.footprint, trials=tuple(asked))
 
 
 def _exported(load: Load, device: jax.Device, folder: Path, platforms: str) -> LoadOutcome:

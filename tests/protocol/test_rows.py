@@ -74,6 +74,11 @@ REFUSED = {
     ),
 }
 
+REFUSED["first_set"] = (
+    REFUSED["sets"][0].replace('[sets] + inputs["x"][:1]', "[sets[0]]"),
+    "output 'y' depends on the other rows of its batch",
+)
+
 
 @pytest.fixture(scope="module")
 def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:

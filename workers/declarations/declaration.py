@@ -14,6 +14,7 @@ from tensord.config.model_checks import REPLACE_WAITING, ROWS_MAY_MIX
 from tensord.config.model_config import ModelConfig, wants
 from tensord.config.model_folder import regular
 from tensord.shm.errors import InvalidArgument
+from tensord.workers.declarations.declaration_names import flag
 from tensord.workers.scheduling.dynamic_batcher import BatchRules
 from tensord.workers.scheduling.queue import QueuePolicy, QueueRules
 from tensord.workers.tensors.buckets import MAX_EXECUTABLES, Buckets, check_sizes, powers_of_two
@@ -45,16 +46,10 @@ def declare_tensors(config: ModelConfig, module: ModuleType) -> dict[str, tuple[
     if type(limit) is not int or limit < 0:
         raise InvalidArgument(f"model '{config.name}': max_batch_size of model.py is {limit!r}, a number is expected")
     config.max_batch_size = config.max_batch_size or limit
-    cached = getattr(module, "response_cache", False)
-    if type(cached) is not bool:
-        raise InvalidArgument(
-            f"model '{config.name}': response_cache of model.py is {cached!r}, True or False is expected"
-        )
-    if cached and not config.HasField("response_cache"):
+    if flag(config.name, module, "response_cache") and not config.HasField("response_cache"):
         config.response_cache.enable = True
-    mixes = getattr(module, ROWS_MAY_MIX, False)
-    if mixes and ROWS_MAY_MIX not in config.parameters:
-        config.parameters[ROWS_MAY_MIX].string_value = str(mixes)
+    if flag(config.name, module, "rows_may_mix") and ROWS_MAY_MIX not in config.parameters:
+        config.parameters[ROWS_MAY_MIX].string_value = "true"
     return {name: tensor.axes for group in tensors.values() for name, tensor in group.items()}
 
 

@@ -7,15 +7,13 @@ a declaration that neither model.py nor config.pbtxt makes, if its value could b
 from __future__ import annotations
 
 import difflib
+import inspect
 import symtable
 from collections.abc import Mapping
-from importlib.util import decode_source
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from tensord.config.model_config import ModelConfig
-from tensord.shm.datatypes import ELEMENT_SIZES
 from tensord.shm.errors import InvalidArgument
 
 #: How much of a name must be that of a declaration, as difflib counts it; of ``batch_size`` and ``max_batch_size`` it is 0.83.
@@ -27,15 +25,20 @@ _EXAMPLES: Mapping[str, Any] = {
     "batch_inputs": {"rows": ("SEGMENT_IDS", "INT32", "x")}, "batch_outputs": {"y": "x"},
     "slots": 64, "max_steps": 1024, "inserts_per_step": 4, "step_slots": (4, 64), "insert_rows": 8, "gather": "concat",
     "devices": 4, "memory_policy": "on_demand", "batch_sets": True, "resident_sets": 64,
-    "host": True, "response_cache": True, "strict_parameters": True,
+    "host": True, "response_cache": True, "strict_parameters": True, "rows_may_mix": True,
 }  # fmt: skip
 
 
-def check_names(config: ModelConfig, module: ModuleType) -> None:
-    """Raises InvalidArgument if an unused name in ``module``, the model.py, is nearly that of a missing declaration.
+def flag(model: str, module: ModuleType, name: str) -> bool:
+    """Returns a declaration of model.py (``module``) that is True or, if it is missing, False. Raises InvalidArgument else."""
+    given = getattr(module, name, False)
+    if type(given) is not bool:
+        raise InvalidArgument(f"model '{model}': {name} of model.py is {given!r}, True or False is expected")
+    return given
 
-    ``config``: the model's config.pbtxt. What it sets is not missing in the model.py.
-    """
+
+def check_names(config: ModelConfig, module: ModuleType) -> None:
+    """Raises InvalidArgument if an unused name of model.py is nearly a declaration that it and ``config`` lack."""
     fields = {{"input": "inputs", "output": "outputs"}.get(field.name, field.name) for field, _ in config.ListFields()}
     configured = {key.partition(".")[0] for key in config.parameters} | fields
     missing = sorted(_EXAMPLES.keys() - vars(module).keys() - configured)
@@ -52,28 +55,20 @@ def check_names(config: ModelConfig, module: ModuleType) -> None:
 
 
 def _is_like(value: Any, example: Any) -> bool:
-    if isinstance(example, Mapping):
-        return isinstance(value, Mapping) and _is_like(tuple(value.values()), tuple(example.values()))
-    if isinstance(example, tuple):
-        return isinstance(value, (tuple, list)) and len(value) > 0 and all(_is_like(each, example[0]) for each in value)
-    if isinstance(value, str) and example.__class__ is str and example.partition("[")[0] in ELEMENT_SIZES:
-        return value.partition("[")[0] in ELEMENT_SIZES
-    return type(value) is type(example)
+    """Returns whether a value could be a declaration's, whose ``example`` is of the same type; a list is as good as a tuple."""
+    return type(value) is type(example) or (isinstance(value, (tuple, list)) and isinstance(example, tuple))
 
 
 def _is_used(module: ModuleType, name: str) -> bool:
     """Returns whether model.py (``module``) reads, exports or imports a name. Returns True, too, if its text is not known."""
+
+    def reads(table: symtable.SymbolTable) -> bool:
+        symbol = table.lookup(name) if name in table.get_identifiers() else None
+        here = symbol is not None and symbol.is_global() and symbol.is_referenced()
+        return here or any(map(reads, table.get_children()))
+
     try:
-        text = decode_source(Path(str(getattr(module, "__file__", ""))).read_bytes())
-        table = symtable.symtable(text, "model.py", "exec")
-        symbol = table.lookup(name)
-    except (OSError, ValueError, SyntaxError, KeyError):
+        table = symtable.symtable(inspect.getsource(module), "model.py", "exec")
+        return table.lookup(name).is_imported() or name in getattr(module, "__all__", ()) or reads(table)
+    except (OSError, TypeError, SyntaxError, KeyError):
         return True
-    return symbol.is_imported() or name in getattr(module, "__all__", ()) or _reads(table, name)
-
-
-def _reads(table: symtable.SymbolTable, name: str) -> bool:
-    """Returns whether the code of a scope (``table``), or of one inside it, reads the module's variable of this name."""
-    symbol = table.lookup(name) if name in table.get_identifiers() else None
-    here = symbol is not None and symbol.is_global() and symbol.is_referenced()
-    return here or any(_reads(inner, name) for inner in table.get_children())

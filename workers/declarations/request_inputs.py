@@ -25,6 +25,7 @@ from tensord.config.options import Options
 from tensord.shm.arrays import DTYPES, Array
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.messages import TELLING_PARAMETER, Parameter, PreparedRequest, RequestRecord, all_parameters
+from tensord.workers.declarations.declaration_names import flag
 from tensord.workers.tensors.signature import TensorSpec, meant_datatype
 
 _log = logging.getLogger(__name__)
@@ -105,11 +106,7 @@ class KnownParameters:
     def __init__(self, config: ModelConfig, module: ModuleType, options: Options) -> None:
         """Reads what ``module`` (model.py) and ``options`` allow. Raises InvalidArgument: ``strict_parameters`` is no bool."""
         self._model, self._names = config.name, [*map(str, getattr(module, "request", {}))]
-        self._strict, self._told = getattr(module, "strict_parameters", False), set[str]()
-        if type(self._strict) is not bool:
-            raise InvalidArgument(
-                f"model '{self._model}': strict_parameters of model.py is {self._strict!r}, True or False is expected"
-            )
+        self._strict, self._told = flag(self._model, module, "strict_parameters"), set[str]()
         #: Headers that fronts forward are parameters of every model.
         patterns = (options.http.header_forward_pattern, options.grpc.header_forward_pattern)
         self._headers = [header_pattern.compiled(pattern) for pattern in patterns if pattern]
@@ -119,8 +116,7 @@ class KnownParameters:
         for name in given:
             short = name[:_MOST_NAMED]
             told = short in self._told or (len(self._told) >= _MOST_TOLD and not self._strict)
-            known = name in self._names or name == TELLING_PARAMETER
-            if told or known or any(pattern.search(name) for pattern in self._headers):
+            if told or name in (*self._names, TELLING_PARAMETER) or any(each.search(name) for each in self._headers):
                 continue
             near = difflib.get_close_matches(short, self._names, 1)
             more = f"did you mean '{near[0]}'?" if near else f"it knows {', '.join(map(repr, self._names)) or 'none'}"

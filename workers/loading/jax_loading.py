@@ -34,6 +34,7 @@ from tensord.workers.processor.processor import Processor
 from tensord.workers.programs.executable import ExecutionDevice
 from tensord.workers.programs.executables import Apply, Executables
 from tensord.workers.programs.placed_sets import placed_sets
+from tensord.workers.programs.row_probe import rows_apart
 from tensord.workers.programs.run_errors import CheckDevice
 from tensord.workers.programs.step_executables import StepExecutables
 from tensord.workers.programs.step_program import Rows, StepFunctions, StepPrograms
@@ -182,9 +183,15 @@ def load_stepped(
     executables, rows = _executables(load, declared, steps, target, buckets, functions, parameters)
     executables.check_size(target.options.executables.max_state_byte_size)
     executables.warm(load.progress)
-    return SteppedModel(
-        load.record.version, described, buckets, executables, rows, steps, target.device.platform != "cpu"
-    )
+    remote = target.device.platform != "cpu"
+    model = SteppedModel(load.record.version, described, buckets, executables, rows, steps, remote)
+    if steps.rules.slots > 1 and not target.cache.good_rows(executables.noted):
+        why, check = next(filter(None, executables.examined[:2]), ""), target.execution.check
+        traced = executables.traced["step"]
+        found = rows_apart(described.model, model.find_fault, check, traced, steps.rules.slots, "slots", why)
+        target.cache.good_rows(executables.noted, found=found)
+    executables.traced.clear()
+    return model
 
 
 def _executables(

@@ -9,7 +9,9 @@ in the order in which the runs were given to the device. Used by the worker's lo
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -22,12 +24,19 @@ from tensord.workers.jax_internals.wide import precisions
 from tensord.workers.parameters.parameter_set import ParameterSet
 from tensord.workers.programs.carry import StateLost
 from tensord.workers.programs.gather_buffer import copy_into
+from tensord.workers.programs.row_probe import DEVICE_ROUNDING, TRIED_WORK, find_fault
+from tensord.workers.programs.row_reading import read
 from tensord.workers.programs.run_errors import describe_failure
 from tensord.workers.programs.step_executables import DeviceCall, StepExecutables
 from tensord.workers.programs.step_program import Rows
+from tensord.workers.programs.weight import work_of
+from tensord.workers.scheduling.step_batcher import EMITS
 from tensord.workers.tensors.buckets import Buckets, RequestShapes, Shapes
 from tensord.workers.tensors.request_tensors import RequestTensors
 from tensord.workers.tensors.signature import Signature
+
+#: How many requests are asked to find out whether they affect each other, and for how many steps.
+_ASKED, _STEPS = 4, 3
 
 
 class DeviceRun(NamedTuple):
@@ -148,6 +157,37 @@ class SteppedModel:
                     raise self.lost() from error
                 raise
         return DeviceRun(made, given)
+
+    def find_fault(self) -> str | None:
+        """Runs generated requests alone, with others and in other slots. Returns a sentence if they affect each other.
+
+        Returns None else, and if the programs may not be run or take long. Raises what they raise.
+        """
+        used, count = self.executables, min(self._slots, _ASKED)
+        shapes, insert = next(iter(used.inserts.items()))
+        step = used.steps[min(each for each in used.steps if each >= count)]
+        readings = [read(each.jaxpr.jaxpr) for each in used.traced.values()]
+        work = max(*work_of(insert), *work_of(step)) * (count + _STEPS)
+        if not 0 <= work <= TRIED_WORK or any(each.loops or not each.may_be_tried for each in readings):
+            return None
+
+        def run(requests: int, inputs: Mapping[str, Array]) -> dict[str, Array]:
+            self.lost()
+            own: Any = [SimpleNamespace(arrays={name: inputs[name][at] for name in inputs}) for at in range(requests)]
+            size = self._insert_rows or 1
+            parts = [range(requests)[at : at + size] for at in range(0, requests, size)]
+            begun = [self.insert([own[at] for at in part], part).read()[: len(part)] for part in parts]
+            steps = [self.step(count - 1, frozenset()).read()[:requests] for _ in range(_STEPS)]
+            self.lost()
+            rows = np.stack([np.concatenate(begun), *steps], axis=1)
+            rows *= rows[..., self.rows.says :] & EMITS != 0  # what no client gets
+            cut = [[self.rows.cut(row) for row in slot] for slot in rows]
+            return {name: np.array([[each[name] for each in slot] for slot in cut]) for name in self._signature.outputs}
+
+        specs = zip(self._signature.inputs.values(), shapes, strict=True)
+        inputs = [(spec.name, spec.dtype, (count, *(shape or ()))) for spec, shape in specs]
+        epsilon = max(*(each.rounding for each in readings), DEVICE_ROUNDING if self._remote else 0.0)
+        return find_fault({each: functools.partial(run, each) for each in (count, 1)}, inputs, count, epsilon)
 
     def lost(self) -> StateLost:
         """Drops the state of all slots after a run has failed. Returns the error to raise."""

@@ -138,7 +138,8 @@ class Executable(ABC):
         #: The program as it is to be called, with parameters and inputs.
         several = program.placement.several
         self.call: Callable[..., dict[str, Any]] = program.call if several is None else several.alone(program.call)
-        self._sets, self._at = program.placement.sets, program.placement.at
+        #: The model's parameter sets.
+        self.sets, self._at = program.placement.sets, program.placement.at
         self._signature = signature
         self._precision = precisions(signature.wide)
         self._batches = signature.batches
@@ -196,7 +197,7 @@ class Executable(ABC):
         ``chosen``: the set, or the set of each request; None: ``main``. Raises Unavailable: there is no room for them on the
         device; or whatever the device raises.
         """
-        sets = self._sets
+        sets = self.sets
         if sets.stack is not None:
             return sets.stack.arguments(sets, chosen, self.rows)
         if chosen is None:

@@ -13,30 +13,26 @@ import functools
 import logging
 import math
 import os
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
-import numpy as np
 
 from tensord.shm.arrays import Array
-from tensord.shm.errors import ServingError
 from tensord.workers.devices import device_memory
 from tensord.workers.devices.several_devices import SeveralDevices
 from tensord.workers.jax_internals.wide import precision
 from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.parameters.set_stack import SetStack, put
 from tensord.workers.programs.carry import Carry, rows_argument
-from tensord.workers.programs.executable import Executable, ExecutionDevice, Wanted, arguments_of
+from tensord.workers.programs.executable import Executable, ExecutionDevice, Wanted
 from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.programs.lowering import Lowering, warn_of_undeclared
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.programs.purity import examine, leaks
-from tensord.workers.programs.row_probe import DEVICE_ROUNDING, distances, generated, nudged, probe
-from tensord.workers.programs.row_reading import combining, read
+from tensord.workers.programs.row_probe import probe, rows_apart
 from tensord.workers.programs.weight import work_of
 from tensord.workers.tensors.buckets import Buckets, Shapes
 from tensord.workers.tensors.signature import Signature
@@ -44,8 +40,6 @@ from tensord.workers.threads.cancellation import Cancellation
 
 #: Floating-point operations and bytes in the first runs of a version's executables; a core takes some milliseconds for as much.
 _WARM_WORK = 1 << 26
-#: The shortest of so many requests counts, or of as many as take a second.
-_TIMED = 5
 _log = logging.getLogger(__name__)
 Apply = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
@@ -81,7 +75,7 @@ class Executables:
         """
         self._initial = initial
         self.device = device
-        self._signature = signature
+        self.signature = signature
         self._buckets = buckets
         self._cache = cache
         #: The model's source code, as far as it is known.
@@ -97,9 +91,10 @@ class Executables:
         self.examined = [""]
         #: Parts of the cache's keys that all programs of the version share.
         self._identity: tuple[str | bytes, ...] = (source, repr(signature))
-        self._planned: dict[Wanted, Executable] = {}
+        #: The executables of all buckets.
+        self.made: dict[Wanted, Executable] = {}
         #: Of these, what the cache had no program for.
-        self._compiled: set[Wanted] = set()
+        self.compiled: set[Wanted] = set()
         #: Executables that were compiled for a request, least recently used first.
         self._unexpected: OrderedDict[Wanted, Executable] = OrderedDict()
 
@@ -115,7 +110,7 @@ class Executables:
         load was given up.
         """
         planned = [Wanted(rows, shapes) for rows, shapes in self._buckets.planned()]
-        if self._signature.states or self.sets.stack is not None:
+        if self.signature.states or self.sets.stack is not None:
             self._place(planned)
         if self.sets.stack is not None:
             self._open(self.sets.stack)
@@ -126,58 +121,47 @@ class Executables:
         # The program of the smallest shapes is part of every key: it changes with anything that ``apply`` closes over or calls,
         # which the source of model.py does not show.
         first = self._first(planned) if planned else None
-        noted = self._cache.key((*self._identity, "rows"))
+        noted, apart = self._cache.key((*self._identity, "rows")), None
         if self._rows_apart and not self._cache.good_rows(noted):
             # A ragged batch has fewer elements than rows where it is small.
-            order = -1 if self._signature.ragged else 1
-            self._lowering.kept = next((each for each in planned[::order] if each.rows > 1), None)
+            order = -1 if self.signature.ragged else 1
+            apart = next((each for each in planned[::order] if each.rows > 1), None)
+            self._lowering.traced |= {} if apart is None or apart in self._lowering.traced else {apart: []}
         self._make(planned, first, progress)
         taken, several = progress.footprint(), self._usual.several
         what = f"besides its parameters, its program for {taken.largest} needs"
         devices = jax.local_devices()[:1] if several is None else several.devices
-        device_memory.check(self._signature.model, what, taken.batch_byte_size, devices)
+        device_memory.check(self.signature.model, what, taken.batch_byte_size, devices)
         self._run_once()
-        if self._lowering.kept is not None:
-            self._cache.good_rows(noted, found=self._check_rows(self._lowering.kept, progress.cancellation))
+        if apart is not None:
+            self._cache.good_rows(noted, found=self._are_apart(apart, progress.cancellation))
+        self._lowering.traced.clear()
 
-    def _check_rows(self, wanted: Wanted, cancellation: Cancellation) -> bool:
-        """Finds out whether the function treats each row of a batch by itself, by running its programs on generated inputs.
-
-        Returns False if there was too little memory to find out; a later start tries again. Raises Internal: rows affect each
-        other; Cancelled: the load was given up; DeviceLost: the device has failed.
-        """
-        if self._lowering.traced is None:
+    def _are_apart(self, wanted: Wanted, cancellation: Cancellation) -> bool:
+        """Checks as ``rows_apart`` that rows do not affect each other, by the program for ``wanted`` and another one."""
+        if not self._lowering.traced[wanted]:  # the cache had the program
             self._lowering.lower(*wanted, self._usual)
-        traced, self._lowering.kept, self._lowering.traced, fault = self._lowering.traced, None, None, None
-        assert traced is not None
-        others = [each for each in self._planned if each.shapes == wanted.shapes and each != wanted]
-        asked = [self._planned[each] for each in (wanted, *others[:1])]
-        try:
-            fault = probe(self._signature, asked, traced, self.device.remote, cancellation.check)
-        except Exception as error:  # inputs that nobody would send say nothing about a model
-            cancellation.check()
-            self.device.check()
-            _log.debug("model '%s': it cannot be run on generated inputs: %r", self._signature.model, error)
-            return not isinstance(error, (jax.errors.JaxRuntimeError, MemoryError))
-        if fault is not None:
-            raise fault.error(self._signature.model, combining(traced.jaxpr.jaxpr, wanted.rows))
-        return True
+        traced, why = self._lowering.traced[wanted][0], next(filter(None, self.examined[:2]), "")
+        alike = [made for each, made in self.made.items() if each.shapes == wanted.shapes and each != wanted]
+        asked = [self.made[wanted], *alike[:1]]
+        ask = functools.partial(probe, self.signature, asked, traced, self.device.remote, cancellation.check)
+        return rows_apart(self.signature.model, ask, self.device.check, traced, wanted.rows, "batch", why)
 
     def _first(self, planned: Sequence[Wanted]) -> jax.stages.Lowered:
         """Lowers and examines the program of the smallest bucket. Raises Internal: it uses a value of an earlier trace."""
-        traces = list[jax.stages.Traced]()
-        lower = functools.partial(self._lowering.lower, *planned[0], self._usual, traces)
+        traces = self._lowering.traced[planned[0]] = []
+        lower = functools.partial(self._lowering.lower, *planned[0], self._usual)
         first = lower()
-        warn_of_undeclared(self._signature, first.out_info[0] if self._signature.states else first.out_info)
+        warn_of_undeclared(self.signature, first.out_info[0] if self.signature.states else first.out_info)
         self._identity = (*self._identity, first.as_text())
         # The key has the program's text: if it is known, an earlier start traced the same, and twice.
         if not self._cache.has(self._key((repr(planned[0]),))):
             # The default device is part of JAX's keys: inner functions are traced again, too.
             with jax.default_device(jax.local_devices()[0]):
                 lower()
-        self.examined = examine(self._signature.model, traces[0], traces[-1], len(planned))
+        self.examined = examine(self.signature.model, traces[0], traces[-1], len(planned))
         if self.examined[0]:
-            _log.warning("model '%s': %s", self._signature.model, self.examined[0])
+            _log.warning("model '%s': %s", self.signature.model, self.examined[0])
             self._identity = (*self._identity, os.urandom(16))  # so that the next start traces it twice
         return first
 
@@ -194,15 +178,15 @@ class Executables:
             return self._kept((repr(wanted),), f"program for {wanted}", compiling, progress.cancellation)
 
         for wanted, compiled, is_new in progress.through(planned, make):
-            if not self._planned and several is not None:
+            if not self.made and several is not None:
                 # Puts the parameters where the first program wants them.
-                with precision(self._signature.wide):
-                    placed = several.place(self._signature.model, self._usual.parameters, compiled.call)
+                with precision(self.signature.wide):
+                    placed = several.place(self.signature.model, self._usual.parameters, compiled.call)
                 self.sets.main.moved(placed)
                 progress.parameters(self._usual.parameters)
             progress.made(wanted, compiled, is_new)
-            self._compiled |= {wanted} if is_new else set()
-            self._planned[wanted] = self.device.executable(wanted, self._signature, compiled)
+            self.compiled |= {wanted} if is_new else set()
+            self.made[wanted] = self.device.executable(wanted, self.signature, compiled)
 
     def _kept(
         self, parts: tuple[str, ...], what: str, make: Callable[[], CompiledProgram], cancellation: Cancellation
@@ -212,7 +196,7 @@ class Executables:
         ``parts``: what distinguishes the program from the others of this version. ``what``: names the program in the log.
         Raises Cancelled: the load was given up; or whatever ``make`` raises.
         """
-        what = f"model '{self._signature.model}', {what}"
+        what = f"model '{self.signature.model}', {what}"
         return self._cache.found_or_made(self._key(parts), self._usual, self._small, what, make, cancellation)
 
     def _key(self, parts: tuple[str, ...]) -> str:
@@ -247,18 +231,18 @@ class Executables:
 
     def _open(self, stack: SetStack) -> None:
         """Allocates ``stack``'s arrays, and compiles ``put``, which writes a set to them. Raises Internal: too little memory."""
-        name, usual = self._signature.model, self._usual
+        name, usual = self.signature.model, self._usual
         device_memory.check(name, "its parameter sets need", stack.byte_size, jax.local_devices()[:1])
-        with precision(self._signature.wide):
+        with precision(self.signature.wide):
             lowered = jax.jit(put, donate_argnums=0).lower(*stack.put_specs(usual.spec))
             compiled = usual.compile(lowered)
 
         def made(zeros: Sequence[Array]) -> list[jax.Array]:
-            with precision(self._signature.wide):
+            with precision(self.signature.wide):
                 return cast("list[jax.Array]", jax.device_put(list(zeros), usual.device))
 
         def written(arrays: list[jax.Array], leaves: list[Array], slot: Any) -> list[jax.Array]:
-            with precision(self._signature.wide):
+            with precision(self.signature.wide):
                 return cast("list[jax.Array]", compiled(arrays, leaves, slot))
 
         stack.open(usual.at, made, written)
@@ -267,7 +251,7 @@ class Executables:
         """Returns a new carry (the state of an instance's sequences on the device); None: the model keeps no state."""
         if self._initial is None:
             return None
-        return Carry(self._signature, self._initial, self._usual.device)
+        return Carry(self.signature, self._initial, self._usual.device)
 
     def _run_once(self) -> None:
         """Runs the executable of the smallest bucket on zeros; then those of further buckets while their total work is small.
@@ -276,18 +260,18 @@ class Executables:
         model that cannot run at all fails before it serves.
         """
         carry, work = self.carry(), 0.0
-        for wanted, executable in self._planned.items():
+        for wanted, executable in self.made.items():
             own = work_of(executable.program)
             work += max(own) if min(own) >= 0 else math.inf
-            if work > _WARM_WORK and executable is not next(iter(self._planned.values())):
+            if work > _WARM_WORK and executable is not next(iter(self.made.values())):
                 return
             inputs = self._lowering.zeros(*wanted)
-            with precision(self._signature.wide):
+            with precision(self.signature.wide):
                 step = functools.partial(executable.call, executable.parameters())
                 made = (
                     step(inputs)
                     if carry is None
-                    else carry.run(step, inputs, rows_argument(self._signature, wanted.rows, ()))
+                    else carry.run(step, inputs, rows_argument(self.signature, wanted.rows, ()))
                 )
                 jax.block_until_ready(made)
 
@@ -298,75 +282,23 @@ class Executables:
         """
         with self._cache.compiles.compiling():
             compiled = self._compile(wanted, None)
-        return self.device.executable(wanted, self._signature, compiled)
-
-    def trials(self, ask: Callable[[dict[str, Array], int], Mapping[str, Array]]) -> Iterator[dict[str, str | float]]:
-        """Sends a request with generated inputs for each bucket, and compares the answers with those of ``apply`` alone.
-
-        The request has the fewest rows for which the bucket is used. ``ask``: answers it, given its inputs and number of rows.
-        Yields a table's row for each bucket, except where ``ask`` refuses to answer. The row's ``difference`` is "" if rounding
-        can explain how the answer differs.
-        """
-        for wanted, executable in self._planned.items():
-            smaller = [each.rows for each in self._planned if each.shapes == wanted.shapes and each.rows < wanted.rows]
-            # What runs on several devices may only be divided among them if it is whole.
-            rows = max(smaller, default=0) + 1 if self.several is None else wanted.rows
-            inputs = generated(arguments_of(self._signature, Wanted(rows, wanted.shapes)), 0)
-            here, took = [executable.placement.device or jax.local_devices()[0]], list[float]()
-            try:
-                while len(took) < _TIMED and sum(took) < 1:
-                    began = time.perf_counter()
-                    made = ask(dict(inputs), rows)
-                    took.append(time.perf_counter() - began)
-            except ServingError:  # inputs that nobody would send say nothing about a model
-                continue
-            yield {
-                "bucket": str(wanted),
-                "device": ", ".join(map(str, here if self.several is None else self.several.devices)),
-                "program": "compiled" if wanted in self._compiled else "cached",
-                "memory_kib": round((executable.memory_needed or 0) / 1024, 1),
-                "mflop": round(work_of(executable.program)[0] / 1e6, 3),
-                "ms": round(min(took) * 1e3, 3),
-                "difference": self._difference(inputs, made),
-            }
-
-    def _difference(self, inputs: Mapping[str, Array], answer: Mapping[str, Array]) -> str:
-        """Returns a sentence on how ``answer``, the answer to ``inputs``, differs from what the function alone gives.
-
-        "": rounding can explain the difference; or the model has state or mixes parameter sets, and nothing is compared.
-        """
-        if self._initial is not None or self.sets.stack is not None:
-            return ""
-        with precision(self._signature.wide), np.errstate(all="ignore"):
-            traced = jax.jit(self.apply).trace(self._usual.parameters, dict(inputs))
-            alone = functools.partial(traced.lower().compile(), self._usual.parameters)
-            rounding = max(read(traced.jaxpr.jaxpr).rounding, DEVICE_ROUNDING if self.device.remote else 0.0)
-            right, near = alone(dict(inputs)), alone({name: nudged(each, rounding) for name, each in inputs.items()})
-        # Integers may be far apart where the numbers that they follow from are close.
-        for name in [name for name, array in answer.items() if array.dtype.kind not in "biu" or not rounding]:
-            given, want = answer[name].ravel(), np.ravel(right[name])
-            noise, scale = (np.max(distances(want, each), initial=0.0) for each in (np.ravel(near[name]), 0))
-            apart = distances(given, want)
-            if np.max(apart, initial=0.0) > max(math.sqrt(rounding) * scale, 8 * noise):
-                at = apart.argmax()
-                return f"output '{name}' has {given[at]:.6g} where the function alone gives {want[at]:.6g}"
-        return ""
+        return self.device.executable(wanted, self.signature, compiled)
 
     def leaks(self) -> bool:
         """Traces the smallest program once more. Returns whether values of a trace are left in variables outside of the model."""
-        wanted = next(iter(self._planned), None)
+        wanted = next(iter(self.made), None)
         return wanted is not None and leaks(functools.partial(self._lowering.lower, *wanted, self._usual))
 
     def find(self, wanted: Wanted) -> Executable | None:
         """Returns the executable for ``wanted``, and counts it as used; None: none is compiled, or it was evicted."""
-        found = self._planned.get(wanted)
+        found = self.made.get(wanted)
         if found is None and (found := self._unexpected.get(wanted)) is not None:
             self._unexpected.move_to_end(wanted)
         return found
 
     def planned(self, wanted: Wanted) -> Executable | None:
         """Returns the executable for ``wanted`` that was made at load, and is never evicted; None: there is none."""
-        return self._planned.get(wanted)
+        return self.made.get(wanted)
 
     def add(self, executable: Executable) -> list[Wanted]:
         """Adds an executable for a shape without a bucket. Returns the shapes of executables that were evicted for it."""
@@ -383,9 +315,7 @@ class Executables:
 
     def limit(self, shapes: Shapes) -> int:
         """Returns the most rows that an executable takes for requests with these shapes; 0: no executable is ready."""
-        ready = (
-            wanted.rows for made in (self._planned, self._unexpected) for wanted in made if wanted.shapes == shapes
-        )
+        ready = (wanted.rows for made in (self.made, self._unexpected) for wanted in made if wanted.shapes == shapes)
         return max(ready, default=0)
 
     def _compile(self, wanted: Wanted, lowered: jax.stages.Lowered | None) -> CompiledProgram:
@@ -396,8 +326,8 @@ class Executables:
             zeros = functools.partial(self._lowering.zeros, *wanted)
             if (small := self._small.compile(lowered, lower, zeros)) is not None:
                 return small
-        with precision(self._signature.wide):
+        with precision(self.signature.wide):
             return CompiledProgram(self._usual.compile(lowered), self._usual)
 
     def __repr__(self) -> str:
-        return f"<Executables {len(self._planned)} planned, {len(self._unexpected)} unexpected>"
+        return f"<Executables {len(self.made)} planned, {len(self._unexpected)} unexpected>"

@@ -44,17 +44,11 @@ class Lowering:
         self._apply = apply
         #: Functions of models are traced by one thread at a time.
         self._tracing = threading.Lock()
-        #: The program that is kept as it was traced, and that; None: there is none.
-        self.kept: Wanted | None = None
-        self.traced: jax.stages.Traced | None = None
+        #: What is traced of the programs for which there is a list.
+        self.traced: dict[Wanted, list[jax.stages.Traced]] = {}
 
-    def lower(
-        self, rows: int, shapes: Shapes, placement: Placement, traces: list[Any] | None = None
-    ) -> jax.stages.Lowered:
-        """Traces and lowers the program for ``rows``, ``shapes`` and ``placement``'s device. Raises what tracing raises.
-
-        ``traces``: a list to which the traced program is appended; None: nothing is appended.
-        """
+    def lower(self, rows: int, shapes: Shapes, placement: Placement) -> jax.stages.Lowered:
+        """Traces and lowers the program for ``rows``, ``shapes`` and ``placement``'s device. Raises what tracing raises."""
         arguments: tuple[Any, ...] = (self.zeros(rows, shapes),)
         if self._signature.states:
             arguments = (*arguments, rows_argument(self._signature, rows, ()), carry_specs(self._signature))
@@ -62,10 +56,7 @@ class Lowering:
         try:
             with precision(self._signature.wide), self._tracing:
                 traced: jax.stages.Traced = self._jitted().trace(placement.parameter_specs(rows), *specs)
-                if self.kept == (rows, shapes):
-                    self.traced = traced
-                if traces is not None:
-                    traces.append(traced)
+                self.traced.get(Wanted(rows, shapes), []).append(traced)
                 lowered: jax.stages.Lowered = traced.lower()
                 return lowered
         except KeyError as error:
@@ -149,8 +140,9 @@ def check_output(
     # The commonest mistake: as many dims as are declared, where there is one more.
     why = "; the model has max_batch_size, so the batch is the first dimension of every tensor, before those declared"
     forgotten = batches and spec.fits_model(shape)
+    wide = "; with 64-bit tensors, such as seeds, JAX computes in FP64 by default" if dtype == np.float64 else ""
     raise Internal(
-        f"model '{model}': output '{spec.name}' is computed as {made}, declared as {declared}{why if forgotten else ''}"
+        f"model '{model}': output '{spec.name}' is computed as {made}, declared as {declared}{why if forgotten else wide}"
     )
 
 

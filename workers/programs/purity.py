@@ -7,9 +7,9 @@ program: each bucket, worker and start has another. Nothing is run here.
 from __future__ import annotations
 
 import gc
-import itertools
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from typing import Any
 
 import jax
@@ -27,22 +27,23 @@ _MIN_BYTE_SIZE = 1 << 20
 _LIBRARIES = ("site-packages", "dist-packages", "jax/_src", "tensord/workers", "lib/python3", "<")
 #: Operations that call one program once, with their own operands.
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call")
+_Reached = frozenset[int]
 
 
 def examine(model: str, traced: jax.stages.Traced, again: jax.stages.Traced, programs: int) -> list[str]:
-    """Examines a traced program of a model, whose first arguments are the parameters and a dict of inputs.
+    """Examines a traced program, whose first arguments are parameters and a dict of inputs. Returns four sentences.
 
+    They say why a request that is run again may do or answer something else; which random numbers are the same for all
+    requests; how large the constants of every program are; which inputs no output depends on. "": nothing was found.
     ``again``: another trace of the function, or ``traced`` itself. ``programs``: how many programs the model has.
-    Returns four sentences, "" where nothing was found: why a request that is run again may do or answer something else;
-    which random numbers are the same for all requests; how large the arrays are that every program holds as constants;
-    which inputs no output depends on. Raises Internal: a value of an earlier trace is used.
+    Raises Internal: a value of an earlier trace is used.
     """
     arguments = [path[1:] for path, _ in jax.tree_util.tree_leaves_with_path(again.args_info)]
-    followed = [frozenset([at] if path[0].idx else []) for at, path in enumerate(arguments)]
+    followed = [_Reached([at] if path[0].idx else []) for at, path in enumerate(arguments)]
     # JAX makes a value of another trace an argument before all others.
-    foreign, used, found = [frozenset([-1])] * (len(again.jaxpr.in_avals) - len(arguments)), set[int](), [""] * 4
+    foreign, used, found = [_Reached([-1])] * (len(again.jaxpr.in_avals) - len(arguments)), set[int](), [""] * 4
     held: dict[int, tuple[int, str]] = {}
-    for chain, operands in _steps(again.jaxpr, foreign + followed):
+    for chain, operands in steps(again.jaxpr, foreign + followed):
         name = chain[-1].primitive.name if chain else ""
         if any(-1 in reached for reached, _ in operands):
             raise Internal(f"model '{model}': {LEAKED}{line_of(chain)}")
@@ -58,8 +59,8 @@ def examine(model: str, traced: jax.stages.Traced, again: jax.stages.Traced, pro
             )
         used.update(*(reached for reached, _ in operands if not chain or chain[-1].effects))
         held |= {id(value): (int(value.nbytes), line_of(chain)) for _, value in operands if np.ndim(value)}
-    steps = [_steps(each.jaxpr, [frozenset()] * len(each.jaxpr.in_avals)) for each in (traced, again)]
-    for one, other in itertools.zip_longest(*steps, fillvalue=((), [])) if again is not traced else ():
+    # Where one ends, it has its results, and no operation.
+    for one, other in () if again is traced else zip(steps(traced.jaxpr), steps(again.jaxpr), strict=False):
         if _told(*one) != _told(*other):
             found[0] = (
                 f"its function is another one each time that it is traced{line_of(other[0] or one[0])}, as with numpy.random, "
@@ -80,54 +81,49 @@ def examine(model: str, traced: jax.stages.Traced, again: jax.stages.Traced, pro
 
 
 def _told(chain: Sequence[Any], operands: Sequence[tuple[object, Any]]) -> object:
-    """Returns a value that is equal for an operation in two traces of a function if both traces do the same there.
-
-    It has the operation's name, its results' types, its numbers and its constants. ``chain``: nested operations, the last of
-    which is this one. ``operands``: for each operand the arguments on which it depends, and its value if it is a constant.
-    """
-    plain = [value for each in chain[-1:] for value in each.params.values() if isinstance(value, (int, float, tuple))]
-    numbers = [value for value in plain if not isinstance(value, tuple) or all(isinstance(one, int) for one in value)]
+    """Returns what is equal for an operation in two traces that do the same there: name, types of results, numbers, constants."""
     kinds = [(each.primitive.name, [str(made.aval) for made in each.outvars]) for each in chain[-1:]]
-    return len(chain), kinds, numbers, [str(value) for _, value in operands]
+    given = [value for each in chain[-1:] for value in each.params.values()]
+    numbers = [value for value in given if all(isinstance(each, (int, float)) for each in jax.tree.leaves(value))]
+    return kinds, numbers, [str(value) for _, value in operands]
 
 
 def line_of(chain: Sequence[Any]) -> str:
     """Returns the author's line of the last of nested operations, ``chain``, as `` (model.py, line 7, in apply)``, else ""."""
     tracebacks = [each.source_info.traceback for each in reversed(chain)]
-    for frame in itertools.chain.from_iterable(each.frames for each in tracebacks if each is not None):
+    for frame in [frame for each in tracebacks if each is not None for frame in each.frames]:
         if not any(each in frame.file_name for each in _LIBRARIES):
             function = frame.function_name.rpartition(".")[2]
             return f" ({os.path.basename(frame.file_name)}, line {frame.line_num}, in {function})"
     return ""
 
 
-def _steps(program: Any, arguments: Sequence[frozenset[int]], outer: tuple[Any, ...] = ()) -> Generator[Any, None, Any]:
-    """Yields a pair for each operation of a program and of the programs inside it, and one for each program's results at its end.
+def steps(program: Any, arguments: Iterable[_Reached] = repeat(_Reached()), outer: tuple[Any, ...] = ()) -> Any:
+    """Yields a pair for each operation of a program and of the programs inside it, and after these for the program's results.
 
-    A pair's first item is a tuple of nested operations, outermost first, the last of which is the operation, or the one whose
-    program has these results. The second has a pair for each operand or result: the numbers of the outermost program's arguments
+    The first item is a tuple: the operations in whose programs the operation lies, outermost first, and the operation; for
+    results only the former. The second has a pair for each operand or result: the numbers of the outermost program's arguments
     on which it depends, and its value if it is a constant, else None.
 
-    ``arguments``: such numbers for each argument of ``program``. ``outer``: the operations in whose programs it lies.
-    Returns such numbers for each result of ``program``.
+    ``arguments``: such numbers for each argument. ``outer``: the operations around ``program``. Returns such numbers for each
+    result.
     """
     plain: Any = getattr(program, "jaxpr", program)
     held = zip(plain.constvars, getattr(program, "consts", ()), strict=False)
-    known = {id(each): (frozenset[int](), value) for each, value in held}
-    known |= {id(each): (reached, None) for each, reached in zip(plain.invars, arguments, strict=True)}
+    known = {id(each): (_Reached(), value) for each, value in held}
+    known |= {id(each): (reached, None) for each, reached in zip(plain.invars, arguments, strict=False)}
 
-    def operands(atoms: Sequence[Any]) -> list[tuple[frozenset[int], Any]]:
-        return [known.get(id(each), (frozenset(), getattr(each, "val", None))) for each in atoms]
+    def operands(atoms: Sequence[Any]) -> list[tuple[_Reached, Any]]:
+        return [known.get(id(each), (_Reached(), getattr(each, "val", None))) for each in atoms]
 
     for equation in plain.eqns:
         chain, taken = (*outer, equation), operands(equation.invars)
         yield chain, taken
         given = [reached for reached, _ in taken]
-        made = [frozenset[int]().union(*given)] * len(equation.outvars)
+        made = [_Reached().union(*given)] * len(equation.outvars)
         for inner in filter(lambda each: hasattr(each, "eqns"), jax.tree.leaves([*equation.params.values()])):
-            count = len(getattr(inner, "jaxpr", inner).invars)
-            is_call = equation.primitive.name in _CALLS and count == len(given)
-            results = yield from _steps(inner, given if is_call else [frozenset[int]().union(*given)] * count, chain)
+            is_call = equation.primitive.name in _CALLS
+            results = yield from steps(inner, given if is_call else repeat(_Reached().union(*given)), chain)
             made = results if is_call else made
         known |= {id(each): (reached, None) for each, reached in zip(equation.outvars, made, strict=True)}
     yield outer, (last := operands(plain.outvars))
@@ -137,8 +133,7 @@ def _steps(program: Any, arguments: Sequence[frozenset[int]], outer: tuple[Any, 
 def leaks(trace: Callable[[], object]) -> bool:
     """Traces a program by ``trace``. Returns whether values of that trace are left in variables outside of the function."""
     try:
-        # The default device is part of JAX's keys: inner functions are traced again, too.
-        with jax.checking_leaks(), jax.default_device(jax.default_backend()):
+        with jax.checking_leaks():  # which has inner functions traced again, too
             trace()
     except Exception as error:
         error.__traceback__ = None  # its frames hold values as well

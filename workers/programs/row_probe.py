@@ -8,22 +8,22 @@ asked again, or if its inputs change by as little as their datatype allows. What
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.stages import Traced
 
 from tensord.shm.arrays import Array
-from tensord.shm.errors import Internal
+from tensord.shm.errors import Cancelled, Internal
 from tensord.workers.jax_internals.wide import precision
 from tensord.workers.programs.carry import rows_argument
 from tensord.workers.programs.executable import Argument, Executable, Wanted, arguments_of, specs_of
-from tensord.workers.programs.row_reading import MOST_ITERATIONS, ending, read
+from tensord.workers.programs.row_reading import MOST_ITERATIONS, combining, ending, read
 from tensord.workers.programs.weight import work_of
 from tensord.workers.tensors.ragged import batch_input, unit
 from tensord.workers.tensors.signature import Signature
@@ -31,7 +31,7 @@ from tensord.workers.tensors.signature import Signature
 #: The programs that are asked, by their numbers of rows: each takes the inputs of a batch by name, and returns its outputs.
 Runs = Mapping[int, Callable[[Mapping[str, Array]], Mapping[str, Array]]]
 #: The most operations, or bytes read and written, of a program that is run on generated inputs.
-_TRIED_WORK = 1 << 32
+TRIED_WORK = 1 << 32
 #: The most elements of its inputs and outputs together, which are held several times.
 _TRIED_ELEMENTS = 1 << 23
 #: The relative rounding error of products on a GPU (TF32), whatever their datatype.
@@ -43,24 +43,36 @@ _TIMES = 8
 #: The part of a row that has to change where other code or another place may round, and so decide, otherwise.
 _SHARE = 1 / 16
 _BESIDE, _PLACE, _ROWS = "the other rows of its batch", "its place in the batch", "the number of rows in its batch"
+#: The name, among generated inputs, of what is no input: each row's parameter set.
+_SETS = "sets of the rows"
+_log = logging.getLogger(__name__)
 
 
-class RowFault(NamedTuple):
-    """Names an output, what a row of it depends on besides itself, and the values of one element of the row in two runs."""
+def rows_apart(
+    model: str, ask: Callable[[], str | None], check: Callable[[], None], traced: Traced, rows: int, axis: str, why: str
+) -> bool:
+    """Raises Internal if ``ask`` finds that rows of ``traced``, a program for ``rows`` rows, affect each other.
 
-    output: str
-    on: str
-    one: complex
-    other: complex
-
-    def error(self, model: str, operation: str) -> Internal:
-        """Returns the error with which the version is refused. ``operation``: what probably combines rows; "": not known."""
-        by = operation and f"; probably by {operation}"
-        return Internal(
-            f"model '{model}': a row of output '{self.output}' depends on {self.on}: generated inputs gave {self.one:.6g} and "
-            f"{self.other:.6g} for the same row{by}. Rows of other clients and zeros are in a batch, so each row has to be "
-            "computed by itself (axis 0 is the batch). rows_may_mix = True in model.py says that it is meant"
+    ``check``: raises if the device has failed. ``axis``: what axis 0 is, "batch" or "slots". ``why``: why a row may depend on
+    its place, if that is known. Returns False if there was too little memory to find out: a later start tries again.
+    """
+    try:
+        found = ask()
+    except Cancelled:
+        raise
+    except Exception as error:  # inputs that nobody would send say nothing about a model
+        check()
+        _log.debug("model '%s': it cannot be run on generated inputs: %r", model, error)
+        return not isinstance(error, (jax.errors.JaxRuntimeError, MemoryError))
+    if found is not None and why and _BESIDE not in found:
+        raise Internal(f"model '{model}': {found}; {why}")
+    if found is not None:
+        by, meant = combining(traced.jaxpr.jaxpr, rows), "rows_may_mix = True" if axis == "batch" else "slots = 1"
+        raise Internal(
+            f"model '{model}': {found}{by and '; probably by '}{by}. Rows of other clients and zeros are in a batch, so each row "
+            f"has to be computed by itself (axis 0 is the {axis}). {meant} in model.py says that it is meant"
         )
+    return True
 
 
 def generated(inputs: Sequence[Argument], seed: int) -> dict[str, Array]:
@@ -68,143 +80,152 @@ def generated(inputs: Sequence[Argument], seed: int) -> dict[str, Array]:
     random, made = np.random.default_rng(seed), dict[str, Array]()
     for name, dtype, shape in inputs:
         integers = random.integers(0, 2 if dtype == np.bool_ else 4, shape)
-        made[name] = (integers if _counts(dtype) else random.normal(size=shape)).astype(dtype)
+        made[name] = (integers if dtype.kind in "biu" else random.normal(size=shape)).astype(dtype)
     return made
 
 
 def probe(
     signature: Signature, asked: Sequence[Executable], traced: Traced, remote: bool, check: Callable[[], None]
-) -> RowFault | None:
-    """Runs programs on generated inputs of the same shapes to find out whether they mix the rows of a batch.
+) -> str | None:
+    """Runs programs on generated inputs of the same shapes, and returns a sentence that shows that they mix the rows of a batch.
 
-    Returns an output whose rows are mixed, with values that show this. Returns None if no output was found, or if the
-    programs may not be run. ``asked``: the programs; the first is for 2 rows or more, and was compiled from ``traced``.
-    ``remote``: they run on a GPU. ``check``: is called before each run. Raises whatever ``check`` or a program raises.
+    Returns None if nothing shows it, or if the programs may not be run. ``asked``: the programs; the first is for 2 rows or
+    more, and was compiled from ``traced``. ``remote``: they run on a GPU. ``check``: is called before each run. Raises whatever
+    ``check`` or a program raises.
     """
-    (rows, _), program, states = asked[0].wanted, traced.jaxpr, signature.states
+    (rows, _), program, states, stack = asked[0].wanted, traced.jaxpr, signature.states, asked[0].sets.stack
     may_be_tried, looping, rounding = read(program.jaxpr)
-    most = _TRIED_WORK / MOST_ITERATIONS if looping else _TRIED_WORK
-    light = [each for each in asked if 0 <= max(work_of(each.program)) <= most]
+    most = TRIED_WORK / (MOST_ITERATIONS if looping else 1)
+    # Only the first program is traced, to end, and only its rows are divided.
+    alike = asked[:1] if looping or signature.ragged else asked
+    light = [each for each in alike if 0 <= max(work_of(each.program)) <= most]
     elements = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves((traced.args_info[0][1:], traced.out_info)))
     if asked[0] not in light or elements > _TRIED_ELEMENTS or not may_be_tried:
         return None
-    calls = {each.rows: (each, each.call) for each in light}
-    if looping:
-        structure = jax.tree.structure(traced.out_info)
-        compiled = jax.jit(functools.partial(ending, program.jaxpr, program.consts))
-        calls = {rows: (asked[0], lambda *given: jax.tree.unflatten(structure, compiled(*jax.tree.leaves(given))))}
-    bounds, described = _divided(signature, asked[0].wanted) if signature.ragged else ({}, {})
 
-    def run(executable: Executable, call: Callable[..., Any], inputs: Mapping[str, Array]) -> dict[str, Array]:
+    @jax.jit
+    def ended(*given: Any) -> Any:
+        leaves = ending(program.jaxpr, program.consts, *jax.tree.leaves(given))
+        return jax.tree.unflatten(jax.tree.structure(traced.out_info), leaves)
+
+    sizes, described = _divided(signature, asked[0].wanted)
+    inputs = [(spec.name, spec.dtype, (rows, *spec.dims)) for spec in states]
+    inputs += [(_SETS, np.dtype(np.int32), (rows,))] if stack is not None else []
+    whole = {name: math.prod(shape) for name, _, shape in arguments_of(signature, asked[0].wanted)}
+    for name, dtype, shape in arguments_of(signature, asked[0].wanted):
+        inputs += [(name, dtype, (rows, sizes[name]) if name in sizes else shape)] if name not in described else []
+
+    def run(executable: Executable, inputs: Mapping[str, Array]) -> dict[str, Array]:
         check()
         given: dict[str, Any] = {**inputs, **described}
-        for name in bounds.keys() & inputs.keys():
-            given[name] = inputs[name].copy()
-            given[name][bounds[name][rows] :] = 0
-        more: tuple[Any, ...] = ()
+        for name in sizes.keys() & inputs.keys():
+            given[name] = np.pad(inputs[name].ravel(), (0, whole[name] - inputs[name].size))
+        parameters, more = executable.parameters(), tuple[Any, ...]()
+        if stack is not None:
+            parameters = parameters[0], given.pop(_SETS) % stack.slots  # in free slots all parameters are 0
         if states:
             empty = signature.slots + 1 - executable.rows
             carry = {s.name: np.pad(given.pop(s.name), [(0, empty), *((0, 0) for _ in s.dims)]) for s in states}
             more = rows_argument(signature, executable.rows, [(row, False) for row in range(executable.rows)]), carry
         with precision(signature.wide):
-            made: Any = call(executable.parameters(), given, *more)
+            made: Any = (ended if looping else executable.call)(parameters, given, *more)
             if states:
                 made = made[0] | {spec.output: made[1][spec.name][: executable.rows] for spec in states}
-            return {name: np.array(made[name]) for name in (*signature.outputs, *(spec.output for spec in states))}
+            arrays = {name: np.array(made[name]) for name in (*signature.outputs, *(spec.output for spec in states))}
+        return arrays | {
+            name: arrays[name][: rows * sizes[name]].reshape(rows, -1) for name in sizes.keys() & arrays.keys()
+        }
 
-    inputs = [each for each in arguments_of(signature, asked[0].wanted) if each[0] not in described]
-    inputs += [(spec.name, spec.dtype, (rows, *spec.dims)) for spec in states]
-    runs = {count: functools.partial(run, *call) for count, call in calls.items()}
-    return find_fault(runs, inputs, rows, max(rounding, DEVICE_ROUNDING if remote else 0.0), bounds)
+    runs = {each.rows: functools.partial(run, each) for each in light}
+    return find_fault(runs, inputs, rows, max(rounding, DEVICE_ROUNDING if remote else 0.0))
 
 
-def _divided(signature: Signature, wanted: Wanted) -> tuple[dict[str, Sequence[int]], dict[str, Array]]:
+def _divided(signature: Signature, wanted: Wanted) -> tuple[dict[str, int], dict[str, Array]]:
     """Divides a batch's ragged inputs evenly among its rows. Returns two dicts. ``wanted``: the batch's rows and shapes.
 
-    The first has, for each ragged input and each output that is divided like it, the element where each row begins, and
-    where the last row ends. The second has the inputs that the worker makes from ragged inputs.
+    The first has the number of elements that a row has of each ragged input, and of each output that is divided like it. The
+    second has the inputs that the worker makes from ragged inputs.
     """
-    bounds, items, described = dict[str, Sequence[int]](), dict[str, Array](), dict[str, Array]()
-    for spec, shape in specs_of(signature, wanted):
+    specs, request = specs_of(signature, wanted), SimpleNamespace(arrays={}, rows=1)
+    for spec, shape in specs:
         if spec.ragged:
             each = shape[0] // unit(spec) // wanted.rows
-            items[spec.name] = np.zeros((1, *(each if dim == -1 else dim for dim in spec.model_dims)), spec.dtype)
-            bounds[spec.name] = range(0, shape[0] + 1, items[spec.name].size)
-    requests: Any = [SimpleNamespace(arrays=items, rows=1)] * wanted.rows
-    for spec, shape in specs_of(signature, wanted):
-        if spec.of_batch is not None:
-            source = signature.inputs[spec.of_batch.source]
-            described[spec.name] = batch_input(spec, source, shape, wanted.rows, requests)
-    return bounds | {s.name: bounds[s.cut_like] for s in signature.outputs.values() if s.cut_like}, described
+            request.arrays[spec.name] = np.zeros(
+                (1, *(each if dim == -1 else dim for dim in spec.model_dims)), spec.dtype
+            )
+    requests: Any = [request] * wanted.rows
+    described = {
+        spec.name: batch_input(spec, signature.inputs[spec.of_batch.source], shape, wanted.rows, requests)
+        for spec, shape in specs
+        if spec.of_batch is not None
+    }
+    sizes = {name: array.size for name, array in request.arrays.items()}
+    return sizes | {s.name: sizes[s.cut_like] for s in signature.outputs.values() if s.cut_like}, described
 
 
-def find_fault(
-    runs: Runs, inputs: Sequence[Argument], rows: int, epsilon: float, bounds: Mapping[str, Sequence[int]]
-) -> RowFault | None:
-    """Runs programs on generated inputs. Returns what shows that an output depends on more than its row; None: nothing does.
+def find_fault(runs: Runs, inputs: Sequence[Argument], rows: int, epsilon: float) -> str | None:
+    """Runs programs on generated inputs. Returns a sentence with an output that depends on more than its row; None: none does.
 
-    Args:
-      inputs: of the program for ``rows`` rows, 2 or more.
-      epsilon: the relative rounding error of the coarsest numbers that the program computes with.
-      bounds: for each ragged tensor where each row begins, and the last one ends. Empty: rows also change places.
-    Raises whatever a program raises.
+    ``inputs``: of the program for ``rows`` rows, 2 or more. ``epsilon``: the relative rounding error of the coarsest numbers
+    that the program computes with. Raises whatever a program raises.
     """
-    found: dict[tuple[str, str], RowFault] = {}
+    found: dict[tuple[str, str], str] = {}
     for draw in range(_DRAWS):
         with np.errstate(all="ignore"):
-            faults = _faults(runs, inputs, rows, epsilon, bounds, draw)
-        found = {fault[:2]: fault for fault in faults if fault[:2] in found or not draw}
+            now = _faults(runs, inputs, rows, epsilon, draw)
+        found = {fault: said for fault, said in now.items() if fault in found or not draw}
         if not found:
             return None
-    return min(found.values(), key=lambda fault: (_BESIDE, _PLACE, _ROWS).index(fault.on))
+    return found[min(found, key=lambda fault: (_BESIDE, _PLACE, _ROWS).index(fault[1]))]
 
 
-def _faults(
-    runs: Runs, inputs: Sequence[Argument], rows: int, epsilon: float, bounds: Mapping[str, Sequence[int]], draw: int
-) -> list[RowFault]:
+def _faults(runs: Runs, inputs: Sequence[Argument], rows: int, epsilon: float, draw: int) -> dict[tuple[str, str], str]:
+    """Returns a sentence for each output whose rows depend on something else, and for what."""
     base, others = generated(inputs, 2 * draw), generated(inputs, 2 * draw + 1)
     run, made = runs[rows], runs[rows](base)
     #: Output, what it may depend on, and an array of it as it is and otherwise.
     pairs: list[tuple[str, str, Array, Array]] = []
-    for kept in (0, rows - 1):
-        place = {name: slice(*at[kept : kept + 2]) for name, at in bounds.items()}
+    for kept in (slice(0, 1), slice(rows - 1, rows)):
         for beside in (others, {name: np.zeros_like(array) for name, array in base.items()}):
             mixed = {name: array.copy() for name, array in beside.items()}
             for name, array in mixed.items():
-                at = place.get(name, slice(kept, kept + 1))
-                array[at] = base[name][at]
-            for name, array in run(mixed).items():
-                at = place.get(name, slice(kept, kept + 1))
-                pairs.append((name, _BESIDE, made[name][at], array[at]))
-    if not bounds:
-        rolled = run({name: np.roll(array, 1, 0) for name, array in base.items()})
-        pairs += [(name, _PLACE, made[name], np.roll(array, -1, 0)) for name, array in rolled.items()]
-        for count in runs.keys() - {rows}:
-            resized = {name: np.resize(array, (count, *array.shape[1:])) for name, array in base.items()}
-            pairs += [(name, _ROWS, made[name][:count], array[:rows]) for name, array in runs[count](resized).items()]
+                array[kept] = base[name][kept]
+            pairs += [(name, _BESIDE, made[name][kept], array[kept]) for name, array in run(mixed).items()]
+    rolled = run({name: np.roll(array, 1, 0) for name, array in base.items()})
+    pairs += [(name, _PLACE, made[name], np.roll(array, -1, 0)) for name, array in rolled.items()]
+    for count in runs.keys() - {rows}:
+        resized = {name: np.resize(array, (count, *array.shape[1:])) for name, array in base.items()}
+        pairs += [(name, _ROWS, made[name][:count], array[:rows]) for name, array in runs[count](resized).items()]
     if not any(distances(one, other).any() for _, _, one, other in pairs):
-        return []
+        return {}
     noisy = [run(base), run({name: nudged(array, epsilon) for name, array in base.items()})]
-    found = []
+    found = {}
     for name, on, one, other in pairs:
-        noise = max(np.max(distances(made[name], each[name]), initial=0.0) for each in noisy)
-        scale = 0.0 if _counts(one.dtype) else np.max(distances(made[name], 0), initial=0.0)
-        distance = distances(one, other)
-        changed = distance > max(math.sqrt(epsilon) * scale, _TIMES * noise)
-        if changed.sum() > (0 if on == _BESIDE and scale else _SHARE * changed.size):
-            most = distance.argmax()
-            found.append(RowFault(name, on, one.ravel()[most].item(), other.ravel()[most].item()))
+        apart, scale = beyond(one, other, made[name], [each[name] for each in noisy], epsilon)
+        if apart.sum() > (0 if on == _BESIDE and scale else _SHARE * apart.size):
+            most = distances(one, other).argmax()
+            values = f"{one.ravel()[most].item():.6g} and {other.ravel()[most].item():.6g}"
+            found[name, on] = (
+                f"a row of output '{name}' depends on {on}: generated inputs gave {values} for the same row"
+            )
     return found
 
 
-def _counts(dtype: np.dtype[Any]) -> bool:
-    return bool(dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer))
+def beyond(one: Array, other: Array, made: Array, noisy: Sequence[Array], epsilon: float) -> tuple[Array, float]:
+    """Returns where two arrays are further apart than noise and rounding explain, and the largest number of ``made``.
+
+    ``made``, ``noisy``: an output, and the same as it is if it is computed again. ``epsilon``: as in ``find_fault``. Integers
+    are not rounded: 0.0 is returned for their largest number.
+    """
+    noise = max(np.max(distances(made, each), initial=0.0) for each in noisy)
+    scale = 0.0 if made.dtype.kind in "biu" else np.max(distances(made, 0), initial=0.0)
+    return distances(one, other) > max(math.sqrt(epsilon) * scale, _TIMES * noise), scale
 
 
 def nudged(array: Array, epsilon: float) -> Array:
     """Returns an array whose numbers are changed by ``epsilon`` of themselves, up and down in turn; integers stay."""
     signs = 1 + epsilon * (1 - np.arange(array.size).reshape(array.shape) % 2 * 2)
-    return array if _counts(array.dtype) else (array * signs).astype(array.dtype)
+    return array if array.dtype.kind in "biu" else (array * signs).astype(array.dtype)
 
 
 def distances(one: Any, other: Any) -> Array:

@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from tensord.workers.programs.purity import line_of
+from tensord.workers.programs.purity import line_of, steps
 
 #: The most iterations of a loop whose end depends on values, which might never come with inputs that no client would send.
 MOST_ITERATIONS = 100
 #: Operations that call Python or foreign code, which may do harm with such inputs.
 _UNTRIED = re.compile("callback|ffi_call|custom_call|pallas")
-
-
-def _equations(program: Any) -> Iterator[Any]:
-    """Yields the operations of a program and of all programs inside it, in their order."""
-    for equation in program.eqns:
-        yield equation
-        for inner in _programs(list(equation.params.values())):
-            yield from _equations(inner)
-
-
-def _programs(value: Any) -> Iterator[Any]:
-    """Yields the programs in a parameter of an operation."""
-    if isinstance(value, tuple | list):
-        for each in value:
-            yield from _programs(each)
-    elif hasattr(value, "eqns"):
-        yield getattr(value, "jaxpr", value)
 
 
 class Reading(NamedTuple):
@@ -46,37 +29,34 @@ class Reading(NamedTuple):
 
 def read(program: Any) -> Reading:
     """Returns whether a ``Jaxpr`` may be run on generated inputs, whether it has ``while`` loops, and its rounding error."""
-    equations, finfo = list(_equations(program)), cast("Any", jnp.finfo)
+    equations, finfo = [chain[-1] for chain, _ in steps(program) if chain], cast("Any", jnp.finfo)
     exported = [each.params["exported"].mlir_module_serialized for each in equations if "exported" in each.params]
-    names = [each.primitive.name for each in equations]
+    names = {each.primitive.name for each in equations}
     dtypes = {getattr(each.aval, "dtype", jnp.dtype(bool)) for equation in equations for each in equation.outvars}
     rounding = [float(finfo(dtype).eps) for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
     untried = program.effects or any(map(_UNTRIED.search, names)) or any(b"while" in each for each in exported)
     return Reading(not untried, "while" in names, max(rounding, default=0.0))
 
 
-def combining(program: Any, rows: int, line: str = "") -> str:
+def combining(program: Any, rows: int) -> str:
     """Returns the first operation that seems to combine the rows of a batch, with its line in the author's code; "": none does.
 
-    The first axis of an array is taken for the rows if it has ``rows`` elements, though it may have them for another
-    reason. ``line``: the author's line that calls ``program``, which then stands for all operations of ``program``,
-    because a library's program keeps the lines of its first caller; "": each operation has its own line.
+    The first axis of an array is taken for the rows if it has ``rows`` elements, though it may have them for another reason.
     """
-    for equation in program.eqns:
-        where = line or line_of([equation])
-        before, after = (
-            [getattr(each.aval, "shape", ()) for each in them] for them in (equation.invars, equation.outvars)
-        )
-        if any(shape[:1] == (rows,) for shape in before) and _combines(equation, before, after[0], rows):
-            return f"{equation.primitive.name}{where}"
-        for inner in _programs(list(equation.params.values())):
-            if found := combining(inner, rows, where):
-                return found
+    for chain, _ in steps(program):
+        if chain and _combines(chain[-1], rows):
+            # A library's program keeps the lines of its first caller: the outermost operation's are those of this one.
+            return f"{chain[-1].primitive.name}{line_of(chain[:1]) or line_of(chain)}"
     return ""
 
 
-def _combines(equation: Any, before: Sequence[Sequence[int]], after: Sequence[int], rows: int) -> bool:
+def _combines(equation: Any, rows: int) -> bool:
     name, params = equation.primitive.name, equation.params
+    before, (after, *_) = (
+        [getattr(each.aval, "shape", ()) for each in them] for them in (equation.invars, equation.outvars)
+    )
+    if not any(shape[:1] == (rows,) for shape in before):
+        return False
     if name == "dot_general":
         gone, shared = params["dimension_numbers"]
         free = [{*range(len(shape))} - {*one, *two} for shape, one, two in zip(before, gone, shared, strict=True)]
@@ -95,21 +75,26 @@ def ending(program: Any, consts: Sequence[Any], *given: Any) -> list[Any]:
     ``scan`` or ``cond`` has a ``while`` loop inside.
     """
     known = dict(zip((*program.constvars, *program.invars), (*consts, *given), strict=True))
+
+    def values(atoms: Sequence[Any]) -> list[Any]:
+        return [each.val if isinstance(each, core.Literal) else known[each] for each in atoms]
+
     for equation in program.eqns:
-        operands = [each.val if isinstance(each, core.Literal) else known[each] for each in equation.invars]
+        own = [*{each: None for each in equation.invars if not isinstance(each, core.Literal)}]
+        alone = program.replace(constvars=[], invars=own, outvars=equation.outvars, eqns=[equation])
         inner = [each for each in equation.params.values() if hasattr(each, "eqns")]
         if equation.primitive.name == "while":
-            made = _ended(equation.params, operands)
-        elif not any(read(each).loops for each in _programs(list(equation.params.values()))):
-            own = list({id(each): each for each in equation.invars if not isinstance(each, core.Literal)}.values())
-            alone = program.replace(constvars=[], invars=own, outvars=equation.outvars, eqns=[equation])
-            made = core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*(known[each] for each in own))
+            made = _ended(equation.params, values(equation.invars))
+        elif not read(alone).loops:
+            made = core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*values(own))
         elif equation.primitive.name in ("scan", "cond") or len(inner) != 1:
             raise NotImplementedError(equation.primitive.name)
         else:
-            made = ending(getattr(inner[0], "jaxpr", inner[0]), getattr(inner[0], "consts", ()), *operands)
+            made = ending(
+                getattr(inner[0], "jaxpr", inner[0]), getattr(inner[0], "consts", ()), *values(equation.invars)
+            )
         known.update(zip(equation.outvars, made, strict=True))
-    return [each.val if isinstance(each, core.Literal) else known[each] for each in program.outvars]
+    return values(program.outvars)
 
 
 def _ended(params: Any, operands: list[Any]) -> list[Any]:

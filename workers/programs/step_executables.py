@@ -11,7 +11,6 @@ import functools
 import math
 import os
 import threading
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +30,7 @@ from tensord.workers.tensors.buckets import Buckets, Shapes
 from tensord.workers.tensors.signature import Signature
 
 #: A program, which takes parameters first.
-DeviceCall = Callable[..., Any]
+DeviceCall = jax.stages.Compiled
 
 
 class _Wanted(NamedTuple):
@@ -83,8 +82,10 @@ class StepExecutables:
         self._tracing = threading.Lock()
         #: What ``warm`` found in the programs of the largest step and of an insertion.
         self.examined = [""]
-        #: What was traced last, until ``warm`` is done.
-        self._traced: dict[_Wanted, jax.stages.Traced] = {}
+        #: What was traced last, by the function's name, until the model is loaded.
+        self.traced: dict[str, jax.stages.Traced] = {}
+        #: The key in the cache of the note that requests do not affect each other.
+        self.noted = ""
         self._source = source
         self._shapes = [shapes for _, shapes in buckets.planned()]
         self._axes = buckets.named
@@ -135,13 +136,13 @@ class StepExecutables:
         def key_of(what: _Wanted) -> str:
             return self._cache.key((self._source, *text, repr(self._signature), repr(what), repr(self._place.device)))
 
-        traced = dict(self._traced)
+        traced, self.noted = dict(self.traced), key_of(_Wanted("noted"))
         if not self._cache.has(key_of(wanted[1])):
             with jax.default_device(jax.local_devices()[0]):  # as in ``Executables``
                 for what in known:
                     self._lower(what, self._place)
         model, programs = self._signature.model, len(wanted)
-        told = [examine(model, each, self._traced[what], programs) for what, each in traced.items()]
+        told = [examine(model, each, self.traced[name], programs) for name, each in traced.items()]
         self.examined = [next(filter(None, each), "") for each in zip(*told, strict=True)]
         text += [os.urandom(16)] if self.examined[0] else []
         progress.parameters(self._place.parameters)
@@ -169,7 +170,7 @@ class StepExecutables:
                 self.steps[what.slots] = compiled.call
             else:
                 self.inserts[what.shapes] = compiled.call
-        self._traced.clear()
+        self.traced |= traced
         self._run_once()
 
     def leaks(self) -> bool:
@@ -198,7 +199,7 @@ class StepExecutables:
         carry = {"insert": INSERT_CARRY, "step": STEP_CARRY}.get(what.name, ())
         # It is a new one each time: JAX would not trace the former again.
         jitted: Any = jax.jit(functools.wraps(function)(lambda *each: function(*each)), donate_argnums=carry)
-        self._traced[what] = traced = jitted.trace(*arguments)
+        self.traced[what.name] = traced = jitted.trace(*arguments)
         lowered: jax.stages.Lowered = traced.lower()
         return lowered
 

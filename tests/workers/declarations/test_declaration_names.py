@@ -43,6 +43,7 @@ def check(folder: Path, source: str, config: str = "") -> None:
         ("hosts = True", "hosts", "host"),
         ("strict_parameter = True", "strict_parameter", "strict_parameters"),
         ("batch_input = {'rows': ('SEGMENT_IDS', 'INT32', 'x')}", "batch_input", "batch_inputs"),
+        ("rows_may_mx = True", "rows_may_mx", "rows_may_mix"),
         ("memory_polcy = 'on_demand'", "memory_polcy", "memory_policy"),
     ],
 )
@@ -62,7 +63,6 @@ def test_misspelt(tmp_path: Path, source: str, name: str, meant: str) -> None:
         "import string as states",
         "from os import sep as gathers",
         "import struct as requests",
-        "input = {'x': 4}",
         "input = 'tokens'",
         "output = ['logits', 'FP32']",
         "batch_size = 8",
@@ -76,7 +76,6 @@ def test_misspelt(tmp_path: Path, source: str, name: str, meant: str) -> None:
         "max_batchsize = 8\nmax_batch_size = 4",
         "device = None",
         "device = 'cpu'",
-        "bucket = {'n': 'large'}",
         "state = {'h': 'FP32[8]'}\nstates = {'h': 'FP32[8]'}",
         "hosts = ['a', 'b']",
         "host_name = 'a'",

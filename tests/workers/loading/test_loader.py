@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -349,13 +350,13 @@ def test_rows_may_mix_if_the_model_says_so(load: Loading, more: str, config: str
     model = load(MIXING + "\n    " + more + "\n", config)
     assert model.batch_rules == BatchRules(5, joins=False)
     assert model.jitted is not None
-    assert [rows for rows, _ in model.jitted.executables._planned] == [1, 2, 3, 4, 5]
+    assert [rows for rows, _ in model.jitted.executables.made] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
     ("more", "config", "words"),
     [
-        ("rows_may_mix = 'often'", "", "parameter rows_may_mix is 'often'; expected true or false"),
+        ("rows_may_mix = 'often'", "", "rows_may_mix of model.py is 'often', True or False is expected"),
         ("rows_may_mix = True; max_batch_size = 1000", "", "its buckets need 1000 executables"),
         ("rows_may_mix = True", "sequence_batching { }", "requests of sequences and ragged inputs share batches"),
     ],
@@ -364,6 +365,28 @@ def test_what_rows_that_mix_exclude(load: Loading, more: str, config: str, words
     with pytest.raises(InvalidArgument) as caught:
         load(MIXING + "\n    " + more + "\n", config)
     assert words in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (
+            "jax.random.normal(jax.random.key(0), x.shape)",
+            "its place in the batch: .+; it draws random numbers with a key that",
+        ),
+        ("np.random.rand()", "the number of rows in its batch: .+; its function is another one each time"),
+        ("jax.random.normal(jax.random.key(0), x.shape) + x.mean(0)", "the other rows .+; probably by reduce_sum"),
+    ],
+)
+def test_why_a_row_depends_on_its_place(load: Loading, more: str, words: str) -> None:
+    with pytest.raises(Internal) as caught:
+        load(
+            MIXING.replace("x - x.mean(0)", f"x + {more}").replace(
+                "    inputs =", "    import jax, numpy as np\n    inputs ="
+            )
+        )
+    assert re.search(words, caught.value.message)
+    assert ("rows_may_mix" in caught.value.message) == ("probably" in words)
 
 
 def test_no_model_sees_another(load: Loading, tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +17,8 @@ from tensord.shm.status_page import StatusPage
 from tensord.workers.imports import import_system
 from tensord.workers.loading.loader import Loader
 from tensord.workers.models.loaded_model import LoadedModel
+from tensord.workers.models.stepped_model import SteppedModel
+from tensord.workers.programs.executable_cache import ExecutableCache, cache_directory
 from tensord.workers.threads.inbox import Inbox
 from tests.repositories import write_model
 from tests.workers.loading.targets import target
@@ -43,14 +48,17 @@ MODEL = """
 """
 
 
-def load(tmp_path: Path, source: str, config: str = "", state: int = 1 << 20) -> LoadedModel:
+def load(
+    tmp_path: Path, source: str, config: str = "", state: int = 1 << 20, cache: ExecutableCache | None = None
+) -> LoadedModel:
     import_system.prepare()
     folder = write_model(tmp_path, "m", source)
     message = parse_pbtxt(config, "m") if config else empty("m")
     message.name = "m"
     inbox, page = Inbox(), StatusPage.create()
     try:
-        loader = Loader(target(state=state), inbox, page)
+        given = target(state=state)
+        loader = Loader(dataclasses.replace(given, cache=cache or given.cache), inbox, page)
         made = loader.load(Load("m", 1, str(folder.parent), str(folder), message.SerializeToString()))
         made.imports.forget()
         return made
@@ -226,3 +234,76 @@ def test_values_of_a_trace_that_are_left_outside(tmp_path: Path) -> None:
         made = load(tmp_path, source)
         assert made.stepped is not None
         assert made.stepped.executables.leaks() is bool(change)
+
+
+_INSERT = 'a = carry["a"].at[slot].set(inputs["x"].sum() * params["w"])'
+_ROWS = (_INSERT, 'a = carry["a"].at[slot].set(inputs["x"].sum(1, keepdims=True) * params["w"])')
+_STEP = 'a = carry["a"] * 2'
+_NEXT = '{"y": a}, active, ~active'
+_TWO = ("slots = 4", "slots = 4; insert_rows = 2")
+_SEED = ("slots = 4", 'slots = 4\n    request = {"seed": "INT32"}')
+
+#: What is changed so that requests affect each other, and what the error says they depend on.
+MIXED: dict[str, tuple[list[tuple[str, str]], str]] = {
+    "step": ([(_STEP, 'a = carry["a"] - carry["a"].mean(0)'), ("~active", "~active & active")], "the other rows"),
+    "insert": ([(_INSERT, f"{_INSERT}; a = a.at[(slot + 1) % 4].set(a[slot])"), (_NEXT, '{"y": a}, active, a[:, 0] > 99')],
+               "the other rows"),
+    "finished": ([(_NEXT, '{"y": a}, active, jnp.broadcast_to(active.sum() > 2, 4)')], "the number of rows"),
+    "emits": ([(_NEXT, '{"y": a}, active & (active.sum() > 1), ~active')], "the number of rows"),
+    "state": ([(_STEP, 'a = jnp.cumsum(carry["a"], 0)'), (_NEXT, '{"y": a}, active, ~active & active')], "the other rows"),
+    "slot": ([(_STEP, 'a = carry["a"] + jnp.arange(4.0)[:, None]')], "its place"),
+    "draws": ([(_STEP, "import jax; a = carry['a'] + jax.random.normal(jax.random.key(0), (4, 2))")], "its place"),
+    "number": ([(_STEP, 'a = carry["a"] / active.sum()')], "the number of rows"),
+    "insert_rows": ([_TWO, (_INSERT, _ROWS[1].replace("inputs", "inputs['x'].mean() + inputs"))], "the other rows"),
+}  # fmt: skip
+APART: dict[str, list[tuple[str, str]]] = {
+    "plain": [],
+    "goes_on": [("active, ~active", "active, jnp.abs(a).sum(1) > 9")],
+    "one_slot": [("slots = 4", "slots = 1"), (_STEP, 'a = carry["a"] - carry["a"].mean(0)')],
+    "rows": [_TWO, _ROWS],
+    "several_steps": [("slots = 4", "slots = 4; step_slots = (1, 3)"), ('{"y": a}, active', '{"y": a[: len(active)]}, active')],
+    "large": [(_STEP, 'a = jnp.exp(carry["a"] - carry["a"].max()); a = a / a.sum(1, keepdims=True)')],
+    "seed": [_SEED, ("slot, inputs)", "slot, inputs, request)"),
+             ("import jax.numpy", "import jax, jax.numpy"),
+             (_INSERT, f'{_INSERT}; key = jax.random.key(request["seed"][0]); a = a.at[slot].add(jax.random.normal(key, (2,)))')],
+    # It counts in a loop whose end depends on the state: it is not run.
+    "loops": [(_STEP, "import jax; a = jax.lax.while_loop(lambda a: a.sum() > 99, lambda a: a - 1, carry['a'][::-1])")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", APART)
+def test_requests_that_do_not_affect_each_other(tmp_path: Path, name: str) -> None:
+    load(tmp_path, changed(APART[name]))
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_requests_that_affect_each_other_are_refused(tmp_path: Path, name: str) -> None:
+    changes, on = MIXED[name]
+    with pytest.raises(Internal) as raised:
+        load(tmp_path, changed(changes))
+    assert re.match(rf"model 'm': a row of output 'y' depends on {on}", raised.value.message)
+    draws = (
+        "it draws random numbers with a key that depends on no input (model.py, line 19, in step)"
+        in raised.value.message
+    )
+    assert draws == (name == "draws")
+    meant = " (axis 0 is the slots). slots = 1 in model.py says that it is meant"
+    assert raised.value.message.endswith(meant) == (not draws)
+
+
+def changed(changes: Sequence[tuple[str, str]]) -> str:
+    source = MODEL
+    for before, after in changes:
+        assert before in source, before
+        source = source.replace(before, after)
+    return source
+
+
+def test_what_is_known_of_requests_is_kept_with_the_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[object] = []
+    find = SteppedModel.find_fault
+    monkeypatch.setattr(SteppedModel, "find_fault", lambda *given: found.append(find(*given)))
+    cached = ExecutableCache(cache_directory(str(tmp_path / "cache")))
+    for source in (MODEL, MODEL, MODEL.replace("* 2", "* 3")):
+        load(tmp_path, source, cache=cached)
+    assert found == [None, None]

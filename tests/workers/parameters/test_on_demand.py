@@ -79,7 +79,7 @@ def test_parameters_go_and_come_back(loop: PushingLoop, tmp_path: Path) -> None:
         loop.load(write(tmp_path, f"m{number}", number))
     assert on_device(loop) == ["m4", "m5"]
     compiled = {
-        name: version.jitted.executables._planned
+        name: version.jitted.executables.made
         for version in loop.worker._models
         if (name := version.name) and version.jitted
     }

@@ -250,7 +250,7 @@ def test_instances_have_carries_of_their_own() -> None:
 def test_all_programs_are_where_the_carry_is(flops: int, single: bool) -> None:
     """On the single-thread device, or none of them: by the largest."""
     model = stateful(single_thread=SingleThreadDevice(flops))
-    placed = {executable.placement.device is not None for executable in model.executables._planned.values()}
+    placed = {executable.placement.device is not None for executable in model.executables.made.values()}
     assert placed == {single}
     assert answers(run(model, Ask(1, 1, True))) == [[101, 201]]
     assert answers(run(model, *[Ask(slot, 1, slot != 1) for slot in range(64)]))[1] == [102, 202]

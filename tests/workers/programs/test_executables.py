@@ -28,7 +28,7 @@ from tensord.workers.programs.gather_buffer import aligned
 from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.programs.lowering import Lowering
 from tensord.workers.programs.placed_sets import placed_sets
-from tensord.workers.programs.row_probe import RowFault, probe
+from tensord.workers.programs.row_probe import probe
 from tensord.workers.tensors.buckets import Buckets
 from tensord.workers.tensors.signature import Signature, declare, parse_declaration, signature
 from tests.generated import examples
@@ -212,7 +212,7 @@ def test_what_is_known_of_rows_is_kept_with_the_programs(tmp_path: Path, monkeyp
     traced: list[int] = []
     lower = Lowering.lower
 
-    def probed(signature: Any, executables: Any, *others: Any) -> RowFault | None:
+    def probed(signature: Any, executables: Any, *others: Any) -> str | None:
         asked.extend(each.rows for each in executables)
         return probe(signature, executables, *others)
 

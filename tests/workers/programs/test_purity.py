@@ -87,6 +87,9 @@ OTHERWISE = [
     lambda p, i: {"y": rows(i)[:, next(numbers) % 2 :][:, :2]},  # here
     lambda p, i: {"y": rows(i) + 1 if next(numbers) % 2 else jnp.sin(rows(i)) + 1},  # here
     lambda p, i: {"y": jax.lax.cond(i["x"][0, 0] > 0, lambda x: x, lambda x: x + np.random.rand(), rows(i))},  # here
+    lambda p, i: {"y": (jnp.sin if next(numbers) % 2 else jnp.cos)(rows(i))},  # here
+    lambda p, i: {"y": rows(i).astype("bfloat16" if next(numbers) % 2 else "float16").astype(np.float32)},  # here
+    lambda p, i: {"y": jax.lax.slice(rows(i), (0, at := next(numbers) % 2), (2, at + 2))},  # here
     jitted_by_its_author,
 ]
 
@@ -102,6 +105,19 @@ def test_what_changes_from_trace_to_trace_is_told_with_its_line(function: Functi
     assert "tensord.models.keys" in impure
     assert others == ["", "", ""]
     assert found_in(function, fresh=False) == [""] * 4
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_operation_that_one_trace_has_at_its_end(first: int) -> None:
+    traces = itertools.count(first)
+
+    def function(parameters: Any, inputs: Any) -> Any:
+        y = rows(inputs)
+        return {"y": jnp.sin(y) if next(traces) == 1 else y}
+
+    line = inspect.getsourcelines(function)[1] + 2
+    (impure, *_) = found_in(function)
+    assert f"each time that it is traced (test_purity.py, line {line}, in function)" in impure
 
 
 def test_a_result_that_changes_and_no_operation() -> None:
@@ -128,6 +144,24 @@ def test_keys_that_no_input_reaches(function: Function) -> None:
     )
 
 
+def test_bits_of_the_devices_own_generator() -> None:
+    def function(parameters: Any, inputs: Any) -> Any:
+        _, bits = jax.lax.rng_bit_generator(jnp.zeros(4, np.uint32), (2, 4))
+        return {"y": rows(inputs) + bits}
+
+    assert found_in(function)[1].startswith(
+        "it draws random numbers with a key that depends on no input (test_purity.py"
+    )
+
+
+def test_functions_that_take_other_arguments() -> None:
+    """What a stepped model begins with has no inputs, so its numbers are nobody's; a step takes an array, and no dict."""
+    begins: Any = jax.jit(lambda parameters: jax.random.normal(jax.random.key(0), (4,)))
+    steps: Any = jax.jit(lambda parameters, active: jnp.ones(4))
+    for traced in (begins.trace(PARAMETERS), steps.trace(PARAMETERS, OF_INPUT)):
+        assert examine("m", traced, traced, 3) == [""] * 4
+
+
 def test_python_that_is_not_said_to_be_pure() -> None:
     impure, *others = found_in(lambda p, i: {"y": io_callback(np.asarray, OF_INPUT, rows(i))})
     assert impure.startswith("it calls Python by io_callback (test_purity.py, line ")
@@ -142,6 +176,18 @@ def test_large_constants_also_of_inner_functions() -> None:
         f"its function has {LARGE.nbytes + 16} bytes of arrays that are no parameters, and each of its 3"
     )
     assert f"as constants (test_purity.py, line {number + len(lines) - 1}, in large)" in held
+
+
+def test_the_largest_constant_is_told_and_each_counts_once() -> None:
+    def function(parameters: Any, inputs: Any) -> Any:
+        x = inputs["x"] + inputs["seed"][:, None] + np.arange(4)
+        twice = LARGE * x[0, 0], jnp.asarray(LARGE) + x[0, 0]
+        return {"y": x * np.arange(8).reshape(2, 4) + twice[0].sum() + twice[1].sum()}
+
+    (_, _, held, _) = found_in(function)
+    line = inspect.getsourcelines(function)[1] + 2
+    assert f"has {LARGE.nbytes + 48} bytes" in held
+    assert f"as constants (test_purity.py, line {line}, in function)" in held
 
 
 def test_an_input_that_means_nothing() -> None:
@@ -200,3 +246,26 @@ def test_values_that_inner_functions_leave_outside() -> None:
     finally:
         kept.clear()
     assert not leaks(lambda: jax.jit(lambda x: softened(x) * 2).trace(OF_INPUT))
+
+
+def test_values_that_are_used_and_not_left() -> None:
+    """JAX's own check takes a function with a derivative of its own, over a value of the trace, for one that leaves it."""
+
+    def function(x: Any) -> Any:
+        own = jax.custom_jvp(lambda y: jnp.sin(y) * x.sum())
+        own.defjvp(lambda primals, tangents: (own(*primals), tangents[0] * x.sum()))
+        return own(x)
+
+    assert not leaks(lambda: jax.jit(function).trace(OF_INPUT))
+
+
+def test_values_that_the_next_trace_uses() -> None:
+    def function(x: Any) -> Any:
+        kept.append(x * 2)
+        return jax.jit(lambda y: y + kept[0])(x)
+
+    try:
+        for _ in range(2):
+            assert leaks(lambda: jax.jit(lambda x: function(x)).trace(OF_INPUT))
+    finally:
+        kept.clear()
