@@ -193,6 +193,20 @@ class LaneBench(ABC):
             pass
         return datagrams
 
+    async def come_and_go(self, content: bytes = b"") -> bytes:
+        """Has a client connect, send bytes and leave. Returns what was written to it; nothing else of it is kept here."""
+        transport = self.connect()
+        for at in range(0, len(content), 256 << 10):
+            transport.arrive(content[at : at + (256 << 10)])
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        transport._protocol.connection_lost(None)
+        written = b"".join(b"".join(map(bytes, each)) for each in transport.writes)
+        transport.set_protocol(None)
+        self.transports.clear()
+        await asyncio.sleep(0)
+        return written
+
     def close(self) -> None:
         for transport in self.transports:
             transport.writes.clear()  # they are views of what is closed now

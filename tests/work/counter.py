@@ -6,6 +6,7 @@ None of it depends on how fast a machine is or what else runs on it.
 from __future__ import annotations
 
 import contextlib
+import gc
 import socket
 import sys
 from collections import Counter
@@ -76,3 +77,14 @@ class Work:
         caller = frame.f_back if frame.f_code.co_filename == socket.__file__ else frame
         if caller is not None and caller.f_code.co_filename.startswith(ROOMS):
             self.system_calls[argument.__name__] += 1
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """Collects garbage, and none any more until the ``with`` block ends."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

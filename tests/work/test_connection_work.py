@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import gc
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -86,17 +86,15 @@ class Door(Bench):
         return bytes(answer)
 
 
-@contextlib.asynccontextmanager
-async def door() -> AsyncIterator[Door]:
-    made = Door()
-    try:
-        made.open()
-        yield made
-    finally:
-        await made.acceptor.close(1)
-        made.sockets.close()
-        made.listener.close()
-        made.close()
+@pytest.fixture
+async def made() -> AsyncIterator[Door]:
+    door = Door()
+    door.open()
+    yield door
+    await door.acceptor.close(1)
+    door.sockets.close()
+    door.listener.close()
+    door.close()
 
 
 async def visits(made: Door, work: Work, count: int, request: bytes) -> None:
@@ -104,39 +102,24 @@ async def visits(made: Door, work: Work, count: int, request: bytes) -> None:
         assert (await made.visit(work, request)).startswith(b"HTTP/1.1 200 OK\r\n")
 
 
-def on_a_door(test: Callable[[Door], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with door() as made:
-            await test(made)
-
-    asyncio.run(run())
-
-
 @counts
 @pytest.mark.parametrize(("name", "request_"), [("closes", REQUEST), ("is-closed", LAST)])
-def test_instructions(name: str, request_: bytes, baseline: Baseline) -> None:
-    async def test(made: Door) -> None:
-        await visits(made, Work(), WARM, request_)
-        work = Work()
-        await visits(made, work, COUNT, request_)
-        baseline.check(f"http connection {name}", work.instructions / COUNT)
-
-    on_a_door(test)
+async def test_instructions(name: str, request_: bytes, baseline: Baseline, made: Door) -> None:
+    await visits(made, Work(), WARM, request_)
+    work = Work()
+    await visits(made, work, COUNT, request_)
+    baseline.check(f"http connection {name}", work.instructions / COUNT)
 
 
-def test_system_calls() -> None:
+async def test_system_calls(made: Door) -> None:
     """An accept, now and then one in vain; reads at once, of the request and of the end; the lane's two, and the answer."""
-
-    async def test(made: Door) -> None:
-        await visits(made, Work(), WARM, REQUEST)
-        work = Work()
-        await visits(made, work, COUNT, REQUEST)
-        assert work.system_calls.total() <= 7 * COUNT + 3, work.system_calls
-
-    on_a_door(test)
+    await visits(made, Work(), WARM, REQUEST)
+    work = Work()
+    await visits(made, work, COUNT, REQUEST)
+    assert work.system_calls.total() <= 7 * COUNT + 3, work.system_calls
 
 
-def test_a_transport_is_asked_nothing() -> None:
+async def test_a_transport_is_asked_nothing() -> None:
     """Its answers would cost system calls, and the peer is known since the accept."""
     asked: list[str] = []
 
@@ -145,34 +128,28 @@ def test_a_transport_is_asked_nothing() -> None:
             asked.append(name)
             return default
 
-    async def test() -> None:
-        bench = Bench()
-        bench.transport = Asked
-        try:
-            await bench.answer(Work(), [(bench.connect(), REQUEST)], two_small)
-        finally:
-            bench.close()
-
-    asyncio.run(test())
+    bench = Bench()
+    bench.transport = Asked
+    try:
+        await bench.answer(Work(), [(bench.connect(), REQUEST)], two_small)
+    finally:
+        bench.close()
     assert not asked
 
 
 @pytest.mark.parametrize("request_", [REQUEST, LAST], ids=["closes", "is-closed"])
-def test_nothing_is_left_for_the_garbage_collector(request_: bytes) -> None:
-    async def test(made: Door) -> None:
-        await visits(made, Work(), WARM, request_)
+async def test_nothing_is_left_for_the_garbage_collector(request_: bytes, made: Door) -> None:
+    await visits(made, Work(), WARM, request_)
+    gc.collect()
+    gc.disable()
+    try:
+        await visits(made, Work(), COUNT, request_)
+        gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        gc.disable()
-        try:
-            await visits(made, Work(), COUNT, request_)
-            gc.set_debug(gc.DEBUG_SAVEALL)
-            gc.collect()
-            kinds = [type(each) for each in gc.garbage if not isinstance(each, socket.socket)]  # asyncio leaves its own
-            ours = [kind.__name__ for kind in kinds if kind.__module__.startswith("daemon.")]
-        finally:
-            gc.set_debug(0)
-            gc.garbage.clear()
-            gc.enable()
-        assert not ours
-
-    on_a_door(test)
+        kinds = [type(each) for each in gc.garbage if not isinstance(each, socket.socket)]  # asyncio leaves its own
+        ours = [kind.__name__ for kind in kinds if kind.__module__.startswith("daemon.")]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not ours

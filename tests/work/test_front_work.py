@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import tracemalloc
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from tensord.shm.messages import RegionSlice, Slice
 from tests.records import Tensor, WholeAnswer, WholeRequest
 from tests.work.baseline import Baseline, counts
 from tests.work.connection import FIRST_SEQUENCE, MIB, OPTIONS, SEQUENCES, Bench, KeptTransport
-from tests.work.counter import Work
+from tests.work.counter import Work, without_collector
 
 #: Requests before counting begins: what came twice is known.
 WARM = 3
@@ -208,15 +209,11 @@ ROWS = [
 rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
 
-def on_a_bench(test: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
-    async def run() -> None:
-        bench = Bench()
-        try:
-            await test(bench)
-        finally:
-            bench.close()
-
-    asyncio.run(run())
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    made = Bench()
+    yield made
+    made.close()
 
 
 async def ask(bench: Bench, row: Row, count: int, work: Work, transport: KeptTransport | None = None) -> KeptTransport:
@@ -234,14 +231,11 @@ async def ask(bench: Bench, row: Row, count: int, work: Work, transport: KeptTra
 
 @counts
 @rows
-def test_instructions(row: Row, baseline: Baseline) -> None:
-    async def test(bench: Bench) -> None:
-        transport = await ask(bench, row, row.warm, Work())
-        work = Work()
-        await ask(bench, row, COUNT, work, transport)
-        baseline.check(f"http {row.name}", work.instructions / COUNT)
-
-    on_a_bench(test)
+async def test_instructions(row: Row, baseline: Baseline, bench: Bench) -> None:
+    transport = await ask(bench, row, row.warm, Work())
+    work = Work()
+    await ask(bench, row, COUNT, work, transport)
+    baseline.check(f"http {row.name}", work.instructions / COUNT)
 
 
 _UNREMEMBERED = PreparedRequests(0, OPTIONS.arenas.inline_byte_size)
@@ -262,75 +256,58 @@ class Unremembering:
 
 
 @counts
-def test_what_is_never_seen_again_costs_little_more_than_the_ordinary_way() -> None:
+async def test_what_is_never_seen_again_costs_little_more_than_the_ordinary_way(bench: Bench) -> None:
     """A request that never repeats pays for the lookup of a prepared request, and for being remembered for a while."""
     row = next(row for row in ROWS if row.name == "small-forms")
-    counted: list[float] = []
 
-    async def count(bench: Bench) -> None:
+    async def count() -> float:
         work = Work()
         transport = await ask(bench, row, row.warm, Work())
         for number in range(row.warm, row.warm + COUNT):
             await bench.answer(work, [(transport, row.request(number))], row.complete)
             transport.writes.clear()
         assert bench.submitter.numbers.assigned == 0
-        counted.append(work.instructions / COUNT)
+        return work.instructions / COUNT
 
-    async def count_ordinary(bench: Bench) -> None:
-        bench.serving.prepared = Unremembering()  # type: ignore[assignment]
-        bench.submitter.numbers.number_again = lambda prepared: None  # type: ignore[method-assign]
-        await count(bench)
-
-    on_a_bench(count)
-    on_a_bench(count_ordinary)
-    never_again, ordinary = counted
-    assert 0 < never_again <= 1.3 * ordinary
+    never_again = await count()
+    bench.serving.prepared = Unremembering()  # type: ignore[assignment]
+    bench.submitter.numbers.number_again = lambda prepared: None  # type: ignore[method-assign]
+    assert 0 < never_again <= 1.3 * await count()
 
 
 @counts
-def test_instructions_of_small_requests_that_come_together(baseline: Baseline) -> None:
+async def test_instructions_of_small_requests_that_come_together(baseline: Baseline, bench: Bench) -> None:
     """Requests that arrive together share the cost of one iteration of the event loop."""
     row, together = ROWS[0], 8
-
-    async def test(bench: Bench) -> None:
-        transports = [await ask(bench, row, WARM, Work()) for _ in range(together)]
-        work = Work()
-        for _ in range(COUNT):
-            requests = [(transport, row.request(0)) for transport in transports]
-            await bench.answer(work, requests, row.complete)
-        baseline.check("http small-together", work.instructions / COUNT / together)
-
-    on_a_bench(test)
+    transports = [await ask(bench, row, WARM, Work()) for _ in range(together)]
+    work = Work()
+    for _ in range(COUNT):
+        requests = [(transport, row.request(0)) for transport in transports]
+        await bench.answer(work, requests, row.complete)
+    baseline.check("http small-together", work.instructions / COUNT / together)
 
 
 @rows
-def test_system_calls_on_the_lane(row: Row) -> None:
-    async def test(bench: Bench) -> None:
-        transport = await ask(bench, row, row.warm, Work())
-        work = Work()
-        await ask(bench, row, COUNT, work, transport)
-        assert work.system_calls.total() <= row.lane_calls * COUNT, work.system_calls
-
-    on_a_bench(test)
+async def test_system_calls_on_the_lane(row: Row, bench: Bench) -> None:
+    transport = await ask(bench, row, row.warm, Work())
+    work = Work()
+    await ask(bench, row, COUNT, work, transport)
+    assert work.system_calls.total() <= row.lane_calls * COUNT, work.system_calls
 
 
 @rows
-def test_memory_at_its_highest(row: Row) -> None:
+async def test_memory_at_its_highest(row: Row, bench: Bench) -> None:
     """A large tensor is never in Python's memory: it goes from the socket to the arena, and from an arena to the socket."""
     content = row.request(0)
-
-    async def test(bench: Bench) -> None:
-        transport = await ask(bench, row, row.warm, Work())
-        if row.fresh:
-            transport = bench.connect()
-        tracemalloc.start()
-        try:
-            peak = await peak_of(bench, row, transport, content)
-        finally:
-            tracemalloc.stop()
-        assert 0 < peak <= row.peak
-
-    on_a_bench(test)
+    transport = await ask(bench, row, row.warm, Work())
+    if row.fresh:
+        transport = bench.connect()
+    tracemalloc.start()
+    try:
+        peak = await peak_of(bench, row, transport, content)
+    finally:
+        tracemalloc.stop()
+    assert 0 < peak <= row.peak
 
 
 async def peak_of(bench: Bench, row: Row, transport: KeptTransport, content: bytes) -> int:
@@ -345,24 +322,15 @@ async def peak_of(bench: Bench, row: Row, transport: KeptTransport, content: byt
 
 
 @rows
-def test_nothing_is_left_for_the_garbage_collector(row: Row) -> None:
+async def test_nothing_is_left_for_the_garbage_collector(row: Row, bench: Bench) -> None:
     """A request that leaves a cycle makes the collector run every few dozen requests, in the middle of others."""
-
-    async def test(bench: Bench) -> None:
-        transport = await ask(bench, row, row.warm, Work())
-        contents = [row.request(number) for number in range(COUNT)]
-        gc.collect()
-        gc.disable()
-        try:
-            for content in contents:
-                await bench.answer(Work(), [(transport, content)], row.complete)
-                transport.writes.clear()
-            garbage = gc.collect()
-        finally:
-            gc.enable()
-        assert garbage == 0
-
-    on_a_bench(test)
+    transport = await ask(bench, row, row.warm, Work())
+    contents = [row.request(number) for number in range(COUNT)]
+    with without_collector():
+        for content in contents:
+            await bench.answer(Work(), [(transport, content)], row.complete)
+            transport.writes.clear()
+        assert gc.collect() == 0
 
 
 _REFUSED_TEXT = _LARGE + b" " * (64 << 10)
@@ -380,74 +348,46 @@ _REFUSED_TEXT = _LARGE + b" " * (64 << 10)
     ],
     ids=["missing model", "missing model, JSON", "no room ever", "missing model, gzip", "no gzip"],
 )
-def test_a_refused_body_leaves_nothing_for_the_garbage_collector(request_: bytes, sent: float) -> None:
+async def test_a_refused_body_leaves_nothing_for_the_garbage_collector(request_: bytes, sent: float) -> None:
     """The error that refuses a body must not keep what it was raised through: that holds up to 256 KiB of the body."""
-
-    async def test() -> None:
-        bench = Bench()
-        try:
-            for _ in range(3):
-                gc.collect()
-                gc.disable()
-                transport = bench.connect()
-                for at in range(0, int(sent * len(request_)), 256 << 10):
-                    transport.arrive(request_[at : at + (256 << 10)])
-                    await asyncio.sleep(0)
-                assert sent < 1 or b"HTTP/1.1 40" in b"".join(map(bytes, transport.writes[0]))[:15], transport.writes
-                transport._protocol.connection_lost(None)
-                del transport
-                await asyncio.sleep(0)
-                kept = [each for each in gc.get_objects() if type(each) in (Exchange, Reception)]
-                assert kept == []
-                assert kept == []
-        finally:
-            gc.enable()
-            bench.close()
-
-    asyncio.run(test())
+    with contextlib.closing(Bench()) as bench, without_collector():
+        for _ in range(3):
+            written = await bench.come_and_go(request_[: int(sent * len(request_))])
+            assert sent < 1 or written.startswith(b"HTTP/1.1 40"), written
+            assert [each for each in gc.get_objects() if type(each) in (Exchange, Reception)] == []
 
 
 @pytest.mark.parametrize("count", [2, 16])
-def test_small_requests_that_come_together_are_one_datagram(count: int) -> None:
+async def test_small_requests_that_come_together_are_one_datagram(count: int, bench: Bench) -> None:
     """One datagram is one wake-up of a busy worker, and mostly one batch."""
     row = ROWS[0]
-
-    async def test(bench: Bench) -> None:
-        transports = [await ask(bench, row, WARM, Work()) for _ in range(count)]
-        work = Work()
-        requests = [(transport, row.request(0)) for transport in transports]
-        await bench.occupy()
-        assert await bench.answer(work, requests, row.complete) == 1
-        assert work.system_calls.total() <= 2, work.system_calls
-
-    on_a_bench(test)
+    transports = [await ask(bench, row, WARM, Work()) for _ in range(count)]
+    work = Work()
+    requests = [(transport, row.request(0)) for transport in transports]
+    await bench.occupy()
+    assert await bench.answer(work, requests, row.complete) == 1
+    assert work.system_calls.total() <= 2, work.system_calls
 
 
 @pytest.mark.parametrize("count", [2, 16])
-def test_an_idle_worker_begins_with_the_first_of_small_requests_that_come_together(count: int) -> None:
+async def test_an_idle_worker_begins_with_the_first_of_small_requests_that_come_together(
+    count: int, bench: Bench
+) -> None:
     """The others are one datagram all the same."""
     row = ROWS[0]
-
-    async def test(bench: Bench) -> None:
-        transports = [await ask(bench, row, WARM, Work()) for _ in range(count)]
-        work = Work()
-        requests = [(transport, row.request(0)) for transport in transports]
-        assert await bench.answer(work, requests, row.complete) == 2
-        assert work.system_calls.total() <= 4, work.system_calls
-
-    on_a_bench(test)
+    transports = [await ask(bench, row, WARM, Work()) for _ in range(count)]
+    work = Work()
+    requests = [(transport, row.request(0)) for transport in transports]
+    assert await bench.answer(work, requests, row.complete) == 2
+    assert work.system_calls.total() <= 4, work.system_calls
 
 
-def test_a_large_request_does_not_wait_for_others() -> None:
+async def test_a_large_request_does_not_wait_for_others(bench: Bench) -> None:
     """A large request is sent before the rest of the iteration's reads, which may be megabytes."""
     row = ROWS[-1]
-
-    async def test(bench: Bench) -> None:
-        transports = [await ask(bench, row, WARM, Work()) for _ in range(2)]
-        requests = [(transport, row.request(0)) for transport in transports]
-        assert await bench.answer(Work(), requests, row.complete) == 2
-
-    on_a_bench(test)
+    transports = [await ask(bench, row, WARM, Work()) for _ in range(2)]
+    requests = [(transport, row.request(0)) for transport in transports]
+    assert await bench.answer(Work(), requests, row.complete) == 2
 
 
 @pytest.mark.parametrize("content", [b"\n", b"\nA", b"\r\n\r"])
@@ -470,21 +410,14 @@ def test_the_bytes_of_a_body_cost_the_same_whatever_they_are(content: bytes) -> 
     assert lines <= 1.1 * zeros
 
 
-def test_a_refusal_that_is_remembered_keeps_no_request() -> None:
+async def test_a_refusal_that_is_remembered_keeps_no_request() -> None:
     """A target's mistake is found once, and raised for each request that names it."""
     refused = b"POST /v2/models/addsub/versions/0/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
-
-    async def test() -> None:
-        bench = Bench()
-        try:
-            transport, kept = bench.connect(), []
-            for _ in range(10):
-                transport.arrive(refused)
-                await asyncio.sleep(0)
-                kept.append(sum(type(each) is Exchange for each in gc.get_objects()))
-            assert [bytes(answer).startswith(b"HTTP/1.1 404 ") for (answer,) in transport.writes] == [True] * 10
-            assert len(set(kept)) == 1
-        finally:
-            bench.close()
-
-    asyncio.run(test())
+    with contextlib.closing(Bench()) as bench:
+        transport, kept = bench.connect(), []
+        for _ in range(10):
+            transport.arrive(refused)
+            await asyncio.sleep(0)
+            kept.append(sum(type(each) is Exchange for each in gc.get_objects()))
+        assert [bytes(answer).startswith(b"HTTP/1.1 404 ") for (answer,) in transport.writes] == [True] * 10
+        assert len(set(kept)) == 1

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import tracemalloc
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.daemon.grpc.frame_client import INFER, STREAM
 from tests.records import WholeAnswer, WholeRequest
 from tests.work.baseline import Baseline, counts
 from tests.work.connection import FIRST_SEQUENCE, MIB, SEQUENCES
-from tests.work.counter import Work
+from tests.work.counter import Work, without_collector
 from tests.work.grpc_connection import GrpcBench, call, head_of, message, opened, payloads
 from tests.work.test_front_work import one_large, two_in_regions, two_small
 
@@ -150,107 +151,75 @@ class Asking:
             assert len(payloads(written, frames.DATA)) == max(1, len(self._streams))
 
 
-def on_a_bench(row: Row, test: Callable[[Asking], Coroutine[Any, Any, None]]) -> None:
-    async def run() -> None:
-        bench = GrpcBench()
-        try:
-            asking = Asking(bench, row)
-            await asking.warm()
-            await test(asking)
-        finally:
-            bench.close()
+@contextlib.asynccontextmanager
+async def client_of(row: Row) -> AsyncIterator[Asking]:
+    """Yields a client that repeats itself already."""
+    with contextlib.closing(GrpcBench()) as bench:
+        made = Asking(bench, row)
+        await made.warm()
+        yield made
 
-    asyncio.run(run())
+
+@pytest.fixture
+async def asking(row: Row) -> AsyncIterator[Asking]:
+    async with client_of(row) as made:
+        yield made
 
 
 @counts
 @in_c
 @rows
-def test_instructions(row: Row, baseline: Baseline) -> None:
-    async def test(asking: Asking) -> None:
-        work = Work()
-        for _ in range(COUNT):
-            await asking.ask(work, asking.chunk())
-        baseline.check(f"grpc {row.name}", work.instructions / COUNT / max(1, row.streams))
-
-    on_a_bench(row, test)
+async def test_instructions(row: Row, baseline: Baseline, asking: Asking) -> None:
+    work = Work()
+    for _ in range(COUNT):
+        await asking.ask(work, asking.chunk())
+    baseline.check(f"grpc {row.name}", work.instructions / COUNT / max(1, row.streams))
 
 
 @rows
-def test_system_calls_on_the_lane(row: Row) -> None:
+async def test_system_calls_on_the_lane(row: Row, asking: Asking) -> None:
     """Requests that come together take two datagrams: an idle worker begins with the first."""
-
-    async def test(asking: Asking) -> None:
-        work = Work()
-        for _ in range(COUNT):
-            await asking.ask(work, asking.chunk())
-        assert work.system_calls.total() <= (4 if row.streams > 1 else row.lane_calls) * COUNT, work.system_calls
-
-    on_a_bench(row, test)
+    work = Work()
+    for _ in range(COUNT):
+        await asking.ask(work, asking.chunk())
+    assert work.system_calls.total() <= (4 if row.streams > 1 else row.lane_calls) * COUNT, work.system_calls
 
 
 @rows
-def test_memory_at_its_highest(row: Row) -> None:
-    async def test(asking: Asking) -> None:
-        tracemalloc.start()
-        try:
-            peak = 0
-            for _ in range(2):  # the second, so that what tracing itself takes is there before
-                content = asking.chunk()
-                gc.collect()
-                tracemalloc.reset_peak()
-                before = tracemalloc.get_traced_memory()[0]
-                await asking.ask(Work(), content)
-                peak = tracemalloc.get_traced_memory()[1] - before
-        finally:
-            tracemalloc.stop()
-        assert 0 < peak <= row.peak
-
-    on_a_bench(row, test)
+async def test_memory_at_its_highest(row: Row, asking: Asking) -> None:
+    tracemalloc.start()
+    try:
+        peak = 0
+        for _ in range(2):  # the second, so that what tracing itself takes is there before
+            content = asking.chunk()
+            gc.collect()
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            await asking.ask(Work(), content)
+            peak = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    assert 0 < peak <= row.peak
 
 
 @rows
-def test_nothing_is_left_for_the_garbage_collector(row: Row) -> None:
+async def test_nothing_is_left_for_the_garbage_collector(row: Row, asking: Asking) -> None:
     """A message that leaves a cycle makes the collector run every few dozen messages, in the middle of others."""
-
-    async def test(asking: Asking) -> None:
-        contents = [asking.chunk() for _ in range(COUNT)]
-        gc.collect()
-        gc.disable()
-        try:
-            for content in contents:
-                await asking.ask(Work(), content)
-            garbage = gc.collect()
-        finally:
-            gc.enable()
-        assert garbage == 0
-
-    on_a_bench(row, test)
+    contents = [asking.chunk() for _ in range(COUNT)]
+    with without_collector():
+        for content in contents:
+            await asking.ask(Work(), content)
+        assert gc.collect() == 0
 
 
-def test_a_connection_leaves_nothing_for_the_garbage_collector() -> None:
+async def test_a_connection_leaves_nothing_for_the_garbage_collector() -> None:
     """Its parts refer to each other; where each call has a connection of its own the collector would run all the time."""
-
-    async def run() -> None:
-        bench = GrpcBench()
-        try:
-            for _ in range(2):
-                gc.collect()
-                gc.disable()
-                transport = bench.connect()
-                await asyncio.sleep(0)
-                transport._protocol.connection_lost(None)
-                transport.set_protocol(None)
-                bench.transports.clear()
-                await asyncio.sleep(0)
-                del transport
+    with contextlib.closing(GrpcBench()) as bench:
+        for _ in range(2):
+            with without_collector():
+                await bench.come_and_go()
                 garbage = gc.collect()
-            assert garbage == 0
-        finally:
-            gc.enable()
-            bench.close()
-
-    asyncio.run(run())
+        assert garbage == 0
 
 
 def missing(content: bytes) -> bytes:
@@ -267,34 +236,16 @@ def broken(content: bytes) -> bytes:
 
 @pytest.mark.parametrize("sent", [1.0, 0.3], ids=["whole", "left midway"])
 @pytest.mark.parametrize("make", [missing, broken])
-def test_a_refused_message_leaves_nothing_for_the_garbage_collector(
+async def test_a_refused_message_leaves_nothing_for_the_garbage_collector(
     make: Callable[[bytes], bytes], sent: float
 ) -> None:
     """The error that refuses a message must not keep what it was raised through, which holds some of the message's bytes."""
     content = call(1, make(large("")), 240)
-
-    async def run() -> None:
-        bench = GrpcBench()
-        try:
-            for _ in range(3):
-                gc.collect()
-                gc.disable()
-                transport = bench.connect()
-                for at in range(0, int(sent * len(content)), 256 << 10):
-                    transport.arrive(content[at : at + (256 << 10)])
-                    await asyncio.sleep(0)
-                transport._protocol.connection_lost(None)
-                assert sent < 1 or b"grpc-message" in b"".join(b"".join(map(bytes, each)) for each in transport.writes)
-                transport.set_protocol(None)
-                bench.transports.clear()
-                await asyncio.sleep(0)
-                del transport
-                assert [each for each in gc.get_objects() if type(each) in (ArrivingMessage, UnaryInfer)] == []
-        finally:
-            gc.enable()
-            bench.close()
-
-    asyncio.run(run())
+    with contextlib.closing(GrpcBench()) as bench, without_collector():
+        for _ in range(3):
+            written = await bench.come_and_go(content[: int(sent * len(content))])
+            assert sent < 1 or b"grpc-message" in written
+            assert [each for each in gc.get_objects() if type(each) in (ArrivingMessage, UnaryInfer)] == []
 
 
 def other_shape(client_id: str, **fields: Any) -> bytes:
@@ -312,7 +263,7 @@ def other_model(client_id: str, **fields: Any) -> bytes:
     return bytes(asked.SerializeToString())
 
 
-def instructions(
+async def instructions(
     row: Row,
     contents: list[bytes],
     heads: list[bytes] | None = None,
@@ -328,9 +279,7 @@ def instructions(
       connections: above 1: each counted message comes on a new connection, of which it is the first.
       others: messages that are counted instead.
     """
-    counted: list[float] = []
-
-    async def test(asking: Asking) -> None:
+    async with client_of(row) as asking:
         transport, numbers = asking.transport, {}
 
         async def ask(content: bytes, work: Work, turn: int) -> None:
@@ -354,10 +303,7 @@ def instructions(
                 await asyncio.sleep(0)
                 transport.writes.clear()
             await ask(contents[turn % len(contents)] if others is None else next(others), work, turn)
-        counted.append(work.instructions / COUNT)
-
-    on_a_bench(row, test)
-    return counted[0]
+    return work.instructions / COUNT
 
 
 def scheduled(number: int) -> bytes:
@@ -374,13 +320,15 @@ def scheduled(number: int) -> bytes:
 @counts
 @in_c
 @pytest.mark.parametrize("row", [row for row in ROWS if row.name in ("stream", "unary")], ids=lambda row: row.name)
-def test_scheduling_that_differs(row: Row) -> None:
+async def test_scheduling_that_differs(row: Row) -> None:
     """Scheduling parameters seen before are recognized by their bytes; others are read by protobuf."""
-    repeated = instructions(row, [scheduled(number) for number in range(4)])
-    assert repeated <= 1.1 * instructions(row, [small("")])
+    repeated = await instructions(row, [scheduled(number) for number in range(4)])
+    assert repeated <= 1.1 * await instructions(row, [small("")])
     # None of those that are counted has come before.
     never_twice = (scheduled(number) for number in itertools.count())
-    assert instructions(row, [next(never_twice)], others=never_twice) <= MAX_MORE * instructions(row, [small("")])
+    assert await instructions(row, [next(never_twice)], others=never_twice) <= MAX_MORE * await instructions(
+        row, [small("")]
+    )
 
 
 def step(number: int) -> bytes:
@@ -398,29 +346,29 @@ def step(number: int) -> bytes:
 @counts
 @in_c
 @pytest.mark.parametrize("row", [row for row in ROWS if row.name in ("stream", "unary")], ids=lambda row: row.name)
-def test_a_step_of_a_sequence_costs_little_more(row: Row) -> None:
+async def test_a_step_of_a_sequence_costs_little_more(row: Row) -> None:
     """It is looked for on the worker's page."""
     steps = [step(number) for number in range(SEQUENCES)]
-    assert instructions(row, steps) <= MAX_STEP * instructions(row, [small("")])
+    assert await instructions(row, steps) <= MAX_STEP * await instructions(row, [small("")])
 
 
 @counts
 @in_c
 @pytest.mark.parametrize("row", [row for row in ROWS if row.name in ("stream", "unary")], ids=lambda row: row.name)
-def test_what_is_never_seen_again_costs_little_more_than_the_ordinary_way(
+async def test_what_is_never_seen_again_costs_little_more_than_the_ordinary_way(
     row: Row, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request that never repeats pays for the lookup of a prepared request, and for being remembered for a while."""
 
-    def cost() -> float:
+    async def cost() -> float:
         # Ids of requests inside a parameter: no two of them mean the same.
         others = (small("", parameters={"request": Parameter(int64_param=number)}) for number in itertools.count())
-        return instructions(row, [small("")], others=others)
+        return await instructions(row, [small("")], others=others)
 
-    never_again = cost()
+    never_again = await cost()
     for name, nothing in (("__missing__", None), ("put", None), ("scheduling", UNSCHEDULED)):
         monkeypatch.setattr(PreparedMessages, name, lambda *arguments, found=nothing: found)
-    assert 0 < never_again <= 1.3 * cost()
+    assert 0 < never_again <= 1.3 * await cost()
 
 
 @counts
@@ -435,22 +383,22 @@ def test_what_is_never_seen_again_costs_little_more_than_the_ordinary_way(
     ],
     ids=["id", "models", "shapes"],
 )
-def test_messages_that_differ(row: Row, contents: list[bytes]) -> None:
+async def test_messages_that_differ(row: Row, contents: list[bytes]) -> None:
     """Another id, another model of as long a message, another shape: nothing of it makes a message unknown."""
-    assert instructions(row, contents) <= MAX_MORE * instructions(row, [small("")])
+    assert await instructions(row, contents) <= MAX_MORE * await instructions(row, [small("")])
 
 
 @counts
 @in_c
-def test_a_connection_that_is_new() -> None:
+async def test_a_connection_that_is_new() -> None:
     """The first request of a connection is recognized too: all connections of a front share the prepared requests."""
     row = next(row for row in ROWS if row.name == "unary")
-    assert instructions(row, [small("")], connections=COUNT) <= MAX_MORE * instructions(row, [small("")])
+    assert await instructions(row, [small("")], connections=COUNT) <= MAX_MORE * await instructions(row, [small("")])
 
 
 @counts
 @in_c
-def test_metadata_that_differs() -> None:
+async def test_metadata_that_differs() -> None:
     """A trace header and a deadline, each with another value each time."""
     row = next(row for row in ROWS if row.name == "unary")
     heads = [
@@ -461,4 +409,4 @@ def test_metadata_that_differs() -> None:
         )
         for number in range(3 * COUNT)
     ]
-    assert instructions(row, [small("")], heads) <= MAX_METADATA * instructions(row, [small("")])
+    assert await instructions(row, [small("")], heads) <= MAX_METADATA * await instructions(row, [small("")])

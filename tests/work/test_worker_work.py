@@ -16,7 +16,7 @@ from tests import repositories
 from tests.daemon_process import ROOT, wait_until
 from tests.records import Tensor, WholeAnswer
 from tests.work.baseline import Baseline, counts
-from tests.work.counter import Work
+from tests.work.counter import Work, without_collector
 from tests.workers.worker_loop import OPTIONS, WorkerLoop
 
 MIB = 1 << 20
@@ -211,14 +211,10 @@ def test_nothing_is_left_for_the_garbage_collector(loop: WorkerLoop, row: Row) -
     """It runs in the middle of requests, and what it would have to find may hold megabytes."""
 
     def left_over() -> int:
-        gc.collect()
-        gc.disable()
-        try:
+        with without_collector():
             for _ in range(COUNT):
                 ask(loop, None, row)
             return gc.collect()
-        finally:
-            gc.enable()
 
     # What a compilation leaves, while there still is one, is not the requests'.
     wait_until(lambda: left_over() == 0, "requests that leave nothing")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -186,81 +186,63 @@ def made(closing: LingeringClose, count: int = 1) -> Iterator[list[Pair]]:
 
 
 @pytest.fixture(params=["loop", "socket_transport"])
-def with_watch(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Runs a test's coroutine, with a watch for transports of ours, or None for the loop's."""
-
-    def run(test: Any) -> None:
-        async def whole() -> None:
-            watch = SocketWatch() if request.param == "socket_transport" else None
-            await test(watch)
-            await asyncio.sleep(0.01)
-            if watch is not None:
-                watch.close()
-
-        asyncio.run(whole())
-
-    return run
+async def watch(request: pytest.FixtureRequest) -> AsyncIterator[SocketWatch | None]:
+    """Yields a watch for transports of ours, or None for the loop's."""
+    made = SocketWatch() if request.param == "socket_transport" else None
+    yield made
+    await asyncio.sleep(0.01)
+    if made is not None:
+        made.close()
 
 
-def test_it_ends_with_its_client(with_watch: Any) -> None:
-    async def test(watch: SocketWatch | None) -> None:
-        closing = LingeringClose(0)
-        with made(closing) as (pair,):
-            await pair.open(watch)
-            assert len(closing) == 1
-            for _ in range(3):
-                pair.client.send(b"too late")
-                await asyncio.sleep(0.001)
-            assert await pair.receive() == b"all"
-            assert not pair.kept.transport.is_closing()
-            pair.client.close()
-            while closing:
-                await asyncio.sleep(0.001)
-            assert pair.kept.transport.is_closing()
-
-    with_watch(test)
+async def test_it_ends_with_its_client(watch: SocketWatch | None) -> None:
+    closing = LingeringClose(0)
+    with made(closing) as (pair,):
+        await pair.open(watch)
+        assert len(closing) == 1
+        for _ in range(3):
+            pair.client.send(b"too late")
+            await asyncio.sleep(0.001)
+        assert await pair.receive() == b"all"
+        assert not pair.kept.transport.is_closing()
+        pair.client.close()
+        while closing:
+            await asyncio.sleep(0.001)
+        assert pair.kept.transport.is_closing()
 
 
-def test_what_took_long_enough(with_watch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_took_long_enough(monkeypatch: pytest.MonkeyPatch, watch: SocketWatch | None) -> None:
     """A client that does not close; one too many; more bytes than are thrown away."""
-
-    async def test(watch: SocketWatch | None) -> None:
-        closing = LingeringClose(0)
-        with made(closing, 3) as pairs:
-            for pair in pairs:
-                await pair.open(watch)
-            assert [pair.kept.transport.is_closing() for pair in pairs] == [True, False, False]
-            assert len(closing) == 2
-            pairs[2].client.send(bytes(101))
-            while len(closing) == 2:
-                await asyncio.sleep(0.001)
-            now = asyncio.get_running_loop().time()
-            closing.check(now)
-            closing.check(now + LINGER_SECONDS - 1)
-            assert len(closing) == 1
-            closing.check(now + LINGER_SECONDS + 1)
-            assert len(closing) == 0
-            assert all(pair.kept.transport.is_closing() for pair in pairs)
-
     monkeypatch.setattr(lingering_close, "MOST_LINGERING", 2)
     monkeypatch.setattr(lingering_close, "MOST_DROPPED", 100)
-    with_watch(test)
+    closing = LingeringClose(0)
+    with made(closing, 3) as pairs:
+        for pair in pairs:
+            await pair.open(watch)
+        assert [pair.kept.transport.is_closing() for pair in pairs] == [True, False, False]
+        assert len(closing) == 2
+        pairs[2].client.send(bytes(101))
+        while len(closing) == 2:
+            await asyncio.sleep(0.001)
+        now = asyncio.get_running_loop().time()
+        closing.check(now)
+        closing.check(now + LINGER_SECONDS - 1)
+        assert len(closing) == 1
+        closing.check(now + LINGER_SECONDS + 1)
+        assert len(closing) == 0
+        assert all(pair.kept.transport.is_closing() for pair in pairs)
 
 
-def test_who_goes_on_reading_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_goes_on_reading_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The close waits while the client takes ``min_rate``; the kernel has what it has not taken."""
-
-    async def test() -> None:
-        lingering = Lingering(LingeringClose(100), cast(asyncio.Transport, None))
-        untaken, now = 1 << 20, asyncio.get_running_loop().time()
-        monkeypatch.setattr(lingering_close, "_waiting", lambda *_: untaken)
+    lingering = Lingering(LingeringClose(100), cast(asyncio.Transport, None))
+    untaken, now = 1 << 20, asyncio.get_running_loop().time()
+    monkeypatch.setattr(lingering_close, "_waiting", lambda *_: untaken)
+    assert not lingering.is_late(now, 100)
+    for _ in range(20):
+        now, untaken = now + LINGER_SECONDS + 1, untaken - 1000
         assert not lingering.is_late(now, 100)
-        for _ in range(20):
-            now, untaken = now + LINGER_SECONDS + 1, untaken - 1000
-            assert not lingering.is_late(now, 100)
-        assert lingering.is_late(now + LINGER_SECONDS + 1, 100)
-
-    asyncio.run(test())
+    assert lingering.is_late(now + LINGER_SECONDS + 1, 100)
 
 
 async def test_whether_anything_is_under_way() -> None:

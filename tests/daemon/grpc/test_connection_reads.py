@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 from tensord.daemon.grpc.connection import Http2Connection
@@ -46,24 +46,12 @@ class Client:
         return self.rooms
 
 
-def client(test: Callable[[Client], Coroutine[Any, Any, None]]) -> None:
-    async def run() -> None:
-        bench = GrpcBench()
-        try:
-            made = Client(bench)
-            await asyncio.sleep(0)
-            await test(made)
-        finally:
-            bench.close()
-
-    asyncio.run(run())
-
-
-def test_all_but_the_first_pages_of_a_large_message_are_read_to_their_place() -> None:
-    async def test(made: Client) -> None:
-        first, rest, *_ = await made.ask(large(""), one_large)
-        assert (first, rest > MIB - WHOLE) == (WHOLE, True)
-        first, rest, *_ = await made.ask(large(""), one_large)
-        assert (first, MIB - FIRST < rest < MIB) == (FIRST, True)
-
-    client(test)
+async def test_all_but_the_first_pages_of_a_large_message_are_read_to_their_place() -> None:
+    bench = GrpcBench()
+    made = Client(bench)
+    await asyncio.sleep(0)
+    first, rest, *_ = await made.ask(large(""), one_large)
+    assert (first, rest > MIB - WHOLE) == (WHOLE, True)
+    first, rest, *_ = await made.ask(large(""), one_large)
+    assert (first, MIB - FIRST < rest < MIB) == (FIRST, True)
+    bench.close()

@@ -3,75 +3,70 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 from unittest.mock import Mock
+
+import pytest
 
 from tensord.config.options import Grpc
 from tensord.daemon.grpc.connection import Http2Connection
 from tensord.daemon.grpc.http2 import ConnectionPhase
 
 
-def connection(test: Callable[[Http2Connection, Mock], Any]) -> None:
-    """Runs a test with an open connection whose transport notes what it is told."""
-
-    async def run() -> None:
-        transport = Mock()
-        transport.is_closing.return_value = False
-        serving = Mock(options=Grpc(), compression=0)
-        serving.counters.total.return_value = 0
-        serving.stopping = False
-        outgoing = Http2Connection(serving, "tcp 127.0.0.1")
-        outgoing._transport = cast(asyncio.Transport, transport)
-        outgoing.http2.phase = ConnectionPhase.OPEN
-        await test(outgoing, transport)
-
-    asyncio.run(run())
+@pytest.fixture
+def transport() -> Mock:
+    """Returns a transport that notes what it is told."""
+    made = Mock()
+    made.is_closing.return_value = False
+    return made
 
 
-def test_blocked_streams_take_turns() -> None:
-    async def test(outgoing: Http2Connection, transport: Mock) -> None:
-        pumped: list[int] = []
-
-        def pump(number: int) -> None:
-            pumped.append(number)
-            outgoing.http2.send_window -= 10
-
-        for number in (1, 3, 5):
-            stream = Mock(id=number)
-            stream.pump.side_effect = lambda number=number: pump(number)
-            outgoing.http2.blocked[number] = stream
-        outgoing.http2.send_window = 20
-        outgoing.resume_writing()
-        assert pumped == [1, 3]
-        outgoing.http2.send_window = 20
-        outgoing.resume_writing()
-        assert pumped == [1, 3, 5, 1]
-
-    connection(test)
+@pytest.fixture
+async def outgoing(transport: Mock) -> Http2Connection:
+    """Returns an open connection."""
+    serving = Mock(options=Grpc(), compression=0)
+    serving.counters.total.return_value = 0
+    serving.stopping = False
+    made = Http2Connection(serving, "tcp 127.0.0.1")
+    made._transport = cast(asyncio.Transport, transport)
+    made.http2.phase = ConnectionPhase.OPEN
+    return made
 
 
-def test_the_last_stream_of_an_ending_connection() -> None:
-    async def test(outgoing: Http2Connection, transport: Mock) -> None:
-        outgoing.http2.phase = ConnectionPhase.ENDING
-        outgoing.http2.write(b"bye")
-        await asyncio.sleep(0)
-        assert [name for name, _, _ in transport.mock_calls] == ["write"]
-        assert outgoing.http2.phase is ConnectionPhase.CLOSED
-        cast(Mock, outgoing.serving).lingering.see_out.assert_called_once_with(transport)
+async def test_blocked_streams_take_turns(outgoing: Http2Connection, transport: Mock) -> None:
+    pumped: list[int] = []
 
-    connection(test)
+    def pump(number: int) -> None:
+        pumped.append(number)
+        outgoing.http2.send_window -= 10
+
+    for number in (1, 3, 5):
+        stream = Mock(id=number)
+        stream.pump.side_effect = lambda number=number: pump(number)
+        outgoing.http2.blocked[number] = stream
+    outgoing.http2.send_window = 20
+    outgoing.resume_writing()
+    assert pumped == [1, 3]
+    outgoing.http2.send_window = 20
+    outgoing.resume_writing()
+    assert pumped == [1, 3, 5, 1]
 
 
-def test_the_last_bytes_leave_before_the_connection_ends() -> None:
-    async def test(outgoing: Http2Connection, transport: Mock) -> None:
-        transport.write.side_effect = lambda _: outgoing.pause_writing()
-        outgoing.http2.phase = ConnectionPhase.ENDING
-        outgoing.http2.write(b"bye")
-        await asyncio.sleep(0)
-        see_out = cast(Mock, outgoing.serving).lingering.see_out
-        assert (outgoing.http2.phase, see_out.call_count) == (ConnectionPhase.CLOSED, 0)
-        outgoing.resume_writing()
-        see_out.assert_called_once_with(transport)
+async def test_the_last_stream_of_an_ending_connection(outgoing: Http2Connection, transport: Mock) -> None:
+    outgoing.http2.phase = ConnectionPhase.ENDING
+    outgoing.http2.write(b"bye")
+    await asyncio.sleep(0)
+    assert [name for name, _, _ in transport.mock_calls] == ["write"]
+    assert outgoing.http2.phase is ConnectionPhase.CLOSED
+    cast(Mock, outgoing.serving).lingering.see_out.assert_called_once_with(transport)
 
-    connection(test)
+
+async def test_the_last_bytes_leave_before_the_connection_ends(outgoing: Http2Connection, transport: Mock) -> None:
+    transport.write.side_effect = lambda _: outgoing.pause_writing()
+    outgoing.http2.phase = ConnectionPhase.ENDING
+    outgoing.http2.write(b"bye")
+    await asyncio.sleep(0)
+    see_out = cast(Mock, outgoing.serving).lingering.see_out
+    assert (outgoing.http2.phase, see_out.call_count) == (ConnectionPhase.CLOSED, 0)
+    outgoing.resume_writing()
+    see_out.assert_called_once_with(transport)

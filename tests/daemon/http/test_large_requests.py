@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import gc
 import itertools
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -31,22 +31,32 @@ from tests.work.connection import Bench, KeptTransport
 TIMES = 4
 
 
-def on_a_bench(test: Callable[[Bench, EchoingWorker], Coroutine[Any, Any, None]]) -> None:
-    """Runs a test on a bench, and checks at its end that nothing is on loan at either end of the lane."""
+@contextlib.asynccontextmanager
+async def a_bench() -> AsyncIterator[tuple[Bench, EchoingWorker]]:
+    """Yields a bench, and checks at its end that nothing is on loan at either end of the lane."""
+    with contextlib.closing(LargeBench()) as bench:
+        worker = EchoingWorker(bench)
+        yield bench, worker
+        await turns()
+        assert worker.leases == 0
+        statistics = bench.submitter.statistics()
+        assert (statistics["leases"], statistics["in_flight"]) == (0, 0)
 
-    async def run() -> None:
-        bench = LargeBench()
-        try:
-            worker = EchoingWorker(bench)
-            await test(bench, worker)
-            await turns()
-            assert worker.leases == 0
-            statistics = bench.submitter.statistics()
-            assert (statistics["leases"], statistics["in_flight"]) == (0, 0)
-        finally:
-            bench.close()
 
-    asyncio.run(run())
+@pytest.fixture
+async def made() -> AsyncIterator[tuple[Bench, EchoingWorker]]:
+    async with a_bench() as made:
+        yield made
+
+
+@pytest.fixture
+def bench(made: tuple[Bench, EchoingWorker]) -> Bench:
+    return made[0]
+
+
+@pytest.fixture
+def worker(made: tuple[Bench, EchoingWorker]) -> EchoingWorker:
+    return made[1]
 
 
 def tensor(number: int, size: int = SIZE) -> bytes:
@@ -98,39 +108,32 @@ def json_of(*names: str) -> dict[str, Any]:
     ],
     ids=["one", "two", "small", "regions", "parameters", "json", "both", "keep-alive", "gzip", "long"],
 )  # fmt: skip
-def test_records_and_answers_are_those_of_a_new_connection(
-    sizes: tuple[int | None, ...], headers: tuple[str, ...], fields: dict[str, Any]
+async def test_records_and_answers_are_those_of_a_new_connection(
+    sizes: tuple[int | None, ...], headers: tuple[str, ...], fields: dict[str, Any], bench: Bench, worker: EchoingWorker
 ) -> None:
-    async def test(bench: Bench, worker: EchoingWorker) -> None:
-        same = bench.connect()
-        for number in range(TIMES):
-            content = b"".join(tensor(number + part, size or 0) for part, size in enumerate(sizes))
-            asked = request(content, *headers, sizes=sizes, **fields)
-            expected = await exchange(worker, bench.connect(), at_head(asked))
-            assert expected.startswith(b"HTTP/1.1 200 OK\r\n")
-            assert is_numbered(worker.records[-1]) == (number > 0)
-            assert await exchange(worker, same, at_head(asked)) == expected
-            assert worker.said[-1] == worker.said[-2]
-            assert is_numbered(worker.records[-1])
-            assert worker.leases == 0
-
-    on_a_bench(test)
+    same = bench.connect()
+    for number in range(TIMES):
+        content = b"".join(tensor(number + part, size or 0) for part, size in enumerate(sizes))
+        asked = request(content, *headers, sizes=sizes, **fields)
+        expected = await exchange(worker, bench.connect(), at_head(asked))
+        assert expected.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert is_numbered(worker.records[-1]) == (number > 0)
+        assert await exchange(worker, same, at_head(asked)) == expected
+        assert worker.said[-1] == worker.said[-2]
+        assert is_numbered(worker.records[-1])
+        assert worker.leases == 0
 
 
-def test_large_tensors_are_told_by_their_places() -> None:
+async def test_large_tensors_are_told_by_their_places(bench: Bench, worker: EchoingWorker) -> None:
     """Large tensors lie aligned; tiny ones travel in the record, and region references are part of the prepared request."""
-
-    async def test(bench: Bench, worker: EchoingWorker) -> None:
-        sizes = (SIZE, 4, None)
-        await known(bench, worker, lambda number: request(tensor(number, SIZE + 4), sizes=sizes))
-        record = worker.records[-1]
-        assert is_numbered(record)
-        place, small = record.contents
-        assert isinstance(place, Slice)
-        assert (place.byte_size, place.offset % 64) == (SIZE, 0)
-        assert small == tensor(1, 4)
-
-    on_a_bench(test)
+    sizes = (SIZE, 4, None)
+    await known(bench, worker, lambda number: request(tensor(number, SIZE + 4), sizes=sizes))
+    record = worker.records[-1]
+    assert is_numbered(record)
+    place, small = record.contents
+    assert isinstance(place, Slice)
+    assert (place.byte_size, place.offset % 64) == (SIZE, 0)
+    assert small == tensor(1, 4)
 
 
 ASKED = request(tensor(9))
@@ -152,7 +155,7 @@ REQUESTS = [
 
 @settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(range(len(REQUESTS))), st.integers(0, 250)), max_size=8), st.data())
-def test_any_requests_in_any_pieces_are_answered_as_if_each_came_alone(
+async def test_any_requests_in_any_pieces_are_answered_as_if_each_came_alone(
     asked: list[tuple[int, int]], data: st.DataObject
 ) -> None:
     """Behind each other, some of them before the last one is answered."""
@@ -161,7 +164,7 @@ def test_any_requests_in_any_pieces_are_answered_as_if_each_came_alone(
         size = next(size for size in (SIZE + 100, SIZE, 40 << 10, 8, 0) if REQUESTS[number].endswith(tensor(1, size)))
         return REQUESTS[number][: len(REQUESTS[number]) - size] + tensor(fill, size)
 
-    async def test(bench: Bench, worker: EchoingWorker) -> None:
+    async with a_bench() as (bench, worker):
         contents = [with_tensor(number, fill) for number, fill in asked]
         expected = b"".join([await exchange(worker, bench.connect(), [content]) for content in contents])
         once = worker.said[:]
@@ -183,7 +186,6 @@ def test_any_requests_in_any_pieces_are_answered_as_if_each_came_alone(
         assert got + await exchange(worker, same, []) == expected
         assert worker.said[len(once) :] == once
 
-    on_a_bench(test)
     # A refusal that waited for its turn holds what led to it.
     gc.collect()
 
@@ -199,171 +201,147 @@ def refused(whole: WholeRequest) -> WholeAnswer:
     return WholeAnswer(whole.request_id, code="INVALID_ARGUMENT", message="not that")
 
 
-def test_answers_of_other_kinds() -> None:
+async def test_answers_of_other_kinds(bench: Bench, worker: EchoingWorker) -> None:
     """Small answers, errors, unprepared answers and answers of another size come out as if none had been remembered."""
 
-    async def test(bench: Bench, worker: EchoingWorker) -> None:
-        def half(whole: WholeRequest) -> WholeAnswer:
-            lease = bench.worker.loan(SIZE // 2)
-            assert lease is not None
-            lease.view[:] = tensor(5, SIZE // 2)
-            return WholeAnswer(
-                whole.request_id, version=1, outputs=(Tensor("x0", "UINT8", (SIZE,), lease.place),), lease=lease.key
-            )
+    def half(whole: WholeRequest) -> WholeAnswer:
+        lease = bench.worker.loan(SIZE // 2)
+        assert lease is not None
+        lease.view[:] = tensor(5, SIZE // 2)
+        return WholeAnswer(
+            whole.request_id, version=1, outputs=(Tensor("x0", "UINT8", (SIZE,), lease.place),), lease=lease.key
+        )
 
-        transport = await known(bench, worker)
-        for complete in (None, small, small, None, refused, None, half, None, half):
-            expected = await exchange(worker, bench.connect(), at_head(ASKED), complete)
-            assert (b"not that" in expected) == (complete is refused)
-            assert await exchange(worker, transport, at_head(ASKED), complete) == expected
-            assert is_numbered(worker.records[-1])
-            # As it came before the worker knew the form.
-            transport.arrive(ASKED)
-            await turns()
-            worker.take()
-            worker.waiting = [(whole, False) for whole, _ in worker.waiting]
-            worker.answer(complete)
-            assert await exchange(worker, transport, []) == expected
-
-    on_a_bench(test)
-
-
-def test_an_answer_outside_the_arena_is_an_error_for_its_client_alone() -> None:
-    async def test(bench: Bench, worker: EchoingWorker) -> None:
-        def outside(whole: WholeRequest) -> WholeAnswer:
-            good = worker.echo(whole)
-            (output,) = good.outputs
-            place = Slice(output.place.segment, 1 << 40, SIZE)  # type: ignore[union-attr]
-            return WholeAnswer(
-                whole.request_id,
-                version=1,
-                outputs=(Tensor(output.name, "UINT8", output.shape, place),),
-                lease=good.lease,
-            )
-
-        transport = await known(bench, worker)
-        good = await exchange(worker, transport, at_head(ASKED))
-        assert good.endswith(tensor(9))
-        assert b"leave a segment" in await exchange(worker, transport, at_head(ASKED), outside)
-        assert await exchange(worker, transport, at_head(ASKED)) == good
-
-    on_a_bench(test)
-
-
-def test_the_lease_of_an_answer_stays_until_it_is_written() -> None:
-    async def test(bench: Bench, worker: EchoingWorker) -> None:
-        transport = await known(bench, worker)
-        connection = connection_of(transport)
-        write = transport.writelines
-
-        def paused(pieces: Any) -> None:
-            write(pieces)
-            connection.pause_writing()
-
-        transport.writelines = paused  # type: ignore[method-assign]
-        got = await exchange(worker, transport, at_head(ASKED))
+    transport = await known(bench, worker)
+    for complete in (None, small, small, None, refused, None, half, None, half):
+        expected = await exchange(worker, bench.connect(), at_head(ASKED), complete)
+        assert (b"not that" in expected) == (complete is refused)
+        assert await exchange(worker, transport, at_head(ASKED), complete) == expected
         assert is_numbered(worker.records[-1])
-        assert got.endswith(tensor(9))
-        assert worker.leases == 1
-        # What comes meanwhile is not taken for the known one.
-        transport.arrive(ASKED[:HEAD])
-        connection.resume_writing()
+        # As it came before the worker knew the form.
+        transport.arrive(ASKED)
         await turns()
-        assert worker.leases == 0
-        transport.writelines = write  # type: ignore[method-assign]
-        assert await exchange(worker, transport, [ASKED[HEAD:]]) == got
+        worker.take()
+        worker.waiting = [(whole, False) for whole, _ in worker.waiting]
+        worker.answer(complete)
+        assert await exchange(worker, transport, []) == expected
 
-    on_a_bench(test)
+
+async def test_an_answer_outside_the_arena_is_an_error_for_its_client_alone(
+    bench: Bench, worker: EchoingWorker
+) -> None:
+    def outside(whole: WholeRequest) -> WholeAnswer:
+        good = worker.echo(whole)
+        (output,) = good.outputs
+        place = Slice(output.place.segment, 1 << 40, SIZE)  # type: ignore[union-attr]
+        return WholeAnswer(
+            whole.request_id,
+            version=1,
+            outputs=(Tensor(output.name, "UINT8", output.shape, place),),
+            lease=good.lease,
+        )
+
+    transport = await known(bench, worker)
+    good = await exchange(worker, transport, at_head(ASKED))
+    assert good.endswith(tensor(9))
+    assert b"leave a segment" in await exchange(worker, transport, at_head(ASKED), outside)
+    assert await exchange(worker, transport, at_head(ASKED)) == good
+
+
+async def test_the_lease_of_an_answer_stays_until_it_is_written(bench: Bench, worker: EchoingWorker) -> None:
+    transport = await known(bench, worker)
+    connection = connection_of(transport)
+    write = transport.writelines
+
+    def paused(pieces: Any) -> None:
+        write(pieces)
+        connection.pause_writing()
+
+    transport.writelines = paused  # type: ignore[method-assign]
+    got = await exchange(worker, transport, at_head(ASKED))
+    assert is_numbered(worker.records[-1])
+    assert got.endswith(tensor(9))
+    assert worker.leases == 1
+    # What comes meanwhile is not taken for the known one.
+    transport.arrive(ASKED[:HEAD])
+    connection.resume_writing()
+    await turns()
+    assert worker.leases == 0
+    transport.writelines = write  # type: ignore[method-assign]
+    assert await exchange(worker, transport, [ASKED[HEAD:]]) == got
 
 
 # ------------------------------------------------------------------------------------------------ what is not remembered
 
 
-def test_a_model_that_goes_and_comes_back() -> None:
+async def test_a_model_that_goes_and_comes_back(bench: Bench, worker: EchoingWorker) -> None:
     """A model may also go while the body arrives: it was there when the request came, and is gone when it is sent."""
-
-    async def test(bench: Bench, worker: EchoingWorker) -> None:
-        transport = await known(bench, worker)
-        good = await exchange(worker, transport, at_head(ASKED))
-        ready = ModelState("identity", 1, "READY", workers=(7,), metadata=b"{}", config=b"{}")
-        bench.submitter.model_changed(ModelGone("identity", 1))
-        missing = await exchange(worker, transport, at_head(ASKED))
-        assert b" 404 " in missing
-        bench.submitter.model_changed(ready)
-        assert await exchange(worker, transport, at_head(ASKED)) == good
-        assert is_numbered(worker.records[-1])
-        transport.arrive(ASKED[:HEAD])
-        bench.submitter.model_changed(ModelGone("identity", 1))
-        assert await exchange(worker, transport, [ASKED[HEAD:]]) == missing
-        bench.submitter.model_changed(ready)
-        bench.submitter.region_placed(RegionPlace("other", "cpu:0"))
-        assert await exchange(worker, transport, at_head(ASKED)) == good
-        bench.submitter.model_changed(ModelState("other", 1, "READY", workers=(7,), metadata=b"{}", config=b"{}"))
-        assert await exchange(worker, transport, at_head(ASKED)) == good
-        assert is_numbered(worker.records[-1])
-
-    on_a_bench(test)
+    transport = await known(bench, worker)
+    good = await exchange(worker, transport, at_head(ASKED))
+    ready = ModelState("identity", 1, "READY", workers=(7,), metadata=b"{}", config=b"{}")
+    bench.submitter.model_changed(ModelGone("identity", 1))
+    missing = await exchange(worker, transport, at_head(ASKED))
+    assert b" 404 " in missing
+    bench.submitter.model_changed(ready)
+    assert await exchange(worker, transport, at_head(ASKED)) == good
+    assert is_numbered(worker.records[-1])
+    transport.arrive(ASKED[:HEAD])
+    bench.submitter.model_changed(ModelGone("identity", 1))
+    assert await exchange(worker, transport, [ASKED[HEAD:]]) == missing
+    bench.submitter.model_changed(ready)
+    bench.submitter.region_placed(RegionPlace("other", "cpu:0"))
+    assert await exchange(worker, transport, at_head(ASKED)) == good
+    bench.submitter.model_changed(ModelState("other", 1, "READY", workers=(7,), metadata=b"{}", config=b"{}"))
+    assert await exchange(worker, transport, at_head(ASKED)) == good
+    assert is_numbered(worker.records[-1])
 
 
-def test_no_room_in_the_arena() -> None:
+async def test_no_room_in_the_arena(bench: Bench, worker: EchoingWorker) -> None:
     """It waits like any other."""
-
-    async def test(bench: Bench, worker: EchoingWorker) -> None:
-        transport = await known(bench, worker)
-        good = await exchange(worker, transport, at_head(ASKED))
-        arena = bench.submitter._arena
-        arena_loan, held = arena.loan, bench.submitter.loan(1)
-        assert held is not None
-        arena.loan = lambda byte_size: None  # type: ignore[method-assign]
-        assert await exchange(worker, transport, at_head(ASKED)) == b""
-        arena.loan = arena_loan  # type: ignore[method-assign]
-        bench.submitter.give_back(held)
-        assert await exchange(worker, transport, []) == good
-        assert await exchange(worker, transport, at_head(ASKED)) == good
-        assert is_numbered(worker.records[-1])
-
-    on_a_bench(test)
+    transport = await known(bench, worker)
+    good = await exchange(worker, transport, at_head(ASKED))
+    arena = bench.submitter._arena
+    arena_loan, held = arena.loan, bench.submitter.loan(1)
+    assert held is not None
+    arena.loan = lambda byte_size: None  # type: ignore[method-assign]
+    assert await exchange(worker, transport, at_head(ASKED)) == b""
+    arena.loan = arena_loan  # type: ignore[method-assign]
+    bench.submitter.give_back(held)
+    assert await exchange(worker, transport, []) == good
+    assert await exchange(worker, transport, at_head(ASKED)) == good
+    assert is_numbered(worker.records[-1])
 
 
 # ------------------------------------------------------------------------------------------------------------- the end
 
 
 @pytest.mark.parametrize("at", [HEAD, HEAD + 5, TEXT + 5000, len(ASKED)])
-def test_a_client_that_leaves_in_the_middle(at: int) -> None:
+async def test_a_client_that_leaves_in_the_middle(at: int, bench: Bench, worker: EchoingWorker) -> None:
     """Nothing of its request stays; where a worker has it already, that is told."""
+    transport = await known(bench, worker)
+    for piece in cut(ASKED[:at], HEAD):
+        transport.arrive(piece)
+    await turns()
+    worker.take()
+    assert bench.submitter.statistics()["leases"] == 1
+    transport._protocol.connection_lost(None)
+    await turns()
+    worker.take()
+    sent = [whole.request_id for whole, _ in worker.waiting]
+    assert worker.cancelled == sent
+    assert len(sent) == (at == len(ASKED))
+    worker.answer()
+    await turns()
+    assert transport.writes == []
 
-    async def test(bench: Bench, worker: EchoingWorker) -> None:
-        transport = await known(bench, worker)
-        for piece in cut(ASKED[:at], HEAD):
-            transport.arrive(piece)
+
+async def test_requests_that_come_before_the_answer(bench: Bench, worker: EchoingWorker) -> None:
+    transport = await known(bench, worker)
+    expected = [await exchange(worker, bench.connect(), [asked]) for asked in (ASKED, request(tensor(8)), REQUESTS[6])]
+    for piece in (*at_head(ASKED), *at_head(request(tensor(8))), REQUESTS[6]):
+        transport.arrive(piece)
         await turns()
-        worker.take()
-        assert bench.submitter.statistics()["leases"] == 1
-        transport._protocol.connection_lost(None)
-        await turns()
-        worker.take()
-        sent = [whole.request_id for whole, _ in worker.waiting]
-        assert worker.cancelled == sent
-        assert len(sent) == (at == len(ASKED))
-        worker.answer()
-        await turns()
-        assert transport.writes == []
-
-    on_a_bench(test)
-
-
-def test_requests_that_come_before_the_answer() -> None:
-    async def test(bench: Bench, worker: EchoingWorker) -> None:
-        transport = await known(bench, worker)
-        expected = [
-            await exchange(worker, bench.connect(), [asked]) for asked in (ASKED, request(tensor(8)), REQUESTS[6])
-        ]
-        for piece in (*at_head(ASKED), *at_head(request(tensor(8))), REQUESTS[6]):
-            transport.arrive(piece)
-            await turns()
-        assert await exchange(worker, transport, []) == b"".join(expected)
-        for _ in range(2):
-            assert await exchange(worker, transport, at_head(ASKED)) == expected[0]
-        assert is_numbered(worker.records[-1])
-
-    on_a_bench(test)
+    assert await exchange(worker, transport, []) == b"".join(expected)
+    for _ in range(2):
+        assert await exchange(worker, transport, at_head(ASKED)) == expected[0]
+    assert is_numbered(worker.records[-1])

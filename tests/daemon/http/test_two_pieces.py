@@ -35,85 +35,73 @@ async def known(bench: Bench) -> KeptTransport:
 
 
 @pytest.mark.parametrize("cut", [HEAD, HEAD + 1, HEAD + 40, len(REQUEST) - 1])
-def test_what_comes_in_two_pieces_goes_the_short_way(cut: int) -> None:
-    async def test() -> None:
-        bench = Bench()
-        with contextlib.closing(bench):
-            transport = await known(bench)
-            for number in range(3):
-                content = np.full(64, number, np.uint8).tobytes()
-                request = REQUEST[:-64] + content
-                transport.arrive(request[:cut])
+async def test_what_comes_in_two_pieces_goes_the_short_way(cut: int) -> None:
+    bench = Bench()
+    with contextlib.closing(bench):
+        transport = await known(bench)
+        for number in range(3):
+            content = np.full(64, number, np.uint8).tobytes()
+            request = REQUEST[:-64] + content
+            transport.arrive(request[:cut])
+            await asyncio.sleep(0)
+            assert bench.worker.receive() is None
+            transport.arrive(request[cut:])
+            await asyncio.sleep(0)
+            (record,) = bench.worker.receive() or ()
+            assert is_numbered(record)
+            assert record.contents == (content,)
+            tensor = Tensor("y", "UINT8", (64,), content)
+            bench.worker.complete(WholeAnswer(record.request_id, version=1, outputs=(tensor,)).record)
+            bench.worker.flush()
+            while not transport.writes:
                 await asyncio.sleep(0)
-                assert bench.worker.receive() is None
-                transport.arrive(request[cut:])
-                await asyncio.sleep(0)
-                (record,) = bench.worker.receive() or ()
-                assert is_numbered(record)
-                assert record.contents == (content,)
-                tensor = Tensor("y", "UINT8", (64,), content)
-                bench.worker.complete(WholeAnswer(record.request_id, version=1, outputs=(tensor,)).record)
-                bench.worker.flush()
-                while not transport.writes:
-                    await asyncio.sleep(0)
-                assert b"".join(transport.writes.pop()).endswith(content)
-
-    asyncio.run(test())
+            assert b"".join(transport.writes.pop()).endswith(content)
 
 
 @pytest.mark.parametrize("cut", [1, HEAD - 1, HEAD, HEAD + 40])
-def test_what_goes_on_differently_is_read_anew(cut: int) -> None:
+async def test_what_goes_on_differently_is_read_anew(cut: int) -> None:
     """A request as long as the known one with another tensor in its JSON is parsed anew, and so are two in place of one."""
-
-    async def test() -> None:
-        other = REQUEST.replace(b'"x"', b'"X"')
-        for rest, names in ((other[cut:], ["X"]), (REQUEST[cut:] + REQUEST, ["x", "x"])):
-            bench = Bench()
-            with contextlib.closing(bench):
-                transport = await known(bench)
-                transport.arrive((REQUEST if rest != other[cut:] else other)[:cut])
-                transport.arrive(rest)
-                found = []
-                for _ in names:
-                    await asyncio.sleep(0)
-                    for record in filter(None, map(bench._whole.read, bench.worker.receive() or ())):
-                        found.append(record.inputs[0].name)
-                        bench.worker.complete(echo(None, record).record)
-                        bench.worker.flush()
-                    while len(transport.writes) < len(found):
-                        await asyncio.sleep(0)
-                for _ in range(8):
-                    await asyncio.sleep(0)
-                found += [
-                    record.inputs[0].name
-                    for record in filter(None, map(bench._whole.read, bench.worker.receive() or ()))
-                ]
-                assert found == names
-
-    asyncio.run(test())
-
-
-def test_a_body_that_comes_by_the_byte_gains_no_time() -> None:
-    """Neither while the request may still be the known one nor when it turns out to be another."""
-
-    async def test() -> None:
+    other = REQUEST.replace(b'"x"', b'"X"')
+    for rest, names in ((other[cut:], ["X"]), (REQUEST[cut:] + REQUEST, ["x", "x"])):
         bench = Bench()
         with contextlib.closing(bench):
             transport = await known(bench)
-            times = transport._protocol.order.times
-            transport.arrive(REQUEST[:HEAD])
-            times.body_since = since = times.body_since - 5
-            assert since > 0
-            other = REQUEST.replace(b'"x"', b'"X"')
-            for at in range(HEAD, HEAD + 40):
-                transport.arrive(other[at : at + 1])
-                assert times.body_since == since
-            transport.arrive(other[HEAD + 40 : -1])
-            assert times.body_since == since
-            transport.arrive(other[-1:])
-            assert times.body_since == 0
+            transport.arrive((REQUEST if rest != other[cut:] else other)[:cut])
+            transport.arrive(rest)
+            found = []
+            for _ in names:
+                await asyncio.sleep(0)
+                for record in filter(None, map(bench._whole.read, bench.worker.receive() or ())):
+                    found.append(record.inputs[0].name)
+                    bench.worker.complete(echo(None, record).record)
+                    bench.worker.flush()
+                while len(transport.writes) < len(found):
+                    await asyncio.sleep(0)
+            for _ in range(8):
+                await asyncio.sleep(0)
+            found += [
+                record.inputs[0].name for record in filter(None, map(bench._whole.read, bench.worker.receive() or ()))
+            ]
+            assert found == names
 
-    asyncio.run(test())
+
+async def test_a_body_that_comes_by_the_byte_gains_no_time() -> None:
+    """Neither while the request may still be the known one nor when it turns out to be another."""
+    bench = Bench()
+    with contextlib.closing(bench):
+        transport = await known(bench)
+        times = transport._protocol.order.times
+        transport.arrive(REQUEST[:HEAD])
+        times.body_since = since = times.body_since - 5
+        assert since > 0
+        other = REQUEST.replace(b'"x"', b'"X"')
+        for at in range(HEAD, HEAD + 40):
+            transport.arrive(other[at : at + 1])
+            assert times.body_since == since
+        transport.arrive(other[HEAD + 40 : -1])
+        assert times.body_since == since
+        transport.arrive(other[-1:])
+        assert times.body_since == 0
 
 
 @contextlib.contextmanager

@@ -61,9 +61,24 @@ def ready(lifecycle: Lifecycle, *workers: int) -> None:
         lifecycle.worker_joined(worker, f"cpu:{worker}")
 
 
-def test_load_on_two_workers() -> None:
+def of(*workers: int) -> Lifecycle:
+    """Makes a lifecycle with these workers."""
     lifecycle = Lifecycle()
-    ready(lifecycle, 1, 2)
+    ready(lifecycle, *workers)
+    return lifecycle
+
+
+def serving(*workers: int, **more: bytes) -> Lifecycle:
+    """Makes a lifecycle with these workers, on all of which version 1 of model ``m`` serves, as load 1 has wanted."""
+    lifecycle = of(*workers)
+    lifecycle.load(found("m", 1), 1)
+    for worker in workers:
+        lifecycle.loaded(worker, Loaded("m", 1, **more))
+    return lifecycle
+
+
+def test_load_on_two_workers() -> None:
+    lifecycle = of(1, 2)
     out = lifecycle.load(found("m", 3), 7)
     assert states(out) == [(3, "LOADING", ())]
     assert sent(out) == [(1, "Load", 3), (2, "Load", 3)]
@@ -84,11 +99,7 @@ def test_load_waits_for_the_first_worker() -> None:
 
 
 def test_a_model_is_loaded_where_it_belongs_and_leaves_where_it_no_longer_does() -> None:
-    lifecycle = Lifecycle()
-    ready(lifecycle, 0, 1)
-    lifecycle.load(found("m", 1), 1)
-    for worker in (0, 1):
-        lifecycle.loaded(worker, Loaded("m", 1))
+    lifecycle = serving(0, 1)
     out = lifecycle.load(found("m", 1, fingerprint="g", devices=("cpu:1",)), 2)
     assert (states(out), sent(out)) == ([], [(1, "Load", 1)])
     # Both serve as they were until the new one is ready.
@@ -101,10 +112,7 @@ def test_a_model_is_loaded_where_it_belongs_and_leaves_where_it_no_longer_does()
 
 
 def test_unchanged_models_are_not_loaded_again() -> None:
-    lifecycle = Lifecycle()
-    ready(lifecycle, 1)
-    lifecycle.load(found("m", 1), 1)
-    lifecycle.loaded(1, Loaded("m", 1))
+    lifecycle = serving(1)
     assert lifecycle.load(found("m", 1), 2) == [Settled(2)]
     # But where somebody asks for it, who may know why.
     assert sent(lifecycle.load(found("m", 1), 2, again=True)) == [(1, "Load", 1)]
@@ -116,8 +124,7 @@ def test_unchanged_models_are_not_loaded_again() -> None:
 
 
 def test_what_was_pushed_is_forgotten_with_each_load_of_the_files_and_stays_where_a_worker_is_replaced() -> None:
-    lifecycle = Lifecycle()
-    ready(lifecycle, 1)
+    lifecycle = of(1)
     assert forgotten(lifecycle.load(found("m", 1), 1)) == [1]
     lifecycle.loaded(1, Loaded("m", 1))
     assert forgotten(lifecycle.load(found("m", 1), 2)) == []
@@ -134,10 +141,7 @@ def test_what_was_pushed_is_forgotten_with_each_load_of_the_files_and_stays_wher
 
 
 def test_a_new_version_is_ready_before_the_old_one_goes() -> None:
-    lifecycle = Lifecycle()
-    ready(lifecycle, 1)
-    lifecycle.load(found("m", 1), 1)
-    lifecycle.loaded(1, Loaded("m", 1))
+    lifecycle = serving(1)
     assert sent(lifecycle.load(found("m", 2, fingerprint="g"), 2)) == [(1, "Load", 2)]
     assert lifecycle.is_ready("m", 1)
     out = lifecycle.loaded(1, Loaded("m", 2))
@@ -150,10 +154,7 @@ def test_a_new_version_is_ready_before_the_old_one_goes() -> None:
 
 
 def test_a_new_version_that_fails_leaves_the_old_one() -> None:
-    lifecycle = Lifecycle()
-    ready(lifecycle, 1)
-    lifecycle.load(found("m", 1), 1)
-    lifecycle.loaded(1, Loaded("m", 1))
+    lifecycle = serving(1)
     lifecycle.load(found("m", 2, fingerprint="g"), 2)
     out = lifecycle.loaded(1, Loaded("m", 2, reason="no"))
     assert settled(out) == [(2, "load failed for model 'm': version 2 is at UNAVAILABLE state: no;\n")]
@@ -163,10 +164,7 @@ def test_a_new_version_that_fails_leaves_the_old_one() -> None:
 
 
 def test_a_reload_that_fails_leaves_what_serves() -> None:
-    lifecycle = Lifecycle()
-    ready(lifecycle, 1)
-    lifecycle.load(found("m", 1), 1)
-    lifecycle.loaded(1, Loaded("m", 1))
+    lifecycle = serving(1)
     lifecycle.load(found("m", 1, fingerprint="g"), 2)
     out = lifecycle.loaded(1, Loaded("m", 1, reason="no"))
     assert settled(out)[0][1].startswith("load failed for model 'm'")
@@ -175,8 +173,7 @@ def test_a_reload_that_fails_leaves_what_serves() -> None:
 
 def test_ready_where_it_is_ready() -> None:
     """One device has no room: the others serve, and whoever asked is told."""
-    lifecycle = Lifecycle()
-    ready(lifecycle, 1, 2)
+    lifecycle = of(1, 2)
     lifecycle.load(found("m", 1), 1)
     lifecycle.loaded(1, Loaded("m", 1, reason="no room"))
     assert not lifecycle.is_ready("m")
@@ -186,8 +183,7 @@ def test_ready_where_it_is_ready() -> None:
 
 
 def test_unload_and_load_follow_each_other() -> None:
-    lifecycle = Lifecycle()
-    ready(lifecycle, 1)
+    lifecycle = of(1)
     lifecycle.load(found("m", 1), 1)
     assert settled(lifecycle.loaded(1, Loaded("m", 1))) == [(1, "")]
     assert states(lifecycle.unload("m", 2)) == [(1, "UNLOADING", ())]
@@ -202,8 +198,7 @@ def test_unload_and_load_follow_each_other() -> None:
 def test_a_load_that_is_unloaded_is_given_up() -> None:
     """At once for clients; a load that follows begins when the workers have ended what they were at, however they answer."""
     for answer in (Loaded("m", 1, reason="given up", cancelled=True), Loaded("m", 1)):
-        lifecycle = Lifecycle()
-        ready(lifecycle, 1, 2)
+        lifecycle = of(1, 2)
         lifecycle.load(found("m", 1), 1)
         out = lifecycle.unload("m", 2)
         assert sent(out) == [(1, "CancelLoad", 1), (2, "CancelLoad", 1)]
@@ -225,8 +220,7 @@ def test_a_load_that_is_unloaded_is_given_up() -> None:
 
 def test_a_load_of_something_else_gives_the_one_before_it_up() -> None:
     """Requests go on waiting, and who waits for the first one gets what comes of the last one, which begins at once."""
-    lifecycle = Lifecycle()
-    ready(lifecycle, 1)
+    lifecycle = of(1)
     lifecycle.load(found("m", 1), 1)
     assert lifecycle.load(found("m", 1), 2) == []
     out = lifecycle.load(found("m", 1, 2, fingerprint="g"), 3)
@@ -240,10 +234,7 @@ def test_a_load_of_something_else_gives_the_one_before_it_up() -> None:
 
 
 def test_what_serves_goes_on_while_its_replacement_is_given_up() -> None:
-    lifecycle = Lifecycle()
-    ready(lifecycle, 1)
-    lifecycle.load(found("m", 1), 1)
-    lifecycle.loaded(1, Loaded("m", 1))
+    lifecycle = serving(1)
     lifecycle.load(found("m", 1, fingerprint="g"), 2)
     out = lifecycle.load(found("m", 1, fingerprint="f"), 3)
     assert sent(out) == [(1, "CancelLoad", 1), (1, "Load", 1)]
@@ -259,8 +250,7 @@ def test_what_serves_goes_on_while_its_replacement_is_given_up() -> None:
 
 
 def test_unload_of_the_unknown_and_the_failed() -> None:
-    lifecycle = Lifecycle()
-    ready(lifecycle, 1)
+    lifecycle = of(1)
     assert lifecycle.unload("nope", 1) == [Settled(1)]
     lifecycle.load(found("m", 1), 2)
     lifecycle.loaded(1, Loaded("m", 1, reason="no"))
@@ -271,10 +261,7 @@ def test_unload_of_the_unknown_and_the_failed() -> None:
 
 def test_the_last_worker_dies() -> None:
     """Requests wait: the version is READY, without workers, described as before."""
-    lifecycle = Lifecycle()
-    ready(lifecycle, 1)
-    lifecycle.load(found("m", 1), 1)
-    lifecycle.loaded(1, Loaded("m", 1, metadata=b"{}"))
+    lifecycle = serving(1, metadata=b"{}")
     (instruction,) = lifecycle.worker_left(1)
     assert isinstance(instruction, Publish)
     assert (instruction.state.state, instruction.state.workers, instruction.state.metadata) == ("READY", (), b"{}")
@@ -283,10 +270,7 @@ def test_the_last_worker_dies() -> None:
 
 
 def test_a_replacement_that_cannot_load() -> None:
-    lifecycle = Lifecycle()
-    ready(lifecycle, 1)
-    lifecycle.load(found("m", 1), 1)
-    lifecycle.loaded(1, Loaded("m", 1))
+    lifecycle = serving(1)
     lifecycle.worker_left(1)
     lifecycle.worker_joined(2, "cpu:2")
     assert states(lifecycle.loaded(2, Loaded("m", 1, reason="gone"))) == [(1, "UNAVAILABLE", ())]
@@ -294,8 +278,7 @@ def test_a_replacement_that_cannot_load() -> None:
 
 def test_who_killed_the_worker() -> None:
     """Two die with a worker; alone, one of them is innocent and the other is given up."""
-    lifecycle = Lifecycle()
-    ready(lifecycle, 1)
+    lifecycle = of(1)
     lifecycle.load(found("bad", 1), 1)
     lifecycle.load(found("good", 1), 2)
     lifecycle.worker_left(1)
@@ -313,8 +296,7 @@ def test_who_killed_the_worker() -> None:
 
 
 def test_what_serves_elsewhere_and_was_given_up_is_listed_as_ready() -> None:
-    lifecycle = Lifecycle()
-    ready(lifecycle, 1, 2)
+    lifecycle = of(1, 2)
     lifecycle.load(found("m", 1), 1)
     lifecycle.loaded(1, Loaded("m", 1))
     lifecycle.worker_left(2)
@@ -326,8 +308,7 @@ def test_what_serves_elsewhere_and_was_given_up_is_listed_as_ready() -> None:
 
 def test_what_was_given_up_is_tried_again_later_and_later() -> None:
     """On one worker alone, whatever dies meanwhile; where it loads after all, everywhere, and what it replaces goes."""
-    lifecycle = Lifecycle()
-    ready(lifecycle, 1, 2)
+    lifecycle = of(1, 2)
     lifecycle.load(found("m", 1), 1)
     lifecycle.loaded(1, Loaded("m", 1))
     lifecycle.loaded(2, Loaded("m", 1))
@@ -376,10 +357,7 @@ def test_a_try_that_fails_with_a_reason_is_the_last() -> None:
 
 def test_what_serves_on_one_worker_only_does_not_wait_for_a_try() -> None:
     """Version 1 is loaded again; one worker dies of it twice, and then the one that still serves it."""
-    lifecycle = Lifecycle()
-    ready(lifecycle, 1)
-    lifecycle.load(found("m", 1), 1)
-    lifecycle.loaded(1, Loaded("m", 1))
+    lifecycle = serving(1)
     for worker in (2, 3):
         assert sent(lifecycle.worker_joined(worker, f"cpu:{worker}")) == [(worker, "Load", 1)]
         lifecycle.worker_left(worker)
@@ -391,8 +369,7 @@ def test_what_serves_on_one_worker_only_does_not_wait_for_a_try() -> None:
 
 
 def test_what_is_not_in_the_repository_any_more_is_forgotten() -> None:
-    lifecycle = Lifecycle()
-    ready(lifecycle, 1)
+    lifecycle = of(1)
     lifecycle.known = {"m"}
     lifecycle.load(found("m", 1), 1)
     lifecycle.loaded(1, Loaded("m", 1))
@@ -415,8 +392,7 @@ def test_what_is_not_in_the_repository_any_more_is_forgotten() -> None:
 
 
 def test_stale_answers_change_nothing() -> None:
-    lifecycle = Lifecycle()
-    ready(lifecycle, 1)
+    lifecycle = of(1)
     assert lifecycle.loaded(1, Loaded("m", 1)) == []
     assert lifecycle.unloaded(1, "m", 1) == []
     lifecycle.load(found("m", 1), 1)
@@ -431,8 +407,7 @@ def test_a_version_that_is_given_up_and_serves_stays_until_it_is_replaced() -> N
     2. Another version is loaded in its place.
     Result: version 2 is not tried again, and goes when the other one is ready.
     """
-    lifecycle = Lifecycle()
-    ready(lifecycle, 1, 2, 3)
+    lifecycle = of(1, 2, 3)
     lifecycle.load(found("m", 2), 1)
     lifecycle.loaded(1, Loaded("m", 2))
     lifecycle.worker_left(2)

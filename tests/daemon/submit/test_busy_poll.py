@@ -41,7 +41,6 @@ def _poll(requests: Requests, limit_ns: int = _LONG_NS) -> BusyPoll:
     return poll
 
 
-@pytest.mark.asyncio
 async def test_the_loop_turns_until_nothing_is_in_flight() -> None:
     requests = Requests(3)
     poll = _poll(requests)
@@ -57,7 +56,6 @@ async def test_the_loop_turns_until_nothing_is_in_flight() -> None:
     assert await _turned(requests) == 0
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("count", [0, 5])
 async def test_it_sleeps_with_nothing_to_wait_for_and_where_there_is_always_something_to_do(count: int) -> None:
     requests = Requests(1)
@@ -67,7 +65,6 @@ async def test_it_sleeps_with_nothing_to_wait_for_and_where_there_is_always_some
     assert await _turned(requests) == 0
 
 
-@pytest.mark.asyncio
 async def test_it_sleeps_until_an_answer_has_come_in_time() -> None:
     requests = Requests(2)
     poll = BusyPoll(asyncio.get_running_loop(), Spin(_LONG_NS), requests)
@@ -80,7 +77,6 @@ async def test_it_sleeps_until_an_answer_has_come_in_time() -> None:
     await _turned(requests)
 
 
-@pytest.mark.asyncio
 async def test_a_limit_of_0_switches_it_off() -> None:
     requests = Requests(2)
     poll = _poll(requests, 0)
@@ -89,7 +85,6 @@ async def test_a_limit_of_0_switches_it_off() -> None:
     assert await _turned(requests) == 0
 
 
-@pytest.mark.asyncio
 async def test_it_stops_when_the_time_is_up() -> None:
     requests = Requests(2)
     poll = _poll(requests, 1_000_000)
@@ -99,7 +94,6 @@ async def test_it_stops_when_the_time_is_up() -> None:
     assert requests.count == 2
 
 
-@pytest.mark.asyncio
 async def test_the_only_request_is_looked_for_until_it_is_answered() -> None:
     requests, looks, received = Requests(1), 0, 0
     poll = _poll(requests)
