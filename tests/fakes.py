@@ -190,6 +190,11 @@ class EchoWorker:
         outputs = (Tensor("y", "UINT8", shape, lease.place),)
         self.complete(request.request_id, outputs=outputs, lease=lease.key, final=final)
 
+    def respond(self, request_id: int, content: bytes, final: bool) -> None:
+        """Sends one of several responses, with UINT8 content as output ``y``, or without outputs."""
+        outputs = (Tensor("y", "UINT8", (len(content),), content),) if content else ()
+        self.complete(request_id, outputs=outputs, final=final, version=1 if outputs else 0)
+
     def echo_until(self, client: Client) -> None:
         """Answers requests until that client has something to read: clients that left may have left requests behind."""
         with selectors.DefaultSelector() as selector:
@@ -383,11 +388,8 @@ def front_process(
     }
     for section, values in options.items():
         sections[section] = {**sections[section], **values} if section in sections else values
-    front = kind(msgspec.convert(sections, Options), send_buffer)
-    try:
+    with contextlib.closing(kind(msgspec.convert(sections, Options), send_buffer)) as front:
         yield front
-    finally:
-        front.close()
 
 
 @dataclass
@@ -483,6 +485,12 @@ class Client:
         end = self._buffer.index(mark) + len(mark)
         taken, self._buffer = self._buffer[:end], self._buffer[end:]
         return taken
+
+    def chunks(self) -> Iterator[bytes]:
+        """Reads the chunks of a body, to its end."""
+        while size := int(self._until(b"\r\n"), 16):
+            yield self.take(size + 2)[:-2]
+        self.take(2)
 
     def take(self, size: int) -> bytes:
         """Reads the next ``size`` bytes. Raises EOFError: the connection ends before."""

@@ -2,53 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import os
 import random
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from tensord_client.errors import InvalidArgument, Unavailable
 from tensord_client.memory import Memory
 
-_PAGE = 4096
+
+@pytest.fixture
+def memory() -> Iterator[Memory]:
+    with contextlib.closing(Memory()) as memory:
+        yield memory
 
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [(5, "f4"), ((), "i8"), ((0, 3), "u1"), ((3, 5, 7), "f2"), ([2, 2], ">i4"), ((1 << 20), np.bool_), (9, "S5")],
 )
-def test_arrays_are_what_numpy_makes(shape: object, dtype: object) -> None:
-    memory = Memory()
+def test_arrays_are_what_numpy_makes(memory: Memory, shape: object, dtype: object) -> None:
     made, expected = memory.empty(shape, dtype), np.empty(shape, dtype)  # type: ignore[arg-type, call-overload]
     assert (made.shape, made.dtype) == (expected.shape, expected.dtype)
     assert made.flags.c_contiguous
     assert made.flags.writeable
     assert made.__array_interface__["data"][0] % 64 == 0
-    memory.close()
 
 
-def test_bfloat16() -> None:
+def test_bfloat16(memory: Memory) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
-    memory = Memory()
     made = memory.empty((2, 3), ml_dtypes.bfloat16)
     made[:] = 1.5
     assert made.dtype == ml_dtypes.bfloat16
     assert memory.locate(made) == (0, 0, 12)
-    memory.close()
 
 
-def test_segments_cannot_change_their_size() -> None:
-    memory = Memory()
+def test_segments_cannot_change_their_size(memory: Memory) -> None:
     memory.empty(1, "u1")
     (segment,) = memory.segments.values()
     seals = fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS)
     assert seals == fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     with pytest.raises(OSError, match="not permitted"):
         os.ftruncate(segment.fd, 0)
-    memory.close()
 
 
 def test_an_array_is_found_where_it_lies() -> None:
@@ -66,8 +66,7 @@ def test_an_array_is_found_where_it_lies() -> None:
     other.close()
 
 
-def test_room_comes_back_with_the_last_view() -> None:
-    memory = Memory()
+def test_room_comes_back_with_the_last_view(memory: Memory) -> None:
     memory.limit(1, 256 << 10)
     array = memory.empty(200 << 10, "u1")
     view = array[100:200].view("i4")
@@ -79,7 +78,6 @@ def test_room_comes_back_with_the_last_view() -> None:
     view[:] = 3
     del view
     memory.empty(200 << 10, "u1")
-    memory.close()
 
 
 def test_what_can_never_fit_is_refused_with_both_numbers() -> None:
@@ -96,21 +94,18 @@ def test_what_can_never_fit_is_refused_with_both_numbers() -> None:
         memory.empty(1, "u1")
 
 
-def test_what_nobody_uses_goes_back_to_the_host() -> None:
+def test_what_nobody_uses_goes_back_to_the_host(memory: Memory) -> None:
     """A few free segments are kept; the others are closed, and counted, so that lanes tell the workers."""
-    memory = Memory()
     arrays = [memory.empty(48 << 20, "u1") for _ in range(4)]
     assert memory.byte_size >= 192 << 20
     del arrays
     memory.collect()
     assert memory.byte_size <= 64 << 20
     assert memory.closures >= 3
-    memory.close()
 
 
-def test_arrays_of_many_threads_never_overlap() -> None:
+def test_arrays_of_many_threads_never_overlap(memory: Memory) -> None:
     """Each array is filled with its own number, and still has it when it goes."""
-    memory = Memory()
     wrong: list[object] = []
 
     def work(seed: int) -> None:
@@ -135,4 +130,3 @@ def test_arrays_of_many_threads_never_overlap() -> None:
     gc.collect()
     memory.collect()
     assert all(segment.is_unused for segment in memory.segments.values())
-    memory.close()

@@ -4,64 +4,60 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
+from tests.faults.load import Load
 
 #: What each of them has to be answered before it counts as going on.
 _MORE = 3
 
 
-class Ordinary:
+class Ordinary(Load):
     """Asks the model ``scale`` over HTTP, gRPC and a gRPC stream, each on its own connection, until the ``with`` block ends."""
 
     def __init__(self, daemon: DaemonProcess) -> None:
-        self._daemon = daemon
-        self._stop = threading.Event()
-        kinds: tuple[Callable[[], None], ...] = (self._http, self._grpc, self._stream)
-        self._threads = [threading.Thread(target=self._watched, args=(kind,)) for kind in kinds]
-        self.answers = {kind.__name__: 0 for kind in kinds}
-        self.errors: list[str] = []
+        self._kinds: tuple[Callable[[], None], ...] = (self._http, self._grpc, self._stream)
+        super().__init__(daemon, len(self._kinds))
+        #: Of each client.
+        self.got = {kind.__name__: 0 for kind in self._kinds}
 
-    def __enter__(self) -> Ordinary:
-        for thread in self._threads:
-            thread.start()
+    def __enter__(self) -> Self:
+        super().__enter__()
         self.go_on()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(PATIENCE)
-        assert not any(thread.is_alive() for thread in self._threads), "a client got no answer at all"
+        super().__exit__()
         assert self.errors == []
 
     def go_on(self) -> None:
         """Waits until each client has got some more answers; fails if one has noticed an error."""
-        before = dict(self.answers)
+        before = dict(self.got)
         wait_until(
-            lambda: self.errors or all(self.answers[kind] >= before[kind] + _MORE for kind in before),
+            lambda: self.errors or all(self.got[kind] >= before[kind] + _MORE for kind in before),
             "the ordinary clients to go on",
             self._daemon,
         )
         assert self.errors == []
 
-    def _watched(self, kind: Callable[[], None]) -> None:
+    def _run(self, seed: int) -> None:
+        kind = self._kinds[seed]
         try:
             kind()
         except Exception as error:
             self.errors.append(f"{kind.__name__}: {type(error).__name__}: {error}")
 
     def _values(self, kind: str) -> np.ndarray:
-        return np.full((1, 4), self.answers[kind] % 1000, np.float32)
+        return np.full((1, 4), self.got[kind] % 1000, np.float32)
 
     def _checked(self, kind: str, values: np.ndarray, answer: Any) -> None:
         assert np.allclose(answer.as_numpy("y"), 3 * values + 1), "a wrong answer"
-        self.answers[kind] += 1
+        self.got[kind] += 1
 
     def _http(self) -> None:
         with httpclient.InferenceServerClient(

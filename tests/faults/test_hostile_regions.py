@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +77,24 @@ def daemon(
     options, environment = daemon_on(request.param, stub)
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options, environment=environment) as running:
         yield running
+
+
+@contextlib.contextmanager
+def attacking(attack: Callable[[], None]) -> Iterator[None]:
+    """Attacks again and again, in a thread, until the ``with`` block ends."""
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            attack()
+
+    attacker = threading.Thread(target=run)
+    attacker.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        attacker.join()
 
 
 @sparse
@@ -159,35 +177,23 @@ def test_truncated_and_grown_all_the_time(daemon: DaemonProcess) -> None:
     Result: the attacker gets answers or errors, everybody else right answers, and no worker dies.
     """
     workers = {worker.pid for worker in daemon.workers}
-    stop = threading.Event()
+    refused = asked = 0
     with (
         httpclient.InferenceServerClient(daemon.url, network_timeout=PATIENCE) as client,
         CheckedLoad(daemon, 4) as load,
         hostile_object(client) as (region, path),
+        attacking(lambda: [os.truncate(path, size) for size in (0, SIZE)]),
     ):
-
-        def attack() -> None:
-            while not stop.is_set():
-                os.truncate(path, 0)
-                os.truncate(path, SIZE)
-
-        attacker = threading.Thread(target=attack)
-        attacker.start()
-        refused = asked = 0
-        try:
-            while asked < 100 or not refused:
-                asked += 1
-                try:
-                    client.infer("echo_fp32", [whole(region)])
-                except InferenceServerException as error:
-                    refused += 1
-                    assert region in error.message()
-                    client.unregister_system_shared_memory(region)
-                    with contextlib.suppress(InferenceServerException):
-                        client.register_system_shared_memory(region, "/" + region, SIZE)
-        finally:
-            stop.set()
-            attacker.join()
+        while asked < 100 or not refused:
+            asked += 1
+            try:
+                client.infer("echo_fp32", [whole(region)])
+            except InferenceServerException as error:
+                refused += 1
+                assert region in error.message()
+                client.unregister_system_shared_memory(region)
+                with contextlib.suppress(InferenceServerException):
+                    client.register_system_shared_memory(region, "/" + region, SIZE)
     assert {worker.pid for worker in daemon.workers} == workers
     assert load.errors == []
     assert load.wrong == 0
@@ -199,36 +205,31 @@ def test_elements_that_change_while_they_are_read(daemon: DaemonProcess) -> None
     Result: answers, or errors about that input; no worker dies.
     """
     workers = {worker.pid for worker in daemon.workers}
-    good, stop, refused = 512 * (struct.pack("<I", 4) + b"abcd"), threading.Event(), list[str]()
+    good, refused = 512 * (struct.pack("<I", 4) + b"abcd"), list[str]()
     with (
         httpclient.InferenceServerClient(daemon.url, network_timeout=PATIENCE) as client,
         hostile_object(client) as (region, path),
+        contextlib.ExitStack() as closing,
     ):
         path.write_bytes(good.ljust(SIZE, b"\0"))
+        file = closing.enter_context(path.open("r+b", buffering=0))
 
         def attack() -> None:
-            with path.open("r+b", buffering=0) as file:
-                while not stop.is_set():
-                    for length in (4, 0xFFFFFFFF, 0, 1 << 31, 5):
-                        os.pwrite(file.fileno(), struct.pack("<I", length), 800)
+            for length in (4, 0xFFFFFFFF, 0, 1 << 31, 5):
+                os.pwrite(file.fileno(), struct.pack("<I", length), 800)
 
-        attacker = threading.Thread(target=attack)
-        attacker.start()
-        try:
-            for number in itertools.count():
-                if number >= 40 and refused:
-                    break
-                for datatype, count in (("BYTES", 512), ("BOOL", len(good))):
-                    given, wanted = httpclient.InferInput("x", [count], datatype), httpclient.InferRequestedOutput("y")
-                    given.set_shared_memory(region, len(good))
-                    wanted.set_shared_memory(region, SIZE // 2, offset=SIZE // 2)
-                    try:
-                        client.infer(f"echo_{datatype.lower()}", [given], outputs=[wanted])
-                    except InferenceServerException as error:
-                        refused.append(error.message())
-        finally:
-            stop.set()
-            attacker.join()
+        closing.enter_context(attacking(attack))
+        for number in itertools.count():
+            if number >= 40 and refused:
+                break
+            for datatype, count in (("BYTES", 512), ("BOOL", len(good))):
+                given, wanted = httpclient.InferInput("x", [count], datatype), httpclient.InferRequestedOutput("y")
+                given.set_shared_memory(region, len(good))
+                wanted.set_shared_memory(region, SIZE // 2, offset=SIZE // 2)
+                try:
+                    client.infer(f"echo_{datatype.lower()}", [given], outputs=[wanted])
+                except InferenceServerException as error:
+                    refused.append(error.message())
     assert all("'x'" in text for text in refused), refused[:3]
     assert {worker.pid for worker in daemon.workers} == workers
 

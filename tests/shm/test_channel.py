@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,10 +19,21 @@ from tensord.shm.record import decoder
 from tests.open_files import no_descriptors_left
 from tests.records import Tensor, WholeAnswer, WholeRequest
 
+Ends = tuple[Channel, Channel]
 
-def channels() -> tuple[Channel, Channel]:
+
+def channels() -> Ends:
     ours, theirs = pair()
     return Channel(ours, decoder(ToSubmitter)), Channel(theirs, decoder(ToWorker))
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    """Yields both ends of a channel."""
+    submitter, worker = channels()
+    yield submitter, worker
+    submitter.close()
+    worker.close()
 
 
 def drain(channel: Channel) -> list[Any]:
@@ -58,8 +70,8 @@ def test_records_arrive_in_order_and_equal(sent: list[Any]) -> None:
     worker.close()
 
 
-def test_what_is_queued_together_travels_together() -> None:
-    submitter, worker = channels()
+def test_what_is_queued_together_travels_together(ends: Ends) -> None:
+    submitter, worker = ends
     for i in range(500):
         submitter.put(Cancel(i))
     submitter.flush()
@@ -67,14 +79,12 @@ def test_what_is_queued_together_travels_together() -> None:
     assert received is not None
     assert len(received[0]) == 500
     assert worker.receive() is None
-    submitter.close()
-    worker.close()
 
 
 @pytest.mark.parametrize("count", [2, 20_000])
-def test_what_is_put_apart_shares_no_datagram(count: int) -> None:
+def test_what_is_put_apart_shares_no_datagram(ends: Ends, count: int) -> None:
     """However many it is; what is larger than a datagram comes all the same, and nothing changes its place."""
-    submitter, worker = channels()
+    submitter, worker = ends
     apart = [Cancel(1 << 40)] * count
     submitter.put(Cancel(1))
     submitter.put_apart(*apart)
@@ -87,13 +97,11 @@ def test_what_is_put_apart_shares_no_datagram(count: int) -> None:
     assert list(itertools.chain(*received)) == [Cancel(1), *apart, Cancel(2), Cancel(3)]
     if count == 2:
         assert list(map(len, received)) == [1, 2, 2]
-    submitter.close()
-    worker.close()
 
 
 @pytest.mark.parametrize("size", [MAX_DATAGRAM - 200, MAX_DATAGRAM, 3 * MAX_DATAGRAM, 5 << 20])
-def test_records_of_any_size(size: int) -> None:
-    submitter, worker = channels()
+def test_records_of_any_size(ends: Ends, size: int) -> None:
+    submitter, worker = ends
     before = len(os.listdir("/proc/self/fd"))
     large = WholeRequest(1, "m", 0, (Tensor("x", "UINT8", (size,), bytes(size)),)).record
     for record in (Cancel(1), large, Cancel(2)):
@@ -103,12 +111,10 @@ def test_records_of_any_size(size: int) -> None:
         found += drain(worker)
     assert found + drain(worker) == [Cancel(1), large, Cancel(2)]
     assert len(os.listdir("/proc/self/fd")) <= before
-    submitter.close()
-    worker.close()
 
 
-def test_a_peer_that_does_not_read_costs_nobody_a_record() -> None:
-    submitter, worker = channels()
+def test_a_peer_that_does_not_read_costs_nobody_a_record(ends: Ends) -> None:
+    submitter, worker = ends
     sent = [WholeRequest(i, "m", 0, (Tensor("x", "UINT8", (5000,), bytes(5000)),)).record for i in range(400)]
     found: list[Any] = []
     for record in sent:
@@ -119,8 +125,6 @@ def test_a_peer_that_does_not_read_costs_nobody_a_record() -> None:
         assert received is not None
         found += received[0]
     assert found + drain(worker) == sent
-    submitter.close()
-    worker.close()
 
 
 def test_descriptors_travel_with_their_record_and_nothing_leaks() -> None:
@@ -163,14 +167,12 @@ def test_garbage_is_refused_not_believed(garbage: bytes) -> None:
     worker.close()
 
 
-def test_a_record_of_the_other_direction_is_refused() -> None:
-    submitter, worker = channels()
+def test_a_record_of_the_other_direction_is_refused(ends: Ends) -> None:
+    submitter, worker = ends
     submitter.put(WholeAnswer(1).record)
     submitter.flush()
     with pytest.raises(InvalidArgument, match="malformed record"):
         worker.receive()
-    submitter.close()
-    worker.close()
 
 
 def test_descriptors_of_garbage_are_closed() -> None:
@@ -190,8 +192,8 @@ def test_descriptors_of_garbage_are_closed() -> None:
     worker.close()
 
 
-def test_descriptors_that_cannot_be_taken_are_told_and_the_next_ones_come() -> None:
-    submitter, worker = channels()
+def test_descriptors_that_cannot_be_taken_are_told_and_the_next_ones_come(ends: Ends) -> None:
+    submitter, worker = ends
     submitter.put(Cancel(1))
     for segment in range(2):
         submitter.put(SegmentOpened(segment, 4096), 0)
@@ -205,12 +207,10 @@ def test_descriptors_that_cannot_be_taken_are_told_and_the_next_ones_come() -> N
     assert received is not None
     assert received[0] == [SegmentOpened(1, 4096)]
     os.close(received[1][0])
-    submitter.close()
-    worker.close()
 
 
-def test_without_a_descriptor_nothing_is_queued_and_large_records_travel() -> None:
-    submitter, worker = channels()
+def test_without_a_descriptor_nothing_is_queued_and_large_records_travel(ends: Ends) -> None:
+    submitter, worker = ends
     large = WholeRequest(1, "m", 0, (Tensor("x", "UINT8", (1 << 17,), bytes(1 << 17)),)).record
     with no_descriptors_left():
         with pytest.raises(OSError, match="Too many open files"):
@@ -220,8 +220,6 @@ def test_without_a_descriptor_nothing_is_queued_and_large_records_travel() -> No
         while not submitter.flush():
             found += drain(worker)
         assert found + drain(worker) == [large]
-    submitter.close()
-    worker.close()
 
 
 def test_records_without_end_are_refused() -> None:

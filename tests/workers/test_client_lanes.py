@@ -122,6 +122,15 @@ def received(lane: RawLane) -> list[AnswerRecord]:
     return answers
 
 
+def leave(loop: WorkerLoop, *lanes: RawLane) -> None:
+    """Closes the lanes of clients ``CLIENT`` and those that follow it; each end is told once."""
+    for lane in lanes:
+        lane.close()
+    while loop.worker._clients:
+        loop.worker.iterate()
+    assert sorted(loop.closed()) == list(range(CLIENT, CLIENT + len(lanes)))
+
+
 def ended(loop: WorkerLoop, lane: RawLane) -> bool:
     """Returns whether the worker has closed its end of the lane by now."""
     for _ in range(4):
@@ -376,12 +385,8 @@ def test_requests_of_many_lanes_share_calls_as_those_of_one_do(loop: WorkerLoop,
                 loop.worker.iterate()
                 left -= sum(len(received(lane)) for lane in lanes)
             rounds.append(sorted(calls))
-        for lane in lanes:
-            lane.close()
-        while loop.worker._clients:
-            loop.worker.iterate()
+        leave(loop, *lanes)
     assert together["many"][-1] == together["one"][-1] == [8] * (count // 8)
-    loop.closed()
 
 
 def test_who_asks_again_at_once_does_not_keep_the_c_part_out(loop: WorkerLoop, calls: list[int]) -> None:
@@ -402,15 +407,11 @@ def test_who_asks_again_at_once_does_not_keep_the_c_part_out(loop: WorkerLoop, c
                 answered += 1
                 lane.ask(3)
     assert in_c > answered // 2 or not extensions.available
-    for lane in lanes:
-        lane.close()
-    while loop.worker._clients:
-        loop.worker.iterate()
-    loop.closed()
+    leave(loop, *lanes)
 
 
 def test_descriptors_that_come_where_none_belong_are_closed(loop: WorkerLoop) -> None:
-    """With the version, with nothing at all, with more than the worker takes, and behind what has ended the lane."""
+    """With the version, a request or nothing at all, with more than the worker takes, and behind what has ended the lane."""
     before = clients_memory()
     fd, mapping = memory(1 << 16)
     opened = packed(SegmentOpened(1, 1 << 16))
@@ -419,7 +420,11 @@ def test_descriptors_that_come_where_none_belong_are_closed(loop: WorkerLoop) ->
         [(version, 4)],
         [(b"", 4)],
         [(version, 0), (b"", 1), (opened, 1)],
-        [(version, 0), (opened, 5)],
+        *([(version, 0), (opened, count)] for count in (2, 4, 5, 9)),
+        [(version, 0), (packed(RequestRecord(1, addsub(), (vector(1), vector(1)))), 1)],
+        [(version, 0), (packed(SegmentOpened(1, 4096), SegmentOpened(2, 4096)), 1)],
+        [(version, 0), (b"\x02junk", 1)],
+        [(version, 0), (b"junk", 3)],
         [(version, 0), (packed(Release(((0, 0, 0),))), 2)],
         [(version, 0), (garbage, 0), (opened, 1), (opened, 1)],
         [(version, 0), (packed(Prepare(0, addsub()), RequestRecord(1, 0, ())), 0), (garbage, 1), (opened, 1)],
@@ -498,12 +503,8 @@ def test_answers_to_all_lanes_of_a_user_are_bounded(loop: WorkerLoop) -> None:
     while first.responses:
         loop.worker.iterate()
         first.receive()
-    for lane in (first, second, other):
-        lane.close()
-    while len(loop.worker._clients):
-        loop.worker.iterate()
+    leave(loop, first, second, other)
     assert loop.worker._owners == {}
-    assert sorted(loop.closed()) == [CLIENT, CLIENT + 1, CLIENT + 2]
 
 
 def test_a_lane_that_holds_little_is_served_whatever_its_user_s_others_hold(loop: WorkerLoop) -> None:
@@ -524,11 +525,7 @@ def test_a_lane_that_holds_little_is_served_whatever_its_user_s_others_hold(loop
         assert (refused.code, refused.message.split(" of answers")[0]) == ("UNAVAILABLE", f"{3 << 20} bytes")
     third = loop.open_client(CLIENT + 2, limits)
     add(loop, third)
-    for lane in (full, other, third):
-        lane.close()
-    while len(loop.worker._clients):
-        loop.worker.iterate()
-    assert sorted(loop.closed()) == [CLIENT, CLIENT + 1, CLIENT + 2]
+    leave(loop, full, other, third)
 
 
 def test_requests_on_all_lanes_of_a_user_are_bounded(loop: WorkerLoop) -> None:
@@ -557,12 +554,8 @@ def test_requests_on_all_lanes_of_a_user_are_bounded(loop: WorkerLoop) -> None:
     assert 2048 < owner.request_byte_size < 4096
     # What waits of a lane that ends counts no longer, nor does what it has prepared.
     full.ask(addsub(), vector(3), vector(1))
-    for lane in (full, other):
-        lane.close()
-    while len(loop.worker._clients):
-        loop.worker.iterate()
+    leave(loop, full, other)
     assert owner.request_byte_size == 0
-    assert sorted(loop.closed()) == [CLIENT, CLIENT + 1]
 
 
 def test_a_record_that_does_not_become_whole_ends_its_lane(
@@ -594,11 +587,7 @@ def test_a_record_that_does_not_become_whole_ends_its_lane(
     assert ended(loop, slow)
     assert "bytes of a record came, and not its end within 60 s (clients.body_timeout)" in caplog.text
     add(loop, quick)
-    quick.close()
-    slow.close()
-    while len(loop.worker._clients):
-        loop.worker.iterate()
-    assert sorted(loop.closed()) == [CLIENT, CLIENT + 1]
+    leave(loop, quick, slow)
 
 
 def test_users_have_their_shares_of_a_queue(loop: WorkerLoop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -616,11 +605,7 @@ def test_users_have_their_shares_of_a_queue(loop: WorkerLoop, monkeypatch: pytes
     assert [answer.code for answer in loop.client_answers(few, 2)] == ["", ""]
     answers = [answer for lane in many for answer in loop.client_answers(lane, LIMITS.in_flight)]
     assert {answer.message for answer in answers} == {"", "[request id: <id_unknown>] Exceeds maximum queue size"}
-    for lane in (*many, few):
-        lane.close()
-    while len(loop.worker._clients):
-        loop.worker.iterate()
-    assert sorted(loop.closed()) == list(range(CLIENT, CLIENT + 4))
+    leave(loop, *many, few)
 
 
 def test_a_sequence_ends_with_the_lane_that_asked_for_it(loop: WorkerLoop, total: ModelVersion) -> None:
@@ -686,12 +671,8 @@ def test_a_client_ends_its_own_sequences(loop: WorkerLoop, total: ModelVersion) 
         loop.worker.iterate()
     leaving.ask(step, one, sequence_id=7)
     assert loop.client_answers(leaving, 1)[0].code == "INVALID_ARGUMENT"
-    for lane in (leaving, staying):
-        lane.close()
-    while len(loop.worker._clients):
-        loop.worker.iterate()
+    leave(loop, leaving, staying)
     sequences.close("front")
-    assert sorted(loop.closed()) == [CLIENT, CLIENT + 1]
 
 
 def test_lanes_that_come_and_go_leave_nothing(loop: WorkerLoop) -> None:
@@ -885,29 +866,6 @@ def test_memory_of_the_wrong_kind_ends_its_lane_and_no_other(loop: WorkerLoop, l
     assert loop.closed() == [CLIENT + 1]
     add(loop, lane)
     enemy.close()
-
-
-def test_descriptors_where_none_belong_are_closed(loop: WorkerLoop, lane: RawLane) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    for content, count in (
-        (packed(RequestRecord(1, addsub(), (vector(1), vector(1)))), 1),
-        (packed(SegmentOpened(1, 4096)), 2),
-        (packed(SegmentOpened(1, 4096)), 4),
-        (packed(SegmentOpened(1, 4096)), 9),
-        (packed(SegmentOpened(1, 4096), SegmentOpened(2, 4096)), 1),
-        (b"\x02junk", 1),
-        (b"junk", 3),
-    ):
-        enemy = loop.open_client(CLIENT + 1)
-        fd, mapping = memory(4096)
-        enemy.send_bytes(content, *[fd] * count)
-        assert ended(loop, enemy)
-        enemy.close()
-        os.close(fd)
-        mapping.close()
-        assert loop.closed() == [CLIENT + 1]
-        assert len(os.listdir("/proc/self/fd")) == before
-    add(loop, lane)
 
 
 @pytest.mark.parametrize(

@@ -21,26 +21,34 @@ from tensord.shm.operations import ANONYMOUS
 CLIENT = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); s.send(b'x'); sys.stdin.read()"
 
 
-def test_a_process_on_a_unix_socket(tmp_path: Path) -> None:
-    """The process that connected, even when it is gone."""
+@pytest.fixture
+def unix_client(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
+    """Yields a process that has connected, and our end of its connection."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "s"))
         listener.listen()
         client = subprocess.Popen([sys.executable, "-c", CLIENT, str(tmp_path / "s")], stdin=subprocess.PIPE)
         with listener.accept()[0] as connection:
             assert connection.recv(1) == b"x"
-            peer = peer_of(connection.fileno())
-            assert (peer.kind, peer.pid, peer.uid, peer.gid) == ("unix", client.pid, os.getuid(), os.getgid())
-            assert set(peer.groups) == set(os.getgroups())
-            assert peer.owner == f"uid {os.getuid()}"
-            with process_of(connection.fileno()) as process:
-                assert not os.get_inheritable(process)
-                assert select.select([process], [], [], 0)[0] == []
-                client.communicate()
-                assert select.select([process], [], [], 600)[0] == [process]
-            with pytest.raises(OSError, match="Bad file descriptor"):
-                os.fstat(process)
-            assert peer_of(connection.fileno()) == peer
+            yield client, connection
+        client.communicate()
+
+
+def test_a_process_on_a_unix_socket(unix_client: tuple[subprocess.Popen[bytes], socket.socket]) -> None:
+    """The process that connected, even when it is gone."""
+    client, connection = unix_client
+    peer = peer_of(connection.fileno())
+    assert (peer.kind, peer.pid, peer.uid, peer.gid) == ("unix", client.pid, os.getuid(), os.getgid())
+    assert set(peer.groups) == set(os.getgroups())
+    assert peer.owner == f"uid {os.getuid()}"
+    with process_of(connection.fileno()) as process:
+        assert not os.get_inheritable(process)
+        assert select.select([process], [], [], 0)[0] == []
+        client.communicate()
+        assert select.select([process], [], [], 600)[0] == [process]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(process)
+    assert peer_of(connection.fileno()) == peer
 
 
 def test_tcp_and_nobody() -> None:
@@ -57,19 +65,6 @@ def test_tcp_and_nobody() -> None:
     assert peer_of(-1) == ANONYMOUS
     with process_of(-1) as process:
         assert process == -1
-
-
-@pytest.fixture
-def unix_client(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
-    """Yields a process that has connected, and our end of its connection."""
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "s"))
-        listener.listen()
-        client = subprocess.Popen([sys.executable, "-c", CLIENT, str(tmp_path / "s")], stdin=subprocess.PIPE)
-        with listener.accept()[0] as connection:
-            assert connection.recv(1) == b"x"
-            yield client, connection
-        client.communicate()
 
 
 def test_when_regions_are_to_go(unix_client: tuple[subprocess.Popen[bytes], socket.socket]) -> None:

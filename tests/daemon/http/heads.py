@@ -7,6 +7,7 @@ from typing import Any
 
 from tensord.daemon.http import json_cut, request_codec
 from tensord.daemon.http.decoded_request import DecodedRequest
+from tensord.daemon.http.json_steps import JsonArray, JsonBase64, JsonStrings
 
 
 def decode(head: bytes | memoryview, tail_size: int) -> DecodedRequest:
@@ -29,3 +30,14 @@ def content(decoded: DecodedRequest) -> bytes:
     ((_, _, _, source),) = decoded.inputs
     assert isinstance(source, bytes)
     return source
+
+
+def filled(source: JsonArray | JsonBase64 | JsonStrings) -> bytes:
+    """Converts a tensor of a request's JSON; returns its bytes."""
+    place = bytearray(source.byte_size)
+    steps = source.fill(memoryview(place))
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return bytes(place[: end.value])

@@ -24,22 +24,15 @@ def asked(endpoint: str, body: bytes, *headers: str, version: str = "HTTP/1.1") 
     return "".join(f"{line}\r\n" for line in lines).encode() + b"\r\n" + body
 
 
-def one(worker: EchoWorker, request_id: int, content: bytes, final: bool) -> None:
-    outputs = (Tensor("y", "UINT8", (len(content),), content),) if content else ()
-    worker.complete(request_id, outputs=outputs, final=final, version=1 if outputs else 0)
-
-
 def events(client: Client) -> tuple[int, str, Iterator[dict[str, object]]]:
     """Reads the head of a stream of events; returns status, media type, and an iterator over the events."""
     answer = client.answer()
 
     def each() -> Iterator[dict[str, object]]:
-        while size := int(client._until(b"\r\n"), 16):
-            chunk = client.take(size + 2)
+        for chunk in client.chunks():
             assert chunk.startswith(b"data: ")
-            assert chunk.endswith(b"\n\n\r\n")
+            assert chunk.endswith(b"\n\n")
             yield json.loads(chunk[6:])
-        client.take(2)
 
     return answer.status, answer.headers["content-type"], each()
 
@@ -48,7 +41,7 @@ def test_generate(client: Client, worker: EchoWorker) -> None:
     client.send(asked("generate", b'{"id":"a","x":[1,2],"p":3}'))
     request = worker.next()
     assert (worker.content(request), request.client_id, request.parameters) == (b"\1\2", "a", {"p": 3})
-    one(worker, request.request_id, b"\5", True)
+    worker.respond(request.request_id, b"\5", True)
     answer = client.answer()
     assert answer.headers["content-type"] == "application/json"
     assert json.loads(answer.body) == {"id": "a", "model_name": "echo", "model_version": "1", "y": 5}
@@ -68,8 +61,8 @@ def test_generate_wants_exactly_one_answer(client: Client, worker: EchoWorker, c
     client.send(asked("generate", b'{"x":1}'))
     request = worker.next()
     for n in range(count):
-        one(worker, request.request_id, bytes([n]), False)
-    one(worker, request.request_id, b"", True)
+        worker.respond(request.request_id, bytes([n]), False)
+    worker.respond(request.request_id, b"", True)
     answer = client.answer()
     assert answer.status == 400
     assert "generate expects model to produce exactly 1 response" in answer.error
@@ -88,12 +81,12 @@ def test_errors_of_the_model(client: Client, worker: EchoWorker, code: str, stat
 def test_events_leave_as_they_come(client: Client, worker: EchoWorker) -> None:
     client.send(asked("generate_stream", b'{"id":"s","x":1}'))
     request = worker.next()
-    one(worker, request.request_id, b"\1", False)
+    worker.respond(request.request_id, b"\1", False)
     status, media_type, each = events(client)
     assert (status, media_type) == (200, "text/event-stream; charset=utf-8")
     for n in (1, 2, 3):
         assert next(each) == {"id": "s", "model_name": "echo", "model_version": "1", "y": n}
-        one(worker, request.request_id, bytes([n + 1]) if n < 3 else b"", n == 3)
+        worker.respond(request.request_id, bytes([n + 1]) if n < 3 else b"", n == 3)
     assert list(each) == []
 
 
@@ -105,7 +98,7 @@ def test_one_event_of_a_model_with_one_answer(client: Client, worker: EchoWorker
 
 def test_no_events(client: Client, worker: EchoWorker) -> None:
     client.send(asked("generate_stream", b'{"x":1}'))
-    one(worker, worker.next().request_id, b"", True)
+    worker.respond(worker.next().request_id, b"", True)
     status, _, each = events(client)
     assert (status, list(each)) == (200, [])
 
@@ -113,7 +106,7 @@ def test_no_events(client: Client, worker: EchoWorker) -> None:
 def test_an_error_in_the_middle_is_an_event(client: Client, worker: EchoWorker) -> None:
     client.send(asked("generate_stream", b'{"x":1}'))
     request = worker.next()
-    one(worker, request.request_id, b"\1", False)
+    worker.respond(request.request_id, b"\1", False)
     worker.complete(request.request_id, code="INTERNAL", message="bad word")
     status, _, each = events(client)
     assert (status, [event.get("error") for event in each]) == (200, [None, "bad word"])
@@ -127,10 +120,10 @@ def test_after_an_error_that_is_not_the_last_answer_others_follow(
     client.send(asked("generate_stream", b'{"x":1}'))
     request = worker.next()
     if not first:
-        one(worker, request.request_id, b"\1", False)
+        worker.respond(request.request_id, b"\1", False)
     worker.complete(request.request_id, code="INTERNAL", message="bad word", final=False)
-    one(worker, request.request_id, b"\2", False)
-    one(worker, request.request_id, b"", True)
+    worker.respond(request.request_id, b"\2", False)
+    worker.respond(request.request_id, b"", True)
     found, _, each = events(client)
     told = [event.get("error") or event["y"] for event in each]
     assert (found, told) == (status, ["bad word", 2] if first else [1, "bad word", 2])
@@ -142,7 +135,7 @@ def test_generate_answers_with_the_first_error_among_several_answers(client: Cli
     worker.complete(request.request_id, code="INTERNAL", message="bad word", final=False)
     answer = client.answer()
     assert (answer.status, answer.error) == (400, "bad word")
-    one(worker, request.request_id, b"", True)
+    worker.respond(request.request_id, b"", True)
 
 
 def test_a_models_error_at_once_is_an_event_with_a_status(client: Client, worker: EchoWorker) -> None:
@@ -180,7 +173,7 @@ def test_http_10_gets_its_events_with_a_length(client: Client, worker: EchoWorke
     client.send(asked("generate_stream", b'{"x":1}', "Connection: keep-alive", version="HTTP/1.0"))
     request = worker.next()
     for n in (1, 2):
-        one(worker, request.request_id, bytes([n]), n == 2)
+        worker.respond(request.request_id, bytes([n]), n == 2)
     answer = client.answer()
     assert answer.status == 200
     assert [json.loads(line[6:])["y"] for line in answer.body.split(b"\n\n")[:-1]] == [1, 2]
@@ -211,11 +204,11 @@ def test_in_order_with_everything_else(client: Client, worker: EchoWorker) -> No
     get = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
     client.send(asked("generate_stream", b'{"x":1}') + get + asked("generate", b'{"x":2}') + json_request(b"\3") + get)
     first = worker.next()
-    one(worker, first.request_id, b"\1", False)
+    worker.respond(first.request_id, b"\1", False)
     _, _, each = events(client)
     assert next(each)["y"] == 1
     assert worker.idle()
-    one(worker, first.request_id, b"", True)
+    worker.respond(first.request_id, b"", True)
     assert list(each) == []
     assert client.answer().status == 200
     worker.echo(worker.next())
@@ -267,7 +260,7 @@ def test_a_client_that_takes_nothing_holds_its_model_up() -> None:
         request = worker.next()
         count = 200
         for _ in range(count):
-            one(worker, request.request_id, content, False)
+            worker.respond(request.request_id, content, False)
         front.sync()
         worker.poll()
         told = sum(size for _, size in worker.taken)
@@ -276,7 +269,7 @@ def test_a_client_that_takes_nothing_holds_its_model_up() -> None:
         assert status == 200
         assert [len(next(each)["y"]) for _ in range(count)] == [len(content)] * count  # type: ignore[arg-type]
         until(lambda: worker.idle(0.01) and sum(size for _, size in worker.taken) > (count - 4) * len(content))
-        one(worker, request.request_id, b"", True)
+        worker.respond(request.request_id, b"", True)
         assert list(each) == []
         assert client.ends()
         until(lambda: worker.leases == 0)

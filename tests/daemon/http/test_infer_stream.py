@@ -34,22 +34,15 @@ def asked(content: bytes, *headers: str, version: str = "HTTP/1.1", **more: Any)
     return "".join(f"{line}\r\n" for line in lines).encode() + b"\r\n" + head + content
 
 
-def one(worker: EchoWorker, request_id: int, content: bytes, final: bool) -> None:
-    outputs = (Tensor("y", "UINT8", (len(content),), content),) if content else ()
-    worker.complete(request_id, outputs=outputs, final=final, version=1 if outputs else 0)
-
-
 def responses(client: Client) -> tuple[int, str, Iterator[tuple[Any, bytes]]]:
     """Reads the head of a stream of responses; returns status, media type, and an iterator over JSON and tensors."""
     answer = client.answer()
 
     def each() -> Iterator[tuple[Any, bytes]]:
-        while size := int(client._until(b"\r\n"), 16):
-            chunk = client.take(size + 2)
+        for chunk in client.chunks():
             text, tail = struct.unpack_from("<IQ", chunk)
-            assert len(chunk) == 12 + text + tail + 2
-            yield json.loads(chunk[12 : 12 + text]), chunk[12 + text : -2]
-        client.take(2)
+            assert len(chunk) == 12 + text + tail
+            yield json.loads(chunk[12 : 12 + text]), chunk[12 + text :]
 
     return answer.status, answer.headers["content-type"], each()
 
@@ -60,7 +53,7 @@ def test_responses_leave_as_they_come(client: Client, worker: EchoWorker, size: 
     client.send(asked(content, id="a"))
     request = worker.next()
     assert (worker.content(request), request.client_id, request.parameters) == (content, "a", {})
-    one(worker, request.request_id, b"\1", False)
+    worker.respond(request.request_id, b"\1", False)
     status, media_type, each = responses(client)
     assert (status, media_type) == (200, "application/octet-stream")
     for n in (1, 2, 3):
@@ -72,7 +65,7 @@ def test_responses_leave_as_they_come(client: Client, worker: EchoWorker, size: 
             "model_version": "1",
             "outputs": [{"name": "y", "datatype": "UINT8", "shape": [n], "parameters": {"binary_data_size": n}}],
         }
-        one(worker, request.request_id, bytes([n + 1]) * (n + 1) if n < 3 else b"", n == 3)
+        worker.respond(request.request_id, bytes([n + 1]) * (n + 1) if n < 3 else b"", n == 3)
     assert list(each) == []
 
 
@@ -104,7 +97,7 @@ def test_an_error_that_is_first_and_last_is_an_ordinary_one(client: Client, work
 def test_an_error_among_responses(client: Client, worker: EchoWorker) -> None:
     client.send(asked(b"x"))
     request = worker.next()
-    one(worker, request.request_id, b"\1", False)
+    worker.respond(request.request_id, b"\1", False)
     worker.complete(request.request_id, code="INTERNAL", message="so it is", final=True)
     status, _, each = responses(client)
     assert (status, next(each)[1]) == (200, b"\1")
@@ -132,8 +125,8 @@ def test_what_is_wrong(client: Client, worker: EchoWorker, request_: bytes, stat
 def test_a_client_of_http_1_0_gets_all_at_once(client: Client, worker: EchoWorker) -> None:
     client.send(asked(b"x", "Connection: keep-alive", version="HTTP/1.0"))
     request = worker.next()
-    one(worker, request.request_id, b"\1", False)
-    one(worker, request.request_id, b"\2", True)
+    worker.respond(request.request_id, b"\1", False)
+    worker.respond(request.request_id, b"\2", True)
     answer = client.answer()
     assert answer.body.count(b'"model_name":"echo"') == 2
 
@@ -193,6 +186,6 @@ def test_the_rest_of_a_large_body_that_was_refused_meanwhile(served: tuple[Front
         front.sync()
         assert set(worker.content(request)) == {1}
         assert client.ends()
-        one(worker, request.request_id, b"\2", True)
+        worker.respond(request.request_id, b"\2", True)
         assert other.answer().status == 200
     until(lambda: worker.leases == 0)

@@ -17,7 +17,7 @@ from tensord.daemon.http import json_cut, json_steps
 from tensord.daemon.http.json_steps import PIECE_BYTE_SIZE, JsonArray, JsonBase64
 from tensord.shm.arrays import DTYPES, array
 from tensord.shm.errors import InvalidArgument, ServingError
-from tests.daemon.http.heads import decode
+from tests.daemon.http.heads import decode, filled
 from tests.generated import examples
 
 #: Enough values for several pieces.
@@ -47,13 +47,7 @@ def converted(data: str, datatype: str, shape: list[int], more: str = "") -> byt
     if isinstance(source, bytes):
         return source
     assert isinstance(source, JsonArray | JsonBase64)
-    place = bytearray(source.byte_size)
-    steps = source.fill(memoryview(place))
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return bytes(place[: end.value])
+    return filled(source)
 
 
 @pytest.mark.parametrize("datatype", [name for name in DTYPES if name not in ("FP16", "BF16", "BYTES")])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tensord.daemon.http.json_steps import PIECE_BYTE_SIZE, JsonBase64, JsonStrings
 from tensord.shm.arrays import byte_content
 from tensord.shm.errors import InvalidArgument
-from tests.daemon.http.heads import decode
+from tests.daemon.http.heads import decode, filled
 from tests.generated import examples
 
 
@@ -22,16 +22,6 @@ def converted(data: str, count: int) -> bytes:
     ((_, _, _, source),) = decode(memoryview(head), 0).inputs
     assert isinstance(source, JsonStrings)
     return filled(source)
-
-
-def filled(source: JsonStrings | JsonBase64) -> bytes:
-    place = bytearray(source.byte_size)
-    steps = source.fill(memoryview(place))
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return bytes(place[: end.value])
 
 
 def decoded(text: bytes, datatype: str, count: int) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -67,9 +69,20 @@ def outbox() -> Outbox:
     return Outbox(Arenas(byte_size=MEBIBYTE, max_byte_size=MEBIBYTE, inline_byte_size=0, wait=1.0))
 
 
-def submitter_of() -> tuple[SubmitterLink, ALane]:
-    lane = ALane()
-    return SubmitterLink(1, cast(Any, lane)), lane
+Submitters = Callable[[], tuple[SubmitterLink, ALane]]
+
+
+@pytest.fixture
+def submitter_of() -> Iterator[Submitters]:
+    """Yields a function that makes a submitter and its lane, whose arena is closed when the test ends."""
+    with contextlib.ExitStack() as made:
+
+        def make() -> tuple[SubmitterLink, ALane]:
+            lane = ALane()
+            made.callback(lane.arena.close)
+            return SubmitterLink(1, cast(Any, lane)), lane
+
+        yield make
 
 
 def request_from(submitter: SubmitterLink, request_id: int) -> Request:
@@ -86,7 +99,7 @@ def ids(lane: ALane) -> list[int]:
     return [completion.request_id for completion in lane.sent]
 
 
-def test_blocked_answers_leave_in_order(outbox: Outbox) -> None:
+def test_blocked_answers_leave_in_order(outbox: Outbox, submitter_of: Submitters) -> None:
     submitter, lane = submitter_of()
     for i in range(1, 7):
         outbox.answer(request_from(submitter, i), a_quarter(), now_ns=0)
@@ -103,10 +116,9 @@ def test_blocked_answers_leave_in_order(outbox: Outbox) -> None:
     assert outbox.next_give_up_ns == NEVER
     assert submitter.blocked_byte_size == 0
     assert submitter.in_flight == {}
-    lane.arena.close()
 
 
-def test_small_answers_do_not_wait_for_the_room_of_large_ones(outbox: Outbox) -> None:
+def test_small_answers_do_not_wait_for_the_room_of_large_ones(outbox: Outbox, submitter_of: Submitters) -> None:
     """1. large answers are blocked, and requests like theirs held; 2. small ones leave and others run; 3. until too many do."""
     submitter, lane = submitter_of()
     for i in range(1, 10):
@@ -129,10 +141,11 @@ def test_small_answers_do_not_wait_for_the_room_of_large_ones(outbox: Outbox) ->
     assert outbox.retry(1) == []
     assert ids(lane)[-1] == late
     assert len(submitter.blocked) == 5
-    lane.arena.close()
 
 
-def test_nothing_overtakes_an_answer_of_a_model_whose_answers_leave_in_order(outbox: Outbox) -> None:
+def test_nothing_overtakes_an_answer_of_a_model_whose_answers_leave_in_order(
+    outbox: Outbox, submitter_of: Submitters
+) -> None:
     """Neither a small one, nor an error, nor requests of other shapes; of other models all do."""
     submitter, lane = submitter_of()
     ordered = Version(**(vars(VERSION) | {"ordered": True}))
@@ -166,17 +179,15 @@ def test_nothing_overtakes_an_answer_of_a_model_whose_answers_leave_in_order(out
         *["UNAVAILABLE"] * 5,
     ]
     assert not submitter.blocked
-    lane.arena.close()
 
 
-def test_too_many_blocked_answers_are_refused_at_once(outbox: Outbox) -> None:
-    submitter, lane = submitter_of()
+def test_too_many_blocked_answers_are_refused_at_once(outbox: Outbox, submitter_of: Submitters) -> None:
+    submitter, _ = submitter_of()
     results = [outbox.answer(request_from(submitter, i), a_quarter(), now_ns=0) for i in range(1, 22)]
     assert [isinstance(result, Unavailable) for result in results] == [False] * 20 + [True]
-    lane.arena.close()
 
 
-def test_given_up_with_both_numbers(outbox: Outbox) -> None:
+def test_given_up_with_both_numbers(outbox: Outbox, submitter_of: Submitters) -> None:
     submitter, lane = submitter_of()
     for i in range(1, 7):
         outbox.answer(request_from(submitter, i), a_quarter(), now_ns=0)
@@ -188,12 +199,11 @@ def test_given_up_with_both_numbers(outbox: Outbox) -> None:
         f"no room for an answer of {MEBIBYTE // 4} bytes in the response arena: {MEBIBYTE} of {MEBIBYTE} are in use"
     )
     assert submitter.in_flight == {}
-    lane.arena.close()
 
 
-def test_requests_are_held_while_too_much_is_blocked(outbox: Outbox) -> None:
+def test_requests_are_held_while_too_much_is_blocked(outbox: Outbox, submitter_of: Submitters) -> None:
     submitter, lane = submitter_of()
-    other, other_lane = submitter_of()
+    other, _ = submitter_of()
     for i in range(1, 10):
         outbox.answer(request_from(submitter, i), a_quarter(), now_ns=0)
     held = request_from(submitter, 10)
@@ -203,11 +213,9 @@ def test_requests_are_held_while_too_much_is_blocked(outbox: Outbox) -> None:
     lane.take()
     assert outbox.retry(1) == [held]
     assert not outbox.hold(held)
-    lane.arena.close()
-    other_lane.arena.close()
 
 
-def test_errors_and_cancelled_requests(outbox: Outbox) -> None:
+def test_errors_and_cancelled_requests(outbox: Outbox, submitter_of: Submitters) -> None:
     submitter, lane = submitter_of()
     outbox.answer(request_from(submitter, 1), Internal("no"), 0)
     cancelled = request_from(submitter, 2)
@@ -223,11 +231,10 @@ def test_errors_and_cancelled_requests(outbox: Outbox) -> None:
         (4, "UNAVAILABLE", 3),
     ]
     assert submitter.in_flight == {}
-    lane.arena.close()
 
 
-def test_why_requests_of_a_batch_failed(outbox: Outbox) -> None:
-    submitter, lane = submitter_of()
+def test_why_requests_of_a_batch_failed(outbox: Outbox, submitter_of: Submitters) -> None:
+    submitter, _ = submitter_of()
     good, refused, cancelled, strange = (request_from(submitter, i) for i in range(1, 5))
     cancelled.cancelled = True
     execution = Execution([good, refused, cancelled, strange], 0)
@@ -237,10 +244,9 @@ def test_why_requests_of_a_batch_failed(outbox: Outbox) -> None:
         cancelled: Failure.CANCELED,
         strange: Failure.OTHER,
     }
-    lane.arena.close()
 
 
-def test_a_submitter_that_is_gone_gets_nothing(outbox: Outbox) -> None:
+def test_a_submitter_that_is_gone_gets_nothing(outbox: Outbox, submitter_of: Submitters) -> None:
     submitter, lane = submitter_of()
     for i in range(1, 7):
         outbox.answer(request_from(submitter, i), a_quarter(), now_ns=0)
@@ -251,4 +257,3 @@ def test_a_submitter_that_is_gone_gets_nothing(outbox: Outbox) -> None:
     assert submitter.in_flight == {}
     assert len(lane.sent) == 4
     assert outbox.next_give_up_ns == NEVER
-    lane.arena.close()
