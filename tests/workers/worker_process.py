@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from tensord.config.model_config import empty, parse_pbtxt
-from tensord.config.options import Arenas, ExecutablesOptions, Options
+from tensord.config.options import ExecutablesOptions, Options
 from tensord.shm import child_process
 from tensord.shm.arena import Arena
 from tensord.shm.arrays import Array, array, byte_content, datatype_of
@@ -41,7 +41,6 @@ from tests import prepared, run_folder
 from tests.fakes import whole_answers
 from tests.records import Tensor, WholeAnswer, WholeRequest
 
-ROOT = Path(__file__).parent.parent.parent
 #: Generous: these machines are shared, and no test decides by time.
 PATIENCE_S = 240.0
 #: What the submitter calls itself.
@@ -241,11 +240,6 @@ class WorkerProcess:
     ) -> dict[str, Array]:
         """Sends a request and returns its outputs. Raises the ServingError of a refusal."""
         return self.arrays(self.answer(self.submit(model, inputs, outputs, **fields)))
-
-
-def small_arenas(byte_size: int = 1 << 20, max_byte_size: int = 2 << 20, wait: float = PATIENCE_S) -> Arenas:
-    """Returns options for arenas that are soon full."""
-    return Arenas(byte_size=byte_size, max_byte_size=max_byte_size, keep_byte_size=0, wait=wait)
 
 
 def wait_until(condition: Callable[[], object]) -> None:

@@ -176,42 +176,6 @@ def test_parted_fields(decoded: list[tuple[bytes, bytes]]) -> None:
 
 # ---------------------------------------------------------------------------------------------------- the RFC's words
 
-#: RFC 7541, C.4 and C.6, whose table has 256 bytes; both with Huffman's code.
-REQUESTS = [
-    ("828684418cf1e3c2e5f23a6ba0ab90f4ff", [(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/")], 1),
-    ("828684be5886a8eb10649cbf", [(b"cache-control", b"no-cache")], 2),
-    ("828785bf408825a849e95ba97d7f8925a849e95bb8e8b4bf", [(b"custom-key", b"custom-value")], 3),
-]
-RESPONSES = [
-    (
-        "3fe101488264025885aec3771a4b6196d07abe941054d444a8200595040b8166e082a62d1bff"
-        "6e919d29ad171863c78f0b97c8e9ae82ae43d3",
-        b"302",
-    ),
-    ("4883640effc1c0bf", b"307"),
-    (
-        "88c16196d07abe941054d444a8200595040b8166e084a62d1bffc05a839bd9ab77ad94e7821dd7f2e6c7b335dfdfcd5b3960"
-        "d5af27087f3672c1ab270fb5291f9587316065c003ed4ee5b1063d5007",
-        b"200",
-    ),
-]
-
-
-@decoders
-def test_the_rfcs_examples(make: Any) -> None:
-    decoder = make(LIMIT)
-    for block, first, _ in REQUESTS:
-        common, own = decoder.decode(bytes.fromhex(block))
-        assert (b":authority", b"www.example.com") in fields(common)
-        assert set(first) <= {*fields(common), *own}
-    decoder = make(LIMIT)
-    for block, status in RESPONSES:
-        common, own = decoder.decode(bytes.fromhex(block))
-        assert common == b""
-        assert own[0] == (b":status", status)
-        assert (b"location", b"https://www.example.com") in own
-    assert own[-1] == (b"set-cookie", b"foo=ASDJKHQKBZXOQWEOPIUAXQWEOIU; max-age=3600; version=1")
-
 
 @decoders
 def test_every_symbol_of_huffmans_code(make: Any) -> None:
