@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -20,7 +21,7 @@ from tensord.workers.native.extensions import PARTS
 from tests import on_stub, run_folder
 from tests.cuda_owner import CudaOwner
 from tests.cuda_stub.library import CudaStub
-from tests.daemon_process import DaemonProcess, nothing_left_behind
+from tests.daemon_process import DaemonOf, DaemonProcess, nothing_left_behind
 
 # No test asserts a time, on a busy machine least of all. The same examples everywhere, so that a change is judged by what it
 # changes, and not many; `make test ARGS=--hypothesis-profile=search` looks for others, and for more (tests/generated.py).
@@ -140,6 +141,21 @@ def start_daemon(tmp_path: Path) -> Iterator[Callable[..., DaemonProcess]]:
     yield start
     for daemon in started:
         daemon.stop()
+
+
+@pytest.fixture(scope="module")
+def daemon_of(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonOf]:
+    """Yields a function that starts a daemon with one repository, which is ready and lives until the module ends.
+
+    Its other arguments are those of ``DaemonProcess``; ``folder``: a new one, if not given.
+    """
+    with contextlib.ExitStack() as running:
+
+        def start(repository: Path, *arguments: Any, folder: Path | None = None, **more: Any) -> DaemonProcess:
+            folder = folder or tmp_path_factory.mktemp("daemon")
+            return running.enter_context(DaemonProcess(folder, [repository], *arguments, **more))
+
+        yield start
 
 
 @pytest.fixture(scope="session")

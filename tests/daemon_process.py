@@ -14,7 +14,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -260,6 +260,10 @@ class DaemonProcess:
     def wait_log(self, pattern: str, count: int = 1) -> None:
         """Waits until the log has ``count`` matches of a pattern."""
         wait_until(lambda: len(re.findall(pattern, self.log)) >= count, f"{pattern!r} in the log", self)
+
+
+#: Type of the fixture ``daemon_of``.
+DaemonOf = Callable[..., DaemonProcess]
 
 
 def tensorctl_status(control: Path) -> dict[str, Any]:

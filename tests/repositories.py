@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from textwrap import dedent
+from textwrap import dedent, indent
 
 #: Datatypes a jax model may have.
 NUMERIC = (
@@ -34,12 +35,82 @@ def write_model(repository: Path, name: str, source: str, config: str = "", vers
     return folder
 
 
-def of_x(y: str, x: str = "FP32[4]", to: str = "", more: str = "") -> str:
-    """Returns a model.py with output ``y``, an expression of input ``x``. ``to``: the type of ``y`` if not that of ``x``."""
+def of_x(y: str, x: str = "FP32[4]", to: str = "", more: str = "", params: str = "{}") -> str:
+    """Returns a model.py with output ``y``, an expression of input ``x`` and ``params``.
+
+    ``to``: the type of ``y`` if not that of ``x``. ``more``: what stands before ``create``.
+    """
     return (
         f'inputs, outputs = {{"x": "{x}"}}, {{"y": "{to or x}"}}\n{more}\n\ndef create(path, config, device):\n'
-        f'    return (lambda params, inputs: {{"y": (lambda x: {y})(inputs["x"])}}), {{}}\n'
+        f'    return (lambda params, inputs: {{"y": (lambda x: {y})(inputs["x"])}}), {params}\n'
     )
+
+
+def applying(
+    body: str, inputs: str, outputs: str, more: str = "", params: str = "{}", arguments: str = "params, inputs"
+) -> str:
+    """Returns a model.py whose function has this body; it may use ``jax``, ``jnp`` and ``np``.
+
+    ``inputs``, ``outputs``: name and type of each, such as ``"x FP32[4], n INT32[1]"``. ``more``: what stands before
+    ``create``. ``params``: the expression of the parameters. ``arguments``: those of the function.
+    """
+
+    def types(told: str) -> str:
+        return ", ".join(f'"{name}": "{kind}"' for name, kind in re.findall(r"(\S+) (\w+\[[^]]*\])", told))
+
+    return (
+        f"import jax, jax.numpy as jnp, numpy as np\ninputs, outputs = {{{types(inputs)}}}, {{{types(outputs)}}}\n{more}\n"
+        f"def create(path, config, device):\n    def apply({arguments}):\n{indent(dedent(body), 8 * ' ')}\n"
+        f"    return apply, {params}\n"
+    )
+
+
+def answering(answer: str, more: str = "") -> str:
+    """Returns a Triton Python model's model.py, which answers each request with what the body ``answer`` returns.
+
+    The body has ``self`` and ``request``, and functions: ``given(request, name)`` returns an input's array, and
+    ``response(y=array)`` makes a response, if need be with ``parameters``. ``more``: the model's other methods and attributes.
+    """
+    head = """
+        import json, pathlib, time
+        import numpy as np
+        import triton_python_backend_utils as pb_utils
+
+        def given(request, name="x"):
+            return pb_utils.get_input_tensor_by_name(request, name).as_numpy()
+
+        def response(parameters=None, **outputs):
+            tensors = [pb_utils.Tensor(name, array) for name, array in outputs.items()]
+            return pb_utils.InferenceResponse(tensors, parameters=parameters)
+
+        class TritonPythonModel:
+            def execute(self, requests):
+                return [self.answer(request) for request in requests]
+
+            def answer(self, request):
+    """
+    return dedent(head) + indent(dedent(answer), 8 * " ") + "\n" + indent(dedent(more), 4 * " ")
+
+
+def tensors(kind: str, told: Sequence[str]) -> str:
+    """Formats tensors of a configuration, each said by name, datatype and dims, such as ``"x FP32 4"``.
+
+    ``kind``: input or output. A tensor that ends in ``?`` is optional.
+    """
+    lines: list[str] = []
+    for name, datatype, *dims in map(str.split, told):
+        optional = "optional: true" if dims[-1:] == ["?"] else ""
+        listed = ", ".join(dim for dim in dims if dim != "?")
+        lines.append(f'{kind} {{ name: "{name}" data_type: TYPE_{datatype} dims: [ {listed} ] {optional} }}\n')
+    return "".join(lines)
+
+
+def fields(inputs: str, outputs: str, more: str = "") -> str:
+    """Formats a Triton Python model's configuration.
+
+    ``inputs``, ``outputs``: tensors as ``tensors`` takes them, such as ``"x FP32 4, n INT32 1"``. ``more``: further fields.
+    """
+    return f'backend: "python"\n{tensors("input", inputs.split(","))}{tensors("output", outputs.split(","))}{more}\n'
 
 
 def echo_models(repository: Path, datatypes: Sequence[str] = NUMERIC) -> Path:
@@ -164,36 +235,21 @@ def sleepy_model(repository: Path, name: str = "sleepy") -> Path:
 
     It touches the file of parameter ``began`` first, and afterwards waits for the file of parameter ``until``.
     """
+    source = answering("""
+        told = json.loads(request.parameters() or "{}")
+        if "began" in told:
+            pathlib.Path(told["began"]).touch()
+        delay = given(request, "DELAY_MS")
+        time.sleep(float(delay[0]) / 1000)
+        while "until" in told and not pathlib.Path(told["until"]).exists():
+            time.sleep(0.01)
+        return response(OUTPUT=delay)
+    """)
     write_model(
         repository,
         name,
-        """
-        import json
-        import pathlib
-        import time
-        import numpy as np
-        import triton_python_backend_utils as pb_utils
-
-        class TritonPythonModel:
-            def execute(self, requests):
-                answers = []
-                for request in requests:
-                    told = json.loads(request.parameters() or "{}")
-                    if "began" in told:
-                        pathlib.Path(told["began"]).touch()
-                    delay = pb_utils.get_input_tensor_by_name(request, "DELAY_MS").as_numpy()
-                    time.sleep(float(delay[0]) / 1000)
-                    while "until" in told and not pathlib.Path(told["until"]).exists():
-                        time.sleep(0.01)
-                    answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", delay)]))
-                return answers
-        """,
-        f"""
-        name: "{name}"
-        backend: "python"
-        input [ {{ name: "DELAY_MS" data_type: TYPE_INT32 dims: [ 1 ] }} ]
-        output [ {{ name: "OUTPUT" data_type: TYPE_INT32 dims: [ 1 ] }} ]
-        """,
+        source,
+        fields("DELAY_MS INT32 1", "OUTPUT INT32 1", f'name: "{name}"'),
     )
     return repository
 
@@ -212,14 +268,6 @@ def ensemble(
     ``inputs``, ``outputs``: name, datatype and dims, such as ``"x FP32 4"``. A step: model, input -> tensor, output -> tensor.
     """
 
-    def tensors(field: str, told: Sequence[str]) -> str:
-        lines: list[str] = []
-        for name, datatype, *dims in map(str.split, told):
-            optional = "optional: true" if dims[-1:] == ["?"] else ""
-            listed = ", ".join(dim for dim in dims if dim != "?")
-            lines.append(f'{field} {{ name: "{name}" data_type: TYPE_{datatype} dims: [ {listed} ] {optional} }}')
-        return "\n".join(lines)
-
     def maps(field: str, told: dict[str, str]) -> str:
         return " ".join(f'{field} {{ key: "{key}" value: "{value}" }}' for key, value in told.items())
 
@@ -231,7 +279,7 @@ def ensemble(
     folder = repository / name
     (folder / "1").mkdir(parents=True, exist_ok=True)
     (folder / "config.pbtxt").write_text(
-        f'platform: "ensemble"\nmax_batch_size: {max_batch_size}\n{tensors("input", inputs)}\n{tensors("output", outputs)}\n'
+        f'platform: "ensemble"\nmax_batch_size: {max_batch_size}\n{tensors("input", inputs)}{tensors("output", outputs)}'
         f"ensemble_scheduling {{ {listed} }}\n{more}\n"
     )
     return folder

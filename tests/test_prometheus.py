@@ -5,6 +5,7 @@ Only the target's address, the times and the ports are those of the test; expres
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -107,12 +108,9 @@ def daemon(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture(scope="module")
 def prometheus(daemon: DaemonProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    made = Prometheus(tmp_path_factory.mktemp("prometheus"), daemon.metrics_url)
-    try:
+    with contextlib.closing(Prometheus(tmp_path_factory.mktemp("prometheus"), daemon.metrics_url)) as made:
         wait_until(lambda: made.health() == ["up"], "a scrape", daemon)
         yield made
-    finally:
-        made.close()
 
 
 def infers(daemon: DaemonProcess, traceparent: str = "") -> bool:

@@ -9,7 +9,7 @@ import pytest
 from tensord_client.lane import LaneConnection
 
 from tests.daemon_process import ROOT, DaemonProcess
-from tests.repositories import of_x, total_model, write_model
+from tests.repositories import applying, of_x, total_model, write_model
 
 
 def write_models(repository: Path) -> None:
@@ -20,41 +20,30 @@ def write_models(repository: Path) -> None:
     write_model(
         repository,
         "slow",
-        """
-        import time
-
-        inputs = {"x": "FP32[1]"}
-        outputs = {"y": "FP32[1]"}
-        host = True
-
-        def create(path, config, device):
-            def apply(params, inputs):
-                time.sleep(float(inputs["x"][0]))
-                return {"y": inputs["x"] + 1}
-
-            return apply, {}
-        """,
+        applying(
+            """
+            time.sleep(float(inputs["x"][0]))
+            return {"y": inputs["x"] + 1}
+            """,
+            "x FP32[1]",
+            "y FP32[1]",
+            more="import time\nhost = True",
+        ),
     )
     write_model(
         repository,
         "waits",
-        """
-        import pathlib, time
-        import numpy as np
-
-        inputs = {"path": "BYTES[1]"}
-        outputs = {"y": "INT32[1]"}
-        host = True
-
-        def create(path, config, device):
-            def apply(params, inputs):
-                until = pathlib.Path(inputs["path"][0].decode())
-                while not until.exists():
-                    time.sleep(0.01)
-                return {"y": np.ones(1, np.int32)}
-
-            return apply, {}
-        """,
+        applying(
+            """
+            until = pathlib.Path(inputs["path"][0].decode())
+            while not until.exists():
+                time.sleep(0.01)
+            return {"y": np.ones(1, np.int32)}
+            """,
+            "path BYTES[1]",
+            "y INT32[1]",
+            more="import pathlib, time\nhost = True",
+        ),
     )
     write_model(
         repository,

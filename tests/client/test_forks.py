@@ -157,8 +157,7 @@ def run() -> Iterator[Callable[[str], Program]]:
 @pytest.mark.parametrize("state", ["in flight", "astray"])
 def test_over_lanes(tmp_path: Path, run: Callable[[str], Program], state: str) -> None:
     """Requests that a worker has, and those that wait for a daemon to come back; none is asked twice."""
-    service = FakeService(str(tmp_path / "s"))
-    try:
+    with contextlib.closing(FakeService(str(tmp_path / "s"))) as service:
         program = run(service.path)
         program.says("ready")
         (service.silent if state == "in flight" else service.stop)()
@@ -177,8 +176,6 @@ def test_over_lanes(tmp_path: Path, run: Callable[[str], Program], state: str) -
         program.ends()
         # One before, what is under way (of the third input of latest, too), and five of the child.
         assert service.received == 1 + 3 + 3 + 1 + 5
-    finally:
-        service.close()
 
 
 def test_over_http(run: Callable[[str], Program]) -> None:

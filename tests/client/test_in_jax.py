@@ -13,7 +13,7 @@ import pytest
 import tensord_client
 
 from tests import run_folder
-from tests.repositories import scale_model, write_model
+from tests.repositories import applying, scale_model, write_model
 
 
 @pytest.fixture(scope="module")
@@ -22,15 +22,12 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tensord_client.
     write_model(
         repository,
         "pair",
-        """
-        import numpy as np
-        inputs, outputs, host = {"a": "FP32[2]", "b": "INT32[1]"}, {"y": "FP32[2]", "n": "INT32[n]"}, True
-
-        def create(path, config, device):
-            def apply(params, inputs):
-                return {"y": inputs["a"] * np.float32(inputs["b"][0]), "n": np.arange(inputs["b"][0], dtype=np.int32)}
-            return apply, None
-        """,
+        applying(
+            'return {"y": inputs["a"] * np.float32(inputs["b"][0]), "n": np.arange(inputs["b"][0], dtype=np.int32)}',
+            "a FP32[2], b INT32[1]",
+            "y FP32[2], n INT32[n]",
+            more="host = True",
+        ),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TENSORD_EXECUTABLES_CACHE_DIRECTORY", run_folder.programs())

@@ -15,7 +15,7 @@ from tensord import testing
 from tensord.shm.arrays import DTYPES
 from tests.daemon_process import PATIENCE
 from tests.protocol.stepped_models import COUNTS
-from tests.repositories import echo_models, faulty_models, scale_model, write_model
+from tests.repositories import applying, echo_models, faulty_models, scale_model, write_model
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples/models"
 WAYS = ("testing", "folder", "tcp", "unix", "lane", "awaited", "lane awaited")
@@ -71,41 +71,39 @@ def models(repository: Path) -> Path:
     write_model(
         repository,
         "waits",
-        """
-        import pathlib, time
-        inputs, outputs, host = {"path": "BYTES[1]"}, {"y": "INT32[1]"}, True
-
-        def create(path, config, device):
-            def apply(params, inputs):
-                until = pathlib.Path(inputs["path"][0].decode())
-                until.with_suffix(".begun").touch()
-                while not until.exists():
-                    time.sleep(0.01)
-                return {"y": __import__("numpy").ones(1, "int32")}
-            return apply, None
-        """,
+        applying(
+            """
+            until = pathlib.Path(inputs["path"][0].decode())
+            until.with_suffix(".begun").touch()
+            while not until.exists():
+                time.sleep(0.01)
+            return {"y": __import__("numpy").ones(1, "int32")}
+            """,
+            "path BYTES[1]",
+            "y INT32[1]",
+            more="import pathlib, time\nhost = True",
+        ),
         # A queue that is so short belongs to one worker: of several, each would begin one and keep the newest of its own.
         "dynamic_batching { default_queue_policy { max_queue_size: 7 } }",
     )
     write_model(
         repository,
         "three",
-        """
-        import numpy as np
-        inputs, outputs, host = {"n": "INT32[1]"}, {"i": "INT32[2,n]", "h": "FP16[1]", "s": "BYTES[1]"}, True
-
-        def create(path, config, device):
-            def apply(params, inputs):
-                for i in range(int(inputs["n"][0])):
-                    yield {
-                        "i": np.full((2, i + 1), i, np.int32),
-                        "h": np.full(1, i, np.float16),
-                        "s": np.array([b"\\xff%d" % i], object),
-                    }
-                    if i == 3:
-                        raise ValueError("three is enough")
-            return apply, None
-        """,
+        applying(
+            """
+            for i in range(int(inputs["n"][0])):
+                yield {
+                    "i": np.full((2, i + 1), i, np.int32),
+                    "h": np.full(1, i, np.float16),
+                    "s": np.array([b"\\xff%d" % i], object),
+                }
+                if i == 3:
+                    raise ValueError("three is enough")
+            """,
+            "n INT32[1]",
+            "i INT32[2,n], h FP16[1], s BYTES[1]",
+            more="host = True",
+        ),
     )
     return repository
 

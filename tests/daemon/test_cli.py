@@ -15,7 +15,7 @@ from tensord.config import layers
 from tensord.config.layers import Setting
 from tests import prepared
 from tests.daemon.fake_daemon import ROOT, write_model
-from tests.repositories import scale_model
+from tests.repositories import of_x, scale_model
 from tests.repositories import write_model as write_source
 
 FREE_PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0")
@@ -197,16 +197,7 @@ def test_what_serve_cannot_do(tmp_path: Path) -> None:
     assert "no GPU is visible" in done.stderr
 
 
-RAGGED = """
-    inputs = {"x": "FP32[n]"}
-    outputs = {"y": "FP32[n]"}
-    max_batch_size = 2
-    ragged = ("x",)
-    batch_outputs = {"y": "x"}
-
-    def create(path, config, device):
-        return (lambda params, inputs: {"y": inputs["x"]}), None
-"""
+RAGGED = of_x("x", "FP32[n]", more='max_batch_size = 2\nragged = ("x",)\nbatch_outputs = {"y": "x"}')
 
 
 @pytest.mark.parametrize(

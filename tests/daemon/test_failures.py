@@ -6,6 +6,7 @@ The steps are those of submitting, sending, sending again and answering, in the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import gc
 import itertools
@@ -336,12 +337,9 @@ def on_a_bench(make: type[LaneBench], test: Callable[[Any], Coroutine[Any, Any, 
     async def run() -> None:
         uncaught: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: uncaught.append(context))
-        bench = make()
-        try:
+        with contextlib.closing(make()) as bench:
             await test(bench)
             nothing_is_held(bench)
-        finally:
-            bench.close()
         assert not uncaught
 
     asyncio.run(run())

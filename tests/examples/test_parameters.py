@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.daemon_process import DaemonProcess
+from tests.daemon_process import DaemonOf, DaemonProcess
 from tests.examples.models import ROOT
 
 pytestmark = pytest.mark.xdist_group("examples")
@@ -18,9 +17,8 @@ FOLDER = ROOT / "examples" / "parameters"
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    with DaemonProcess(tmp_path_factory.mktemp("parameters"), [FOLDER / "models"]) as daemon:
-        yield daemon
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
+    return daemon_of(FOLDER / "models", folder=tmp_path_factory.mktemp("parameters"))
 
 
 def run(daemon: DaemonProcess, program: str, *words: str) -> str:

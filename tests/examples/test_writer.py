@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,17 +12,16 @@ import numpy as np
 import pytest
 
 from examples import train_writer
-from tests.daemon_process import DaemonProcess
+from tests.daemon_process import DaemonOf, DaemonProcess
 from tests.examples.models import ROOT
 
 pytestmark = pytest.mark.xdist_group("examples")
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     sections: dict[str, dict[str, Any]] = {"repository": {"control_mode": "explicit", "load": ["writer"]}}
-    with DaemonProcess(tmp_path_factory.mktemp("writer"), [ROOT / "examples" / "models"], sections) as running:
-        yield running
+    return daemon_of(ROOT / "examples" / "models", sections, folder=tmp_path_factory.mktemp("writer"))
 
 
 def write(daemon: DaemonProcess, text: str, **fields: Any) -> str:

@@ -25,14 +25,12 @@ from tensord.shm.messages import (
 )
 from tests import repositories
 from tests.daemon.clients.lane_client import LaneClient
-from tests.daemon_process import PATIENCE, ROOT, DaemonProcess, wait_until
-from tests.faults.lane_mutations import SEGMENT, life
+from tests.daemon_process import PATIENCE, ROOT, DaemonOf, DaemonProcess, wait_until
+from tests.faults.lane_mutations import SEGMENT
 from tests.faults.load import CheckedLoad
 from tests.open_files import no_descriptors_left
 from tests.raw_lane import RawLane, memory
 
-#: Lives of hostile clients; a run by hand may ask for more.
-LIVES = int(os.environ.get("TENSORD_TEST_LANE_LIVES", "100"))
 SECRET = np.frombuffer(b"SeCrEt!?" * 8, np.float32)
 _PUNCH_HOLE_KEEP_SIZE = 0x03
 
@@ -40,7 +38,7 @@ SLOW = repositories.of_x("(time.sleep(0.2), x)[1]", more="import time\nhost = Tr
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     folder = tmp_path_factory.mktemp("lanes")
     repository = repositories.scale_model(folder / "models")
     repositories.write_model(repository, "slow", SLOW)
@@ -56,8 +54,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
             "response_byte_size": 4 << 20,
         },
     }
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        yield running
+    return daemon_of(repository, options)
 
 
 @pytest.fixture
@@ -74,11 +71,11 @@ def workers(daemon: DaemonProcess) -> Iterator[set[int]]:
     assert "Traceback" not in daemon.log
 
 
-def opened(client: LaneClient, model: str = "addsub", agree: bool = True) -> RawLane:
+def opened(client: LaneClient, model: str = "addsub") -> RawLane:
     """Opens a lane to the worker that has a model."""
     answer = client.open(model, wait=PATIENCE)
     number = next(entry["lane"] for entry in answer["lanes"] if entry["new"])
-    return RawLane(client.lanes.pop(number), agree)
+    return RawLane(client.lanes.pop(number))
 
 
 def awaited(lane: RawLane, count: int = 1) -> list[AnswerRecord]:
@@ -143,34 +140,6 @@ def neighbours(daemon: DaemonProcess, path: Path) -> Iterator[None]:
         wait_until(lambda: load.answers > answered[0] and neighbour.answers > answered[1], "more answers")
     assert (load.errors, load.wrong) == ([], 0)
     assert neighbour.wrong == []
-
-
-def test_hostile_lives(daemon: DaemonProcess, path: Path, workers: set[int]) -> None:
-    """
-    Clients say what a good one says, with bytes, values, descriptors and datagrams that are others, missing or said twice.
-    Result: their lane ends or their requests are answered; nothing that comes to them is of their neighbours.
-    """
-    with neighbours(daemon, path):
-        for seed in range(LIVES):
-            with LaneClient(path) as client:
-                lane, memories, seen = opened(client, agree=False), [], b""
-                for said in life(1_000_000 + seed):
-                    fds = []
-                    if said.memory >= 0:
-                        fd, mapping = memory(max(1, said.memory))
-                        fds.append(fd)
-                        memories.append(mapping)
-                    with contextlib.suppress(OSError):
-                        lane.send_bytes(said.content, *fds)
-                    for fd in fds:
-                        os.close(fd)
-                if seed % 3:
-                    lane.poll(0.05)
-                    with contextlib.suppress(OSError):
-                        while content := lane.sock.recv(1 << 17):
-                            seen += content
-                assert SECRET.tobytes() not in seen + b"".join(mapping[:] for mapping in memories)
-                lane.close()
 
 
 def test_holes_in_a_segment(daemon: DaemonProcess, path: Path, workers: set[int]) -> None:

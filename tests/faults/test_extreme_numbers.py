@@ -15,7 +15,7 @@ from tritonclient.grpc import service_pb2
 
 from tests import repositories
 from tests.daemon.grpc.frame_client import STREAM, FrameClient, prefixed
-from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
+from tests.daemon_process import PATIENCE, DaemonOf, DaemonProcess, wait_until
 
 EDGES = [value + d for value in (0, 1 << 31, 1 << 32, 1 << 53, 1 << 63, 1 << 64, 10**30) for d in (-1, 0, 1)]
 GOOD: dict[str, Any] = {"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}
@@ -24,7 +24,7 @@ IN_FLIGHT = 8
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     repository = repositories.scale_model(tmp_path_factory.mktemp("repository"))
     repositories.write_model(
         repository,
@@ -32,8 +32,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
         repositories.of_x("(time.sleep(0.5), x)[1]", more="import time\nmax_batch_size, host = 8, True"),
     )
     options = {"requests": {"max_in_flight": IN_FLIGHT, "worker_wait": PATIENCE}}
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        yield running
+    return daemon_of(repository, options)
 
 
 @pytest.fixture

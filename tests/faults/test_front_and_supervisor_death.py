@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from tests import repositories
-from tests.daemon_process import PATIENCE, DaemonProcess, tensorctl_status, wait_until
+from tests.daemon_process import PATIENCE, DaemonOf, DaemonProcess, tensorctl_status, wait_until
 from tests.faults.load import CheckedLoad
 
 ASK = [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]
@@ -32,11 +32,10 @@ def sleep(pool: ThreadPoolExecutor, daemon: DaemonProcess, delay_ms: int, began:
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     """Runs a daemon for tests that leave it as it was."""
     repository = repositories.scale_model(tmp_path_factory.mktemp("repository"))
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository]) as running:
-        yield running
+    return daemon_of(repository)
 
 
 def test_front_killed(daemon: DaemonProcess) -> None:

@@ -43,39 +43,25 @@ MODEL = f"""
 """
 
 #: Steps of any size; one with parameter ``until`` waits for that file.
-GATED = """
-    import json
-    import pathlib
-    import time
-
-    import numpy as np
-    import triton_python_backend_utils as pb_utils
-
-
-    class TritonPythonModel:
-        def initialize(self, args):
-            self.state = 0
-
-        def execute(self, requests):
-            answers = []
-            for request in requests:
-                x, start = (pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in ("x", "START"))
-                until = json.loads(request.parameters() or "{}").get("until")
-                while until is not None and not pathlib.Path(until).exists():
-                    time.sleep(0.01)
-                self.state = int(x[0]) + (0 if start[0] else 31 * self.state)
-                answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([self.state], np.int32))]))
-            return answers
-"""
-GATED_CONFIG = """
-    backend: "python"
-    input { name: "x" data_type: TYPE_INT32 dims: -1 }
-    output { name: "y" data_type: TYPE_INT32 dims: 1 }
-    sequence_batching {
+GATED = repositories.answering(
+    """
+    x, start = given(request), given(request, "START")
+    until = json.loads(request.parameters() or "{}").get("until")
+    while until is not None and not pathlib.Path(until).exists():
+        time.sleep(0.01)
+    self.state = int(x[0]) + (0 if start[0] else 31 * self.state)
+    return response(y=np.array([self.state], np.int32))
+    """,
+    more="state = 0",
+)
+GATED_CONFIG = repositories.fields(
+    "x INT32 -1",
+    "y INT32 1",
+    """sequence_batching {
       max_sequence_idle_microseconds: 600000000
       control_input { name: "START" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } }
-    }
-"""
+    }""",
+)
 
 
 @pytest.fixture(scope="module")

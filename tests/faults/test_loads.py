@@ -8,18 +8,18 @@ import json
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tensord_client
 
-from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
+from tests.daemon_process import PATIENCE, DaemonOf, DaemonProcess, wait_until
 from tests.protocol.sequence_models import all_models
 from tests.protocol.stepped_models import Steps, write_stepped_models
 from tests.protocol.streaming_models import Stream, write_streaming_models
-from tests.repositories import ensemble, scale_model, write_model
+from tests.repositories import ensemble, of_x, scale_model, write_model
 
 #: As large as what XLA and the allocator may keep of what has been, whatever the number of loads.
 _SLACK = 12 << 20
@@ -32,15 +32,11 @@ def test_two_hundred_loads(tmp_path: Path) -> None:
     write_model(
         tmp_path / "models",
         "megabyte",
-        """
-        import numpy as np
-        inputs = {"x": "FP32[4]"}
-        outputs = {"y": "FP32[4]"}
-        max_batch_size = 2
-
-        def create(path, config, device):
-            return (lambda params, inputs: {"y": inputs["x"] + params["w"][:4]}), {"w": np.ones(1 << 18, np.float32)}
-        """,
+        of_x(
+            'x + params["w"][:4]',
+            more="import numpy as np\nmax_batch_size = 2",
+            params='{"w": np.ones(1 << 18, np.float32)}',
+        ),
     )
     options = {"repository": {"paths": [str(tmp_path / "models")], "control_mode": "explicit", "load": []}}
     with DaemonProcess(tmp_path, (tmp_path / "models",), options) as daemon:
@@ -188,7 +184,7 @@ def _wait_gone(daemon: DaemonProcess, model: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def resting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def resting(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     """A daemon whose models note when nothing refers to them any more."""
     folder = tmp_path_factory.mktemp("resting")
     models = folder / "models"
@@ -203,5 +199,4 @@ def resting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]
         "repository": {"paths": [str(models)], "control_mode": "explicit", "load": []},
         "clients": {"socket": str(folder / "clients.sock")},
     }
-    with DaemonProcess(folder, (models,), options) as daemon:
-        yield daemon
+    return daemon_of(models, options, folder=folder)

@@ -11,21 +11,19 @@ from pathlib import Path
 
 from tensord.workers.programs.cache_directory import CacheDirectory
 from tests.daemon_process import ROOT, DaemonProcess, wait_until
-from tests.repositories import write_model
+from tests.repositories import applying, write_model
 
 #: Takes a moment to be traced, so that all workers miss each program before one has it.
-SLOW = """
-import time
-import numpy as np
-inputs = {"x": "FP32[4]"}
-outputs = {"y": "FP32[4]"}
-max_batch_size = 4
-def create(path, config, device):
-    def apply(params, inputs):
-        time.sleep(0.2)
-        return {"y": params["factor"] * inputs["x"]}
-    return apply, {"factor": np.float32(3)}
-"""
+SLOW = applying(
+    """
+    time.sleep(0.2)
+    return {"y": params["factor"] * inputs["x"]}
+    """,
+    "x FP32[4]",
+    "y FP32[4]",
+    more="import time\nmax_batch_size = 4",
+    params='{"factor": np.float32(3)}',
+)
 
 
 def test_each_program_is_compiled_once(tmp_path: Path, start_daemon: Callable[..., DaemonProcess]) -> None:

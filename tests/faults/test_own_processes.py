@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
-from tests.repositories import write_model
+from tests.repositories import fields, write_model
 
 #: Each way leaves its process in a list, so that nobody ends it by forgetting it.
 MODEL = """
@@ -78,11 +78,7 @@ class TritonPythonModel:
     def finalize(self):
         note(popen())
 """
-IO = """
-backend: "python"
-input [{ name: "x" data_type: TYPE_FP32 dims: [4] }]
-output [{ name: "y" data_type: TYPE_FP32 dims: [4] }]
-"""
+IO = fields("x FP32 4", "y FP32 4")
 #: The last one that a model notes is 0.
 WAYS = 13
 X = [{"name": "x", "datatype": "FP32", "shape": [4], "data": [1, 2, 3, 4]}]

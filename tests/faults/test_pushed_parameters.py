@@ -26,25 +26,21 @@ from tensord_client.parameters import layout
 
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
 from tests.faults.load import Load
-from tests.repositories import write_model
+from tests.repositories import applying, write_model
 
 #: Disturbances of the run under load, one of each kind; a run by hand may ask for more.
 KILLS = int(os.environ.get("TENSORD_TEST_KILLS", "6"))
-MODEL = """
-import jax.numpy as jnp
-
-inputs = {"x": "FP32[1]"}
-outputs = {"y": "FP32[3]"}
-max_batch_size = 8
-
-def create(path, config, device):
-    def apply(params, inputs):
-        first, last = params["a"], params["b"]
-        ends = jnp.stack([first.min(), first.max(), last[0]])
-        return {"y": inputs["x"] * 0 + ends}
-
-    return apply, {"a": jnp.zeros((512, 520)), "b": jnp.zeros(3)}
-"""
+MODEL = applying(
+    """
+    first, last = params["a"], params["b"]
+    ends = jnp.stack([first.min(), first.max(), last[0]])
+    return {"y": inputs["x"] * 0 + ends}
+    """,
+    "x FP32[1]",
+    "y FP32[3]",
+    more="max_batch_size = 8",
+    params='{"a": jnp.zeros((512, 520)), "b": jnp.zeros(3)}',
+)
 
 
 def tree(number: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
-from tests.daemon_process import PATIENCE, ROOT, DaemonProcess, wait_until
+from tests.daemon_process import PATIENCE, ROOT, DaemonOf, DaemonProcess, wait_until
 from tests.faults import sequence_clients
 from tests.protocol import sequence_models
 from tests.scrapes import scrape
@@ -28,7 +28,7 @@ def lost(who: int | str, model: str = "many") -> str:
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     """Runs a daemon with an HTTP front, a gRPC front and two workers."""
     repository = tmp_path_factory.mktemp("repository")
     sequence_models.python_model(repository, "many", "oldest { max_candidate_sequences: 64 }", rows=4)
@@ -39,8 +39,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
         "repository": {"control_mode": "explicit", "load": ["*"]},
         "workers": {"device": "cpu", "cpu": 2, "pin": False},
     }
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        yield running
+    return daemon_of(repository, options)
 
 
 class Steps:

@@ -152,11 +152,7 @@ class TritonPythonModel:
         answer = pb_utils.Tensor("y", np.array([said], np.object_))
         return [pb_utils.InferenceResponse([answer]) for _ in requests]
 """
-FORKER_CONFIG = """
-backend: "python"
-input [ { name: "x" data_type: TYPE_FP32 dims: [ 4 ] } ]
-output [ { name: "y" data_type: TYPE_STRING dims: [ 1 ] } ]
-"""
+FORKER_CONFIG = repositories.fields("x FP32 4", "y STRING 1")
 
 
 def test_a_call_from_a_process_that_a_model_forked(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:

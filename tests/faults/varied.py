@@ -18,7 +18,6 @@ from tritonclient.grpc import service_pb2
 from tests import repositories
 
 Infer = service_pb2.ModelInferRequest
-Parameter = service_pb2.InferParameter
 #: Name of a model -> datatype of its input ``x``, of which it makes ``y``.
 MODELS = {"scale": "FP32", "other": "FP32", "echo_uint8": "UINT8", "echo_bytes": "BYTES"}
 #: Of those that make ``factor * x + 1``.

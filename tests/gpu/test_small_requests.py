@@ -36,18 +36,14 @@ _SLOW = """
 """
 
 #: Light, without a batch dimension, and what is rounded between two operations or not depends on what they are compiled with.
-_ALONE = """
-    import jax.numpy as jnp
-
-    inputs = {"x": "FP32[4]"}
-    outputs = {"y": "FP32[4]", "z": "FP32[4]"}
-
-    def create(path, config, device):
-        def apply(params, inputs):
-            product = inputs["x"] * inputs["x"]
-            return {"y": product, "z": product * 1.1 + inputs["x"]}
-        return apply, None
-"""
+_ALONE = repositories.applying(
+    """
+    product = inputs["x"] * inputs["x"]
+    return {"y": product, "z": product * 1.1 + inputs["x"]}
+    """,
+    "x FP32[4]",
+    "y FP32[4], z FP32[4]",
+)
 
 
 #: Enough operations for a CUDA graph, and two copies of what comes in.

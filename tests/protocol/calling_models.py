@@ -12,7 +12,7 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 
 from tests.protocol.stepped_models import COUNTS
-from tests.repositories import ensemble, scale_model, write_model
+from tests.repositories import answering, ensemble, fields, scale_model, write_model
 
 #: Runs the text ``code``, which leaves what is answered as ``said``.
 SCRIPT = """
@@ -100,83 +100,40 @@ REPEAT = """
                 sender.send(flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
 #: Says what it was asked with, or fails.
-TELL = """
-    import json
-    import numpy as np
-    import triton_python_backend_utils as pb
-
-    class TritonPythonModel:
-        def execute(self, requests):
-            return [self.tell(request) for request in requests]
-
-        def tell(self, request):
-            x = pb.get_input_tensor_by_name(request, "x").as_numpy()
-            if x.ravel()[0] == -1:
-                raise ValueError("no such number")
-            if x.ravel()[0] == -2:
-                return pb.InferenceResponse(error=pb.TritonError("not that one", pb.TritonError.NOT_FOUND))
-            said = {
-                "id": request.request_id(), "sequence": request.correlation_id(), "flags": request.flags(),
-                "timeout": request.timeout(), "parameters": json.loads(request.parameters()),
-                "wanted": request.requested_output_names(),
-            }
-            tensors = [pb.Tensor("said", np.array([json.dumps(said)], np.object_)), pb.Tensor("y", x)]
-            return pb.InferenceResponse(tensors, parameters={"size": x.size, "kind": "told"})
-"""
+TELL = answering("""
+    x = given(request)
+    if x.ravel()[0] == -1:
+        raise ValueError("no such number")
+    if x.ravel()[0] == -2:
+        return pb_utils.InferenceResponse(error=pb_utils.TritonError("not that one", pb_utils.TritonError.NOT_FOUND))
+    said = {
+        "id": request.request_id(), "sequence": request.correlation_id(), "flags": request.flags(),
+        "timeout": request.timeout(), "parameters": json.loads(request.parameters()),
+        "wanted": request.requested_output_names(),
+    }
+    return response({"size": x.size, "kind": "told"}, said=np.array([json.dumps(said)], np.object_), y=x)
+""")
 #: Holds its requests until they are cancelled, or a file is there.
-GATE = """
-    import pathlib, time
-    import numpy as np
-    import triton_python_backend_utils as pb
-
-    class TritonPythonModel:
-        def execute(self, requests):
-            answers = []
-            for request in requests:
-                path = pathlib.Path(pb.get_input_tensor_by_name(request, "path").as_numpy().ravel()[0].decode())
-                path.with_suffix(".began").touch()
-                while not path.exists() and not request.is_cancelled():
-                    time.sleep(0.005)
-                path.with_suffix(".cancelled" if request.is_cancelled() else ".done").touch()
-                answers.append(pb.InferenceResponse([pb.Tensor("code", np.array([1], np.int32))]))
-            return answers
-"""
+GATE = answering("""
+    path = pathlib.Path(given(request, "path").ravel()[0].decode())
+    path.with_suffix(".began").touch()
+    while not path.exists() and not request.is_cancelled():
+        time.sleep(0.005)
+    path.with_suffix(".cancelled" if request.is_cancelled() else ".done").touch()
+    return response(code=np.array([1], np.int32))
+""")
 #: Sums what a sequence has sent.
-SUMS = """
-    import numpy as np
-    import triton_python_backend_utils as pb
-
-    class TritonPythonModel:
-        def initialize(self, args):
-            self.sums = {}
-
-        def execute(self, requests):
-            answers = []
-            for request in requests:
-                who, x = request.correlation_id(), pb.get_input_tensor_by_name(request, "x").as_numpy()
-                if request.flags() & 1:
-                    self.sums[who] = 0
-                self.sums[who] += x
-                answers.append(pb.InferenceResponse([pb.Tensor("y", np.asarray(self.sums[who], np.float32).reshape(x.shape))]))
-            return answers
-"""
-SCRIPT_FIELDS = """
-    backend: "python"
-    input [ { name: "code" data_type: TYPE_STRING dims: [ 1 ] } ]
-    output [ { name: "said" data_type: TYPE_STRING dims: [ 1 ] } ]
-"""
-
-
-def fields(inputs: str, outputs: str, more: str = "") -> str:
-    """Formats a configuration. ``inputs``, ``outputs``: name, datatype and dims of each, such as ``"x FP32 4"``."""
-
-    def listed(kind: str, given: str) -> str:
-        rows = []
-        for name, datatype, *dims in (entry.split() for entry in given.split(",")):
-            rows.append(f'{{ name: "{name}" data_type: TYPE_{datatype} dims: [ {", ".join(dims)} ] }}')
-        return f"{kind} [ {', '.join(rows)} ]\n"
-
-    return f'backend: "python"\n{listed("input", inputs)}{listed("output", outputs)}{more}\n'
+SUMS = answering(
+    """
+    who, x = request.correlation_id(), given(request)
+    if request.flags() & 1:
+        self.sums[who] = 0
+    self.sums[who] += x
+    return response(y=np.asarray(self.sums[who], np.float32).reshape(x.shape))
+    """,
+    more="sums = {}",
+)
+SCRIPT_FIELDS = fields("code STRING 1", "said STRING 1")
 
 
 def write(repository: Path) -> Path:

@@ -13,7 +13,7 @@ import tritonclient.http as httpclient
 from tests import repositories
 from tests.collector import Collector
 from tests.cuda_stub.library import CudaStub
-from tests.daemon_process import PATIENCE, DaemonProcess
+from tests.daemon_process import PATIENCE, DaemonOf, DaemonProcess
 
 
 @pytest.fixture(scope="module")
@@ -23,16 +23,13 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     repository = tmp_path_factory.mktemp("repository")
     repositories.echo_models(repository)
     repositories.scale_model(repository)
     repositories.faulty_models(repository)
     repositories.sleepy_model(repository)
-    with DaemonProcess(
-        tmp_path_factory.mktemp("daemon"), [repository], {"repository": {"strict_readiness": False}}
-    ) as running:
-        yield running
+    return daemon_of(repository, {"repository": {"strict_readiness": False}})
 
 
 @pytest.fixture(scope="module")

@@ -4,50 +4,42 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.repositories import write_model
+from tests.repositories import answering, applying, write_model
 
 #: ``y``: the sum of the sequence so far, by its correlation id. ``seen``: START, END, READY, and how many requests were together.
 #: A step with parameter ``until`` waits for that file.
-PYTHON = """
-    import json
-    import pathlib
-    import time
+PYTHON = answering(
+    """
+    inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+    told = [inputs[name].reshape(-1)[0].item() for name in ("START", "END", "READY")]
+    x, who = inputs["x"].reshape(-1)[0], request.correlation_id()
+    if x == -1000:
+        time.sleep(0.2)
+    until = json.loads(request.parameters() or "{}").get("until")
+    while until is not None and not pathlib.Path(until).exists():
+        time.sleep(0.01)
+    if x == -2000:
+        raise ValueError("minus two thousand")
+    self.sums[who] = x + (0 if told[0] == 1 else self.sums.get(who, 0))
+    parameters = {
+        "told": json.dumps(told),
+        "corrid": str(inputs["CORRID"].reshape(-1)[0]) if "CORRID" in inputs else "",
+        "flags": request.flags(),
+        "together": self.together,
+        "instance": self.instance,
+    }
+    return response(parameters, y=np.full(inputs["x"].shape, self.sums[who], np.int32))
+    """,
+    more="""
+    def initialize(self, args):
+        self.instance = args["model_instance_name"]
+        self.sums = {}
 
-    import numpy as np
-    import triton_python_backend_utils as pb_utils
-
-
-    class TritonPythonModel:
-        def initialize(self, args):
-            self.instance = args["model_instance_name"]
-            self.sums = {}
-
-        def execute(self, requests):
-            answers = []
-            for request in requests:
-                inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-                told = [inputs[name].reshape(-1)[0].item() for name in ("START", "END", "READY")]
-                x, who = inputs["x"].reshape(-1)[0], request.correlation_id()
-                if x == -1000:
-                    time.sleep(0.2)
-                until = json.loads(request.parameters() or "{}").get("until")
-                while until is not None and not pathlib.Path(until).exists():
-                    time.sleep(0.01)
-                if x == -2000:
-                    raise ValueError("minus two thousand")
-                self.sums[who] = x + (0 if told[0] == 1 else self.sums.get(who, 0))
-                parameters = {
-                    "told": json.dumps(told),
-                    "corrid": str(inputs["CORRID"].reshape(-1)[0]) if "CORRID" in inputs else "",
-                    "flags": request.flags(),
-                    "together": len(requests),
-                    "instance": self.instance,
-                }
-                shape = inputs["x"].shape
-                y = pb_utils.Tensor("y", np.full(shape, self.sums[who], np.int32))
-                answers.append(pb_utils.InferenceResponse([y], parameters=parameters))
-            return answers
-"""
+    def execute(self, requests):
+        self.together = len(requests)
+        return [self.answer(request) for request in requests]
+    """,
+)
 #: The same sum in a host model, which keeps its state by the id it is told.
 HOST = """
     import numpy as np
@@ -70,49 +62,31 @@ HOST = """
         return apply, None
 """
 #: A jitted model is told of its sequences; it answers what it is told: x, and the controls in the digits above it.
-JAX = """
-    import jax.numpy as jnp
-
-    inputs = {"x": "INT32[n]"}
-    outputs = {"y": "INT32[n]"}
-    max_batch_size = 4
-    buckets = {"n": (1, 2)}
-
-
-    def create(path, config, device):
-        def apply(params, inputs):
-            told = 1000 * inputs["START"] + 100 * inputs["END"] + 10 * inputs["READY"]
-            return {"y": inputs["x"] + told.astype(jnp.int32)}
-
-        return apply, None
-"""
+JAX = applying(
+    """
+    told = 1000 * inputs["START"] + 100 * inputs["END"] + 10 * inputs["READY"]
+    return {"y": inputs["x"] + told.astype(jnp.int32)}
+    """,
+    "x INT32[n]",
+    "y INT32[n]",
+    more='max_batch_size = 4\nbuckets = {"n": (1, 2)}',
+)
 
 #: A request goes round as often as its ``x`` says; ``y`` tells how often it was told START, and how many were together at most.
-ITERATIVE = """
-    import numpy as np
-    import triton_python_backend_utils as pb_utils
-
-
-    class TritonPythonModel:
-        def initialize(self, args):
-            self.rounds, self.starts = {}, {}
-
-        def execute(self, requests):
-            answers = []
-            for request in requests:
-                x, start = (request.inputs()[i].as_numpy().reshape(-1)[0] for i in (0, 1))
-                who = request.correlation_id()
-                rounds = self.rounds[who] = self.rounds.get(who, 0) + 1
-                self.starts[who] = self.starts.get(who, 0) + int(start == 1)
-                if rounds < x:
-                    request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
-                    answers.append(None if x < 1000 else pb_utils.InferenceResponse([]))
-                    continue
-                y = pb_utils.Tensor("y", np.array([[10 * rounds + self.starts.pop(who)]], np.int32))
-                del self.rounds[who]
-                answers.append(pb_utils.InferenceResponse([y]))
-            return answers
-"""
+ITERATIVE = answering(
+    """
+    x, start = (request.inputs()[i].as_numpy().reshape(-1)[0] for i in (0, 1))
+    who = request.correlation_id()
+    rounds = self.rounds[who] = self.rounds.get(who, 0) + 1
+    self.starts[who] = self.starts.get(who, 0) + int(start == 1)
+    if rounds < x:
+        request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+        return None if x < 1000 else response()
+    del self.rounds[who]
+    return response(y=np.array([[10 * rounds + self.starts.pop(who)]], np.int32))
+    """,
+    more="rounds, starts = {}, {}",
+)
 FLAGS = """
     control_input { name: "START" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } }
     control_input { name: "END" control { kind: CONTROL_SEQUENCE_END fp32_false_true: [ 0, 1 ] } }

@@ -11,14 +11,9 @@ import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from tests.repositories import write_model
+from tests.repositories import applying, fields, write_model
 
-CONFIG = """
-    backend: "python"
-    input [ { name: "n" data_type: TYPE_INT32 dims: [ 1 ] }, { name: "say" data_type: TYPE_STRING dims: [ 1 ] optional: true } ]
-    output { name: "y" data_type: TYPE_INT32 dims: [ -1 ] }
-    model_transaction_policy { decoupled: true }
-"""
+CONFIG = fields("n INT32 1, say STRING 1 ?", "y INT32 -1", "model_transaction_policy { decoupled: true }")
 
 _HEAD = """
     import asyncio, threading
@@ -221,18 +216,14 @@ COUNTS = """
 
 
 #: In 64 bits: 2**40, 2**40 + 1, ...
-WIDE = """
-    import jax, jax.numpy as jnp
-
-    inputs = {"n": "INT32[1]"}
-    outputs = {"y": "INT64[1]"}
-
-    def create(path, config, device):
-        def apply(params, inputs):
-            for i in range(int(inputs["n"][0])):
-                yield {"y": jnp.full(1, 2**40, jnp.int64) + i}
-        return apply, {}
-"""
+WIDE = applying(
+    """
+    for i in range(int(inputs["n"][0])):
+        yield {"y": jnp.full(1, 2**40, jnp.int64) + i}
+    """,
+    "n INT32[1]",
+    "y INT64[1]",
+)
 
 
 def write_streaming_models(models: Path) -> None:

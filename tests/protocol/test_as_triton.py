@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import queue
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ import tritonclient.grpc as grpcclient
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
-from tests.daemon_process import DaemonProcess, wait_until
-from tests.repositories import ensemble, write_model
+from tests.daemon_process import DaemonOf, DaemonProcess, wait_until
+from tests.repositories import answering, ensemble, fields, of_x, write_model
 from tests.scrapes import scrape
 
 #: Numbers up to n; the last one is the end, or with an odd n the end follows it. It notes whether it was asked to stop.
@@ -36,30 +35,17 @@ COUNTS = """
                 if n % 2 or not n:
                     sender.send(flags=FINAL)
 """
-COUNTS_CONFIG = """
-    backend: "python"
-    input { name: "n" data_type: TYPE_INT32 dims: [ 1 ] }
-    output { name: "y" data_type: TYPE_INT32 dims: [ 1 ] }
-    model_transaction_policy { decoupled: true }
-"""
+COUNTS_CONFIG = fields("n INT32 1", "y INT32 1", "model_transaction_policy { decoupled: true }")
 #: Cancels a call after its first response, and tells what still came.
-CANCELS = """
-    import numpy as np
-    import triton_python_backend_utils as pb_utils
-
-    class TritonPythonModel:
-        def execute(self, requests):
-            answers = []
-            for request in requests:
-                asked = pb_utils.InferenceRequest(model_name="counts", inputs=request.inputs(), requested_output_names=["y"])
-                responses, came = asked.exec(decoupled=True), 0
-                for response in responses:
-                    assert not response.has_error(), response.error().message()
-                    responses.cancel()
-                    came += len(response.output_tensors())
-                answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([came], np.int32))]))
-            return answers
-"""
+CANCELS = answering("""
+    asked = pb_utils.InferenceRequest(model_name="counts", inputs=request.inputs(), requested_output_names=["y"])
+    responses, came = asked.exec(decoupled=True), 0
+    for each in responses:
+        assert not each.has_error(), each.error().message()
+        responses.cancel()
+        came += len(each.output_tensors())
+    return response(y=np.array([came], np.int32))
+""")
 #: Its coding is what its first line says; the text is one byte a character.
 LATIN = "# -*- coding: latin-1 -*-\ninputs = {}\noutputs = {'y': 'BYTES[1]'}\nhost = True\nimport numpy\n" + (
     "def create(path, config, device):\n    return (lambda params, inputs: {'y': numpy.array(['\xe9'], object)}), {}\n"
@@ -105,7 +91,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory, folder: Path) -> DaemonProcess:
     models = tmp_path_factory.mktemp("models")
     write_model(models, "counts", COUNTS, COUNTS_CONFIG)
     write_model(models, "cancels", CANCELS, COUNTS_CONFIG.replace("decoupled: true", "decoupled: false"))
@@ -118,20 +104,14 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory, folde
     write_model(
         models,
         "labelled",
-        """
-        inputs, outputs, host = {"x": "FP32[2]"}, {"y": "FP32[2]"}, True
-
-        def create(path, config, device):
-            return (lambda params, inputs: {"y": inputs["x"]}), {}
-        """,
+        of_x("x", "FP32[2]", more="host = True"),
         'output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] label_filename: "labels.txt" }',
     )
     config = models / "labelled" / "config.pbtxt"
     config.write_text(MARK + config.read_text(), "utf-8")
     (models / "labelled" / "labels.txt").write_text(MARK + "cat\ndog\n", "utf-8")
     options = {"workers": {"device": "cpu", "pin": False, "cpu": 1}, "rate_limit": {"mode": "execution_count"}}
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [models], options) as running:
-        yield running
+    return daemon_of(models, options)
 
 
 def infer(daemon: DaemonProcess, model: str, body: dict[str, Any]) -> Any:

@@ -6,7 +6,6 @@ import json
 import shutil
 import textwrap
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,62 +17,33 @@ import tritonclient.http as httpclient
 import tritonclient.utils.shared_memory as shm
 from tritonclient.utils import InferenceServerException
 
-from tests.daemon_process import DaemonProcess
-from tests.repositories import ensemble, write_model
+from tests.daemon_process import DaemonOf, DaemonProcess
+from tests.repositories import answering, ensemble, fields, of_x, write_model
 from tests.scrapes import scrape
 
 #: Counts its executions: whoever is answered again gets the number of the first time. Negative input fails.
-COUNTS = """
-    import numpy as np
-    import triton_python_backend_utils as pb_utils
-
-    class TritonPythonModel:
-        calls = 0
-
-        def execute(self, requests):
-            answers = []
-            for request in requests:
-                x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
-                TritonPythonModel.calls += 1
-                if x.size and x.ravel()[0] < 0:
-                    answers.append(pb_utils.InferenceResponse(error=pb_utils.TritonError("no")))
-                    continue
-                made = {"y": x, "calls": np.array([TritonPythonModel.calls], np.int32)}
-                wanted = request.requested_output_names()
-                answers.append(pb_utils.InferenceResponse(
-                    [pb_utils.Tensor(name, made[name]) for name in made if name in wanted], parameters={"calls": self.calls}
-                ))
-            return answers
-"""
-CONFIG = """
-    backend: "python"
-    max_batch_size: 0
-    input { name: "x" data_type: TYPE_INT32 dims: [ -1 ] }
-    output [ { name: "y" data_type: TYPE_INT32 dims: [ -1 ] }, { name: "calls" data_type: TYPE_INT32 dims: [ 1 ] } ]
-    response_cache { enable: true }
-"""
+COUNTS = answering(
+    """
+    x = given(request)
+    TritonPythonModel.calls += 1
+    if x.size and x.ravel()[0] < 0:
+        return pb_utils.InferenceResponse(error=pb_utils.TritonError("no"))
+    made = {"y": x, "calls": np.array([self.calls], np.int32)}
+    wanted = request.requested_output_names()
+    return response({"calls": self.calls}, **{name: made[name] for name in made if name in wanted})
+    """,
+    more="calls = 0",
+)
+CONFIG = fields("x INT32 -1", "y INT32 -1, calls INT32 1", "response_cache { enable: true }")
 #: Jitted, and it says itself that its answers may be given again.
-SCALE = """
-    response_cache = True
-    max_batch_size = 8
-    inputs = {"x": "FP32[n]"}
-    outputs = {"y": "FP32[n]"}
-    buckets = {"n": [1024, 65536]}
-
-    def create(path, config, device):
-        return (lambda params, inputs: {"y": 2 * inputs["x"]}), {}
-"""
+SCALE = of_x("2 * x", "FP32[n]", more='response_cache = True\nmax_batch_size = 8\nbuckets = {"n": [1024, 65536]}')
 #: Multiplies by a parameter, and adds what its version says.
-FACTOR = """
-    import jax.numpy as jnp
-
-    inputs = {"x": "FP32[1]"}
-    outputs = {"y": "FP32[1]"}
-    max_batch_size = 8
-
-    def create(path, config, device):
-        return (lambda params, inputs: {"y": params["factor"] * inputs["x"] + ADDED}), {"factor": jnp.ones(1)}
-"""
+FACTOR = of_x(
+    'params["factor"] * x + ADDED',
+    "FP32[1]",
+    more="import jax.numpy as jnp\nmax_batch_size = 8",
+    params='{"factor": jnp.ones(1)}',
+)
 #: Asks that model, and would have its answers kept.
 ASKS = """
     import tensord.models
@@ -87,12 +57,7 @@ ASKS = """
     def create(path, config, device):
         return (lambda params, inputs: tensord.models.call("factor", {"x": inputs["x"]})), None
 """
-REFUSED = """
-    backend: "python"
-    input { name: "x" data_type: TYPE_INT32 dims: [ -1 ] }
-    output { name: "y" data_type: TYPE_INT32 dims: [ -1 ] }
-    response_cache { enable: true }
-"""
+REFUSED = fields("x INT32 -1", "y INT32 -1", "response_cache { enable: true }")
 
 
 #: Models with a response cache whose answers depend on others: by steps, steps of steps, calls, and calls of a step.
@@ -100,7 +65,7 @@ DEPENDENT = ("whole", "outer", "asks", "around")
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     folder = tmp_path_factory.mktemp("cache")
     models = folder / "models"
     for name in ("counts", "counted", "told", "left"):
@@ -116,8 +81,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     write_model(models, "decoupled", COUNTS, REFUSED + "model_transaction_policy { decoupled: true }")
     loaded = [f"--load-model={name}" for name in ("counts", "counted", "told", "left", "scale", "uncached", *DEPENDENT)]
     arguments = ["--model-control-mode=explicit", "--cache-config", "local,size=4194304", *loaded]
-    with DaemonProcess(folder, [models], None, arguments) as running:
-        yield running
+    return daemon_of(models, None, arguments, folder=folder)
 
 
 def ask(daemon: DaemonProcess, model: str, data: list[int], **fields: Any) -> dict[str, Any]:

@@ -12,33 +12,21 @@ from typing import Any
 
 import pytest
 
-from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
-from tests.protocol.calling_models import fields
-from tests.repositories import ensemble, write_model
+from tests.daemon_process import PATIENCE, DaemonOf, DaemonProcess, wait_until
+from tests.repositories import answering, ensemble, fields, write_model
 from tests.scrapes import scrape
 
 #: Goes on until it is told that nobody waits, or may end: files beside the one that the request names say how it went.
-WATCH = """
-    import pathlib
-    import time
-    import numpy as np
-    import triton_python_backend_utils as pb
-
-    class TritonPythonModel:
-        def execute(self, requests):
-            return [self.watch(request) for request in requests]
-
-        def watch(self, request):
-            told = pb.get_input_tensor_by_name(request, "path")
-            path = pathlib.Path(told.as_numpy().ravel()[0].decode())
-            path.with_suffix(".began").touch()
-            while not path.exists():
-                if request.is_cancelled():
-                    path.with_suffix(".cancelled").touch()
-                    break
-                time.sleep(0.005)
-            return pb.InferenceResponse([pb.Tensor("done", told.as_numpy())])
-"""
+WATCH = answering("""
+    path = pathlib.Path(given(request, "path").ravel()[0].decode())
+    path.with_suffix(".began").touch()
+    while not path.exists():
+        if request.is_cancelled():
+            path.with_suffix(".cancelled").touch()
+            break
+        time.sleep(0.005)
+    return response(done=given(request, "path"))
+""")
 STREAM = """
     import pathlib
     import time
@@ -56,17 +44,10 @@ STREAM = """
                 path.with_suffix(".cancelled").touch()
                 sender.send(flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
-CALLER = """
-    import triton_python_backend_utils as pb
-
-    class TritonPythonModel:
-        def execute(self, requests):
-            answers = []
-            for request in requests:
-                asked = pb.InferenceRequest(model_name="watch", inputs=request.inputs(), requested_output_names=["done"])
-                answers.append(pb.InferenceResponse(asked.exec().output_tensors()))
-            return answers
-"""
+CALLER = answering("""
+    asked = pb_utils.InferenceRequest(model_name="watch", inputs=request.inputs(), requested_output_names=["done"])
+    return pb_utils.InferenceResponse(asked.exec().output_tensors())
+""")
 HOST_CALLER = """
     from tensord import models
 
@@ -111,9 +92,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository]) as running:
-        yield running
+def daemon(daemon_of: DaemonOf, repository: Path) -> DaemonProcess:
+    return daemon_of(repository)
 
 
 @contextmanager

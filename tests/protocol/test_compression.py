@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,19 +12,18 @@ import tritonclient.http as httpclient
 import tritonclient.http.aio as aioclient
 
 from tests import repositories
-from tests.daemon_process import DaemonProcess
+from tests.daemon_process import DaemonOf, DaemonProcess
 
 CODINGS = ["gzip", "deflate"]
 
 
 @pytest.fixture(scope="module")
-def compressing(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def compressing(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     """Runs a daemon that is configured to compress answers."""
     repository = tmp_path_factory.mktemp("repository")
     repositories.echo_models(repository, ["FP32"])
     options = {"http": {"response_compression": "medium"}}
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        yield running
+    return daemon_of(repository, options)
 
 
 def inputs_of(values: np.ndarray[Any, Any], binary: bool) -> list[httpclient.InferInput]:

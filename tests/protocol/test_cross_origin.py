@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 from collections.abc import Iterator
@@ -31,14 +32,11 @@ def answers(
     daemon: DaemonProcess, method: str, path: str, origin: str, body: str = "", **more: str
 ) -> tuple[int, dict[str, str]]:
     """Sends a request; returns status and headers, names in lower case."""
-    connection = http.client.HTTPConnection(daemon.url, timeout=PATIENCE)
-    try:
+    with contextlib.closing(http.client.HTTPConnection(daemon.url, timeout=PATIENCE)) as connection:
         connection.request(method, path, body or None, ({"Origin": origin} if origin else {}) | more)
         answer = connection.getresponse()
         answer.read()
         return answer.status, {name.lower(): value for name, value in answer.getheaders()}
-    finally:
-        connection.close()
 
 
 def allowed(daemon: DaemonProcess, origin: str) -> str | None:

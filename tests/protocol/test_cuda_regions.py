@@ -23,7 +23,7 @@ from tritonclient.utils import InferenceServerException
 from tests import repositories
 from tests.cuda_owner import CudaOwner
 from tests.cuda_stub.library import CudaStub
-from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
+from tests.daemon_process import PATIENCE, DaemonOf, DaemonProcess, wait_until
 from tests.protocol.tensors import same
 from tests.protocol.test_system_regions import ClientRegion, in_region, out_region
 
@@ -39,17 +39,14 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, stub: CudaStub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, stub: CudaStub, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     repository = tmp_path_factory.mktemp("repository")
     repositories.echo_models(repository)
     repositories.scale_model(repository)
     repositories.sleepy_model(repository)
     # Registered at one front, used at another, as the clients' connections happen to fall.
     options = {"http": {"port": 0, "processes": 2}, "grpc": {"port": 0, "processes": 2}}
-    with DaemonProcess(
-        tmp_path_factory.mktemp("daemon"), [repository], options, environment=stub.environment
-    ) as running:
-        yield running
+    return daemon_of(repository, options, environment=stub.environment)
 
 
 @pytest.fixture
@@ -98,31 +95,6 @@ def test_every_way_in_and_out(client: Any, owner: CudaOwner) -> None:
         client.infer("scale", [body], outputs=[out_region("y", region, 16, 512)])
         assert same(owner.get(region, np.float32, (1, 4), 512), 300 * a + 1)
         assert same(scale(client, region).as_numpy("y"), 3 * a + 1)
-    finally:
-        system.close()
-
-
-@SEES_BOTH
-def test_names_and_status(client: Any, owner: CudaOwner) -> None:
-    region = register(client, owner, 4096, device=1)
-    entry = {"name": region, "device_id": 1, "byte_size": 4096}
-    assert client.get_cuda_shared_memory_status() == [entry]
-    assert client.get_cuda_shared_memory_status(region) == [entry]
-    with pytest.raises(InferenceServerException, match=f"shared memory region '{region}' already in manager"):
-        client.register_cuda_shared_memory(region, owner.create("other", 64), 0, 64)
-    system = ClientRegion(client, 4096)
-    try:
-        with pytest.raises(InferenceServerException, match="registered as system shared memory, not CUDA shared"):
-            client.get_cuda_shared_memory_status(system.name)
-        with pytest.raises(InferenceServerException, match="registered as CUDA shared memory, not system shared"):
-            client.get_system_shared_memory_status(region)
-        with pytest.raises(InferenceServerException, match="Unable to find cuda shared memory region: 'nope'"):
-            client.get_cuda_shared_memory_status("nope")
-        client.unregister_cuda_shared_memory("nope")
-        client.unregister_cuda_shared_memory(system.name)
-        client.unregister_cuda_shared_memory()
-        assert client.get_cuda_shared_memory_status() == []
-        assert client.get_system_shared_memory_status(system.name)[0]["name"] == system.name
     finally:
         system.close()
 

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2
 
-from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
+from tests.daemon_process import PATIENCE, DaemonOf, DaemonProcess, wait_until
 from tests.protocol.streaming_models import Stream, write_streaming_models
 from tests.repositories import sleepy_model
 from tests.scrapes import scrape
@@ -31,11 +31,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, models: Path) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, models: Path) -> DaemonProcess:
     options = {"expert": {"max_ahead": 65536}, "http": {"port": 0, "max_body_byte_size": 1 << 20}}
     arguments = ["--model-control-mode=explicit", "--load-model=*"]
-    with DaemonProcess(models.parent, [models], options, arguments) as running:
-        yield running
+    return daemon_of(models, options, arguments, folder=models.parent)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import tritonclient.grpc as grpcclient
 from tensord.shm.messages import PreparedRequest
 from tests import repositories
 from tests.daemon.clients.lane_client import LaneClient
-from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
+from tests.daemon_process import PATIENCE, DaemonOf, DaemonProcess, wait_until
 from tests.protocol.streaming_models import CONFIG, TALKS, Stream
 from tests.raw_lane import RawLane, tensor
 from tests.scrapes import Samples, scrape
@@ -28,7 +27,7 @@ def sockets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory, sockets: Path) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory, sockets: Path) -> DaemonProcess:
     repository = tmp_path_factory.mktemp("repository")
     repositories.scale_model(repository)
     repositories.sleepy_model(repository)
@@ -42,8 +41,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory, socke
         "clients": {"socket": str(sockets / "clients.sock")},
         "response_cache": {"byte_size": 1 << 20},
     }
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        yield running
+    return daemon_of(repository, options)
 
 
 def count(samples: Samples, kind: str, model: str, protocol: str, le: str = "100.0") -> tuple[float, float, float]:

@@ -16,7 +16,7 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
-from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
+from tests.daemon_process import PATIENCE, DaemonOf, DaemonProcess, wait_until
 from tests.repositories import deadly_model, ensemble, of_x, scale_model, write_model
 
 STEP = {"x": "x"}, {"y": "y"}
@@ -63,10 +63,9 @@ def slowly_traced(factor: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, repository: Path) -> DaemonProcess:
     options = {"repository": {"control_mode": "explicit", "load": []}, "workers": {"cpu": 2}}
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        yield running
+    return daemon_of(repository, options)
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ import tritonclient.http as httpclient
 import tritonclient.utils.shared_memory as shm
 from tritonclient.utils import InferenceServerException
 
-from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
-from tests.repositories import ensemble, of_x, scale_model, write_model
+from tests.daemon_process import PATIENCE, DaemonOf, DaemonProcess, wait_until
+from tests.repositories import answering, applying, ensemble, fields, of_x, scale_model, write_model
 from tests.scrapes import scrape
 
 PLUS = """
@@ -29,149 +28,84 @@ PLUS = """
         return (lambda params, inputs: {"sum": inputs["a"] + inputs["b"], "difference": inputs["a"] - inputs["b"]}), {}
 """
 #: Words as numbers: a host model before a jitted one.
-LENGTHS = """
-    import numpy as np
-
-    inputs = {"words": "BYTES[4]"}
-    outputs = {"x": "FP32[4]", "upper": "BYTES[4]"}
-    max_batch_size = 8
-    host = True
-
-    def create(path, config, device):
-        def apply(params, inputs):
-            words = inputs["words"]
-            lengths = np.array([len(word) for word in words.ravel()], np.float32).reshape(words.shape)
-            upper = np.array([word.decode().upper() for word in words.ravel()], np.object_).reshape(words.shape)
-            return {"x": lengths, "upper": upper}
-        return apply, None
-"""
+LENGTHS = applying(
+    """
+    words = inputs["words"]
+    lengths = np.array([len(word) for word in words.ravel()], np.float32).reshape(words.shape)
+    upper = np.array([word.decode().upper() for word in words.ravel()], np.object_).reshape(words.shape)
+    return {"x": lengths, "upper": upper}
+    """,
+    "words BYTES[4]",
+    "x FP32[4], upper BYTES[4]",
+    more="max_batch_size = 8\nhost = True",
+)
 #: Answers, fails, or leaves an output out, as its first number says; tells what it was asked with.
-JUDGE = """
-    import json
-    import numpy as np
-    import triton_python_backend_utils as pb_utils
-
-    class TritonPythonModel:
-        def execute(self, requests):
-            answers = []
-            for request in requests:
-                x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
-                hint = pb_utils.get_input_tensor_by_name(request, "hint")
-                first = x.ravel()[0]
-                if first == -1:
-                    error = pb_utils.TritonError("judged", pb_utils.TritonError.NOT_FOUND)
-                    answers.append(pb_utils.InferenceResponse(error=error))
-                    continue
-                said = {
-                    "id": request.request_id(), "sequence": request.correlation_id(), "flags": request.flags(),
-                    "timeout": request.timeout(), "parameters": json.loads(request.parameters() or "{}"),
-                    "wanted": sorted(request.requested_output_names()), "hint": hint is not None,
-                }
-                out = [pb_utils.Tensor("said", np.array([[json.dumps(said)]], np.object_))]
-                if first != -2:
-                    out.append(pb_utils.Tensor("y", x))
-                answers.append(pb_utils.InferenceResponse(out))
-            return answers
-"""
-JUDGE_CONFIG = """
-    backend: "python"
-    max_batch_size: 8
-    input [ { name: "x" data_type: TYPE_FP32 dims: [ 4 ] }, { name: "hint" data_type: TYPE_FP32 dims: [ 4 ] optional: true } ]
-    output [ { name: "y" data_type: TYPE_FP32 dims: [ 4 ] }, { name: "said" data_type: TYPE_STRING dims: [ 1 ] } ]
-"""
+JUDGE = answering("""
+    x, hint = given(request), pb_utils.get_input_tensor_by_name(request, "hint")
+    first = x.ravel()[0]
+    if first == -1:
+        return pb_utils.InferenceResponse(error=pb_utils.TritonError("judged", pb_utils.TritonError.NOT_FOUND))
+    said = {
+        "id": request.request_id(), "sequence": request.correlation_id(), "flags": request.flags(),
+        "timeout": request.timeout(), "parameters": json.loads(request.parameters() or "{}"),
+        "wanted": sorted(request.requested_output_names()), "hint": hint is not None,
+    }
+    made = {"said": np.array([[json.dumps(said)]], np.object_)}
+    return response(**made | ({"y": x} if first != -2 else {}))
+""")
+JUDGE_CONFIG = fields("x FP32 4, hint FP32 4 ?", "y FP32 4, said STRING 1", "max_batch_size: 8")
 #: Says of which sequence its answer is, as the request told it.
-TAGGER = """
-    import json
-    import triton_python_backend_utils as pb_utils
-
-    class TritonPythonModel:
-        def execute(self, requests):
-            answers = []
-            for request in requests:
-                x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
-                said = json.loads(json.loads(request.parameters()).get("tag", "{}"))
-                answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", x)], parameters=said))
-            return answers
-"""
-TAGGER_CONFIG = """
-    backend: "python"
-    max_batch_size: 8
-    input { name: "x" data_type: TYPE_FP32 dims: 4 }
-    output { name: "y" data_type: TYPE_FP32 dims: 4 }
-"""
+TAGGER = answering("""
+    return response(json.loads(json.loads(request.parameters()).get("tag", "{}")), y=given(request))
+""")
+TAGGER_CONFIG = fields("x FP32 4", "y FP32 4", "max_batch_size: 8")
 #: Sums up what came of a sequence.
-SUMS = """
-    import numpy as np
-
-    inputs, outputs = {"x": "FP32[4]"}, {"y": "FP32[4]"}
-    max_batch_size = 8
-    state = {"sum": "FP32[4]"}
-
-    def create(path, config, device):
-        def apply(params, inputs, state):
-            total = state["sum"] + inputs["x"]
-            return {"y": total}, {"sum": total}
-        return apply, {}
-"""
+SUMS = applying(
+    """
+    total = state["sum"] + inputs["x"]
+    return {"y": total}, {"sum": total}
+    """,
+    "x FP32[4]",
+    "y FP32[4]",
+    more='max_batch_size = 8\nstate = {"sum": "FP32[4]"}',
+    arguments="params, inputs, state",
+)
 #: Holds its requests until it may go on.
-GATE = """
-    import pathlib, time
-    import triton_python_backend_utils as pb_utils
-
-    class TritonPythonModel:
-        def execute(self, requests):
-            import json
-            answers = []
-            for request in requests:
-                told = json.loads(request.parameters() or "{}")
-                pathlib.Path(told["began"]).touch()
-                while not pathlib.Path(told["until"]).exists():
-                    time.sleep(0.005)
-                answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", request.inputs()[0].as_numpy())]))
-            return answers
-"""
-GATE_CONFIG = """
-    backend: "python"
-    max_batch_size: 0
-    input [ { name: "x" data_type: TYPE_FP32 dims: [ -1, 4 ] } ]
-    output [ { name: "y" data_type: TYPE_FP32 dims: [ -1, 4 ] } ]
-"""
+GATE = answering("""
+    told = json.loads(request.parameters() or "{}")
+    pathlib.Path(told["began"]).touch()
+    while not pathlib.Path(told["until"]).exists():
+        time.sleep(0.005)
+    return response(y=request.inputs()[0].as_numpy())
+""")
+GATE_CONFIG = fields("x FP32 -1 4", "y FP32 -1 4")
 #: Says how many rows each of its batches has, and holds them until it may go on.
-MEETS = """
-    import time
-
-    inputs = {"x": "FP32[4]"}
-    outputs = {"y": "FP32[4]"}
-    max_batch_size = 8
-    host = True
-
-    def create(path, config, device):
-        def apply(params, inputs):
-            with open(path / "rows", "a") as file:
-                file.write(f"{len(inputs['x'])} ")
-            while not (path / "until").exists():
-                time.sleep(0.005)
-            return {"y": inputs["x"] + 1}
-        return apply, None
-"""
+MEETS = applying(
+    """
+    with open(path / "rows", "a") as file:
+        file.write(f"{len(inputs['x'])} ")
+    while not (path / "until").exists():
+        time.sleep(0.005)
+    return {"y": inputs["x"] + 1}
+    """,
+    "x FP32[4]",
+    "y FP32[4]",
+    more="import time\nmax_batch_size = 8\nhost = True",
+)
 #: One at a time; one more may wait.
 NARROW = 'backend: "jax" max_batch_size: 1 dynamic_batching { default_queue_policy { max_queue_size: 1 } }'
 UNBATCHED = of_x("x + 0.5")
-COUNTS = """
-    import numpy as np
-
-    inputs = {"n": "INT32[1]"}
-    outputs = {"i": "INT32[1]"}
-    host = True
-
-    def create(path, config, device):
-        def apply(params, inputs):
-            for i in range(int(inputs["n"][0])):
-                if i == 13:
-                    raise ValueError("unlucky")
-                yield {"i": np.array([i], np.int32)}
-        return apply, None
-"""
+COUNTS = applying(
+    """
+    for i in range(int(inputs["n"][0])):
+        if i == 13:
+            raise ValueError("unlucky")
+        yield {"i": np.array([i], np.int32)}
+    """,
+    "n INT32[1]",
+    "i INT32[1]",
+    more="host = True",
+)
 TENS = """
     inputs = {"x": "INT32[1]", "k": "INT32[1]"}
     outputs = {"y": "INT32[1]"}
@@ -250,10 +184,9 @@ def models(repository: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     repository = models(tmp_path_factory.mktemp("repository"))
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository]) as running:
-        yield running
+    return daemon_of(repository)
 
 
 def tensor(client: Any, name: str, array: Any, datatype: str = "FP32") -> Any:
@@ -378,28 +311,6 @@ def test_regions_on_both_ends(client: Any) -> None:
     finally:
         client.unregister_system_shared_memory("ens")
         shm.destroy_shared_memory_region(region)
-
-
-@pytest.mark.cpu_workers("what has to be copied")
-def test_what_is_counted_and_that_nothing_is_copied(http: httpclient.InferenceServerClient) -> None:
-    """The tensor between two jitted models is used where the first one has left it."""
-    names = ("chain", "scale", "plus")
-    http.infer("chain", [tensor(http, "x", rows())])  # anything that happens once
-    before = {name: stats(http, name) for name in names}
-    http.infer("chain", [tensor(http, "x", rows())], outputs=asked(http, "total"))
-    after = {name: stats(http, name) for name in names}
-    for name in names:
-        was, now = before[name]["inference_stats"], after[name]["inference_stats"]
-        moved = {key: now[key]["count"] - was[key]["count"] for key in now}
-        assert moved == {
-            "success": 1, "fail": 0, "queue": 1, "compute_input": 1, "compute_infer": 1, "compute_output": 1,
-            "cache_hit": 0, "cache_miss": 0,
-        }  # fmt: skip
-        assert after[name]["execution_count"] - before[name]["execution_count"] == 1
-        assert after[name]["inference_count"] - before[name]["inference_count"] == 1
-    copied = {name: after[name]["copied_byte_size"] - before[name]["copied_byte_size"] for name in names}
-    # The client's bytes into the first program, as of every small request; and its output into the answer.
-    assert copied == {"chain": 32, "scale": 0, "plus": 0}
 
 
 def test_requests_of_everybody_share_a_members_batches(

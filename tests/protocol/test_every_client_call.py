@@ -16,7 +16,7 @@ import tritonclient.http.aio as aioclient
 from tritonclient.utils import InferenceServerException, shared_memory
 
 from tests import repositories
-from tests.daemon_process import DaemonProcess
+from tests.daemon_process import DaemonOf, DaemonProcess
 from tests.protocol.test_http_client import tensor
 
 X = np.array([[1.0, 2.0, 3.0, 4.0]], np.float32)
@@ -58,14 +58,13 @@ class Caller:
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     """Runs a daemon in explicit mode, with one model to load and unload."""
     repository = tmp_path_factory.mktemp("repository")
     repositories.scale_model(repository)
     repositories.scale_model(repository, "other")
     options = {"repository": {"control_mode": "explicit", "load": ["scale"]}}
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        yield running
+    return daemon_of(repository, options)
 
 
 @pytest.fixture(params=["sync", "aio"])

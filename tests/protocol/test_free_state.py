@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,9 +12,9 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
-from tests.daemon_process import DaemonProcess
+from tests.daemon_process import DaemonOf, DaemonProcess
 from tests.protocol.sequence_models import checked_sums
-from tests.repositories import write_model
+from tests.repositories import applying, write_model
 
 LIMIT = 1 << 20
 SEQUENCES = "sequence_batching { max_sequence_idle_microseconds: 600000000 oldest { max_candidate_sequences: 128 } }"
@@ -48,20 +47,16 @@ GROWS_CONFIG = """
     model_warmup { name: "once" batch_size: 1 inputs { key: "x" value { data_type: TYPE_FP32 dims: 1 zero_data: true } } }
 """
 #: Without a batch dimension: twice as large at each step.
-DOUBLES = """
-    import jax.numpy as jnp
-
-    inputs = {"x": "FP32[1]"}
-    outputs = {"y": "INT32[1]"}
-    state = {"h": "FP32[-1]"}
-
-    def create(path, config, device):
-        def apply(params, inputs, state):
-            h = jnp.concatenate([state["h"], state["h"]])
-            return {"y": jnp.full(1, h.shape[0], jnp.int32)}, {"h": h}
-
-        return apply, None
-"""
+DOUBLES = applying(
+    """
+    h = jnp.concatenate([state["h"], state["h"]])
+    return {"y": jnp.full(1, h.shape[0], jnp.int32)}, {"h": h}
+    """,
+    "x FP32[1]",
+    "y INT32[1]",
+    more='state = {"h": "FP32[-1]"}',
+    arguments="params, inputs, state",
+)
 RAGGED = """
     inputs = {"x": "FP32[n]"}
     outputs = {"y": "FP32[1]"}
@@ -75,7 +70,7 @@ RAGGED = """
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     repository = tmp_path_factory.mktemp("repository")
     write_model(repository, "sized", SIZED, SEQUENCES)
     write_model(
@@ -92,8 +87,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
         "repository": {"control_mode": "explicit", "load": ["*"], "strict_readiness": False, "exit_on_error": False},
         "executables": {"max_state_byte_size": LIMIT},
     }
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        yield running
+    return daemon_of(repository, options)
 
 
 def ask(client: Any, model: str, who: int | str, x: Any, flags: str = "", rows: bool = True) -> Any:

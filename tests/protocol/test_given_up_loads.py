@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.daemon_process import DaemonProcess, wait_until
-from tests.repositories import write_model
+from tests.repositories import fields, write_model
 
 IO = """
 inputs = {"x": "FP32[4]"}
@@ -130,11 +130,7 @@ class TritonPythonModel:
     def finalize(self):
         pathlib.Path(FOLDER, self.name).touch()
 """
-PYTHON = """
-backend: "python"
-input [{ name: "x" data_type: TYPE_FP32 dims: [4] }]
-output [{ name: "y" data_type: TYPE_FP32 dims: [4] }]
-"""
+PYTHON = fields("x FP32 4", "y FP32 4")
 
 
 def test_an_initialize_that_has_become_pointless(tmp_path: Path, start_daemon: Callable[..., DaemonProcess]) -> None:

@@ -118,20 +118,16 @@ def test_memory_that_no_worker_of_a_model_can_open(tmp_path: Path, repository: P
         assert devices(daemon, 2) == pids
 
 
-WHERE = """
-    import os
-    import numpy as np
-
-    inputs = {"x": "FP32[4]"}
-    outputs = {"y": "FP32[4]", "pid": "INT64[1]"}
-    max_batch_size = 4
-
-    def create(path, config, device):
-        def apply(params, inputs):
-            rows = inputs["x"].shape[0]
-            return {"y": 3 * inputs["x"] + 1, "pid": params["pid"][None].repeat(rows, axis=0)}
-        return apply, {"pid": np.array([os.getpid()])}
-"""
+WHERE = repositories.applying(
+    """
+    rows = inputs["x"].shape[0]
+    return {"y": 3 * inputs["x"] + 1, "pid": params["pid"][None].repeat(rows, axis=0)}
+    """,
+    "x FP32[4]",
+    "y FP32[4], pid INT64[1]",
+    more="import os\nmax_batch_size = 4",
+    params='{"pid": np.array([os.getpid()])}',
+)
 GROUPS = {
     "gpu": "instance_group { kind: KIND_GPU gpus: [ 1 ] }",
     "cpu": "instance_group { kind: KIND_CPU count: 2 }",

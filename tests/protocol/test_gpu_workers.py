@@ -5,6 +5,7 @@ What it shows is which process has which device, what is copied from where to wh
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -223,17 +224,15 @@ def test_large_bodies_are_transfers_once_the_arenas_are_page_locked(
     assert after.violations == 0
 
 
-THREE = """
-    inputs = {"x": "FP32[4]"}
-    outputs = {"y": "FP32[4]", "up": "BOOL[4]", "sum": "FP64[1]"}
-    max_batch_size = 8
-
-    def create(path, config, device):
-        def apply(params, inputs):
-            x = inputs["x"]
-            return {"y": 3 * x + 1, "up": x > 0, "sum": x.astype("float64").sum(axis=1, keepdims=True)}
-        return apply, None
-"""
+THREE = repositories.applying(
+    """
+    x = inputs["x"]
+    return {"y": 3 * x + 1, "up": x > 0, "sum": x.astype("float64").sum(axis=1, keepdims=True)}
+    """,
+    "x FP32[4]",
+    "y FP32[4], up BOOL[4], sum FP64[1]",
+    more="max_batch_size = 8",
+)
 
 
 _LARGE = """
@@ -256,25 +255,24 @@ def test_instances_are_slots_of_a_pipeline(
     size = 1 << 20
 
     def ask(who: int) -> None:
-        with httpclient.InferenceServerClient(daemon.url, network_timeout=PATIENCE) as client:
-            region = ClientRegion(client, 8 * size)
-            try:
-                for number in range(4):
-                    values = np.full(size // 4, 10 * who + number, np.float32)
-                    body = httpclient.InferInput("x", [values.size], "FP32")
-                    body.set_data_from_numpy(values)
-                    shm.set_shared_memory_region(region.handle, [values])
-                    given = in_region("x", "FP32", values.shape, region.name, size, 0)
-                    wanted = [out_region("y", region.name, size, 2 * size), httpclient.InferRequestedOutput("sum")]
-                    answer = client.infer("large", [body])
-                    assert np.array_equal(answer.as_numpy("y"), 2 * values)
-                    assert answer.as_numpy("sum").tolist() == values[:1].tolist()
-                    answer = client.infer("large", [given], outputs=wanted)
-                    made = shm.get_contents_as_numpy(region.handle, np.float32, values.shape, 2 * size)
-                    assert np.array_equal(made, 2 * values)
-                    assert answer.as_numpy("sum").tolist() == values[:1].tolist()
-            finally:
-                region.close()
+        with (
+            httpclient.InferenceServerClient(daemon.url, network_timeout=PATIENCE) as client,
+            contextlib.closing(ClientRegion(client, 8 * size)) as region,
+        ):
+            for number in range(4):
+                values = np.full(size // 4, 10 * who + number, np.float32)
+                body = httpclient.InferInput("x", [values.size], "FP32")
+                body.set_data_from_numpy(values)
+                shm.set_shared_memory_region(region.handle, [values])
+                given = in_region("x", "FP32", values.shape, region.name, size, 0)
+                wanted = [out_region("y", region.name, size, 2 * size), httpclient.InferRequestedOutput("sum")]
+                answer = client.infer("large", [body])
+                assert np.array_equal(answer.as_numpy("y"), 2 * values)
+                assert answer.as_numpy("sum").tolist() == values[:1].tolist()
+                answer = client.infer("large", [given], outputs=wanted)
+                made = shm.get_contents_as_numpy(region.handle, np.float32, values.shape, 2 * size)
+                assert np.array_equal(made, 2 * values)
+                assert answer.as_numpy("sum").tolist() == values[:1].tolist()
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(ask, range(4)))
@@ -309,21 +307,12 @@ _JITTED = """
             return {"y": jax.pure_callback(look, jax.ShapeDtypeStruct(x.shape, x.dtype), x)}
         return apply, {}
 """
-_PYTHON = """
-    import triton_python_backend_utils as pb_utils
-
-    class TritonPythonModel:
-        def execute(self, requests):
-            x = pb_utils.get_input_tensor_by_name(requests[0], "x").as_numpy()
-            if x[0] < 0:
-                raise ValueError("negative")
-            return [pb_utils.InferenceResponse([pb_utils.Tensor("y", x)])]
-"""
-_CONFIG = """
-    backend: "python"
-    input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] }
-    output { name: "y" data_type: TYPE_FP32 dims: [ -1 ] }
-"""
+_PYTHON = repositories.answering("""
+    if given(request)[0] < 0:
+        raise ValueError("negative")
+    return response(y=given(request))
+""")
+_CONFIG = repositories.fields("x FP32 -1", "y FP32 -1")
 
 
 @pytest.mark.parametrize(("source", "config"), [(_JITTED, ""), (_PYTHON, _CONFIG)], ids=["jitted", "python"])
@@ -350,20 +339,15 @@ def test_a_device_without_memory_is_said_with_the_sizes(serve: Serve, repository
     repositories.write_model(
         repository,
         "greedy",
-        """
-        import jax
-        import jax.numpy as jnp
-
-        inputs = {"x": "FP32[n]"}
-        outputs = {"y": "FP32[2]"}
-
-        def create(path, config, device):
-            def apply(params, inputs):
-                x = inputs["x"]
-                count = 1 << (45 if x.shape[0] > 8 else 4)
-                return {"y": jnp.sort(jax.lax.iota(jnp.float32, count) * x[0])[:2]}
-            return apply, {}
-        """,
+        repositories.applying(
+            """
+            x = inputs["x"]
+            count = 1 << (45 if x.shape[0] > 8 else 4)
+            return {"y": jnp.sort(jax.lax.iota(jnp.float32, count) * x[0])[:2]}
+            """,
+            "x FP32[n]",
+            "y FP32[2]",
+        ),
     )
     daemon = serve()
     pids = [worker.pid for worker in daemon.workers]
@@ -401,18 +385,16 @@ def test_inputs_that_find_no_memory_cost_their_request(stub: CudaStub, serve: Se
     assert "Traceback" not in daemon.log
 
 
-_SUMS = """
-    inputs = {"x": "FP32[1]"}
-    outputs = {"y": "FP32[1]"}
-    max_batch_size = 4
-    state = {"sum": "FP32[1]"}
-
-    def create(path, config, device):
-        def apply(params, inputs, state):
-            total = state["sum"] + inputs["x"]
-            return {"y": total}, {"sum": total}
-        return apply, None
-"""
+_SUMS = repositories.applying(
+    """
+    total = state["sum"] + inputs["x"]
+    return {"y": total}, {"sum": total}
+    """,
+    "x FP32[1]",
+    "y FP32[1]",
+    more='max_batch_size = 4\nstate = {"sum": "FP32[1]"}',
+    arguments="params, inputs, state",
+)
 
 
 def test_sequences_stay_on_the_gpus_of_their_model(stub: CudaStub, serve: Serve, repository: Path) -> None:

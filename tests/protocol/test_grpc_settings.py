@@ -9,21 +9,20 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from tests import repositories
-from tests.daemon_process import DaemonProcess
+from tests.daemon_process import DaemonOf, DaemonProcess
 
 KEY = {"triton-grpc-protocol-admin-key": "sesame"}
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     folder = tmp_path_factory.mktemp("grpc_settings")
     repositories.scale_model(folder / "models")
     options = {
         "trace": {"file": str(folder / "trace.json")},
         "grpc": {"restricted_protocol": ["trace,model-repository:admin-key=sesame"]},
     }
-    with DaemonProcess(folder, [folder / "models"], options) as daemon:
-        yield daemon
+    return daemon_of(folder / "models", options, folder=folder)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,9 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
-from tests.daemon_process import DaemonProcess
-from tests.protocol.calling_models import TELL, fields
-from tests.repositories import scale_model, write_model
+from tests.daemon_process import DaemonOf, DaemonProcess
+from tests.protocol.calling_models import TELL
+from tests.repositories import applying, fields, scale_model, write_model
 
 #: Asks the model that it is told to, as it is told to.
 ASKS = """
@@ -57,33 +56,28 @@ ASKS = """
 
         return apply, None
 """
-COUNTS = """
-    import numpy as np
-    from tensord import models
-
-    inputs = {"n": "INT32[1]"}
-    outputs = {"i": "INT32[1]"}
-
-    def create(path, config, device):
-        def apply(params, inputs):
-            for i in range(int(inputs["n"][0])):
-                if i < 3:
-                    x = np.full((1, 4), i, np.float32)
-                    i = int(models.call("scale", {"x": x})["y"][0, 0])
-                yield {"i": np.array([i], np.int32)}
-        return apply, None
-"""
+COUNTS = applying(
+    """
+    for i in range(int(inputs["n"][0])):
+        if i < 3:
+            x = np.full((1, 4), i, np.float32)
+            i = int(models.call("scale", {"x": x})["y"][0, 0])
+        yield {"i": np.array([i], np.int32)}
+    """,
+    "n INT32[1]",
+    "i INT32[1]",
+    more="from tensord import models",
+)
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     repository = tmp_path_factory.mktemp("repository")
     write_model(repository, "asks", ASKS)
     write_model(repository, "counts", COUNTS)
     write_model(repository, "tell", TELL, fields("x FP32 4", "y FP32 4, said STRING 1"))
     scale_model(repository)
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository]) as running:
-        yield running
+    return daemon_of(repository)
 
 
 def asked(http: httpclient.InferenceServerClient, how: str, first: float = 1) -> Any:

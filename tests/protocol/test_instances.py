@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.daemon_process import DaemonProcess, wait_until
+from tests.daemon_process import DaemonOf, DaemonProcess, wait_until
 from tests.repositories import sleepy_model
 
 
@@ -22,7 +22,7 @@ def with_config(repository: Path, name: str, text: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     folder = tmp_path_factory.mktemp("instances")
     models = folder / "models"
     with_config(models, "bounded", "dynamic_batching { default_queue_policy { max_queue_size: 3 } }")
@@ -40,8 +40,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
         "rate_limit": {"mode": "execution_count", "resources": ["R:2"]},
         "repository": {"strict_readiness": False},
     }
-    with DaemonProcess(folder, [models], options) as running:
-        yield running
+    return daemon_of(models, options, folder=folder)
 
 
 class Asker:

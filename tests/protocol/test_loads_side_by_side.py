@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.daemon_process import DaemonProcess
-from tests.repositories import write_model
+from tests.repositories import fields, write_model
 
 #: Goes on when the files of all the others are there.
 TRITON = """
@@ -25,11 +25,7 @@ class TritonPythonModel:
     def execute(self, requests):
         return []
 """
-IO = """
-backend: "python"
-input [{ name: "x" data_type: TYPE_FP32 dims: [4] }]
-output [{ name: "y" data_type: TYPE_FP32 dims: [4] }]
-"""
+IO = fields("x FP32 4", "y FP32 4")
 JAX = """
 import pathlib, time
 inputs = {"x": "FP32[4]"}

@@ -5,44 +5,27 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from tests.daemon_process import DaemonProcess, wait_until
+from tests.daemon_process import DaemonOf, DaemonProcess, wait_until
+from tests.repositories import answering, fields, write_model
 
-CHATTY = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    @staticmethod
-    def auto_complete_config(config):
-        config.add_input({"name": "x", "data_type": "TYPE_INT32", "dims": [1]})
-        config.add_output({"name": "y", "data_type": "TYPE_INT32", "dims": [1]})
-        return config
-
-    def execute(self, requests):
-        responses = []
-        for request in requests:
-            x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
-            for log in (pb_utils.Logger.log_info, pb_utils.Logger.log_verbose, pb_utils.Logger.log_error):
-                log(f"{log.__name__} {x[0]}")
-            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", x)]))
-        return responses
-"""
+CHATTY = answering("""
+    x = given(request)
+    for log in (pb_utils.Logger.log_info, pb_utils.Logger.log_verbose, pb_utils.Logger.log_error):
+        log(f"{log.__name__} {x[0]}")
+    return response(y=x)
+""")
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     folder = tmp_path_factory.mktemp("logging")
-    (folder / "models" / "chatty" / "1").mkdir(parents=True)
-    (folder / "models" / "chatty" / "1" / "model.py").write_text(CHATTY)
-    (folder / "models" / "chatty" / "config.pbtxt").write_text('backend: "python"')
-    with DaemonProcess(folder, [folder / "models"]) as daemon:
-        yield daemon
+    write_model(folder / "models", "chatty", CHATTY, fields("x INT32 1", "y INT32 1"))
+    return daemon_of(folder / "models", folder=folder)
 
 
 def said(daemon: DaemonProcess, number: int) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,14 +12,14 @@ import pytest
 import tritonclient.grpc as grpcclient
 
 from tests import repositories
-from tests.daemon_process import DaemonProcess, wait_until
+from tests.daemon_process import DaemonOf, DaemonProcess, wait_until
 from tests.protocol.test_tracing import written
 
 TIMES = 6
 
 
 @pytest.fixture(scope="module")
-def naming(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def naming(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     repository, folder = tmp_path_factory.mktemp("repository"), tmp_path_factory.mktemp("daemon")
     repositories.echo_models(repository, ["FP32"])
     repositories.scale_model(repository)
@@ -30,8 +29,7 @@ def naming(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
         "repository": {"strict_readiness": False},
         "trace": {"file": str(folder / "trace.json")},
     }
-    with DaemonProcess(folder, [repository], options) as running:
-        yield running
+    return daemon_of(repository, options, folder=folder)
 
 
 def all_different(ids: list[str]) -> bool:

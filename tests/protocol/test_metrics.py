@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +17,7 @@ from tritonclient.utils import InferenceServerException
 from tritonclient.utils import shared_memory as shm
 
 from tests import repositories
-from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
+from tests.daemon_process import PATIENCE, DaemonOf, DaemonProcess, wait_until
 from tests.scrapes import Samples, scrape
 
 #: As Triton's statistics have them -> the metric.
@@ -44,7 +41,7 @@ SNAPSHOT = "tensord-test-metrics-snapshot"
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     """Runs a daemon with two fronts of each protocol and two workers."""
     repository = repositories.echo_models(tmp_path_factory.mktemp("repository"), ["FP32"])
     repositories.scale_model(repository)
@@ -52,15 +49,12 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     repositories.write_model(
         repository,
         "lengths",
-        """
-        inputs = {"x": "FP32[length]"}
-        outputs = {"y": "FP32[1]"}
-        max_batch_size = 4
-        buckets = {"length": (4, 16)}
-
-        def create(path, config, device):
-            return (lambda params, inputs: {"y": inputs["x"].sum(1, keepdims=True)}), None
-        """,
+        repositories.of_x(
+            "x.sum(1, keepdims=True)",
+            "FP32[length]",
+            "FP32[1]",
+            more='max_batch_size = 4\nbuckets = {"length": (4, 16)}',
+        ),
     )
     options = {
         "repository": {
@@ -73,8 +67,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
         "workers": {"cpu": 2},
         "regions": {"snapshot_key_prefixes": [SNAPSHOT]},
     }
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        yield running
+    return daemon_of(repository, options)
 
 
 @pytest.fixture
@@ -276,32 +269,6 @@ def test_a_killed_worker(daemon: DaemonProcess, client: Any) -> None:
     after, _ = settled(daemon, client)
     success = "nv_inference_request_success"
     assert after.model(success, "scale") == before.model(success, "scale") + 1
-
-
-def test_scrapers_that_hang_or_send_rubbish(daemon: DaemonProcess, client: Any) -> None:
-    """
-    1. Many connect: silent ones, some with half a request, some with rubbish, some that never read their answer.
-    Result: every request is answered meanwhile, and so is every other scrape.
-    """
-    host, port = daemon.metrics_url.split(":")
-    values = np.zeros((1, 4), np.float32)
-    with contextlib.ExitStack() as stack:
-        for content in (b"", b"GET /metrics HT", b"\x00\xff" * 9000, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n") * 20:
-            bad = stack.enter_context(socket.create_connection((host, int(port)), PATIENCE))
-            with contextlib.suppress(ConnectionError):  # refused already
-                bad.sendall(content)
-            client.infer("scale", [in_body(httpclient, values)])
-        assert scrape(daemon.metrics_url).model("nv_inference_request_success", "scale") >= 80
-        assert client.is_server_ready()
-
-
-def test_other_paths_and_methods(daemon: DaemonProcess) -> None:
-    for path, method, status in (("/metrics", "POST", 405), ("/v2", "GET", 404)):
-        asked = urllib.request.Request(f"http://{daemon.metrics_url}{path}", method=method)
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(asked, timeout=PATIENCE)
-        with refused.value as answer:
-            assert answer.code == status
 
 
 def test_with_grpc_alone(tmp_path: Path, leaves_nothing: None) -> None:

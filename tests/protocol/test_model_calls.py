@@ -16,18 +16,17 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
-from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
+from tests.daemon_process import PATIENCE, DaemonOf, DaemonProcess, wait_until
 from tests.protocol import calling_models
 from tests.protocol.calling_models import run
 from tests.scrapes import scrape
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     repository = calling_models.write(tmp_path_factory.mktemp("repository"))
     options = {"repository": {"control_mode": "explicit", "load": ["*"]}, "rate_limit": {"mode": "execution_count"}}
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        yield running
+    return daemon_of(repository, options)
 
 
 @pytest.fixture

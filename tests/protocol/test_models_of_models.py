@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +14,9 @@ from tritonclient.utils import InferenceServerException
 
 from tensord import models
 from tensord.daemon.models import placement
-from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
+from tests.daemon_process import PATIENCE, DaemonOf, DaemonProcess, wait_until
 from tests.protocol.calling_models import SCRIPT, SCRIPT_FIELDS, run
-from tests.repositories import ensemble, scale_model, write_model
+from tests.repositories import answering, ensemble, fields, of_x, scale_model, write_model
 from tests.scrapes import Samples, scrape
 
 #: Loads those that its configuration names, one after the other, when it is initialised.
@@ -44,37 +43,28 @@ LOADS_FIELDS = """
     output [ {{ name: "y" data_type: TYPE_FP32 dims: [ 1, 4 ] }} ]
     parameters {{ key: "loads" value {{ string_value: "{}" }} }}
 """
-METRICS = """
-    import numpy as np
-    import triton_python_backend_utils as pb
-
-    class TritonPythonModel:
-        def initialize(self, args):
-            of = {"model": args["model_name"]}
-            self.families = [
-                pb.MetricFamily("asked_rows", "Rows that were asked", pb.MetricFamily.COUNTER),
-                pb.MetricFamily(name="last_rows", description="Rows that came last", kind=pb.GAUGE),
-                pb.MetricFamily("rows_of_a_request", "Rows by request", pb.MetricKind.HISTOGRAM),
-            ]
-            counter, gauge, histogram = self.families
-            self.counter, self.gauge = counter.Metric(labels=of), gauge.Metric()
-            self.histogram = histogram.Metric(labels=of, buckets=[1, 2.5, 10])
-
-        def execute(self, requests):
-            answers = []
-            for request in requests:
-                x = pb.get_input_tensor_by_name(request, "x").as_numpy()
-                self.counter.increment(len(x))
-                self.gauge.set(len(x))
-                self.histogram.observe(len(x))
-                answers.append(pb.InferenceResponse([pb.Tensor("y", np.array([self.counter.value()], np.float32))]))
-            return answers
-"""
-METRICS_FIELDS = """
-    backend: "python"
-    input [ { name: "x" data_type: TYPE_FP32 dims: [ -1 ] } ]
-    output [ { name: "y" data_type: TYPE_FP32 dims: [ 1 ] } ]
-"""
+METRICS = answering(
+    """
+    x = given(request)
+    self.counter.increment(len(x))
+    self.gauge.set(len(x))
+    self.histogram.observe(len(x))
+    return response(y=np.array([self.counter.value()], np.float32))
+    """,
+    more="""
+    def initialize(self, args):
+        of, kinds = {"model": args["model_name"]}, pb_utils.MetricFamily
+        self.families = [
+            kinds("asked_rows", "Rows that were asked", kinds.COUNTER),
+            kinds(name="last_rows", description="Rows that came last", kind=pb_utils.GAUGE),
+            kinds("rows_of_a_request", "Rows by request", pb_utils.MetricKind.HISTOGRAM),
+        ]
+        counter, gauge, histogram = self.families
+        self.counter, self.gauge = counter.Metric(labels=of), gauge.Metric()
+        self.histogram = histogram.Metric(labels=of, buckets=[1, 2.5, 10])
+    """,
+)
+METRICS_FIELDS = fields("x FP32 -1", "y FP32 1")
 #: A host model that loads what it asks, and keeps metrics: in our words.
 HOST = """
     import json
@@ -104,11 +94,7 @@ HOST = """
         return apply, None
 """
 #: A model that comes as a file.
-GIVEN = """
-inputs, outputs, host = {"x": "FP32[4]"}, {"y": "FP32[4]"}, True
-def create(path, config, device):
-    return (lambda params, inputs: {"y": inputs["x"] + 7}), None
-"""
+GIVEN = of_x("x + 7", more="host = True")
 
 #: Models that one worker has; of these, each another one.
 WORKERS = ("cpu:0", "cpu:1")
@@ -159,10 +145,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, repository: Path) -> DaemonProcess:
     options = {"repository": {"control_mode": "explicit", "load": ["script", "metrics"]}, "workers": {"cpu": 2}}
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        yield running
+    return daemon_of(repository, options)
 
 
 # ------------------------------------------------------------------------------------------------------- calling

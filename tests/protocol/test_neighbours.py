@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +10,8 @@ import pytest
 import tritonclient.http as httpclient
 
 from tests import prepared
-from tests.daemon_process import DaemonProcess, wait_until
-from tests.repositories import write_model
+from tests.daemon_process import DaemonOf, DaemonProcess, wait_until
+from tests.repositories import fields, write_model
 
 DECLARED = """
 inputs = {"x": "FP32[4]"}
@@ -74,11 +73,7 @@ class TritonPythonModel:
         x = jnp.asarray(pb_utils.get_input_tensor_by_name(request, "x").as_numpy()).astype("float64") + 1e-12
         return ((x - 1) * 1e12).round().astype("float32").__array__()
 """
-IO = """
-backend: "python"
-input [{ name: "x" data_type: TYPE_FP32 dims: [4] }]
-output [{ name: "y" data_type: TYPE_FP32 dims: [4] }]
-"""
+IO = fields("x FP32 4", "y FP32 4")
 
 
 def setting(text: str) -> str:
@@ -129,10 +124,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     options = {"executables": {"cache_directory": str(tmp_path_factory.mktemp("cache"))}}
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        yield running
+    return daemon_of(repository, options)
 
 
 def test_all_are_served_and_each_has_its_own(daemon: DaemonProcess) -> None:
@@ -199,12 +193,7 @@ class TritonPythonModel:
             sender = request.get_response_sender()
             sender.send(pb.InferenceResponse([answer]), pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
-COROUTINE_FIELDS = """
-backend: "python"
-model_transaction_policy { decoupled: true }
-input [ { name: "code" data_type: TYPE_STRING dims: [ 1 ] } ]
-output [ { name: "said" data_type: TYPE_STRING dims: [ 1 ] } ]
-"""
+COROUTINE_FIELDS = fields("code STRING 1", "said STRING 1", "model_transaction_policy { decoupled: true }")
 STATE = """
 import sys, threading, warnings
 import jax

@@ -22,7 +22,7 @@ from schemathesis.specs.openapi import checks
 from tensord.daemon.front.access import http_access
 from tensord.daemon.http.routes import Routes
 from tests import repositories
-from tests.daemon_process import DaemonProcess
+from tests.daemon_process import DaemonOf, DaemonProcess
 from tests.generated import examples
 
 DOCUMENT = Path(__file__).parents[2] / "daemon" / "http" / "openapi.yaml"
@@ -64,13 +64,12 @@ CHECKS = [
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     """Runs a daemon in explicit mode, so that load and unload do something."""
     repository = tmp_path_factory.mktemp("repository")
     repositories.echo_models(repository, ["FP32"])
     options = {"repository": {"control_mode": "explicit", "load": ["*"]}}
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        yield running
+    return daemon_of(repository, options)
 
 
 @pytest.fixture(scope="module")

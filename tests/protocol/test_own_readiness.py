@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import tritonclient.grpc as grpcclient
 
-from tests.daemon_process import DaemonProcess
-from tests.repositories import write_model
+from tests.daemon_process import DaemonOf, DaemonProcess
+from tests.repositories import answering, fields, write_model
 
 #: It says what the file beside it holds.
-MODEL = """
-    import time
-    import triton_python_backend_utils as pb_utils
-
-    class TritonPythonModel:
-        {kind} is_ready(self):
-            said = open({said!r}).read()
-            if said == "late":
-                time.sleep(3600)
-            return eval(said)
-
-        def execute(self, requests):
-            other = pb_utils.get_input_tensor_by_name(requests[0], "MODEL")
-            ready = pb_utils.is_model_ready(other.as_numpy()[0].decode())
-            return [pb_utils.InferenceResponse([pb_utils.Tensor("READY", __import__("numpy").array([ready]))])]
-"""
-CONFIG = """
-    backend: "python"
-    input { name: "MODEL" data_type: TYPE_STRING dims: [ 1 ] }
-    output { name: "READY" data_type: TYPE_BOOL dims: [ 1 ] }
-"""
+MODEL = answering(
+    """
+    other = given(request, "MODEL")[0].decode()
+    return response(READY=np.array([pb_utils.is_model_ready(other)]))
+    """,
+    more="""
+    KIND is_ready(self):
+        said = open(SAID).read()
+        if said == "late":
+            time.sleep(3600)
+        return eval(said)
+    """,
+)
+CONFIG = fields("MODEL STRING 1", "READY BOOL 1")
 KINDS = ("def", "async def")
 
 
@@ -45,14 +37,13 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory, said: Path) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory, said: Path) -> DaemonProcess:
     models = tmp_path_factory.mktemp("models")
     for kind in KINDS:
-        write_model(models, kind.split()[0], MODEL.format(kind=kind, said=str(said)), CONFIG)
-    silent = MODEL.replace("{kind} is_ready", "def never_asked").replace("{said!r}", "''")
+        write_model(models, kind.split()[0], MODEL.replace("KIND", kind).replace("SAID", repr(str(said))), CONFIG)
+    silent = MODEL.replace("KIND is_ready", "def never_asked").replace("SAID", "''")
     write_model(models, "silent,with a comma".replace(" ", "_"), silent, CONFIG)
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [models], {}) as running:
-        yield running
+    return daemon_of(models, {})
 
 
 def states(daemon: DaemonProcess, ready: bool) -> dict[str, str]:

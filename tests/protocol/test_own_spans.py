@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import textwrap
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,81 +15,53 @@ from tritonclient.utils import InferenceServerException
 
 from tests import repositories
 from tests.collector import Collector
-from tests.daemon_process import DaemonProcess, wait_until
+from tests.daemon_process import DaemonOf, DaemonProcess, wait_until
 
 SAMPLED = "00-%s-00f067aa0ba902b7-01"
-HOST = """
-    import logging
+HOST = repositories.applying(
+    """
+    with tensord.models.span("look up", table="prices", rows=2, whole=True, text="x" * 1000, huge=1 << 70):
+        with tensord.models.span("read"):
+            pass
+        logging.getLogger("prices").info("looked up")
+    with tensord.models.span("check"):
+        if inputs["x"][0] < 0:
+            raise ValueError("negative")
+    return {"y": inputs["x"]}
+    """,
+    "x FP32[2]",
+    "y FP32[2]",
+    more="import logging\nimport tensord.models\nhost = True",
+)
+PYTHON = repositories.answering("""
     import tensord.models
-
-    inputs = {"x": "FP32[2]"}
-    outputs = {"y": "FP32[2]"}
-    host = True
-
-    def create(path, config, device):
-        def apply(params, inputs):
-            with tensord.models.span("look up", table="prices", rows=2, whole=True, text="x" * 1000, huge=1 << 70):
-                with tensord.models.span("read"):
-                    pass
-                logging.getLogger("prices").info("looked up")
-            with tensord.models.span("check"):
-                if inputs["x"][0] < 0:
-                    raise ValueError("negative")
-            return {"y": inputs["x"]}
-        return apply, None
-"""
-PYTHON = """
-    import json
-    import numpy as np
-    import tensord.models
-    import triton_python_backend_utils as pb_utils
-
-    class TritonPythonModel:
-        def execute(self, requests):
-            answers = []
-            for request in requests:
-                with tensord.models.span("answer"):
-                    pb_utils.Logger.log_info("a python model's line")
-                    context = request.trace().get_context() or "none"
-                answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("context", np.array([context], np.object_))]))
-            return answers
-"""
-CONFIG = """
-    backend: "python"
-    input { name: "x" data_type: TYPE_FP32 dims: [ 2 ] }
-    output { name: "context" data_type: TYPE_STRING dims: [ 1 ] }
-"""
-MANY = """
-    import tensord.models
-
-    inputs = {"x": "FP32[2]"}
-    outputs = {"y": "FP32[2]"}
-    host = True
-
-    def create(path, config, device):
-        def apply(params, inputs):
-            for number in range(500):
-                with tensord.models.span(f"part {number}", **{f"a{n}": n for n in range(40)}):
-                    pass
-            return {"y": inputs["x"]}
-        return apply, None
-"""
-GENERATOR = """
-    import numpy as np
-    import tensord.models
-
-    inputs = {"n": "INT32[1]"}
-    outputs = {"y": "INT32[1]"}
-    host = True
-
-    def create(path, config, device):
-        def apply(params, inputs):
-            with tensord.models.span("all"):
-                for i in range(inputs["n"][0]):
-                    with tensord.models.span("one", i=i):
-                        yield {"y": np.array([i], np.int32)}
-        return apply, None
-"""
+    with tensord.models.span("answer"):
+        pb_utils.Logger.log_info("a python model's line")
+        context = request.trace().get_context() or "none"
+    return response(context=np.array([context], np.object_))
+""")
+MANY = repositories.applying(
+    """
+    for number in range(500):
+        with tensord.models.span(f"part {number}", **{f"a{n}": n for n in range(40)}):
+            pass
+    return {"y": inputs["x"]}
+    """,
+    "x FP32[2]",
+    "y FP32[2]",
+    more="import tensord.models\nhost = True",
+)
+GENERATOR = repositories.applying(
+    """
+    with tensord.models.span("all"):
+        for i in range(inputs["n"][0]):
+            with tensord.models.span("one", i=i):
+                yield {"y": np.array([i], np.int32)}
+    """,
+    "n INT32[1]",
+    "y INT32[1]",
+    more="import tensord.models\nhost = True",
+)
 ECHO = repositories.of_x("x", "FP32[2]", more="host = True")
 _CALLS = """
 ask(x)
@@ -117,47 +88,33 @@ ASKS = f"""
             return {{"y": y}}
         return apply, None
 """
-PYTHON_ASKS = f"""
+PYTHON_ASKS = repositories.answering(f"""
     import tensord.models
-    import triton_python_backend_utils as pb_utils
-
-    traces = []
 
     def ask(x):
         return pb_utils.InferenceRequest(
-            model_name="host_echo", inputs=[x], requested_output_names=["y"], trace=traces[-1]
+            model_name="host_echo", inputs=[x], requested_output_names=["y"], trace=request.trace()
         ).exec().output_tensors()[0]
 
-    class TritonPythonModel:
-        def execute(self, requests):
-            answers = []
-            for request in requests:
-                x = pb_utils.get_input_tensor_by_name(request, "x")
-                x = pb_utils.Tensor("x", x.as_numpy())
-                traces.append(request.trace())
-{textwrap.indent(_CALLS, " " * 16)}
-                answers.append(pb_utils.InferenceResponse([y]))
-            return answers
-"""
+    x = pb_utils.Tensor("x", given(request))
+{textwrap.indent(_CALLS, " " * 4)}
+    return pb_utils.InferenceResponse([y])
+""")
 KINDS = pytest.mark.parametrize("kind", [httpclient, grpcclient], ids=["http", "grpc"])
 
 
 @pytest.fixture(scope="module")
-def daemon(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(collector: Collector, daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     folder = tmp_path_factory.mktemp("own")
     repositories.scale_model(folder / "models")
     for name, source, config in (
         ("host", HOST, ""),
-        ("parts", PYTHON, CONFIG),
+        ("parts", PYTHON, repositories.fields("x FP32 2", "context STRING 1")),
         ("many", MANY, ""),
         ("tells", GENERATOR, ""),
         ("host_echo", ECHO, ""),
         ("asks", ASKS, ""),
-        (
-            "python_asks",
-            PYTHON_ASKS,
-            CONFIG.replace("context", "y").replace("STRING", "FP32").replace("[ 1 ]", "[ 2 ]"),
-        ),
+        ("python_asks", PYTHON_ASKS, repositories.fields("x FP32 2", "y FP32 2")),
     ):
         repositories.write_model(folder / "models", name, source, config)
     repositories.ensemble(
@@ -168,8 +125,7 @@ def daemon(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> It
         "trace": {"otlp": collector.url, "rate": 1000000},
         "log": {"access": 1, "format": "json"},
     }
-    with DaemonProcess(folder / "daemon", [folder / "models"], options) as running:
-        yield running
+    return daemon_of(folder / "models", options, folder=folder / "daemon")
 
 
 def infer(

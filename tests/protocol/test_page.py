@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import re
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from tensord.shm.messages import PreparedRequest, PreparedTensor
 from tests import repositories
 from tests.daemon.clients.lane_client import LaneClient
-from tests.daemon_process import PATIENCE, DaemonProcess
+from tests.daemon_process import PATIENCE, DaemonOf, DaemonProcess
 from tests.raw_lane import RawLane
 
 BODY = [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]
@@ -28,15 +29,14 @@ FLAGS = (
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     folder = tmp_path_factory.mktemp("page")
     repositories.scale_model(folder / "models")
     repositories.write_model(
         folder / "models", "broken", "def create(path, config, device):\n    raise ValueError('<b>no</b>')"
     )
     options = {"repository": {"strict_readiness": False}, "clients": {"socket": str(folder / "clients.sock")}}
-    with DaemonProcess(folder, [folder / "models"], options) as running:
-        yield running
+    return daemon_of(folder / "models", options, folder=folder)
 
 
 def get(daemon: DaemonProcess, path: str = "/", method: str = "GET") -> tuple[int, dict[str, str], str]:
@@ -73,8 +73,7 @@ def test_it_has_the_errors_of_clients_on_lanes(daemon: DaemonProcess) -> None:
         client.ask(hello={})
         client.open("scale")
         (sock,) = client.lanes.values()
-        lane = RawLane(sock)
-        try:
+        with contextlib.closing(RawLane(sock)) as lane:
             wrong = PreparedRequest("scale", 0, (PreparedTensor("x", "FP32", (1, 5)),))
             lane.ask(wrong, bytes(20), client_id="the-lanes")
             while not (answers := lane.receive()):
@@ -83,8 +82,6 @@ def test_it_has_the_errors_of_clients_on_lanes(daemon: DaemonProcess) -> None:
             (row,) = [row for row in errors(daemon) if "the-lanes" in row]
             assert {"worker-0", "INVALID_ARGUMENT", "scale"} <= {*row}
             assert any("shape" in cell for cell in row)
-        finally:
-            lane.close()
 
 
 def test_it_may_be_turned_off(start_daemon: Callable[..., Any], tmp_path: Path) -> None:

@@ -19,61 +19,38 @@ import tritonclient.http as httpclient
 from tensord_client import InvalidArgument, NotFound, Replaced
 from tensord_client.parameters import layout
 
-from tests.daemon_process import ROOT, DaemonProcess
-from tests.repositories import write_model
+from tests.daemon_process import ROOT, DaemonOf, DaemonProcess
+from tests.repositories import answering, applying, fields, write_model
 
-MODEL = """
-import jax.numpy as jnp
-
-inputs = {"x": "FP32[1]"}
-outputs = {"y": "FP32[3]"}
-max_batch_size = 8
-
-def create(path, config, device):
-    def apply(params, inputs):
-        ends = jnp.stack([params["a"][0], params["inner"]["b"][-1]])
-        return {"y": jnp.concatenate([inputs["x"] * 0 + ends, inputs["x"]], axis=1)}
-
-    return apply, {"a": jnp.zeros(1000), "inner": {"b": jnp.zeros(7)}}
-"""
+MODEL = applying(
+    """
+    ends = jnp.stack([params["a"][0], params["inner"]["b"][-1]])
+    return {"y": jnp.concatenate([inputs["x"] * 0 + ends, inputs["x"]], axis=1)}
+    """,
+    "x FP32[1]",
+    "y FP32[3]",
+    more="max_batch_size = 8",
+    params='{"a": jnp.zeros(1000), "inner": {"b": jnp.zeros(7)}}',
+)
 
 
 #: Asks "m" with the parameter set that its input names, and answers with its answer.
-ASKS = """
-import tensord.models
-
-inputs = {"x": "FP32[1]", "set": "BYTES[1]"}
-outputs = {"y": "FP32[3]"}
-max_batch_size = 8
-host = True
-
-def create(path, config, device):
-    def apply(params, inputs):
-        name = inputs["set"][0, 0].decode()
-        return tensord.models.call("m", {"x": inputs["x"]}, parameters={"parameter_set": name} if name else None)
-
-    return apply, None
-"""
+ASKS = applying(
+    """
+    name = inputs["set"][0, 0].decode()
+    return tensord.models.call("m", {"x": inputs["x"]}, parameters={"parameter_set": name} if name else None)
+    """,
+    "x FP32[1], set BYTES[1]",
+    "y FP32[3]",
+    more="import tensord.models\nmax_batch_size = 8\nhost = True",
+)
 #: Asks "m" with all of its request's parameters.
-PYTHON_ASKS = """
-    import triton_python_backend_utils as pb
-
-    class TritonPythonModel:
-        def execute(self, requests):
-            answers = []
-            for request in requests:
-                asked = pb.InferenceRequest(
-                    model_name="m", inputs=request.inputs(), requested_output_names=["y"], parameters=request.parameters()
-                )
-                answers.append(asked.exec())
-            return answers
-"""
-PYTHON_ASKS_CONFIG = """
-    backend: "python"
-    max_batch_size: 8
-    input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
-    output [ { name: "y" data_type: TYPE_FP32 dims: [ 3 ] } ]
-"""
+PYTHON_ASKS = answering("""
+    return pb_utils.InferenceRequest(
+        model_name="m", inputs=request.inputs(), requested_output_names=["y"], parameters=request.parameters()
+    ).exec()
+""")
+PYTHON_ASKS_CONFIG = fields("x FP32 1", "y FP32 3", "max_batch_size: 8")
 
 
 #: ``create`` returns a tree with leaves of every kind: those that can be pushed, and those that stay what they are.
@@ -123,23 +100,22 @@ def tree(a: float, b: float | None = None) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     folder = tmp_path_factory.mktemp("parameters")
     write_model(folder / "models", "m", MODEL)
     write_model(folder / "models", "whole", WHOLE.replace("HOST", ""))
     write_model(folder / "models", "whole_host", WHOLE.replace("HOST", "host = True"))
     write_model(folder / "models", "asks", ASKS)
     write_model(folder / "models", "python_asks", PYTHON_ASKS, PYTHON_ASKS_CONFIG)
-    with DaemonProcess(
-        folder,
-        [folder / "models"],
+    return daemon_of(
+        folder / "models",
         {
             "workers": {"device": "cpu", "cpu": 2, "pin": False, "max_parameter_byte_size": 1 << 20},
             "clients": {"socket": str(folder / "clients.sock")},
             "supervisor": {"control_socket": str(folder / "control.sock")},
         },
-    ) as running:
-        yield running
+        folder=folder,
+    )
 
 
 @pytest.fixture(params=["http", "lane"])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
-from tests.daemon_process import PATIENCE, DaemonProcess
+from tests.daemon_process import PATIENCE, DaemonOf, DaemonProcess
 from tests.repositories import of_x, write_model
 
 MODEL = of_x("x * FACTOR", "FP32[1]")
@@ -17,12 +16,11 @@ ASKED = [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1]}]
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     folder = tmp_path_factory.mktemp("poll")
     write_model(folder / "models", "steady", MODEL.replace("FACTOR", "1.0"))
     options = {"repository": {"control_mode": "poll", "poll_interval": 0.2}}
-    with DaemonProcess(folder, [folder / "models"], options) as running:
-        yield running
+    return daemon_of(folder / "models", options, folder=folder)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -35,17 +33,6 @@ def until(condition: Callable[[], bool]) -> None:
 def answer(daemon: DaemonProcess, name: str) -> float | str:
     status, body = daemon.infer(name, ASKED)
     return float(body["outputs"][0]["data"][0]) if status == 200 else str(body["error"])
-
-
-def test_models_come_change_and_go(daemon: DaemonProcess) -> None:
-    models = daemon.folder / "models"
-    write_model(models, "m", MODEL.replace("FACTOR", "2.0"))
-    until(lambda: answer(daemon, "m") == 2)
-    write_model(models, "m", MODEL.replace("FACTOR", "3.0"))
-    until(lambda: answer(daemon, "m") == 3)
-    shutil.rmtree(models / "m")
-    until(lambda: "unknown model" in str(answer(daemon, "m")))
-    assert answer(daemon, "steady") == 1
 
 
 def test_a_version_that_is_a_link_to_a_release(daemon: DaemonProcess) -> None:
@@ -68,17 +55,6 @@ def test_a_version_that_is_a_link_to_a_release(daemon: DaemonProcess) -> None:
     assert daemon.get("/v2/health/ready")[0] == 200
     assert daemon.log.count("notes' is no model: it has no version folder") == 1
     assert "cannot be read" not in daemon.log
-
-
-def test_a_mistake_leaves_the_former_one_serving(daemon: DaemonProcess) -> None:
-    models = daemon.folder / "models"
-    write_model(models, "typed", MODEL.replace("FACTOR", "2.0"))
-    until(lambda: answer(daemon, "typed") == 2)
-    write_model(models, "typed", MODEL.replace("FACTOR", "missing_name"))
-    until(lambda: "missing_name" in daemon.log)
-    assert answer(daemon, "typed") == 2
-    write_model(models, "typed", MODEL.replace("FACTOR", "5.0"))
-    until(lambda: answer(daemon, "typed") == 5)
 
 
 def test_clients_may_not_load(daemon: DaemonProcess) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import queue
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ import tritonclient.http as httpclient
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 
-from tests.daemon_process import DaemonProcess
-from tests.protocol.calling_models import fields
-from tests.repositories import ensemble, write_model
+from tests.daemon_process import DaemonOf, DaemonProcess
+from tests.repositories import ensemble, fields, write_model
 from tests.scrapes import scrape
 
 #: add_sub, auto_complete and custom_metrics in one: the configuration is the model's, and its time is counted.
@@ -296,7 +294,7 @@ def write_image_ensemble(repository: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     repository = tmp_path_factory.mktemp("repository")
     write_model(repository, "add_sub", ADD_SUB)
     write_model(repository, "bls_sync", BLS, fields(f"{PAIRS[0]}, MODEL_NAME STRING 1", PAIRS[1]))
@@ -319,8 +317,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     rounds = decoupled + "sequence_batching { iterative_sequence: true }"
     write_model(repository, "rescheduled", RESCHEDULED, fields("IN INT32 1", "OUT INT32 1", rounds))
     write_image_ensemble(repository)
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository]) as running:
-        yield running
+    return daemon_of(repository)
 
 
 A, B = np.arange(4, dtype=np.float32), np.full(4, 0.5, np.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 
-from tests.daemon_process import ROOT, DaemonProcess
+from tests.daemon_process import ROOT, DaemonOf, DaemonProcess
 from tests.repositories import of_x, write_model
 
 #: They come together, so that there is something to be batched.
@@ -205,7 +205,7 @@ REFUSED: dict[str, tuple[str, str, str]] = {
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     repository = tmp_path_factory.mktemp("repository")
     manual = (ROOT / "docs" / "models.md").read_text(encoding="utf-8").partition("\n## Ragged batching\n")[2]
     write_model(repository, "ragged_mean", re.findall(r"^```python\n(.*?)^```", manual, re.MULTILINE | re.DOTALL)[0])
@@ -221,8 +221,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     options = {
         "repository": {"control_mode": "explicit", "load": ["*"], "strict_readiness": False, "exit_on_error": False}
     }
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        yield running
+    return daemon_of(repository, options)
 
 
 Ask = Callable[..., dict[str, np.ndarray]]

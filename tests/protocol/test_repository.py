@@ -20,15 +20,9 @@ from tensord.protocol import model_config_pb2
 from tests import repositories
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
 
-TIMES = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def execute(self, requests):
-        x = [pb_utils.get_input_tensor_by_name(request, "x").as_numpy() for request in requests]
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", each * np.float32(FACTOR))]) for each in x]
-"""
+TIMES = repositories.answering("""
+    return response(y=given(request) * np.float32(FACTOR))
+""")
 CONFIG = {
     "backend": "python",
     "input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [2]}],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,8 +12,8 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
-from tests.daemon_process import DaemonProcess
-from tests.repositories import write_model
+from tests.daemon_process import DaemonOf, DaemonProcess
+from tests.repositories import applying, write_model
 
 #: y: x times a parameter, plus 1000 for each level of priority.
 JAX = """
@@ -42,20 +41,16 @@ SINGLE = """
         return (lambda params, inputs, request: {"y": inputs["x"] * request["scale"]}), None
 """
 #: State, what the request says and a control of its sequence, all in one function.
-STATEFUL = """
-    inputs = {"x": "FP32[1]"}
-    outputs = {"y": "FP32[1]"}
-    max_batch_size = 4
-    state = {"sum": "FP32[1]"}
-    request = {"scale": "FP32", "sequence_end": "BOOL"}
-
-    def create(path, config, device):
-        def apply(params, inputs, state, request):
-            total = state["sum"] + inputs["x"] * request["scale"]
-            return {"y": total + 1000 * request["sequence_end"]}, {"sum": total}
-
-        return apply, None
-"""
+STATEFUL = applying(
+    """
+    total = state["sum"] + inputs["x"] * request["scale"]
+    return {"y": total + 1000 * request["sequence_end"]}, {"sum": total}
+    """,
+    "x FP32[1]",
+    "y FP32[1]",
+    more='max_batch_size = 4\nstate = {"sum": "FP32[1]"}\nrequest = {"scale": "FP32", "sequence_end": "BOOL"}',
+    arguments="params, inputs, state, request",
+)
 #: A model that refuses request parameters which it does not declare.
 STRICT = SINGLE + "    strict_parameters = True\n"
 #: Everything that can be told, as text.
@@ -84,7 +79,7 @@ HOST = """
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     repository = tmp_path_factory.mktemp("repository")
     write_model(repository, "jitted", JAX)
     write_model(repository, "single", SINGLE)
@@ -95,8 +90,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     options: dict[str, dict[str, Any]] = {
         "repository": {"control_mode": "explicit", "load": ["*"], "strict_readiness": False, "exit_on_error": False}
     }
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        yield running
+    return daemon_of(repository, options)
 
 
 def ask(client: Any, model: str, x: list[Any], **said: Any) -> Any:

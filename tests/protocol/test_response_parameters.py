@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import queue
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,40 +11,23 @@ import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 
-from tests.daemon_process import DaemonProcess
-from tests.repositories import write_model
+from tests.daemon_process import DaemonOf, DaemonProcess
+from tests.repositories import answering, fields, write_model
 
 #: ``what`` is Python: the parameters of the answer. ``size``: elements of the output.
-MODEL = """
-    import enum, json
-    import numpy as np
-    import triton_python_backend_utils as pb_utils
-
-    class Level(enum.IntEnum):
-        HIGH = 7
-
-    class TritonPythonModel:
-        calls = 0
-
-        def execute(self, requests):
-            answers = []
-            for request in requests:
-                TritonPythonModel.calls += 1
-                told = json.loads(request.parameters())
-                if "error" in told:
-                    answers.append(pb_utils.InferenceResponse(error=pb_utils.TritonError(told["error"] * told["times"])))
-                    continue
-                parameters = eval(told["what"], {"calls": self.calls, "np": np, "Level": Level})
-                y = pb_utils.Tensor("y", np.full(told.get("size", 1), self.calls, np.int32))
-                answers.append(pb_utils.InferenceResponse([y], parameters=parameters))
-            return answers
-"""
-CONFIG = """
-    backend: "python"
-    max_batch_size: 0
-    input [ { name: "x" data_type: TYPE_INT32 dims: [ 1 ] } ]
-    output [ { name: "y" data_type: TYPE_INT32 dims: [ -1 ] } ]
-"""
+MODEL = answering(
+    """
+    TritonPythonModel.calls += 1
+    told = json.loads(request.parameters())
+    if "error" in told:
+        return pb_utils.InferenceResponse(error=pb_utils.TritonError(told["error"] * told["times"]))
+    level = __import__("enum").IntEnum("Level", {"HIGH": 7})
+    parameters = eval(told["what"], {"calls": self.calls, "np": np, "Level": level})
+    return response(parameters, y=np.full(told.get("size", 1), self.calls, np.int32))
+    """,
+    more="calls = 0",
+)
+CONFIG = fields("x INT32 1", "y INT32 -1")
 GOOD = (
     "{'text': 'grüß', 'number': -2**63, 'most': 2**63 - 1, 'yes': True, 'no': False, 'empty': '', "
     "'level': Level.HIGH, 'np': np.str_('s')}"
@@ -64,11 +46,10 @@ X = {"name": "x", "datatype": "INT32", "shape": [1], "data": [1]}
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     folder = tmp_path_factory.mktemp("parameters")
     write_model(folder / "models", "says", MODEL, CONFIG)
-    with DaemonProcess(folder, [folder / "models"]) as running:
-        yield running
+    return daemon_of(folder / "models", folder=folder)
 
 
 def plain(parameters: Any) -> dict[str, Any]:

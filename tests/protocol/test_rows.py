@@ -4,72 +4,62 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import tensord_client
 
-from tests.daemon_process import PATIENCE, DaemonProcess
-from tests.repositories import of_x, write_model
+from tests.daemon_process import PATIENCE, DaemonOf, DaemonProcess
+from tests.repositories import applying, of_x, write_model
 
 BATCHES = "max_batch_size: 8\ndynamic_batching { max_queue_delay_microseconds: 20000 }\n"
 MAY = 'parameters { key: "rows_may_mix" value { string_value: "true" } }'
 #: Adds what it finds in the rows that it gets, and how many they are.
 MIXING = "x * 0 + x.sum(0) + 10 * len(x)"
-FIRST_SEED = """
-    import jax
-
-    inputs, outputs, request = {"x": "FP32[4]"}, {"y": "FP32[4]"}, {"seed": "INT32"}
-
-
-    def create(path, config, device):
-        def apply(params, inputs, request):
-            return {"y": inputs["x"] + jax.random.normal(jax.random.key(request["seed"][0, 0]), (4,))}
-
-        return apply, None
-"""
+FIRST_SEED = applying(
+    """
+    return {"y": inputs["x"] + jax.random.normal(jax.random.key(request["seed"][0, 0]), (4,))}
+    """,
+    "x FP32[4]",
+    "y FP32[4]",
+    more='request = {"seed": "INT32"}',
+    arguments="params, inputs, request",
+)
 REFUSED = {
     "mixing": (of_x(MIXING), "output 'y' depends on the other rows of its batch"),
-    "first_seed": (FIRST_SEED, "(model.py, line 9, in apply)"),
+    "first_seed": (FIRST_SEED, "(model.py, line 7, in apply)"),
     "remembers": (
-        """
-    inputs, outputs, state = {"x": "FP32[4]"}, {"y": "FP32[4]"}, {"kept": "FP32[4]"}
-
-    def create(path, config, device):
-        def apply(params, inputs, state):
-            return {"y": state["kept"] * 2}, {"kept": inputs["x"] - inputs["x"].mean(0)}
-        return apply, None
-        """,
+        applying(
+            'return {"y": state["kept"] * 2}, {"kept": inputs["x"] - inputs["x"].mean(0)}',
+            "x FP32[4]",
+            "y FP32[4]",
+            more='state = {"kept": "FP32[4]"}',
+            arguments="params, inputs, state",
+        ),
         "output 'kept' depends on the other rows of its batch",
     ),
     "ragged": (
-        """
-    import jax
-
-    inputs, outputs, ragged = {"x": "FP32[length]"}, {"y": "FP32[1]"}, ["x"]
-    buckets, batch_inputs = {"length": (64,)}, {"of": ("SEGMENT_IDS", "INT32", "x")}
-
-    def create(path, config, device):
-        def apply(params, inputs):
+        applying(
+            """
             x = inputs["x"]
             return {"y": jax.ops.segment_sum(x / abs(x).max(), inputs["of"], 8)[:, None]}
-        return apply, None
-        """,
+            """,
+            "x FP32[length]",
+            "y FP32[1]",
+            more='ragged = ["x"]\nbuckets, batch_inputs = {"length": (64,)}, {"of": ("SEGMENT_IDS", "INT32", "x")}',
+        ),
         "output 'y' depends on the other rows of its batch",
     ),
     "sets": (
-        """
-    import jax, numpy as np
-
-    inputs, outputs, batch_sets = {"x": "FP32[4]"}, {"y": "FP32[4]"}, True
-
-    def create(path, config, device):
-        def apply(params, inputs, sets):
-            return {"y": inputs["x"] * params["w"][sets] + inputs["x"][:1]}
-        return apply, {"w": np.ones(4, np.float32)}
-        """,
+        applying(
+            'return {"y": inputs["x"] * params["w"][sets] + inputs["x"][:1]}',
+            "x FP32[4]",
+            "y FP32[4]",
+            more="import jax, numpy as np\nbatch_sets = True",
+            params='{"w": np.ones(4, np.float32)}',
+            arguments="params, inputs, sets",
+        ),
         "output 'y' depends on the other rows of its batch",
     ),
 }
@@ -81,16 +71,13 @@ REFUSED["first_set"] = (
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     repository = tmp_path_factory.mktemp("repository")
     write_model(repository, "may", of_x(MIXING), BATCHES + MAY)
     for name, (source, _) in REFUSED.items():
         more = "sequence_batching { oldest { } }" if name == "remembers" else ""
         write_model(repository, name, source, "max_batch_size: 8\n" + more)
-    with DaemonProcess(
-        tmp_path_factory.mktemp("daemon"), [repository], {"repository": {"strict_readiness": False}}
-    ) as running:
-        yield running
+    return daemon_of(repository, {"repository": {"strict_readiness": False}})
 
 
 def test_requests_that_may_mix_share_no_call_and_meet_no_padding(daemon: DaemonProcess) -> None:

@@ -16,7 +16,7 @@ import tritonclient.utils.shared_memory as shared_memory
 from tritonclient.grpc import service_pb2
 
 from tests.daemon_process import PATIENCE, DaemonProcess
-from tests.repositories import write_model
+from tests.repositories import answering, applying, of_x, write_model
 
 #: So many requests of a kind that every way is taken: the first, the repeated, the loop's C part.
 _MANY = 12
@@ -24,30 +24,25 @@ _FUNCTION = """
 def create(path, config, device):
     return (lambda params, i: {"y": i["x"] * 2 + 1}), {}
 """
-_TRITON = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
+_TRITON = answering(
+    """
+    x = given(request)
+    asked = pb_utils.InferenceRequest(
+        model_name="scalar", requested_output_names=["y"], inputs=[pb_utils.Tensor("x", x.reshape(()))]
+    )
+    y = pb_utils.get_output_tensor_by_name(asked.exec(), "y").as_numpy()
+    assert y.shape == ()
+    return response(y=y)
+    """,
+    more="""
     @staticmethod
     def auto_complete_config(config):
         config.add_input({"name": "x", "data_type": "TYPE_FP32", "dims": [1]})
         config.add_output({"name": "y", "data_type": "TYPE_FP32", "dims": [1]})
         config.set_max_batch_size(0)
         return config
-
-    def execute(self, requests):
-        answers = []
-        for request in requests:
-            x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
-            asked = pb_utils.InferenceRequest(
-                model_name="scalar", requested_output_names=["y"], inputs=[pb_utils.Tensor("x", x.reshape(()))]
-            )
-            y = pb_utils.get_output_tensor_by_name(asked.exec(), "y").as_numpy()
-            assert y.shape == ()
-            answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", y)]))
-        return answers
-"""
+    """,
+)
 _STEPS = """
     platform: "ensemble"
     input { name: "v" data_type: TYPE_FP32 dims: 3 }
@@ -80,26 +75,17 @@ def create(path, config, device):
     write_model(
         folder,
         "mixed",
-        """
-        inputs = {"x": "FP32[]", "v": "FP32[3]", "n": "INT64[]", "b": "BOOL[]"}
-        outputs = {"y": "FP32[3]", "s": "FP32[]", "m": "INT64[]", "c": "BOOL[]"}
-
-        def create(path, config, device):
-            def apply(params, i):
-                return {"y": i["v"] * i["x"], "s": i["v"].sum() + i["x"], "m": i["n"] + 1, "c": ~i["b"]}
-            return apply, {}
-        """,
+        applying(
+            'return {"y": i["v"] * i["x"], "s": i["v"].sum() + i["x"], "m": i["n"] + 1, "c": ~i["b"]}',
+            "x FP32[], v FP32[3], n INT64[], b BOOL[]",
+            "y FP32[3], s FP32[], m INT64[], c BOOL[]",
+            arguments="params, i",
+        ),
     )
     write_model(
         folder,
         "text",
-        """
-        import numpy as np
-        inputs, outputs, host = {"x": "BYTES[]"}, {"y": "BYTES[]"}, True
-
-        def create(path, config, device):
-            return (lambda params, i: {"y": np.array(i["x"][()] + b"!", object)}), {}
-        """,
+        of_x('np.array(x[()] + b"!", object)', "BYTES[]", more="import numpy as np\nhost = True"),
     )
     total = 'inputs = {"x": "FP32[3]"}\noutputs = {"y": "FP32[]"}\n'
     write_model(
@@ -108,13 +94,7 @@ def create(path, config, device):
     write_model(
         folder,
         "wide",
-        """
-        import jax.numpy as jnp
-        inputs, outputs = {"x": "FP32[]"}, {"y": "FP32[50000]"}
-
-        def create(path, config, device):
-            return (lambda params, i: {"y": jnp.arange(50000, dtype=jnp.float32) * i["x"]}), {}
-        """,
+        of_x("jnp.arange(50000, dtype=jnp.float32) * x", "FP32[]", "FP32[50000]", more="import jax.numpy as jnp"),
     )
     write_model(folder, "triton", _TRITON)
     (folder / "steps" / "1").mkdir(parents=True)

@@ -18,7 +18,7 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
-from tests.daemon_process import PATIENCE, ROOT, DaemonProcess, wait_until
+from tests.daemon_process import PATIENCE, ROOT, DaemonOf, DaemonProcess, wait_until
 from tests.protocol import sequence_models
 from tests.repositories import write_model
 from tests.scrapes import scrape
@@ -27,12 +27,11 @@ NO_START = "must specify the START flag on the first request of the sequence"
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     repository = tmp_path_factory.mktemp("repository")
     sequence_models.all_models(repository)
     options = {"repository": {"control_mode": "explicit", "load": ["*"]}}
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        yield running
+    return daemon_of(repository, options)
 
 
 def tensor(module: Any, x: int, rows: bool, size: int = 1) -> Any:

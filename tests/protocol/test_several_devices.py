@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from tests.daemon_process import PATIENCE, DaemonProcess, tensorctl_status
-from tests.repositories import ensemble, write_model
+from tests.daemon_process import PATIENCE, DaemonOf, DaemonProcess, tensorctl_status
+from tests.repositories import ensemble, of_x, write_model
 from tests.scrapes import scrape
 
 #: Sums of whole numbers are the same in any order.
@@ -146,16 +145,11 @@ sequence_batching {
 
 
 #: One device, before and behind a model that has four.
-DOUBLES = """
-inputs, outputs, max_batch_size = {"x": "FP32[16]"}, {"y": "FP32[16]"}, 8
-
-def create(path, config, device):
-    return (lambda params, inputs: {"y": inputs["x"] * 2}), None
-"""
+DOUBLES = of_x("x * 2", "FP32[16]", more="max_batch_size = 8")
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     folder = tmp_path_factory.mktemp("several")
     for name, source in (MODELS | {name: source for name, (source, _) in REFUSED.items()}).items():
         write_model(folder / "models", name, WEIGHTS + source)
@@ -176,8 +170,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         "supervisor": {"control_socket": str(folder / "control.sock")},
         "expert": {"start_timeout": PATIENCE},
     }
-    with DaemonProcess(folder, (folder / "models",), options) as daemon:
-        yield daemon
+    return daemon_of(folder / "models", options, folder=folder)
 
 
 def ask(daemon: DaemonProcess, model: str, x: np.ndarray) -> dict[str, np.ndarray]:

@@ -17,7 +17,7 @@ import pytest
 
 from tests import repositories
 from tests.cuda_stub.library import CudaStub
-from tests.daemon_process import ROOT, DaemonProcess, wait_until
+from tests.daemon_process import ROOT, DaemonOf, DaemonProcess, wait_until
 
 EXAMPLES = ROOT / "examples" / "models"
 DOCUMENT = ROOT / "docs" / "shared-memory.md"
@@ -49,7 +49,7 @@ def recipe(heading: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, stub: CudaStub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, stub: CudaStub, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     repository = tmp_path_factory.mktemp("repository")
     repositories.echo_models(repository, ["FP32"])
     shutil.copytree(EXAMPLES / "digits", repository / "digits")
@@ -59,8 +59,7 @@ def daemon(leaves_nothing: None, stub: CudaStub, tmp_path_factory: pytest.TempPa
         "clients": {"socket": str(folder / "clients.sock")},
         "supervisor": {"control_socket": str(folder / "control.sock")},
     }
-    with DaemonProcess(folder, [repository], options, environment=stub.environment) as running:
-        yield running
+    return daemon_of(repository, options, environment=stub.environment, folder=folder)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
-from tests.daemon_process import ROOT, DaemonProcess
+from tests.daemon_process import ROOT, DaemonOf, DaemonProcess
 from tests.protocol.sequence_models import checked_sums
 from tests.repositories import write_model
 from tests.scrapes import scrape
@@ -126,7 +125,7 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     repository = tmp_path_factory.mktemp("repository")
     write_model(repository, "sums", checked_sums("1", "np.array([10], np.float32)"), SEQUENCES)
     write_model(repository, "triton", TRITON, TRITON_CONFIG)
@@ -139,8 +138,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
         "repository": {"control_mode": "explicit", "load": ["*"], "strict_readiness": False, "exit_on_error": False},
         "executables": {"max_state_byte_size": 1 << 20},
     }
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
-        yield running
+    return daemon_of(repository, options)
 
 
 def begin(folder: Path, content: bytes) -> None:

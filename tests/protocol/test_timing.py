@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.daemon_process import PATIENCE, DaemonProcess
+from tests.daemon_process import PATIENCE, DaemonOf, DaemonProcess
 from tests.repositories import echo_models, scale_model
 
 Array = np.ndarray[Any, Any]
@@ -18,13 +17,12 @@ FIELDS = ("queue-ns", "compute-ns", "copied-bytes")
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     repository = tmp_path_factory.mktemp("models")
     scale_model(repository)
     echo_models(repository, ("INT64",))
     options = {"http": {"response_compression": "low"}}
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as started:
-        yield started
+    return daemon_of(repository, options)
 
 
 def ask(

@@ -18,7 +18,7 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from tests import repositories
-from tests.daemon_process import DaemonProcess, wait_until
+from tests.daemon_process import DaemonOf, DaemonProcess, wait_until
 
 STAMPS = [
     "HTTP_RECV_START",
@@ -35,20 +35,13 @@ STAMPS = [
 ]
 GRPC_STAMPS = [name.replace("HTTP_RECV", "GRPC_WAITREAD").replace("HTTP_SEND", "GRPC_SEND") for name in STAMPS]
 #: Asks the ensemble as part of its request, and a model as part of none.
-CALLER = """
-    import triton_python_backend_utils as pb
-
-    class TritonPythonModel:
-        def execute(self, requests):
-            answers = []
-            for request in requests:
-                x, trace = pb.get_input_tensor_by_name(request, "x"), request.trace()
-                asked = pb.InferenceRequest(model_name="twice", inputs=[x], requested_output_names=["y"], trace=trace)
-                apart = pb.InferenceRequest(model_name="scale", inputs=[x], requested_output_names=["y"])
-                apart.exec()
-                answers.append(pb.InferenceResponse(asked.exec().output_tensors()))
-            return answers
-"""
+CALLER = repositories.answering("""
+    x, trace = pb_utils.get_input_tensor_by_name(request, "x"), request.trace()
+    asked = pb_utils.InferenceRequest(model_name="twice", inputs=[x], requested_output_names=["y"], trace=trace)
+    apart = pb_utils.InferenceRequest(model_name="scale", inputs=[x], requested_output_names=["y"])
+    apart.exec()
+    return pb_utils.InferenceResponse(asked.exec().output_tensors())
+""")
 HOST_CALLER = """
     from tensord import models
 
@@ -62,7 +55,7 @@ OFF = {"trace_level": ["OFF"], "trace_rate": None, "trace_count": None, "log_fre
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     folder = tmp_path_factory.mktemp("tracing")
     repositories.scale_model(folder / "models")
     once = ("scale", {"x": "x"}, {"y": "middle"})
@@ -74,14 +67,10 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
         folder / "models",
         "caller",
         CALLER,
-        """
-            backend: "python" max_batch_size: 8
-            input { name: "x" data_type: TYPE_FP32 dims: 4 } output { name: "y" data_type: TYPE_FP32 dims: 4 }
-        """,
+        repositories.fields("x FP32 4", "y FP32 4", "max_batch_size: 8"),
     )
     repositories.write_model(folder / "models", "host_caller", HOST_CALLER)
-    with DaemonProcess(folder, [folder / "models"], {"trace": {"file": str(folder / "trace.json")}}) as daemon:
-        yield daemon
+    return daemon_of(folder / "models", {"trace": {"file": str(folder / "trace.json")}}, folder=folder)
 
 
 @pytest.fixture

@@ -15,10 +15,9 @@ import pytest
 
 from tensord import testing
 from tests import run_folder
-from tests.repositories import faulty_models, scale_model, write_model
+from tests.repositories import applying, faulty_models, scale_model, write_model
 
 ROOT = Path(__file__).parent.parent.parent
-EXAMPLES = ROOT / "examples/models"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -100,18 +99,17 @@ def test_a_generator_waits_for_who_takes_its_responses(tmp_path: Path) -> None:
     write_model(
         tmp_path,
         "count",
-        """
-        import numpy as np
-        inputs, outputs, host = {"n": "INT32[1]"}, {"i": "INT32[65536]"}, True
-
-        def create(path, config, device):
-            def apply(params, inputs):
-                for i in range(int(inputs["n"][0])):
-                    yield {"i": np.full(65536, i, np.int32)}
-                if inputs["n"][0] == 3:
-                    raise ValueError("three is enough")
-            return apply, None
-        """,
+        applying(
+            """
+            for i in range(int(inputs["n"][0])):
+                yield {"i": np.full(65536, i, np.int32)}
+            if inputs["n"][0] == 3:
+                raise ValueError("three is enough")
+            """,
+            "n INT32[1]",
+            "i INT32[65536]",
+            more="host = True",
+        ),
     )
     with testing.load(tmp_path / "count") as model:
         assert [int(each["i"][0]) for each in model.stream({"n": [200]})] == [*range(200)]
@@ -149,18 +147,17 @@ def test_closing(tmp_path: Path) -> None:
     write_model(
         tmp_path,
         "slow",
-        """
-        import pathlib, time
-        inputs, outputs, host = {"x": "INT32[1]"}, {"y": "INT32[1]"}, True
-
-        def create(path, config, device):
-            def apply(params, inputs):
-                pathlib.Path(path, "begun").touch()
-                while not pathlib.Path(path, "go").exists():
-                    time.sleep(0.01)
-                return {"y": inputs["x"]}
-            return apply, None
-        """,
+        applying(
+            """
+            pathlib.Path(path, "begun").touch()
+            while not pathlib.Path(path, "go").exists():
+                time.sleep(0.01)
+            return {"y": inputs["x"]}
+            """,
+            "x INT32[1]",
+            "y INT32[1]",
+            more="import pathlib, time\nhost = True",
+        ),
     )
     model = testing.load(tmp_path / "slow")
     with ThreadPoolExecutor(1) as threads:

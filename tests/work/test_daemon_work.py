@@ -6,6 +6,7 @@ also happens by the clock (heartbeats, checks of deadlines) is allowed for by th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -24,7 +25,7 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from tritonclient.utils import shared_memory
 
-from tests.daemon_process import ROOT, DaemonProcess
+from tests.daemon_process import ROOT, DaemonOf, DaemonProcess
 
 COUNT = 200
 WARM = 5
@@ -49,15 +50,14 @@ OURS = {
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf) -> DaemonProcess:
     options = {
         "expert": {"spin_us": 0},
         "arenas": {"byte_size": 32 * MIB},
         "regions": {"access": "guarded"},
         "repository": {"control_mode": "explicit", "load": ["addsub", "identity"]},
     }
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [ROOT / "bench" / "models"], options) as running:
-        yield running
+    return daemon_of(ROOT / "bench" / "models", options)
 
 
 @dataclass(frozen=True)
@@ -144,12 +144,9 @@ class Asker:
 
 @pytest.fixture
 def asker(daemon: DaemonProcess, row: Row) -> Iterator[Asker]:
-    made = Asker(daemon, row)
-    try:
+    with contextlib.closing(Asker(daemon, row)) as made:
         made.ask(WARM)
         yield made
-    finally:
-        made.close()
 
 
 def front_of(daemon: DaemonProcess, row: Row) -> psutil.Process:

@@ -21,7 +21,7 @@ import tritonclient.http as httpclient
 from tests import repositories
 from tests.cuda_owner import CudaOwner
 from tests.cuda_stub.library import CudaStub
-from tests.daemon_process import PATIENCE, DaemonProcess
+from tests.daemon_process import PATIENCE, DaemonOf, DaemonProcess
 from tests.protocol.test_system_regions import ClientRegion, in_region, out_region
 
 MIB = 1 << 20
@@ -55,15 +55,14 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, stub: CudaStub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, stub: CudaStub, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     repository = tmp_path_factory.mktemp("repository")
     repositories.write_model(repository, "twice", _MODEL.replace("SIZE", "n"))
     batched = "dynamic_batching { max_queue_delay_microseconds: 20000 }"
     repositories.write_model(repository, "batched", _MODEL.replace("SIZE", "4"), batched)
     folder, options = tmp_path_factory.mktemp("daemon"), {"workers": {"device": "cuda", "single_thread_flops": 0}}
     environment = stub.gpu_environment | {"CUDA_VISIBLE_DEVICES": "0"}
-    with DaemonProcess(folder, [repository], options, environment=environment) as running:
-        yield running
+    return daemon_of(repository, options, environment=environment, folder=folder)
 
 
 @pytest.fixture

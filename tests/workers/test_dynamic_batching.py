@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.repositories import scale_model, write_model
+from tests.repositories import answering, fields, scale_model, write_model
 from tests.workers.worker_process import WorkerProcess, wait_until
 
 #: Answers with how many rows ran together.
@@ -27,12 +27,7 @@ COUNTS = """
                 pb_utils.InferenceResponse([pb_utils.Tensor("y", np.full((len(each), 1), rows, np.int32))]) for each in x
             ]
 """
-TENSORS = """
-    backend: "python"
-    max_batch_size: 8
-    input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] }
-    output { name: "y" data_type: TYPE_INT32 dims: [ 1 ] }
-"""
+TENSORS = fields("x FP32 -1", "y INT32 1", "max_batch_size: 8")
 HOUR = 3_600_000_000
 
 
@@ -97,34 +92,23 @@ def test_urgent_requests_overtake_in_the_order_of_their_levels(worker: WorkerPro
     write_model(
         tmp_path,
         "order",
-        """
-        import pathlib
-        import time
-        import numpy as np
-        import triton_python_backend_utils as pb_utils
-
-        class TritonPythonModel:
-            ran = 0
-
-            def execute(self, requests):
-                answers = []
-                for request in requests:
-                    (gate,) = pb_utils.get_input_tensor_by_name(request, "x").as_numpy().ravel()
-                    if gate:
-                        pathlib.Path(gate.decode() + ".began").touch()
-                    while gate and not pathlib.Path(gate.decode()).exists():
-                        time.sleep(0.01)
-                    self.ran += 1
-                    answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([[self.ran]], np.int32))]))
-                return answers
-        """,
-        """
-        backend: "python"
-        max_batch_size: 1
-        input { name: "x" data_type: TYPE_STRING dims: [ 1 ] }
-        output { name: "y" data_type: TYPE_INT32 dims: [ 1 ] }
-        dynamic_batching { priority_levels: 5000000000 default_priority_level: 3 }
-        """,
+        answering(
+            """
+            (gate,) = given(request).ravel()
+            if gate:
+                pathlib.Path(gate.decode() + ".began").touch()
+            while gate and not pathlib.Path(gate.decode()).exists():
+                time.sleep(0.01)
+            self.ran += 1
+            return response(y=np.array([[self.ran]], np.int32))
+            """,
+            more="ran = 0",
+        ),
+        fields(
+            "x STRING 1",
+            "y INT32 1",
+            "max_batch_size: 1 dynamic_batching { priority_levels: 5000000000 default_priority_level: 3 }",
+        ),
     )
     worker.serve(tmp_path, "order")
     gate = tmp_path / "gate"

@@ -20,16 +20,10 @@ from tensord.protocol import model_config_pb2
 from tensord.shm.control_records import Load, Loaded
 from tensord.shm.errors import ServingError
 from tests.config.test_model_fields import HONOURED
-from tests.repositories import scale_model, write_model
+from tests.repositories import answering, scale_model, write_model
 from tests.workers.worker_process import WorkerProcess
 
-PYTHON = """
-    import triton_python_backend_utils as pb_utils
-
-    class TritonPythonModel:
-        def execute(self, requests):
-            return [pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy())]) for r in requests]
-"""
+PYTHON = answering("return response(y=request.inputs()[0].as_numpy())")
 JAX = """
     def create(path, config, device):
         def apply(params, inputs, *state):

@@ -437,8 +437,7 @@ def test_models_without_parameters(loop: PushingLoop, tmp_path: Path) -> None:
 
 def test_64_bit_leaves_are_taken_as_the_model_has_them(tmp_path: Path) -> None:
     """Without JAX's 64-bit mode they have half as many bits on the device: both widths are taken."""
-    loop = PushingLoop()
-    try:
+    with contextlib.closing(PushingLoop()) as loop:
         write_model(
             tmp_path,
             "m",
@@ -455,8 +454,6 @@ def test_64_bit_leaves_are_taken_as_the_model_has_them(tmp_path: Path) -> None:
         for number, dtype in enumerate((np.float64, np.float32), 1):
             loop.push("m", {"w": np.full(8, number, dtype)}, number)
             assert value(loop.ask_value_of("m")) == number
-    finally:
-        loop.close()
 
 
 # ---------------------------------------------------------------------------------------------------- a version's life
@@ -468,8 +465,7 @@ def record_of(path: Path, held: bool) -> Load:
 
 
 def test_a_version_is_held_until_its_sets_are_restored(tmp_path: Path) -> None:
-    loop = PushingLoop()
-    try:
+    with contextlib.closing(PushingLoop()) as loop:
         path = write_numbered(tmp_path, "m", BATCHES)
         loop.tell(record_of(path, held=True))
         assert loop.hear(Loaded).reason == ""
@@ -490,8 +486,6 @@ def test_a_version_is_held_until_its_sets_are_restored(tmp_path: Path) -> None:
         assert not loop.worker._models.held
         loop.call(ServeLoaded("m", 1))
         assert loop.ask_value("m").code
-    finally:
-        loop.close()
 
 
 def test_what_was_staged_goes_with_its_model(loop: PushingLoop) -> None:

@@ -164,11 +164,8 @@ class Object:
 
 @contextlib.contextmanager
 def an_object(loop: WorkerLoop, name: str = "r") -> Iterator[Object]:
-    made = Object(loop, name)
-    try:
+    with contextlib.closing(Object(loop, name)) as made:
         yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.daemon_process import DaemonProcess, wait_until
-from tests.repositories import write_model
+from tests.repositories import applying, write_model
 
 #: Becomes the parent of orphans as the first process of a container is, and has one child of its own, which ends among them.
 REAPS = """
@@ -53,21 +53,15 @@ def test_all_that_the_daemon_did_not_start_are_reaped() -> None:
     assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
 
 
-LEAVES = """
-import subprocess
-import numpy as np
-
-inputs = {"x": "FP32[1]"}
-outputs = {"y": "FP32[1]"}
-host = True
-
-def create(path, config, device):
-    def run(params, inputs):
-        subprocess.run(["sh", "-c", "(exit 3) & (sleep 0.01) &"], check=True)
-        return {"y": inputs["x"]}
-
-    return run, {}
-"""
+LEAVES = applying(
+    """
+    subprocess.run(["sh", "-c", "(exit 3) & (sleep 0.01) &"], check=True)
+    return {"y": inputs["x"]}
+    """,
+    "x FP32[1]",
+    "y FP32[1]",
+    more="import subprocess\nhost = True",
+)
 
 
 def test_a_daemon_that_is_the_first_process(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
@@ -48,8 +49,7 @@ def test_it_looks_by_itself_while_the_loop_is_idle(context: Context) -> None:
 
 
 def test_a_mark_is_reached_behind_what_is_queued(context: Context) -> None:
-    marker = Marker(context)
-    try:
+    with contextlib.closing(Marker(context)) as marker:
         pointer, content = context.allocate(4096), np.zeros(64, np.uint8)
         for _ in range(50):
             context.to_device(pointer, content.__array_interface__["data"][0], 64)
@@ -58,8 +58,6 @@ def test_a_mark_is_reached_behind_what_is_queued(context: Context) -> None:
         context.synchronize()
         assert marker.reached
         context.free(pointer)
-    finally:
-        marker.close()
 
 
 def test_a_gpu_that_does_nothing_for_too_long(context: Context, look: Callable[..., IdleLook]) -> None:

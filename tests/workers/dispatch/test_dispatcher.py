@@ -29,7 +29,7 @@ from tensord.workers.threads.cancellation import Cancellation
 from tensord.workers.threads.inbox import Inbox
 from tensord.workers.threads.work_thread import WorkThread
 from tests.records import Tensor, WholeRequest
-from tests.repositories import scale_model, write_model
+from tests.repositories import applying, scale_model, write_model
 from tests.workers.dispatch.test_outbox import ALane
 from tests.workers.loading.targets import target
 
@@ -119,17 +119,15 @@ class Bench:
         self.lane.arena.close()
 
 
-ANY = """
-    inputs = {"x": "FP32[n]"}
-    outputs = {"y": "FP32[n]"}
-
-    def create(path, config, device):
-        def apply(params, inputs):
-            if inputs["x"].shape[0] == 3:
-                raise ValueError("three is not for me")
-            return {"y": inputs["x"] * 2}
-        return apply, None
-"""
+ANY = applying(
+    """
+    if inputs["x"].shape[0] == 3:
+        raise ValueError("three is not for me")
+    return {"y": inputs["x"] * 2}
+    """,
+    "x FP32[n]",
+    "y FP32[n]",
+)
 
 
 REPLACING = 'parameters { key: "replace_waiting" value { string_value: "true" } }'

@@ -625,12 +625,8 @@ def test_whether_to_look_before_sleeping_is_asked_once_for_each_wait() -> None:
 def test_an_error_of_what_is_asked_is_told() -> None:
     spin = AskedSpin()
     spin.error = RuntimeError("it cannot be told")
-    native = Native(spin)
-    try:
-        with pytest.raises(RuntimeError, match="it cannot be told"):
-            native.fast.wait(2_000_000, True)
-    finally:
-        native.close()
+    with contextlib.closing(Native(spin)) as native, pytest.raises(RuntimeError, match="it cannot be told"):
+        native.fast.wait(2_000_000, True)
 
 
 def test_nothing_is_served_while_others_wait_or_after_it_is_forgotten(native: Native) -> None:
@@ -932,8 +928,7 @@ def test_whatever_comes_is_answered_or_given_back_as_it_came(
     wanted: list[Any], junk: bytes, cut: int, broken: bool
 ) -> None:
     """The C reader never takes what Python's would read in another way."""
-    native = Native()
-    try:
+    with contextlib.closing(Native()) as native:
         native.learn()
         learn_places(native)
         datagram = b"\x01\xdc" + len(wanted).to_bytes(2, "big") + b"".join(map(encoder.encode, wanted))
@@ -971,8 +966,6 @@ def test_whatever_comes_is_answered_or_given_back_as_it_came(
                     place = content if isinstance(content, bytes) else (content.segment, content.offset)
                     assert answer.contents == (repr((place,)).encode().ljust(40)[:40],)
         assert (events, unsent) == ([], [])
-    finally:
-        native.close()
 
 
 # --------------------------------------------------------------------------------------------------- in a worker's loop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 from collections.abc import Iterator
@@ -46,8 +47,7 @@ def test_nothing_came(event: int, look_ns: int, timeout_ns: int) -> None:
 
 def test_a_worker_answers_without_the_c_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extensions, "available", False)
-    loop = WorkerLoop()
-    try:
+    with contextlib.closing(WorkerLoop()) as loop:
         loop.load(ROOT / "bench" / "models" / "addsub")
         content = np.full((1, 16), 3, np.float32).tobytes()
         for _ in range(5):
@@ -56,5 +56,3 @@ def test_a_worker_answers_without_the_c_part(monkeypatch: pytest.MonkeyPatch) ->
             place = answer.outputs[0].place
             assert isinstance(place, bytes)
             assert np.frombuffer(place, np.float32).tolist() == [6.0] * 16
-    finally:
-        loop.close()

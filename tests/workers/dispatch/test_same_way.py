@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import pytest
 from tensord.workers.models.model_version import ModelVersion
 from tests.daemon_process import ROOT
 from tests.records import Tensor
-from tests.repositories import write_model
+from tests.repositories import of_x, write_model
 from tests.workers.worker_loop import WorkerLoop
 
 REQUESTS, REPEATED = 300, 4
@@ -33,16 +34,7 @@ class Way(NamedTuple):
 
 
 #: A model with a thread of its own: requests are given to it ahead, or not.
-HOST = """
-    host = True
-    inputs = {"x": "FP32[16]"}
-    outputs = {"y": "FP32[16]"}
-
-    def create(path, config, device):
-        def apply(params, inputs):
-            return {"y": inputs["x"] + 1}
-        return apply, None
-"""
+HOST = of_x("x + 1", "FP32[16]", more="host = True")
 
 
 def drive(loop: WorkerLoop, version: ModelVersion, inputs: list[Tensor], slow: bool = False) -> list[Way]:
@@ -72,8 +64,7 @@ def drive(loop: WorkerLoop, version: ModelVersion, inputs: list[Tensor], slow: b
 
 def ways(folder: Path, inputs: list[Tensor], slow: bool) -> list[Way]:
     """Loads a model in a new worker, sends requests until all programs for them are there, and then says how they are run."""
-    loop = WorkerLoop()
-    try:
+    with contextlib.closing(WorkerLoop()) as loop:
         loop.load(folder)
         version, seen = loop.worker._models.find(folder.name, 1), list[int]()
         # A program that is missed often enough is made.
@@ -83,8 +74,6 @@ def ways(folder: Path, inputs: list[Tensor], slow: bool) -> list[Way]:
                 loop.worker.iterate()
             seen.append(loop.worker._models.changes)
         return drive(loop, version, inputs, slow)
-    finally:
-        loop.close()
 
 
 @pytest.mark.parametrize("name", ["addsub", "mlp", "host"])

@@ -17,6 +17,7 @@ from tensord.shm.sequence_page import SequenceKeys, SequenceState
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.native.extensions import available
 from tests.records import Tensor, WholeAnswer
+from tests.repositories import applying
 from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop
 
 pytestmark = pytest.mark.skipif(not available, reason="the C extension was not built")
@@ -249,19 +250,15 @@ def test_who_is_silent_too_long_is_forgotten(loop: WorkerLoop, tmp_path: Path) -
     assert made.version.sequences.table.live == 0
 
 
-TELLING = """
-    inputs = {"x": "FP32[1]"}
-    outputs = {"y": "FP32[1]"}
-    max_batch_size = 4
-
-
-    def create(path, config, device):
-        def apply(params, inputs):
-            flags = inputs["START"] + 10 * inputs["END"] + 100 * inputs["READY"]
-            return {"y": inputs["x"] * 1000000 + inputs["CORRID"] * 1000 + flags}
-
-        return apply, None
+TELLING = applying(
     """
+    flags = inputs["START"] + 10 * inputs["END"] + 100 * inputs["READY"]
+    return {"y": inputs["x"] * 1000000 + inputs["CORRID"] * 1000 + flags}
+    """,
+    "x FP32[1]",
+    "y FP32[1]",
+    more="max_batch_size = 4",
+)
 CONTROLS = """
     control_input { name: "START" control { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 1 ] } }
     control_input { name: "END" control { kind: CONTROL_SEQUENCE_END int32_false_true: [ 0, 1 ] } }

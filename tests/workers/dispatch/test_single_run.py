@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -537,15 +538,15 @@ def test_a_model_loaded_again_answers_from_then_on(loop: WorkerLoop, tmp_path: P
         np.testing.assert_array_equal(asker.ask(x)[0], x * 3)
 
 
+def loop_with(arenas: Arenas) -> WorkerLoop:
+    executables = ExecutablesOptions(cache_directory="/dev/null/none")
+    return WorkerLoop(Options(expert=Expert(spin_us=0), arenas=arenas, executables=executables))
+
+
 def test_where_the_answers_are_not_taken_they_wait(models: Path, leaves_nothing: None) -> None:
     """The response arena has room for two: the third waits in Python until one is given back."""
     arenas = Arenas(byte_size=4 << 20, max_byte_size=4 << 20)
-    loop = WorkerLoop(
-        Options(
-            expert=Expert(spin_us=0), arenas=arenas, executables=ExecutablesOptions(cache_directory="/dev/null/none")
-        )
-    )
-    try:
+    with contextlib.closing(loop_with(arenas)) as loop:
         asker = Asker(loop, models, "double", 1 << 18)
         asker.known()
         xs = [asker.next_x() for _ in range(6)]
@@ -567,19 +568,12 @@ def test_where_the_answers_are_not_taken_they_wait(models: Path, leaves_nothing:
         held.release()
         asker.known()
         assert leases(loop) == 0
-    finally:
-        loop.close()
 
 
 def test_segments_of_their_own(models: Path, leaves_nothing: None) -> None:
     """Tensors larger than a block of the first segment; one that is closed is announced to the other end before anything else."""
     arenas = Arenas(byte_size=1 << 20, max_byte_size=64 << 20, keep_byte_size=4 << 20)
-    loop = WorkerLoop(
-        Options(
-            expert=Expert(spin_us=0), arenas=arenas, executables=ExecutablesOptions(cache_directory="/dev/null/none")
-        )
-    )
-    try:
+    with contextlib.closing(loop_with(arenas)) as loop:
         asker = Asker(loop, models, "double")
         for count in (COUNT, 8 * COUNT, 2 * COUNT):
             asker.count = count
@@ -590,8 +584,6 @@ def test_segments_of_their_own(models: Path, leaves_nothing: None) -> None:
         (submitter,) = loop.worker._submitters.values()
         asker.check()
         assert set(loop.front._theirs._segments) <= set(submitter.lane.arena.segments)
-    finally:
-        loop.close()
 
 
 def test_an_output_that_somebody_keeps_ends_it(loop: WorkerLoop, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -204,16 +205,13 @@ def test_a_stepped_model(loop: WorkerLoop, tmp_path: Path) -> None:
 
 def test_parameters_that_answers_tell(leaves_nothing: None, tmp_path: Path) -> None:
     """An answer that says which set it is of is C's for main alone."""
-    loop = PushingLoop()
-    try:
+    with contextlib.closing(PushingLoop()) as loop:
         loop.load(write_numbered(tmp_path, "m", "max_batch_size: 8"))
         loop.push("m", numbered(1.0), 1, "a")
         for _ in range(3):
             loop.ask_value("m", set="a", tells=True)
             loop.worker.iterate()
         assert slow(loop.version("m")) == {SlowReason.PARAMETERS.label: 3}
-    finally:
-        loop.close()
 
 
 def test_regions_of_sequences(loop: WorkerLoop, tmp_path: Path, region: tuple[str, mmap.mmap, int]) -> None:

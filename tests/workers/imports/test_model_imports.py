@@ -6,7 +6,6 @@ import builtins
 import json
 import os
 import py_compile
-from collections.abc import Iterator
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from textwrap import dedent
@@ -16,8 +15,8 @@ from typing import Any
 import pytest
 
 from tensord.workers.imports.model_imports import BytecodeLoader, SourceLoader
-from tests.daemon_process import ROOT, DaemonProcess, wait_until
-from tests.repositories import write_model
+from tests.daemon_process import ROOT, DaemonOf, DaemonProcess, wait_until
+from tests.repositories import applying, fields, write_model
 
 #: Each statement of ``checks`` leaves what it found in ``found``. The helper modules say whose they are.
 PYTHON = """
@@ -133,11 +132,7 @@ def write_owner(repository: Path, model: str, owner: str, version: int = 1) -> N
         repository,
         model,
         PYTHON.format(checks=checks),
-        """
-        backend: "python"
-        input [ { name: "x" data_type: TYPE_INT32 dims: [ 1 ] } ]
-        output [ { name: "y" data_type: TYPE_STRING dims: [ 1 ] } ]
-        """,
+        fields("x INT32 1", "y STRING 1"),
         version,
     )
     files = {
@@ -197,14 +192,13 @@ def expected(owner: str) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def daemon(daemon_of: DaemonOf, tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     folder = tmp_path_factory.mktemp("imports")
     repository = folder / "models"
     write_owner(repository, "a", "a")
     write_owner(repository, "b", "b")
     relative = Path(os.path.relpath(repository, ROOT))
-    with DaemonProcess(folder, [relative], {"repository": {"control_mode": "explicit", "load": ["*"]}}) as running:
-        yield running
+    return daemon_of(relative, {"repository": {"control_mode": "explicit", "load": ["*"]}}, folder=folder)
 
 
 def ask(daemon: DaemonProcess, model: str) -> Any:
@@ -262,21 +256,16 @@ def test_imports_inside_apply(daemon: DaemonProcess, kind: str) -> None:
             assert (status, answer["outputs"][0]["data"]) == (200, [value * factor + 1 for value in values])
 
 
-WATCH = """
-    import gc, types
-    import numpy as np
-
-    inputs = {"x": "INT32[1]"}
-    outputs = {"y": "INT32[1]"}
-    host = True
-
-    def create(path, config, device):
-        def apply(params, inputs):
-            gc.collect()
-            names = [value.__name__ for value in gc.get_objects() if type(value) is types.ModuleType]
-            return {"y": np.array([sum("leaver" in name for name in names)], np.int32)}
-        return apply, None
-"""
+WATCH = applying(
+    """
+    gc.collect()
+    names = [value.__name__ for value in gc.get_objects() if type(value) is types.ModuleType]
+    return {"y": np.array([sum("leaver" in name for name in names)], np.int32)}
+    """,
+    "x INT32[1]",
+    "y INT32[1]",
+    more="import gc, types\nhost = True",
+)
 LEAVER = """
     import helper, pickle
     import triton_python_backend_utils as pb_utils

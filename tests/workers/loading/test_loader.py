@@ -30,7 +30,7 @@ from tensord.workers.requests.result import Result
 from tensord.workers.scheduling.dynamic_batcher import BatchRules
 from tensord.workers.scheduling.queue import QueuePolicy
 from tensord.workers.threads.inbox import Inbox
-from tests.repositories import of_x, write_model
+from tests.repositories import answering, applying, fields, of_x, write_model
 from tests.workers.loading.targets import target
 from tests.workers.made_requests import request_of
 
@@ -141,43 +141,31 @@ def test_config_pbtxt_comes_first(load: Loading) -> None:
     assert model.queue_rules.default_policy == QueuePolicy(9, 5000, delay=True)
 
 
-HOST = """
-    import numpy as np
-    inputs = {"x": "BYTES[n]"}
-    outputs = {"y": "INT32[n]"}
-    host = True
-
-    def create(path, config, device):
-        return (lambda params, inputs: {"y": np.array([len(word) for word in inputs["x"]], np.int32)}), None
-"""
+HOST = of_x(
+    "np.array([len(word) for word in x], np.int32)", "BYTES[n]", "INT32[n]", more="import numpy as np\nhost = True"
+)
 
 
 #: Each trace leaves a value in a list.
-LEAKS = """
-    inputs = {"x": "FP32[2]"}
-    outputs = {"y": "FP32[2]"}
-    max_batch_size = 2
-    kept = []
-
-    def create(path, config, device):
-        def apply(params, inputs):
-            y = WITH inputs["x"].sum(1, keepdims=True)
-            kept.append(y)
-            return {"y": inputs["x"] + y}
-        return apply, None
-"""
+LEAKS = applying(
+    """
+    y = WITH inputs["x"].sum(1, keepdims=True)
+    kept.append(y)
+    return {"y": inputs["x"] + y}
+    """,
+    "x FP32[2]",
+    "y FP32[2]",
+    more="max_batch_size = 2\nkept = []",
+)
 DECOUPLED = "model_transaction_policy { decoupled: true }"
-YIELDS = """
-    inputs = {"x": "FP32[n]"}
-    outputs = {"y": "FP32[n]"}
-    max_batch_size = 8
-    HOST
-
-    def create(path, config, device):
-        def apply(params, inputs):
-            yield {"y": inputs["x"]}
-        return apply, {}
-"""
+YIELDS = applying(
+    """
+    yield {"y": inputs["x"]}
+    """,
+    "x FP32[n]",
+    "y FP32[n]",
+    more="max_batch_size = 8\nHOST",
+)
 
 
 @pytest.mark.parametrize("host", ["", "host = True"])
@@ -324,17 +312,15 @@ def test_refused(load: Loading, source: str, config: str, kind: type[ServingErro
     assert sys.path == before[1]
 
 
-MIXING = """
-    inputs = {"x": "FP32[4]"}
-    outputs = {"y": "FP32[4]"}
-    max_batch_size = 5
-
-    def create(path, config, device):
-        def apply(params, inputs):
-            x = inputs["x"]
-            return {"y": x - x.mean(0)}
-        return apply, None
-"""
+MIXING = applying(
+    """
+    x = inputs["x"]
+    return {"y": x - x.mean(0)}
+    """,
+    "x FP32[4]",
+    "y FP32[4]",
+    more="max_batch_size = 5",
+)
 
 
 @pytest.mark.parametrize(
@@ -347,7 +333,7 @@ MIXING = """
 )
 def test_rows_may_mix_if_the_model_says_so(load: Loading, more: str, config: str) -> None:
     """Then requests share no batch, and each number of rows has a program of its own."""
-    model = load(MIXING + "\n    " + more + "\n", config)
+    model = load(MIXING + more, config)
     assert model.batch_rules == BatchRules(5, joins=False)
     assert model.jitted is not None
     assert [rows for rows, _ in model.jitted.executables.made] == [1, 2, 3, 4, 5]
@@ -363,7 +349,7 @@ def test_rows_may_mix_if_the_model_says_so(load: Loading, more: str, config: str
 )
 def test_what_rows_that_mix_exclude(load: Loading, more: str, config: str, words: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        load(MIXING + "\n    " + more + "\n", config)
+        load(MIXING + more, config)
     assert words in caught.value.message
 
 
@@ -380,56 +366,9 @@ def test_what_rows_that_mix_exclude(load: Loading, more: str, config: str, words
 )
 def test_why_a_row_depends_on_its_place(load: Loading, more: str, words: str) -> None:
     with pytest.raises(Internal) as caught:
-        load(
-            MIXING.replace("x - x.mean(0)", f"x + {more}").replace(
-                "    inputs =", "    import jax, numpy as np\n    inputs ="
-            )
-        )
+        load(MIXING.replace("x - x.mean(0)", f"x + {more}"))
     assert re.search(words, caught.value.message)
     assert ("rows_may_mix" in caught.value.message) == ("probably" in words)
-
-
-def test_no_model_sees_another(load: Loading, tmp_path: Path) -> None:
-    """Two models with modules of the same name beside them; globals of one; and no files are left in their folders."""
-    source = """
-        import labels
-        inputs = {"x": "INT32[1]"}
-        outputs = {"y": "INT32[1]"}
-        host = True
-        calls = []
-
-        def create(path, config, device):
-            def apply(params, inputs):
-                calls.append(1)
-                return {"y": inputs["x"] + labels.NUMBER + 1000 * len(calls)}
-            return apply, None
-    """
-    for name, number in (("a", 1), ("b", 2)):
-        folder = tmp_path / name / "1"
-        folder.mkdir(parents=True)
-        (folder / "labels.py").write_text(f"NUMBER = {number}\n")
-    a, b = load(source, name="a"), load(source, name="b")
-    assert "labels" not in sys.modules
-    x = np.array([0], np.int32)
-    for model, expected in ((a, 1001), (b, 1002), (a, 2001)):
-        result = run(model, load, x=x)
-        assert isinstance(result, dict)
-        assert result["y"].tolist() == [expected]
-    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == [
-        "labels.py",
-        "labels.py",
-        "model.py",
-        "model.py",
-    ]
-
-
-def test_a_changed_source_is_always_seen(load: Loading) -> None:
-    """A change within the second and at the same size is seen, where compiled copies would count as current."""
-    for number in "12345":
-        model = load(HOST.replace("len(word)", f"{number} "))
-        result = run(model, load, x=np.array([b"a"], np.object_))
-        assert isinstance(result, dict)
-        assert result["y"].tolist() == [int(number)]
 
 
 def test_labels(load: Loading, tmp_path: Path) -> None:
@@ -463,34 +402,25 @@ def test_what_is_not_offered_cannot_be_asked_for_by_the_model_itself(load: Loadi
 
 
 def test_a_generator_has_no_ragged_inputs(load: Loading) -> None:
-    source = """
-        inputs = {"x": "FP32[n]"}
-        outputs = {"y": "FP32[n]"}
-        max_batch_size = 2
-        ragged = ("x",)
-
-        def create(path, config, device):
-            def apply(params, inputs):
-                yield {"y": inputs["x"]}
-            return apply, None
-    """
+    source = applying(
+        """
+        yield {"y": inputs["x"]}
+        """,
+        "x FP32[n]",
+        "y FP32[n]",
+        more='max_batch_size = 2\nragged = ("x",)',
+    )
     with pytest.raises(InvalidArgument, match="those have no ragged inputs: they run one request at a time"):
         load(source)
 
 
 def test_the_largest_batch_is_bounded(load: Loading) -> None:
-    source = """
-        inputs = {"x": "FP32[s]"}
-        outputs = {"y": "FP32[4]"}
-        max_batch_size = MOST
-        buckets = {"s": (2, 4)}
-        batch_buckets = (1,)
-        host = False
-
-        def create(path, config, device):
-            return (lambda params, inputs: {"y": inputs["x"][:, :1] + inputs["x"][:, :1] * np.ones(4, np.float32)}), None
-    """
-    source = source.replace("inputs =", "import numpy as np\n        inputs =", 1)
+    source = of_x(
+        "x[:, :1] + x[:, :1] * np.ones(4, np.float32)",
+        "FP32[s]",
+        "FP32[4]",
+        more='import numpy as np\nmax_batch_size = MOST\nbuckets = {"s": (2, 4)}\nbatch_buckets = (1,)\nhost = False',
+    )
     assert load(source.replace("MOST", str(1 << 15))).jitted is not None
     with pytest.raises(InvalidArgument) as caught:
         load(source.replace("MOST", str((1 << 15) + 1)))
@@ -518,18 +448,16 @@ WARM = (
 
 def test_a_python_model_is_warm_before_it_serves(load: Loading) -> None:
     model = load(
-        """
-        import numpy as np
-        import triton_python_backend_utils as pb_utils
-
-        class TritonPythonModel:
+        answering(
+            "return response(y=np.array([self.calls], np.float32))",
+            more="""
             calls = 0
 
             def execute(self, requests):
-                TritonPythonModel.calls += len(requests)
-                count = np.array([self.calls], np.float32)
-                return [pb_utils.InferenceResponse([pb_utils.Tensor("y", count)]) for _ in requests]
-        """,
+                self.calls += len(requests)
+                return [self.answer(request) for request in requests]
+            """,
+        ),
         """input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] }
         output { name: "y" data_type: TYPE_FP32 dims: [ 1 ] } """
         + WARM,
@@ -612,10 +540,7 @@ class TritonPythonModel:
     assert [instance._thread.name for instance in model.instances] == ["m_0_0", "m_0_1", "m_0_2"]
 
 
-THREE = """
-    backend: "python" instance_group { count: 3 }
-    input { name: "x" data_type: TYPE_FP32 dims: 1 } output { name: "y" data_type: TYPE_FP32 dims: 1 }
-"""
+THREE = fields("x FP32 1", "y FP32 1", "instance_group { count: 3 }")
 #: What a model does that has each instance in a process of its own elsewhere: its globals, and its locks, are for one at a time.
 ONE_BY_ONE = """
 import builtins, time
@@ -658,21 +583,14 @@ def test_instances_are_initialised_and_finalized_one_after_the_other(
     assert "begin" not in noted[4:]
 
 
-CLOSED_OVER = """
-import numpy as np
-inputs = {"x": "FP32[1000]"}
-outputs = {"y": "FP32[1000]"}
-max_batch_size = 2
-weights = np.ones((1000, 1000), np.float32)
-def create(path, config, device):
-    def apply(params, inputs):
-        return {"y": inputs["x"] @ weights}
-    return apply, {}
-"""
+def weighing(y: str = "x @ weights", params: str = "{}", size: int = 1000) -> str:
+    """Returns a model.py with output ``y``, and an array of ``size`` times ``size`` elements beside its function."""
+    more = f"import numpy as np\nmax_batch_size = 2\nweights = np.ones(({size}, {size}), np.float32)"
+    return of_x(y, f"FP32[{size}]", more=more, params=params)
 
 
 def test_closed_over_arrays_are_named_with_what_they_cost(load: Loading, caplog: pytest.LogCaptureFixture) -> None:
-    load(CLOSED_OVER)
+    load(weighing())
     said = [record.message for record in caplog.records if "constants" in record.message]
     assert len(said) == 1
     assert said[0].startswith(
@@ -680,17 +598,13 @@ def test_closed_over_arrays_are_named_with_what_they_cost(load: Loading, caplog:
     )
     assert "about 8000000 bytes more. Return them from create() with the parameters" in said[0]
     caplog.clear()
-    given = CLOSED_OVER.replace("apply, {}", 'apply, {"w": weights}').replace("@ weights", '@ params["w"]')
-    load(given)
-    load(CLOSED_OVER.replace("return apply, {}", 'return apply, {"rate": 0.5, "sizes": [1, 2]}').replace("1000", "100"))
+    load(weighing('x @ params["w"]', '{"w": weights}'))
+    load(weighing(params='{"rate": 0.5, "sizes": [1, 2]}', size=100))
     assert not any("constants" in record.message for record in caplog.records)
 
 
 def test_parameters_that_are_no_arrays_are_named(load: Loading, caplog: pytest.LogCaptureFixture) -> None:
-    source = CLOSED_OVER.replace("apply, {}", 'apply, {"deep": {"table": [0.5] * 2000}}').replace(
-        "@ weights", '* params["deep"]["table"][7]'
-    )
-    load(source)
+    load(weighing('x * params["deep"]["table"][7]', '{"deep": {"table": [0.5] * 2000}}'))
     said = [record.message for record in caplog.records if "constants" in record.message]
     assert len(said) == 1
     assert said[0].startswith(
@@ -750,6 +664,6 @@ def test_what_changes_each_time_is_told_and_never_cached(load: Loading, caplog: 
 def test_a_value_of_a_trace_that_is_used_in_the_next(load: Loading) -> None:
     for use in ("kept[0]", "(kept[0] + inputs['x']).sum()"):
         with pytest.raises(
-            Internal, match=r"a value of one trace of the function is kept outside of it.*model.py, line 11, in"
+            Internal, match=r"a value of one trace of the function is kept outside of it.*model.py, line 10, in"
         ):
             load(LEAKS.replace("WITH", "").replace('inputs["x"] + y', f'inputs["x"] + {use}'))

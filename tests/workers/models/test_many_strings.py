@@ -13,34 +13,20 @@ from tensord.shm import strings
 from tensord.shm.arrays import SLICE, byte_content
 from tensord.workers.imports import import_system
 from tests.records import Tensor
-from tests.repositories import of_x, write_model
+from tests.repositories import answering, applying, fields, of_x, write_model
 from tests.workers.worker_loop import WorkerLoop
 
 HOST = of_x("x[::-1]", "BYTES[n]", more="host = True")
-GENERATOR = """
-    inputs = {"x": "BYTES[n]"}
-    outputs = {"y": "BYTES[n]"}
-    host = True
-
-    def create(path, config, device):
-        def generate(params, inputs):
-            yield {"y": inputs["x"][::-1]}
-
-        return generate, {}
+GENERATOR = applying(
     """
-PYTHON = """
-    import triton_python_backend_utils as pb_utils
-
-    class TritonPythonModel:
-        def execute(self, requests):
-            given = [pb_utils.get_input_tensor_by_name(request, "x").as_numpy() for request in requests]
-            return [pb_utils.InferenceResponse([pb_utils.Tensor("y", array[::-1])]) for array in given]
-    """
-PYTHON_CONFIG = """
-    backend: "python"
-    input { name: "x" data_type: TYPE_STRING dims: -1 }
-    output { name: "y" data_type: TYPE_STRING dims: -1 }
-    """
+    yield {"y": inputs["x"][::-1]}
+    """,
+    "x BYTES[n]",
+    "y BYTES[n]",
+    more="host = True",
+)
+PYTHON = answering("return response(y=given(request)[::-1])")
+PYTHON_CONFIG = fields("x STRING -1", "y STRING -1")
 
 
 @pytest.fixture(scope="module")

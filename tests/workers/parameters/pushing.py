@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -219,8 +219,3 @@ def mapped() -> int:
     """Returns how many mappings of pushed parameters this process has."""
     with open("/proc/self/maps") as file:
         return sum("tensord-parameters" in line for line in file)
-
-
-def in_order(found: Sequence[float]) -> bool:
-    """Returns whether no answer was computed with an older set than one before it."""
-    return list(found) == sorted(found)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from tensord.shm.errors import InvalidArgument, Unavailable
 from tensord.shm.operations import MemorySource
 from tensord.workers.parameters import layout
 from tensord.workers.parameters.sealed_memory import SealedMemory
-from tests.repositories import write_model
+from tests.repositories import applying, write_model
 from tests.workers.parameters.made_sets import sealed
 from tests.workers.parameters.pushing import PushingLoop, said, value, write_chain
 from tests.workers.parameters.test_named_sets import figures, of_workers
@@ -59,13 +59,6 @@ def own(number: float) -> dict[str, Array]:
 
 def whole(number: float, base: float = 0) -> dict[str, Array]:
     return {**own(number), "base": np.full(8, base, np.float32)}
-
-
-@pytest.fixture
-def loop() -> Iterator[PushingLoop]:
-    worker = PushingLoop()
-    yield worker
-    worker.close()
 
 
 def executions(loop: PushingLoop) -> int:
@@ -212,14 +205,10 @@ def test_a_step_of_an_ensemble(loop: PushingLoop, tmp_path: Path) -> None:
 
 
 def test_the_stack_has_a_bound(tmp_path: Path) -> None:
-    loop = PushingLoop(of_workers(parameter_byte_size=4 * 32 - 1))
-    try:
+    with contextlib.closing(PushingLoop(of_workers(parameter_byte_size=4 * 32 - 1))) as loop:
         message = "4 parameter sets side by side (resident_sets) have 128 bytes, workers.parameter_byte_size allows 127"
         assert message in loop.refused(write(tmp_path, SOME))
-    finally:
-        loop.close()
-    loop = PushingLoop(of_workers(parameter_byte_size=4 * 32 + 64 - 1))
-    try:
+    with contextlib.closing(PushingLoop(of_workers(parameter_byte_size=4 * 32 + 64 - 1))) as loop:
         loop.load(write(tmp_path, SOME))
         for number in range(1, 9):
             loop.push("m", own(number), number, f"c{number}")
@@ -227,8 +216,6 @@ def test_the_stack_has_a_bound(tmp_path: Path) -> None:
         with pytest.raises(Unavailable, match="beside 160 of other sets that stay"):
             loop.push("m", whole(10, 2), 10)
         assert [value(loop.ask_value("m", set=name)) for name in (None, "c1", "c8")] == [10, 2, 9]
-    finally:
-        loop.close()
 
 
 @pytest.mark.parametrize(
@@ -292,17 +279,13 @@ def test_a_function_that_takes_no_index(loop: PushingLoop, tmp_path: Path) -> No
 
 
 def test_a_generator_mixes_nothing(loop: PushingLoop, tmp_path: Path) -> None:
-    source = """
-        inputs, outputs = {"x": "FP32[8]"}, {"y": "FP32[8]"}
-        max_batch_size = 4
-        batch_sets = True
-
-        def create(path, config, device):
-            def apply(parameters, inputs, index):
-                yield {"y": inputs["x"]}
-
-            return apply, {}
-        """
+    source = applying(
+        'yield {"y": inputs["x"]}',
+        "x FP32[8]",
+        "y FP32[8]",
+        more="max_batch_size = 4\nbatch_sets = True",
+        arguments="parameters, inputs, index",
+    )
     write_model(tmp_path, "m", source)
     assert "batch_sets is for jitted functions, a generator is none" in loop.refused(tmp_path / "m")
 

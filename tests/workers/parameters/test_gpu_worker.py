@@ -35,10 +35,18 @@ ROOM = 3 * 32
 
 
 @pytest.fixture
-def model(cuda_stub: CudaStub) -> Iterator[JaxModel]:
+def device(cuda_stub: CudaStub) -> Iterator[CudaDevice]:
     driver = Driver()
     pieces = StagingPool(driver.context(0), PinnedBudget(1 << 20))
     device = CudaDevice(driver.context(0), jax.devices()[0], pieces)
+    yield device
+    device.close()
+    pieces.close()
+    driver.close()
+
+
+@pytest.fixture
+def model(device: CudaDevice) -> JaxModel:
 
     def apply(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         return {"y": inputs["x"] + jnp.concatenate([parameters["w"], parameters["deep"][0]["v"]])}
@@ -51,10 +59,7 @@ def model(cuda_stub: CudaStub) -> Iterator[JaxModel]:
     executables = Executables(signature, buckets, apply, sets, ExecutableCache(None), b"", 4, Gpu(device))
     made = JaxModel(1, signature, buckets, executables)
     executables.warm(LoadProgress("m", 1))
-    yield made
-    device.close()
-    pieces.close()
-    driver.close()
+    return made
 
 
 def push(model: JaxModel, number: int, name: str = "main") -> None:
@@ -141,11 +146,8 @@ def test_what_left_the_device_is_page_locked(model: JaxModel, monkeypatch: pytes
     assert run(model, 1, "c3") == (3, 32)
 
 
-def test_a_batch_of_several_sets_is_one_run(cuda_stub: CudaStub) -> None:
+def test_a_batch_of_several_sets_is_one_run(device: CudaDevice) -> None:
     """Each row is of its set, and inputs are copied as in any batch; a set that has a slot stays there."""
-    driver = Driver()
-    pieces = StagingPool(driver.context(0), PinnedBudget(1 << 20))
-    device = CudaDevice(driver.context(0), jax.devices()[0], pieces)
 
     def apply(given: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         stacked, index = given
@@ -159,66 +161,53 @@ def test_a_batch_of_several_sets_is_one_run(cuda_stub: CudaStub) -> None:
     executables = Executables(signature, buckets, apply, sets, ExecutableCache(None), b"", 4, Gpu(device))
     made = JaxModel(1, signature, buckets, executables)
     executables.warm(LoadProgress("m", 1))
-    try:
-        for number in range(1, 12):
-            push(made, number, f"c{number}")
-        for first in (1, 2, 1, 5):
-            names = [f"c{number}" for number in range(first, first + 7)]
-            requests = []
-            for name in (None, *names):
-                request = request_of({"x": np.zeros((1, 8), np.float32)}, 1, made.key({"x": np.zeros((1, 8))}))
-                request.chosen = name
-                requests.append(request)
-            execution = Execution(requests, 0)
-            made.execute(execution)
-            found = [np.unique(np.asarray(result["y"])).tolist() for result in execution.results]
-            assert found == [[0], *([number] for number in range(first, first + 7))]
-            assert execution.copied_byte_size == 8 * 32
-        # Eight slots: main and seven; each of the others takes that of the one that was asked for the longest time before.
-        assert (made.sets.misses, made.sets.evictions) == (1 + 7 + 1 + 1 + 4, 6)
-    finally:
-        device.close()
-        pieces.close()
-        driver.close()
+    for number in range(1, 12):
+        push(made, number, f"c{number}")
+    for first in (1, 2, 1, 5):
+        names = [f"c{number}" for number in range(first, first + 7)]
+        requests = []
+        for name in (None, *names):
+            request = request_of({"x": np.zeros((1, 8), np.float32)}, 1, made.key({"x": np.zeros((1, 8))}))
+            request.chosen = name
+            requests.append(request)
+        execution = Execution(requests, 0)
+        made.execute(execution)
+        found = [np.unique(np.asarray(result["y"])).tolist() for result in execution.results]
+        assert found == [[0], *([number] for number in range(first, first + 7))]
+        assert execution.copied_byte_size == 8 * 32
+    # Eight slots: main and seven; each of the others takes that of the one that was asked for the longest time before.
+    assert (made.sets.misses, made.sets.evictions) == (1 + 7 + 1 + 1 + 4, 6)
 
 
-def test_models_on_demand_share_the_room(cuda_stub: CudaStub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_on_demand_share_the_room(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their parameters leave the GPU and come back, one copy each time; inputs are copied as ever."""
-    driver = Driver()
-    pieces = StagingPool(driver.context(0), PinnedBudget(1 << 20))
-    device = CudaDevice(driver.context(0), jax.devices()[0], pieces)
     room, placed = DeviceRoom(2 * 32), dict.fromkeys(range(3), 0)
 
     def apply(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         return {"y": inputs["x"] + jnp.concatenate([parameters["w"], parameters["deep"][0]["v"]])}
 
     models = []
-    try:
-        for number in range(3):
-            signature = of({"x": "FP32[8]"}, {"y": "FP32[8]"}, 8)
-            leaf = np.full(4, number, np.float32)
-            parameters = {"w": leaf, "deep": [{"v": leaf}]}
-            sets = placed_sets(signature, parameters, room=room, remote=True, on_demand=True)
-            buckets = Buckets(signature, (1, 8), {})
-            executables = Executables(signature, buckets, apply, sets, ExecutableCache(None), b"", 4, Gpu(device))
-            models.append(JaxModel(1, signature, buckets, executables))
-            executables.warm(LoadProgress("m", 1))
-            place = sets.placer.place
+    for number in range(3):
+        signature = of({"x": "FP32[8]"}, {"y": "FP32[8]"}, 8)
+        leaf = np.full(4, number, np.float32)
+        parameters = {"w": leaf, "deep": [{"v": leaf}]}
+        sets = placed_sets(signature, parameters, room=room, remote=True, on_demand=True)
+        buckets = Buckets(signature, (1, 8), {})
+        executables = Executables(signature, buckets, apply, sets, ExecutableCache(None), b"", 4, Gpu(device))
+        models.append(JaxModel(1, signature, buckets, executables))
+        executables.warm(LoadProgress("m", 1))
+        place = sets.placer.place
 
-            def counted(host: Any, main: ParameterSet, place: Any = place, number: int = number) -> Any:
-                placed[number] += 1
-                return place(host, main)
+        def counted(host: Any, main: ParameterSet, place: Any = place, number: int = number) -> Any:
+            placed[number] += 1
+            return place(host, main)
 
-            monkeypatch.setattr(sets.placer, "place", counted)
-        assert [model.sets.main.on_device for model in models] == [False, True, True]
-        for number in (0, 1, 2) * 4:
-            assert run(models[number], 8) == (number, 8 * 32)
-        assert placed == dict.fromkeys(range(3), 4)
-        for number in (1, 2) * 10:
-            assert run(models[number], 8) == (number, 8 * 32)
-        assert placed == {0: 4, 1: 4, 2: 4}
-        assert (room.byte_size, [model.sets.misses for model in models]) == (64, [4, 4, 4])
-    finally:
-        device.close()
-        pieces.close()
-        driver.close()
+        monkeypatch.setattr(sets.placer, "place", counted)
+    assert [model.sets.main.on_device for model in models] == [False, True, True]
+    for number in (0, 1, 2) * 4:
+        assert run(models[number], 8) == (number, 8 * 32)
+    assert placed == dict.fromkeys(range(3), 4)
+    for number in (1, 2) * 10:
+        assert run(models[number], 8) == (number, 8 * 32)
+    assert placed == {0: 4, 1: 4, 2: 4}
+    assert (room.byte_size, [model.sets.misses for model in models]) == (64, [4, 4, 4])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +49,6 @@ MIXED = """
 
 def of_workers(**fields: Any) -> Options:
     return msgspec.structs.replace(OPTIONS, workers=msgspec.structs.replace(OPTIONS.workers, **fields))
-
-
-@pytest.fixture
-def loop() -> Iterator[PushingLoop]:
-    worker = PushingLoop()
-    yield worker
-    worker.close()
 
 
 def figures(loop: PushingLoop) -> ParameterFigures:
@@ -183,8 +176,7 @@ def test_what_is_no_name(loop: PushingLoop, tmp_path: Path, said: dict[str, Any]
 def test_sets_leave_the_device_and_come_back(tmp_path: Path) -> None:
     """With room for three: every answer is right whoever has to come back, and those that were asked last stay."""
     width = 1 << 10
-    loop = PushingLoop(of_workers(parameter_byte_size=3 * 4 * width))
-    try:
+    with contextlib.closing(PushingLoop(of_workers(parameter_byte_size=3 * 4 * width))) as loop:
         loop.load(write_numbered(tmp_path, "m", BATCHES, width=width))
         for number in range(1, 11):
             loop.push("m", unaligned(numbered(number, width)), number, f"c{number}")
@@ -208,15 +200,12 @@ def test_sets_leave_the_device_and_come_back(tmp_path: Path) -> None:
             assert value(loop.ask_value("m")) == 50
         on_device = [each.name for each in figures(loop).sets if each.on_device]
         assert on_device == ["main", "c9", "c10"]
-    finally:
-        loop.close()
 
 
 def test_a_set_that_comes_back_is_copied_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes to the placement that asked for it, and not to the other one as well."""
     width = 1 << 10
-    loop = PushingLoop(of_workers(parameter_byte_size=3 * 4 * width))
-    try:
+    with contextlib.closing(PushingLoop(of_workers(parameter_byte_size=3 * 4 * width))) as loop:
         loop.load(write_numbered(tmp_path, "m", BATCHES, width=width))
         for number in range(1, 6):
             loop.push("m", unaligned(numbered(number, width)), number, f"c{number}")
@@ -236,15 +225,12 @@ def test_a_set_that_comes_back_is_copied_once(tmp_path: Path, monkeypatch: pytes
         for number in (*range(1, 6), *range(1, 6)):
             assert value(loop.ask_value("m", set=f"c{number}")) == number
         assert copies == 2 * (figures(loop).misses - before) == 20
-    finally:
-        loop.close()
 
 
 def test_sets_that_are_used_where_they_lie_take_no_room(tmp_path: Path) -> None:
     """On a processor, what lies aligned in the memory that was pushed is not copied: nothing would be gained if it left."""
     width = 1 << 10
-    loop = PushingLoop(of_workers(parameter_byte_size=3 * 4 * width))
-    try:
+    with contextlib.closing(PushingLoop(of_workers(parameter_byte_size=3 * 4 * width))) as loop:
         loop.load(write_numbered(tmp_path, "m", BATCHES, width=width))
         for number in range(1, 11):
             loop.push("m", numbered(number, width), number, f"c{number}")
@@ -266,13 +252,10 @@ def test_sets_that_are_used_where_they_lie_take_no_room(tmp_path: Path) -> None:
         found = figures(loop)
         assert [each.name for each in found.sets if not each.on_device] == ["c20", "c21"]
         assert (found.misses, found.evictions) == (0, 2)
-    finally:
-        loop.close()
 
 
 def test_room_and_count_are_bounded(tmp_path: Path) -> None:
-    loop = PushingLoop(of_workers(parameter_byte_size=100, max_parameter_sets=3))
-    try:
+    with contextlib.closing(PushingLoop(of_workers(parameter_byte_size=100, max_parameter_sets=3))) as loop:
         loop.load(write_numbered(tmp_path, "m", BATCHES))
         loop.push("m", unaligned(numbered(1)), 1)
         message = (
@@ -291,8 +274,6 @@ def test_room_and_count_are_bounded(tmp_path: Path) -> None:
         with pytest.raises(InvalidArgument, match=r"has 3 parameter sets, workers.max_parameter_sets allows 3"):
             loop.stage("m", unaligned(numbered(3)), 3, "c")
         assert [value(loop.ask_value("m", set=name)) for name in ("main", "a", "b")] == [2, 3, 3]
-    finally:
-        loop.close()
 
 
 def test_a_shape_that_is_compiled_for_requests_of_several_sets(loop: PushingLoop, tmp_path: Path) -> None:
@@ -316,8 +297,7 @@ def test_the_response_cache_has_the_set_in_its_key(tmp_path: Path) -> None:
     options = msgspec.structs.replace(
         OPTIONS, response_cache=msgspec.structs.replace(OPTIONS.response_cache, byte_size=1 << 20)
     )
-    loop = PushingLoop(options)
-    try:
+    with contextlib.closing(PushingLoop(options)) as loop:
         loop.load(write_numbered(tmp_path, "m", "max_batch_size: 8 response_cache { enable: true }"))
         for number in range(1, 6):
             loop.push("m", numbered(number), number)
@@ -328,8 +308,6 @@ def test_the_response_cache_has_the_set_in_its_key(tmp_path: Path) -> None:
                     assert (value(answer), said(answer)) == (wanted, (name, number))
         (version,) = loop.worker._models
         assert version.statistics.counts().cache_hit == 5 * 2 * 2
-    finally:
-        loop.close()
 
 
 def test_steps_of_an_ensemble_take_the_set_that_they_have(loop: PushingLoop, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,14 +165,11 @@ def test_stepped_models(loop: PushingLoop, tmp_path: Path) -> None:
 
 
 def test_room_has_a_bound(tmp_path: Path) -> None:
-    loop = PushingLoop(of_workers(parameter_byte_size=SIZE - 1))
-    try:
+    with contextlib.closing(PushingLoop(of_workers(parameter_byte_size=SIZE - 1))) as loop:
         message = (
             "'main' of model 'm' has 4096 bytes beside 0 of other sets that stay on the device, workers.parameter_byte"
         )
         assert message in loop.refused(write(tmp_path, "m", 1))
-    finally:
-        loop.close()
 
 
 @pytest.mark.parametrize(

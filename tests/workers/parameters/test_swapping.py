@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +12,6 @@ import pytest
 from tensord.shm.errors import NotFound
 from tests.records import Tensor
 from tests.workers.parameters.pushing import PushingLoop, mapped, numbered, said, value, write_chain, write_numbered
-
-
-@pytest.fixture
-def loop() -> Iterator[PushingLoop]:
-    worker = PushingLoop()
-    yield worker
-    worker.close()
 
 
 def test_a_fused_ensemble_sees_the_new_sets_of_its_models_at_once(loop: PushingLoop, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -35,13 +34,6 @@ STATEFUL = """
 DIRECT = "max_batch_size: 4 sequence_batching { max_sequence_idle_microseconds: 600000000 %s }"
 OLDEST = "max_batch_size: 4 sequence_batching { oldest { max_candidate_sequences: 8 } max_sequence_idle_microseconds: 600000000 }"
 INSTANCES = DIRECT % "" + " instance_group { count: 2 kind: KIND_CPU }"
-
-
-@pytest.fixture
-def loop() -> Iterator[PushingLoop]:
-    worker = PushingLoop()
-    yield worker
-    worker.close()
 
 
 def step(loop: PushingLoop, id: int, start: bool = False, end: bool = False, set: str | None = None) -> int:
