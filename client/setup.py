@@ -9,7 +9,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 #: The sources of the part in C, those that ``tensord_client.native.SOURCES`` names, in the same order.
-_NAMES = ("_exchange.c", "_lane.c", "_lane.h", "_spin.c", "common/include/tensord_wire.h")
+_NAMES = ("_exchange.c", "_lane.c", "_lane.h", "_repeated.c", "_spin.c", "common/include/tensord_wire.h")
 _SOURCES = [f"tensord_client/{name}" for name in _NAMES]
 _CHECKSUM = 0
 for _source in _SOURCES:
@@ -25,7 +25,7 @@ setup(
             define_macros=[("SOURCE", f"{_CHECKSUM}L")],
             py_limited_api=True,
             optional=True,
-            extra_compile_args=["-O2", "-g0", "-std=gnu11", "-fvisibility=hidden", "-Wall", "-Wextra"],
+            extra_compile_args=["-Os", "-fno-plt", "-g0", "-std=gnu11", "-fvisibility=hidden", "-Wall", "-Wextra"],
         )
     ]
 )

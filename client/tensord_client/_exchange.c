@@ -3,30 +3,27 @@
  *     ask ─▶ may it be sent at once, and does this thread read? ─no──▶ None: nothing was done, Python asks
  *             │ yes: send, receive
  *             ├─ its answer, alone, whose arrays are in it or in the caller's places ─▶ the Answer
- *             └─ anything else, or nothing in time ─▶ what came: Python goes on with that
+ *             └─ anything else, or nothing in time ─▶ the request's object: Python has handled what came, and waits on
  *
- * Between many processes an interpreter finds nothing of its own in the processor's caches any more, and what it would execute then takes
- * twenty times as long as in a loop. What this knows of the lane it reads from the objects that Python reads it from. Until the receive it
- * holds the interpreter's lock, so nothing changes meanwhile.
+ * Between many processes an interpreter finds nothing of its own in the processor's caches any more, and each line of them that a call
+ * touches costs 30 to 50 ns. So what this knows of the lane it reads where one function of Python's API finds it: in lists, dicts, tuples
+ * and C's own fields, never in attributes. Until the receive it holds the interpreter's lock, so nothing changes meanwhile.
  */
 
 #include "_lane.h"
 
 #include <errno.h>
 #include <string.h>
-#include <sys/socket.h>
-#include <sys/uio.h>
+#include <structmember.h>
 
-/* A datagram has at most one descriptor; there is room for what is wrong with it, too. */
-#define ANCILLARY CMSG_SPACE(4 * sizeof(int))
 /* A datagram of at most so many bytes waits for others of its event loop's iteration, to leave with them. */
 #define KEPT (TENSORD_MAX_DATAGRAM / 4)
 
 /* Objects that are kept. Those with a length are containers of the lane. */
 enum {
     LANE,
-    SOCKET,    /* of the lane: whether it is closing, its timeout, and when to poll */
-    MEMORY,    /* whose ``closures`` are those that the lane knows */
+    EPOCH,     /* list of the object that stands for what the memory and the models are now */
+    KNOWN_EPOCH, /* list of the one that the lane knows */
     RECEIVED,  /* bytearray: what comes */
     IN_FLIGHT, /* dict: id -> request */
     QUEUED,    /* dict: id -> request */
@@ -37,48 +34,33 @@ enum {
     NUMBERS,   /* dict: encoded prepared request -> encoded number */
     ONCE,      /* set: encoded prepared requests that were sent once, without a number */
     ANNOUNCED, /* set: numbers of segments */
-    KNOWN,     /* dict: number -> PreparedAnswer */
+    KNOWN,     /* list: PreparedAnswer or None, by number */
     IDS,       /* iterator */
-    ACQUIRE,   /* of the lane's lock ``reading`` */
-    RELEASE,   /* of it */
-    LOCKED,    /* of the lane's lock ``lock`` */
+    HELD,      /* dict of the answers that the process holds */
+    READING,   /* Lock */
+    SENDING,   /* Lock: the lane's ``lock`` */
     PREPARED,  /* the class PreparedAnswer */
     ANSWER,    /* the class Answer */
     OBJECTS
 };
 
-typedef struct {
+struct exchange {
     PyObject_HEAD
     PyObject *object[OBJECTS];
     int fd;
-    /* The most requests that the worker takes at a time. */
-    Py_ssize_t most;
-} exchange_t;
+    /* True: the lane has ended. */
+    char ended;
+    /* The most requests that the worker takes at a time, and the most answers that the process may hold. */
+    Py_ssize_t most, most_held;
+};
 
-PyObject *spin_type;
+PyObject *exchange_type, *lock_type;
 
 /* Returns the truth of an attribute; -1 with an exception. */
 static int is_true(PyObject *object, PyObject *attribute) {
     PyObject *value = PyObject_GetAttr(object, attribute);
     int is = value == NULL ? -1 : PyObject_IsTrue(value);
     Py_XDECREF(value);
-    return is;
-}
-
-/* Returns whether two attributes are equal; -1 with an exception. */
-static int is_same(PyObject *one, PyObject *attribute, PyObject *other, PyObject *its) {
-    PyObject *value = PyObject_GetAttr(one, attribute), *wanted = value == NULL ? NULL : PyObject_GetAttr(other, its);
-    int is = wanted == NULL ? -1 : PyObject_RichCompareBool(value, wanted, Py_EQ);
-    Py_XDECREF(value);
-    Py_XDECREF(wanted);
-    return is;
-}
-
-/* Calls something, perhaps with an argument. Returns the truth of what it returns; -1 with an exception. */
-static int truth(PyObject *call, PyObject *argument) {
-    PyObject *answer = PyObject_CallFunctionObjArgs(call, argument, NULL);
-    int is = answer == NULL ? -1 : PyObject_IsTrue(answer);
-    Py_XDECREF(answer);
     return is;
 }
 
@@ -95,15 +77,15 @@ static int is_first_to_leave(const exchange_t *self) {
     return !(PyList_Size(object[OUTGOING]) || PyObject_Size(object[BACKLOG]) || PyObject_Size(object[RELEASES]));
 }
 
-/* Returns whether a request may be sent, after what has to be sent before it; -1 with an exception. */
+int is_current(const exchange_t *self, PyObject *epoch) { return PyList_GetItem(self->object[EPOCH], 0) == epoch; }
+
+int is_answer(const exchange_t *self, PyObject *object) { return (PyObject *)Py_TYPE(object) == self->object[ANSWER]; }
+
+/* Returns whether a request may be sent, after what has to be sent before it. */
 static int may_send(const exchange_t *self) {
     PyObject *const *object = self->object;
-    if (PyDict_Size(object[QUEUED]) || PyDict_Size(object[IN_FLIGHT]) >= self->most)
-        return 0;
-    int is = is_true(object[SOCKET], attr.closing);
-    if (is == 0)
-        is = truth(object[LOCKED], NULL);
-    return is ? (is < 0 ? -1 : 0) : is_same(object[LANE], attr.known_closures, object[MEMORY], attr.closures);
+    return !(self->ended || ((lock_t *)object[SENDING])->held || PyDict_Size(object[QUEUED])) && PyDict_Size(object[IN_FLIGHT]) < self->most &&
+           is_current(self, PyList_GetItem(object[KNOWN_EPOCH], 0));
 }
 
 /* Has a receive end after the time that is left, or before: as LaneSocket.limit_wait does. Not 0: there is an exception. */
@@ -114,20 +96,16 @@ static int set_timeout(const exchange_t *self, uint64_t left_ns) {
         for (milliseconds = 1; left > 1; left >>= 1)
             milliseconds <<= 1;
     }
-    PyObject *has = PyObject_GetAttr(self->object[SOCKET], attr.timeout_ms);
-    long found = has == NULL ? -1 : PyLong_AsLong(has);
-    Py_XDECREF(has);
-    if (found == milliseconds || PyErr_Occurred())
-        return found != milliseconds;
+    lock_t *reading = (lock_t *)self->object[READING];
+    if (reading->timeout_ms == milliseconds)
+        return 0;
     struct timeval timeout = {milliseconds / 1000, milliseconds % 1000 * 1000};
     if (setsockopt(self->fd, SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof timeout) != 0) {
         PyErr_SetFromErrno(PyExc_OSError);
         return -1;
     }
-    PyObject *said = PyLong_FromLong(milliseconds);
-    int wrong = said == NULL || PyObject_SetAttr(self->object[SOCKET], attr.timeout_ms, said);
-    Py_XDECREF(said);
-    return wrong;
+    reading->timeout_ms = milliseconds;
+    return 0;
 }
 
 /* Returns whether a prepared request has never been sent, so that it is sent in full, as most are used once; -1 with an exception. */
@@ -149,23 +127,18 @@ static void put_deadline(tensord__writer *to, Py_ssize_t own_size, uint64_t dead
 
 /* Writes the datagram of a request. Returns whether it can be sent by itself; -1 with an exception. ``deadline``: in monotonic ns; 0: none. */
 static int write_request(const exchange_t *self, PyObject *placed, PyObject *own, uint64_t id, uint64_t deadline, tensord__writer *to) {
-    PyObject *prepared = PyObject_GetAttr(placed, attr.prepared), *number = NULL;
-    PyObject *contents = PyObject_GetAttr(placed, attr.contents), *segments = PyObject_GetAttr(placed, attr.segments);
-    int is = prepared == NULL || contents == NULL || segments == NULL ? -1 : 1;
-    if (is > 0) {
-        number = PyDict_GetItemWithError(self->object[NUMBERS], prepared);
-        is = number != NULL ? 1 : PyErr_Occurred() ? -1 : is_first(self, prepared);
-    }
+    PyObject *prepared = PyStructSequence_GetItem(placed, PLACED_PREPARED), *contents = PyStructSequence_GetItem(placed, PLACED_CONTENTS);
+    PyObject *segments = PyStructSequence_GetItem(placed, PLACED_SEGMENTS), *number = PyDict_GetItemWithError(self->object[NUMBERS], prepared);
+    int is = number != NULL ? 1 : PyErr_Occurred() ? -1 : is_first(self, prepared);
     for (Py_ssize_t i = 0; is > 0 && i < PyTuple_Size(segments); i++)
         is = PySet_Contains(self->object[ANNOUNCED], PyTuple_GetItem(segments, i));
     if (is > 0) {
         tensord__put_datagram(to, 1);
         tensord__put_request(to, id);
         put_encoded(to, number == NULL ? prepared : number);
-        if (PyList_Size(contents) > 0)
-            put_each(to, contents, put_content);
-        else
-            tensord__put_array(to, 0);
+        tensord__put_array(to, (uint64_t)PyList_Size(contents));
+        for (Py_ssize_t i = 0; i < PyList_Size(contents); i++)
+            put_content(to, PyList_GetItem(contents, i));
         put_encoded(to, own);
         if (deadline && !to->full)
             put_deadline(to, PyBytes_Size(own), deadline);
@@ -173,9 +146,6 @@ static int write_request(const exchange_t *self, PyObject *placed, PyObject *own
         if (is > 0 && number == NULL)
             is = PySet_Add(self->object[ONCE], prepared) ? -1 : 1;
     }
-    Py_XDECREF(prepared);
-    Py_XDECREF(contents);
-    Py_XDECREF(segments);
     return is;
 }
 
@@ -191,7 +161,7 @@ static int keep(const exchange_t *self, PyObject *loop, PyObject *key, const ten
             return 0;
     }
     /* Two bytes begin a datagram of one record. */
-    PyObject *record = PyBytes_FromStringAndSize(to->begin + 2, (Py_ssize_t)(to->at - to->begin) - 2);
+    PyObject *record = PyBytes_FromStringAndSize((const char *)to->begin + 2, (Py_ssize_t)(to->at - to->begin) - 2);
     PyObject *item = record == NULL ? NULL : PyTuple_Pack(2, record, key);
     int wrong = item == NULL || PyList_Append(outgoing, item);
     Py_XDECREF(item);
@@ -202,7 +172,7 @@ static int keep(const exchange_t *self, PyObject *loop, PyObject *key, const ten
 /* Sends a request and notes that it is in flight, for ``taker``. With an event loop that has others in flight, keeps a small one until the
  * loop's iteration ends. Returns its id; NULL: nothing was done, and there may be an exception. */
 static PyObject *send_request(const exchange_t *self, PyObject *placed, PyObject *own, uint64_t deadline, PyObject *taker, PyObject *loop, uint64_t *id) {
-    int may_keep = loop != Py_None && PyDict_Size(self->object[IN_FLIGHT]) > 0;
+    int may_keep = loop != Py_None && PyDict_Size(self->object[IN_FLIGHT]) > 0 && !PyObject_Size(self->object[BACKLOG]);
     if (!may_keep && !is_first_to_leave(self))
         return NULL;
     PyObject *key = PyIter_Next(self->object[IDS]);
@@ -226,41 +196,6 @@ static PyObject *send_request(const exchange_t *self, PyObject *placed, PyObject
     return NULL;
 }
 
-/* Receives, without the interpreter's lock. Returns as recvmsg; -1 with EINTR: there is an exception. */
-static ssize_t receive(const exchange_t *self, struct msghdr *message) {
-    spin_t *spin = (spin_t *)PyObject_GetAttr(self->object[SOCKET], attr.spin);
-    size_t room = message->msg_controllen;
-    ssize_t size = -1;
-    int failure = EINTR;
-    while (spin != NULL) {
-        message->msg_controllen = room;
-        Py_BEGIN_ALLOW_THREADS
-        spin_before(spin, self->fd);
-        size = recvmsg(self->fd, message, MSG_CMSG_CLOEXEC);
-        failure = errno;
-        spin_after(spin);
-        Py_END_ALLOW_THREADS
-        if (size >= 0 || failure != EINTR || PyErr_CheckSignals())
-            break;
-    }
-    Py_XDECREF(spin);
-    errno = failure;
-    return size;
-}
-
-/* Returns what came with a datagram, as recvmsg does: (level, type, content) of each. */
-static PyObject *ancillary_of(struct msghdr *message) {
-    PyObject *found = PyList_New(0);
-    for (struct cmsghdr *each = CMSG_FIRSTHDR(message); found != NULL && each != NULL; each = CMSG_NXTHDR(message, each)) {
-        PyObject *content = PyBytes_FromStringAndSize((const char *)CMSG_DATA(each), (Py_ssize_t)(each->cmsg_len - CMSG_LEN(0)));
-        PyObject *item = content == NULL ? NULL : Py_BuildValue("iiN", each->cmsg_level, each->cmsg_type, content);
-        if (item == NULL || PyList_Append(found, item))
-            Py_CLEAR(found);
-        Py_XDECREF(item);
-    }
-    return found;
-}
-
 /* Reads the answer to a request from a datagram that has nothing else. Returns its prepared answer; NULL: what came is something else, of
  * which Python finds out more, or there is an exception. */
 static PyObject *read_answer(const exchange_t *self, const struct msghdr *message, size_t size, uint64_t id, tensord__answer *answer) {
@@ -279,8 +214,6 @@ static PyObject *read_answer(const exchange_t *self, const struct msghdr *messag
     PyObject *kind = answer->numbered ? find_prepared(self->object[KNOWN], answer->number) : prepared_of(&answer->prepared, self->object[PREPARED]);
     if (kind == NULL)
         PyErr_Clear(); /* Python judges it. */
-    else if (is_true(kind, attr.final) <= 0)
-        Py_CLEAR(kind);
     return kind;
 }
 
@@ -312,42 +245,50 @@ static int copy_attribute(PyObject *from, PyObject *to, PyObject *attribute) {
     return wrong;
 }
 
-/* Returns a new Answer of an answer, but for its times; NULL: Python has to make it, or there is an exception. */
-static PyObject *fresh_of(const exchange_t *self, tensord__answer *answer, PyObject *kind, PyObject *call) {
-    PyObject *made = PyObject_CallFunctionObjArgs(self->object[ANSWER], NULL);
-    if (made == NULL || put_outputs(made, answer, kind, call) <= 0 || copy_attribute(kind, made, attr.version) ||
-        copy_attribute(kind, made, attr.parameters))
-        Py_CLEAR(made);
-    return made;
-}
-
-/* As fresh_of. It is the one of the last answer
- * where that was of the same kind, and has nothing of its own. */
-static PyObject *made_of(const exchange_t *self, tensord__answer *answer, PyObject *kind, PyObject *call, PyObject *placed) {
-    PyObject *kept = PyObject_GetAttr(placed, attr.answer), *made = NULL;
-    if (kept != NULL && kept != Py_None && PyTuple_GetItem(kept, 0) == kind) {
-        made = PyTuple_GetItem(kept, 1);
-        Py_INCREF(made);
-    }
-    Py_XDECREF(kept);
-    if (made != NULL || PyErr_Occurred())
-        return made;
-    made = fresh_of(self, answer, kind, call);
-    if (made != NULL && answer->count == 0) {
-        kept = PyTuple_Pack(2, kind, made);
-        if (kept == NULL || PyObject_SetAttr(placed, attr.answer, kept))
-            Py_CLEAR(made);
-        Py_XDECREF(kept);
-    }
-    return made;
-}
-
-/* Sets an answer's times. Not 0: there is an exception. */
+/* Sets an answer's times, a tuple. Not 0: there is an exception. */
 static int put_times(PyObject *made, const tensord__answer *answer) {
     PyObject *times = answer->has_timing ? uints_of(answer->timing, 3) : (Py_INCREF(Py_None), Py_None);
     int wrong = times == NULL || PyObject_SetAttr(made, attr.times, times);
     Py_XDECREF(times);
     return wrong;
+}
+
+/* Returns a new Answer of the last answer to a request; NULL: Python has to make it, or there is an exception. */
+static PyObject *fresh_of(const exchange_t *self, const tensord__answer *answer, PyObject *kind, PyObject *call) {
+    tensord__answer read = *answer;
+    PyObject *made = is_true(kind, attr.final) > 0 ? PyObject_CallFunctionObjArgs(self->object[ANSWER], NULL) : NULL;
+    if (made == NULL || put_outputs(made, &read, kind, call) <= 0 || copy_attribute(kind, made, attr.version) ||
+        copy_attribute(kind, made, attr.parameters) || put_times(made, answer))
+        Py_CLEAR(made);
+    return made;
+}
+
+/* Keeps an answer whose outputs all lie in the caller's places, with a memory for the times of the next ones. Not 0: there is an exception. */
+static int keep_answer(PyObject *kept, PyObject *kind, PyObject *made, const tensord__answer *answer) {
+    PyObject *memory = PyByteArray_FromStringAndSize((const char *)answer->timing, sizeof answer->timing);
+    PyObject *view = memory == NULL ? NULL : PyMemoryView_FromObject(memory), *times = view == NULL ? NULL : PyObject_CallMethod(view, "cast", "s", "Q");
+    PyObject *items = times == NULL || PyObject_SetAttr(made, attr.times, times) ? NULL : Py_BuildValue("[OOO]", kind, made, memory);
+    int wrong = items == NULL || PyList_SetSlice(kept, 0, PyList_Size(kept), items);
+    Py_XDECREF(items);
+    Py_XDECREF(times);
+    Py_XDECREF(view);
+    Py_XDECREF(memory);
+    return wrong;
+}
+
+/* As fresh_of; but the Answer is the last one with new times, where that was of the same kind and had nothing of its own. */
+static PyObject *made_of(const exchange_t *self, const tensord__answer *answer, PyObject *kind, PyObject *call, PyObject *placed) {
+    PyObject *kept = PyStructSequence_GetItem(placed, PLACED_KEPT), *made;
+    int may_keep = kept != Py_None && answer->count == 0 && answer->has_timing;
+    if (may_keep && PyList_Size(kept) && PyList_GetItem(kept, 0) == kind) {
+        memcpy(PyByteArray_AsString(PyList_GetItem(kept, 2)), answer->timing, sizeof answer->timing);
+        made = PyList_GetItem(kept, 1);
+        return Py_INCREF(made), made;
+    }
+    made = fresh_of(self, answer, kind, call);
+    if (made != NULL && may_keep && keep_answer(kept, kind, made, answer))
+        Py_CLEAR(made);
+    return made;
 }
 
 /* Answers that were read, for their requests: of each its id, its request and its Answer. */
@@ -365,14 +306,11 @@ static int make_ready(void *given, const tensord__answer *answer) {
     PyObject *key = PyLong_FromUnsignedLongLong(answer->request_id);
     PyObject *request = key == NULL ? NULL : PyDict_GetItemWithError(object[IN_FLIGHT], key);
     PyObject *kind = request == NULL || request == Py_None ? NULL : find_prepared(object[KNOWN], answer->number);
-    int is = PyErr_Occurred() ? -1 : kind == NULL ? 0 : is_true(kind, attr.final);
-    PyObject *call = is > 0 ? PyObject_GetAttr(request, attr.call) : NULL;
+    int is = 0;
+    PyObject *call = kind == NULL ? NULL : PyObject_GetAttr(request, attr.call);
     if (call != NULL) {
-        tensord__answer read = *answer;
-        PyObject *made = fresh_of(ready->exchange, &read, kind, call);
-        if (made != NULL && (put_times(made, answer) || PyList_Append(ready->list, key) || PyList_Append(ready->list, request) || PyList_Append(ready->list, made)))
-            Py_CLEAR(made);
-        is = made != NULL;
+        PyObject *made = fresh_of(ready->exchange, answer, kind, call);
+        is = made != NULL && !(PyList_Append(ready->list, key) || PyList_Append(ready->list, request) || PyList_Append(ready->list, made));
         Py_XDECREF(made);
     }
     if (PyErr_Occurred())
@@ -411,33 +349,34 @@ static PyObject *records(exchange_t *self, PyObject *given) {
 /* Lets others read the lane. An exception stays. Not 0: there is one. */
 static int end_reading(const exchange_t *self) {
     PyObject *const *object = self->object;
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyObject *released = PyObject_CallFunctionObjArgs(object[RELEASE], NULL);
-    int wrong = released == NULL;
-    Py_XDECREF(released);
-    if (PyObject_Size(object[FOLLOWERS]))
-        wrong |= told(object[LANE], attr.promote);
-    if (PyDict_Size(object[QUEUED]))
-        wrong |= told(object[LANE], attr.advance);
-    if (type != NULL)
-        PyErr_Restore(type, value, traceback);
-    return wrong || type != NULL;
+    give_lock((lock_t *)object[READING]);
+    if (PyDict_Size(object[FOLLOWERS]) || PyDict_Size(object[QUEUED])) {
+        PyObject *type, *value, *traceback;
+        PyErr_Fetch(&type, &value, &traceback);
+        int wrong = PyDict_Size(object[FOLLOWERS]) && told(object[LANE], attr.promote);
+        wrong |= PyDict_Size(object[QUEUED]) && told(object[LANE], attr.advance);
+        if (type != NULL)
+            PyErr_Restore(type, value, traceback);
+    }
+    return PyErr_Occurred() != NULL;
 }
 
 /* Makes the object of a request that Python has to go on with. Returns it; NULL with an exception. */
-static PyObject *begin(const exchange_t *self, PyObject *sender, PyObject *call, PyObject *placed, PyObject *key) {
-    PyObject *request = PyObject_CallMethodObjArgs(sender, attr.begun, call, placed, self->object[LANE], key, NULL);
+static PyObject *begin(const exchange_t *self, PyObject *sender, PyObject *call, PyObject *placed, PyObject *key, uint64_t deadline) {
+    PyObject *until = deadline ? PyFloat_FromDouble((double)deadline / 1e9) : (Py_INCREF(Py_None), Py_None), *request = NULL;
+    if (until != NULL && PyObject_SetAttr(call, attr.deadline, until) == 0)
+        request = PyObject_CallMethodObjArgs(sender, attr.begun, call, placed, self->object[LANE], key, NULL);
+    Py_XDECREF(until);
     if (request != NULL && PyDict_SetItem(self->object[IN_FLIGHT], key, request))
         Py_CLEAR(request);
     return request;
 }
 
 /* Gives a request up whose caller was interrupted. The exception stays. */
-static void leave(const exchange_t *self, PyObject *sender, PyObject *call, PyObject *placed, PyObject *key) {
+static void leave(const exchange_t *self, PyObject *sender, PyObject *call, PyObject *placed, PyObject *key, uint64_t deadline) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    PyObject *request = begin(self, sender, call, placed, key);
+    PyObject *request = begin(self, sender, call, placed, key, deadline);
     if (request == NULL || told(request, attr.cancel))
         PyErr_Clear();
     Py_XDECREF(request);
@@ -450,7 +389,7 @@ static PyObject *submit(exchange_t *self, PyObject *arguments) {
     uint64_t id;
     if (!PyArg_ParseTuple(arguments, "OO", &request, &loop))
         return NULL;
-    if (may_send(self) > 0) {
+    if (may_send(self)) {
         PyObject *placed = PyObject_GetAttr(request, attr.placed), *own = placed == NULL ? NULL : PyObject_GetAttr(request, attr.own);
         key = own == NULL ? NULL : send_request(self, placed, own, 0, request, loop, &id);
         Py_XDECREF(own);
@@ -461,14 +400,55 @@ static PyObject *submit(exchange_t *self, PyObject *arguments) {
     return key;
 }
 
-static PyObject *ask(exchange_t *self, PyObject *arguments) {
-    if (PyTuple_Size(arguments) != 5) {
-        PyErr_SetString(PyExc_TypeError, "ask takes five arguments");
+/* Has Python handle what has come, which is not the answer or of a kind that Python reads. Not 0: there is an exception. */
+static int pass_on(const exchange_t *self, ssize_t size, struct msghdr *message) {
+    PyObject *datagram = datagram_of(size, message), *handle = datagram == NULL ? NULL : PyObject_GetAttr(self->object[LANE], attr.handle);
+    PyObject *said = handle == NULL ? NULL : PyObject_CallObject(handle, datagram);
+    Py_XDECREF(datagram);
+    Py_XDECREF(handle);
+    Py_XDECREF(said);
+    return said == NULL;
+}
+
+PyObject *ask_for(exchange_t *self, PyObject *sender, PyObject *call, PyObject *placed, PyObject *own, uint64_t now, uint64_t deadline) {
+    uint64_t id;
+    if (!may_send(self) || !is_first_to_leave(self) || PyDict_Size(self->object[HELD]) >= self->most_held || !take_lock((lock_t *)self->object[READING]))
+        Py_RETURN_NONE;
+    PyObject *key = set_timeout(self, deadline ? deadline - now : 0) ? NULL : send_request(self, placed, own, deadline, Py_None, Py_None, &id), *answer = NULL;
+    if (key == NULL) {
+        if (end_reading(self))
+            return NULL;
+        Py_RETURN_NONE;
+    }
+    MESSAGE(message, self->object[RECEIVED]);
+    tensord__answer read;
+    ssize_t size = receive((lock_t *)self->object[READING], self->fd, 0, &message);
+    if (size < 0 && PyErr_Occurred()) {
+        leave(self, sender, call, placed, key, deadline);
+        Py_DECREF(key);
         return NULL;
     }
-    PyObject *sender = PyTuple_GetItem(arguments, 0), *call = PyTuple_GetItem(arguments, 1), *placed = PyTuple_GetItem(arguments, 2);
-    PyObject *own = PyTuple_GetItem(arguments, 3), *until = PyTuple_GetItem(arguments, 4);
-    uint64_t now = now_ns(), id, deadline = 0;
+    PyObject *kind = size < 0 ? NULL : read_answer(self, &message, (size_t)size, id, &read);
+    if (kind != NULL)
+        answer = made_of(self, &read, kind, call, placed);
+    Py_XDECREF(kind);
+    if (answer != NULL || PyErr_Occurred()) {
+        if (PyDict_DelItem(self->object[IN_FLIGHT], key) | end_reading(self))
+            Py_CLEAR(answer);
+    } else {
+        answer = begin(self, sender, call, placed, key, deadline);
+        if ((answer != NULL && size >= 0 && pass_on(self, size, &message)) | end_reading(self))
+            Py_CLEAR(answer);
+    }
+    Py_DECREF(key);
+    return answer;
+}
+
+static PyObject *ask(exchange_t *self, PyObject *arguments) {
+    PyObject *sender, *call, *placed, *own, *until;
+    if (!PyArg_ParseTuple(arguments, "OOO!SO", &sender, &call, placed_type, &placed, &own, &until))
+        return NULL;
+    uint64_t now = now_ns(), deadline = 0;
     if (until != Py_None) {
         double seconds = PyFloat_AsDouble(until);
         if (seconds == -1.0 && PyErr_Occurred())
@@ -478,49 +458,7 @@ static PyObject *ask(exchange_t *self, PyObject *arguments) {
             Py_RETURN_NONE;
         deadline = (uint64_t)(seconds * 1e9);
     }
-    int is = may_send(self);
-    if (is > 0)
-        is = is_first_to_leave(self) ? truth(self->object[ACQUIRE], Py_False) : 0;
-    if (is < 0)
-        return NULL;
-    if (is == 0)
-        Py_RETURN_NONE;
-    PyObject *key = set_timeout(self, deadline ? deadline - now : 0) ? NULL : send_request(self, placed, own, deadline, Py_None, Py_None, &id), *answer = NULL;
-    if (key == NULL) {
-        if (end_reading(self))
-            return NULL;
-        Py_RETURN_NONE;
-    }
-    char control[ANCILLARY] __attribute__((aligned(sizeof(size_t))));
-    struct iovec room = {PyByteArray_AsString(self->object[RECEIVED]), (size_t)PyByteArray_Size(self->object[RECEIVED])};
-    struct msghdr message = {.msg_iov = &room, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control};
-    tensord__answer read;
-    ssize_t size = receive(self, &message);
-    if (size < 0 && PyErr_Occurred()) {
-        leave(self, sender, call, placed, key);
-        Py_DECREF(key);
-        return NULL;
-    }
-    PyObject *kind = size < 0 ? NULL : read_answer(self, &message, (size_t)size, id, &read);
-    if (kind != NULL)
-        answer = made_of(self, &read, kind, call, placed);
-    if (answer != NULL && put_times(answer, &read))
-        Py_CLEAR(answer);
-    Py_XDECREF(kind);
-    if (answer != NULL || PyErr_Occurred()) {
-        if (PyDict_DelItem(self->object[IN_FLIGHT], key) | end_reading(self))
-            Py_CLEAR(answer);
-    } else {
-        PyObject *request = begin(self, sender, call, placed, key);
-        if (request == NULL)
-            end_reading(self);
-        else if (size < 0)
-            answer = Py_BuildValue("NO", request, Py_None);
-        else
-            answer = Py_BuildValue("N(nNi)", request, (Py_ssize_t)size, ancillary_of(&message), message.msg_flags & ~MSG_CMSG_CLOEXEC);
-    }
-    Py_DECREF(key);
-    return answer;
+    return ask_for(self, sender, call, placed, own, now, deadline);
 }
 
 /* --------------------------------------------------------------------------------------------------------------------- type */
@@ -529,18 +467,19 @@ static PyObject *ask(exchange_t *self, PyObject *arguments) {
 static const struct {
     int object, of;
     const char *attribute;
-} found_at[] = {{SOCKET, LANE, "socket"},        {MEMORY, LANE, "memory"},          {RECEIVED, SOCKET, "received"},  {IN_FLIGHT, LANE, "in_flight"},
-                {QUEUED, LANE, "queued"},        {OUTGOING, LANE, "_outgoing"},     {BACKLOG, SOCKET, "backlog"},    {RELEASES, LANE, "answers"},
-                {RELEASES, RELEASES, "releases"}, {FOLLOWERS, LANE, "followers"},   {NUMBERS, LANE, "_numbers"},     {ONCE, LANE, "_once"},
-                {ANNOUNCED, LANE, "_announced"}, {KNOWN, LANE, "_prepared"},        {IDS, LANE, "ids"},              {RELEASE, LANE, "reading"},
-                {ACQUIRE, RELEASE, "acquire"},   {RELEASE, RELEASE, "release"},     {LOCKED, LANE, "lock"},          {LOCKED, LOCKED, "locked"}};
+} found_at[] = {{RECEIVED, LANE, "socket"},      {BACKLOG, RECEIVED, "backlog"},  {RECEIVED, RECEIVED, "received"},
+                {EPOCH, LANE, "memory"},         {EPOCH, EPOCH, "epoch"},         {KNOWN_EPOCH, LANE, "known_epoch"}, {IN_FLIGHT, LANE, "in_flight"},
+                {QUEUED, LANE, "queued"},        {OUTGOING, LANE, "_outgoing"},   {RELEASES, LANE, "answers"},     {HELD, RELEASES, "held"},
+                {RELEASES, RELEASES, "releases"}, {HELD, HELD, "sizes"},          {FOLLOWERS, LANE, "followers"},  {NUMBERS, LANE, "_numbers"},
+                {ONCE, LANE, "_once"},           {ANNOUNCED, LANE, "_announced"}, {KNOWN, LANE, "_prepared"},      {IDS, LANE, "ids"},
+                {READING, LANE, "reading"},      {SENDING, LANE, "lock"}};
 
 static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) {
     PyObject *lane, *prepared, *answer;
     int fd;
-    Py_ssize_t most;
+    Py_ssize_t most, most_held;
     (void)named;
-    if (!PyArg_ParseTuple(arguments, "OOOin", &lane, &prepared, &answer, &fd, &most))
+    if (!PyArg_ParseTuple(arguments, "OOOinn", &lane, &prepared, &answer, &fd, &most, &most_held))
         return NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     exchange_t *self = (exchange_t *)allocate(type, 0);
@@ -551,6 +490,7 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
     self->object[ANSWER] = (Py_INCREF(answer), answer);
     self->fd = fd;
     self->most = most;
+    self->most_held = most_held;
     for (size_t i = 0; i < sizeof found_at / sizeof *found_at; i++) {
         PyObject *value = PyObject_GetAttrString(self->object[found_at[i].of], found_at[i].attribute);
         if (value == NULL) {
@@ -559,6 +499,10 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
         }
         Py_XDECREF(self->object[found_at[i].object]);
         self->object[found_at[i].object] = value;
+    }
+    if ((PyObject *)Py_TYPE(self->object[READING]) != lock_type || (PyObject *)Py_TYPE(self->object[SENDING]) != lock_type) {
+        PyErr_SetString(PyExc_TypeError, "a lane's lock is of another type");
+        Py_CLEAR(self);
     }
     return (PyObject *)self;
 }
@@ -593,8 +537,11 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyMemberDef members[] = {{"ended", T_BOOL, offsetof(exchange_t, ended), 0, NULL}, {NULL, 0, 0, 0, NULL}};
+
 static PyType_Slot slots[] = {
-    {Py_tp_new, make}, {Py_tp_dealloc, drop}, {Py_tp_traverse, traverse}, {Py_tp_clear, clear}, {Py_tp_methods, methods}, {0, NULL},
+    {Py_tp_new, make},     {Py_tp_dealloc, drop},      {Py_tp_traverse, traverse}, {Py_tp_clear, clear},
+    {Py_tp_methods, methods}, {Py_tp_members, members}, {0, NULL},
 };
 
 PyType_Spec exchange_spec = {"tensord_client._lane.Exchange", sizeof(exchange_t), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots};

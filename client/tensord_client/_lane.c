@@ -9,7 +9,8 @@
 
 struct names attr;
 static PyTypeObject *answer_type, *output_type;
-PyObject *ndarray;
+static PyObject *repeated_type;
+PyObject *ndarray, *placed_type;
 
 /* ------------------------------------------------------------------------------------------------------------------ writing */
 
@@ -390,11 +391,11 @@ static PyObject *contents_of(tensord__answer *answer, uint64_t *byte_size) {
 
 /* Returns the prepared answer with a number, or NULL with an exception. */
 PyObject *find_prepared(PyObject *known, uint64_t number) {
-    PyObject *key = PyLong_FromUnsignedLongLong(number);
-    PyObject *found = key == NULL ? NULL : PyDict_GetItemWithError(known, key);
-    if (found == NULL && !PyErr_Occurred())
-        PyErr_Format(PyExc_ValueError, "number %S was never prepared", key);
-    Py_XDECREF(key);
+    PyObject *found = number < TENSORD_MAX_NUMBERS ? PyList_GetItem(known, (Py_ssize_t)number) : Py_None;
+    if (found == Py_None) {
+        PyErr_Format(PyExc_ValueError, "number %llu was never prepared", (unsigned long long)number);
+        return NULL;
+    }
     Py_XINCREF(found);
     return found;
 }
@@ -435,11 +436,9 @@ static PyObject *learned(tensord__reader *from, PyObject *known, PyObject *prepa
     tensord__prepared_answer read = tensord__take_prepared_answer(from);
     from->bad |= number >= TENSORD_MAX_NUMBERS;
     PyObject *made = from->bad ? NULL : prepared_of(&read, prepared);
-    PyObject *key = made == NULL ? NULL : PyLong_FromUnsignedLongLong(number);
-    PyObject *found = key == NULL || PyDict_SetItem(known, key, made) ? NULL : Py_BuildValue("sO", "C+", key);
-    Py_XDECREF(made);
-    Py_XDECREF(key);
-    return found;
+    if (made == NULL || PyList_SetItem(known, (Py_ssize_t)number, made))
+        return NULL;
+    return Py_BuildValue("sK", "C+", (unsigned long long)number);
 }
 
 /* Returns a record that is no answer. */
@@ -501,7 +500,7 @@ static PyObject *records(PyObject *module, PyObject *arguments) {
     Py_ssize_t at, end;
     tensord__reader from;
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "OnnO!O", &content, &at, &end, &PyDict_Type, &known, &prepared) || read_of(content, at, end, &from))
+    if (!PyArg_ParseTuple(arguments, "OnnO!O", &content, &at, &end, &PyList_Type, &known, &prepared) || read_of(content, at, end, &from))
         return NULL;
     return records_of(&from, known, prepared, NULL, NULL);
 }
@@ -663,6 +662,10 @@ static PyStructSequence_Desc answer_description = {"tensord_client._lane.AnswerR
 static PyStructSequence_Field output_fields[] = {{"name", NULL}, {"datatype", NULL}, {"shape", NULL}, {"placed", NULL}, {NULL, NULL}};
 static PyStructSequence_Desc output_description = {"tensord_client._lane.OutputTensor", NULL, output_fields, 4};
 
+static PyStructSequence_Field placed_fields[] = {{"prepared", NULL}, {"contents", NULL}, {"segments", NULL}, {"slot", NULL},
+                                                 {"hold", NULL},     {"kept", NULL},     {NULL, NULL}};
+static PyStructSequence_Desc placed_description = {"tensord_client._lane.Placed", NULL, placed_fields, 6};
+
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "tensord_client._lane", NULL, -1, functions, NULL, NULL, NULL, NULL};
 
 static int add_constants(PyObject *module) {
@@ -687,14 +690,20 @@ PyMODINIT_FUNC PyInit__lane(void) {
     ndarray = numpy == NULL ? NULL : PyObject_GetAttrString(numpy, "ndarray");
     Py_XDECREF(numpy);
     PyObject *module = ndarray == NULL ? NULL : PyModule_Create(&definition);
-    PyObject *exchange_type = module == NULL ? NULL : PyType_FromSpec(&exchange_spec);
-    spin_type = exchange_type == NULL ? NULL : PyType_FromSpec(&spin_spec);
-    answer_type = spin_type == NULL ? NULL : PyStructSequence_NewType(&answer_description);
+    const struct {
+        const char *name;
+        PyType_Spec *spec;
+        PyObject **type;
+    } made_of[] = {{"Exchange", &exchange_spec, &exchange_type}, {"Lock", &lock_spec, &lock_type},      {"Repeated", &repeated_spec, &repeated_type}};
+    answer_type = module == NULL ? NULL : PyStructSequence_NewType(&answer_description);
     output_type = answer_type == NULL ? NULL : PyStructSequence_NewType(&output_description);
-    int wrong = output_type == NULL || PyObject_SetAttrString(module, "Exchange", exchange_type) || PyObject_SetAttrString(module, "Spin", spin_type) ||
-                PyObject_SetAttrString(module, "AnswerRecord", (PyObject *)answer_type) ||
+    placed_type = output_type == NULL ? NULL : (PyObject *)PyStructSequence_NewType(&placed_description);
+    int wrong = placed_type == NULL || PyObject_SetAttrString(module, "Placed", placed_type) || PyObject_SetAttrString(module, "AnswerRecord", (PyObject *)answer_type) ||
                 PyObject_SetAttrString(module, "OutputTensor", (PyObject *)output_type) || add_constants(module);
-    Py_XDECREF(exchange_type);
+    for (size_t i = 0; !wrong && i < sizeof made_of / sizeof *made_of; i++) {
+        *made_of[i].type = PyType_FromSpec(made_of[i].spec);
+        wrong = *made_of[i].type == NULL || PyObject_SetAttrString(module, made_of[i].name, *made_of[i].type);
+    }
     if (wrong)
         Py_CLEAR(module);
     return module;

@@ -19,17 +19,18 @@
 #include "common/include/tensord_wire.h"
 
 #include <stdint.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
 
-extern PyType_Spec exchange_spec, spin_spec;
-/* Spin, and numpy's ndarray, which are kept for the module's life. */
-extern PyObject *spin_type, *ndarray;
+extern PyType_Spec exchange_spec, lock_spec, repeated_spec;
+/* Types of this part, and numpy's ndarray, which are kept for the module's life. */
+extern PyObject *exchange_type, *lock_type, *placed_type, *ndarray;
 
 /* Names of attributes, as Python's strings. */
 #define NAMES(NAME)                                                                                                               \
-    NAME(advance) NAME(answer) NAME(base) NAME(begun) NAME(call) NAME(call_soon) NAME(cancel) NAME(closing) NAME(closures)        \
-    NAME(contents) NAME(dtype) NAME(final) NAME(finish) NAME(flush) NAME(known_closures) NAME(nbytes) NAME(own) NAME(own_count)   \
-    NAME(parameters) NAME(placed) NAME(places) NAME(plan) NAME(prepared) NAME(promote) NAME(segments) NAME(shape) NAME(spin)      \
-    NAME(timeout_ms) NAME(times) NAME(tobytes) NAME(version)
+    NAME(advance) NAME(ask_slowly) NAME(base) NAME(begun) NAME(call) NAME(call_soon) NAME(cancel) NAME(deadline) NAME(dtype)      \
+    NAME(final) NAME(finish) NAME(flush) NAME(handle) NAME(nbytes) NAME(own) NAME(own_count) NAME(parameters) NAME(placed)         \
+    NAME(places) NAME(plan) NAME(promote) NAME(shape) NAME(times) NAME(tobytes) NAME(version) NAME(wait_for)
 #define DECLARED(text) PyObject *text;
 extern struct names {
     NAMES(DECLARED)
@@ -65,21 +66,50 @@ int has_content(PyObject *output);
  * an exception. */
 int put_array(PyObject *answer, PyObject *output, PyObject *places, const char *content, Py_ssize_t size);
 
-/* When to poll for a datagram before sleeping (_spin.c). */
+/* A lock of which whoever has the interpreter sees whether it is held, and when its holder polls for a datagram before sleeping (_spin.c). */
 typedef struct {
     PyObject_HEAD
+    int held, waiters;
+    /* Released once for each time that the lock is given back while somebody waits for it. */
+    PyThread_type_lock woken;
     /* How long to poll at most; when the last wait began and ended; in ns of CLOCK_MONOTONIC. */
     uint64_t limit, since, ended;
     /* 1 if the last wait was short enough. */
     int worth;
-} spin_t;
+    /* The receive timeout that the socket has. */
+    long timeout_ms;
+} lock_t;
+
+/* Takes a lock without waiting. Returns whether it was free. */
+int take_lock(lock_t *self);
+void give_lock(lock_t *self);
+
+/* The fields of Placed, a named tuple. */
+enum { PLACED_PREPARED, PLACED_CONTENTS, PLACED_SEGMENTS, PLACED_SLOT, PLACED_HOLD, PLACED_KEPT };
+
+typedef struct exchange exchange_t;
+
+/* Sends a request and waits for its answer. Returns the Answer; the request's object, where Python goes on; or None: nothing was done.
+ * ``deadline``: in monotonic ns; 0: none. */
+PyObject *ask_for(exchange_t *self, PyObject *sender, PyObject *call, PyObject *placed, PyObject *own, uint64_t now, uint64_t deadline);
+
+/* Returns whether an object stands for what the lane's memory and models are now. */
+int is_current(const exchange_t *self, PyObject *epoch);
+/* Returns whether an object is an Answer. */
+int is_answer(const exchange_t *self, PyObject *object);
 
 uint64_t now_ns(void);
 
-/* Begins a wait: polls, if it is worth it, until the descriptor is readable. Needs no interpreter. */
-void spin_before(spin_t *self, int fd);
+/* Defines where a datagram is received. It has at most one descriptor; there is room for what is wrong with it, too. */
+#define MESSAGE(name, memory)                                                                                                     \
+    char control[CMSG_SPACE(4 * sizeof(int))] __attribute__((aligned(sizeof(size_t))));                                           \
+    struct iovec room = {PyByteArray_AsString(memory), (size_t)PyByteArray_Size(memory)};                                         \
+    struct msghdr name = {.msg_iov = &room, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control}
 
-/* Ends a wait. */
-void spin_after(spin_t *self);
+/* Receives, without the interpreter's lock, and polls before if that is worth it. Returns as recvmsg; -1, perhaps with an exception. */
+ssize_t receive(lock_t *reading, int fd, int flags, struct msghdr *message);
+
+/* Returns (size, what came with it as recvmsg of Python has it, flags). */
+PyObject *datagram_of(ssize_t size, struct msghdr *message);
 
 #endif

@@ -111,7 +111,7 @@ def records(
     content: bytes | bytearray,
     at: int,
     end: int,
-    known: dict[int, Any],
+    known: list[Any],
     prepared: Callable[[int, tuple[OutputTensor, ...], dict[str, Any], bool], Any],
     /,
 ) -> list[Any]:
@@ -120,7 +120,8 @@ def records(
     Returns answers, and of other records tuples of the tag and the numbers in it; for a prepared answer ("C+", number).
 
     Args:
-      known: number -> prepared answer that the worker has sent; those that come are added.
+      known: the prepared answers that the worker has sent, by number, ``MAX_NUMBERS`` of them; None: none yet. Those that come
+        are put there.
       prepared: makes a prepared answer of version, outputs, parameters and whether it is the last.
 
     Raises: ValueError: the bytes are no records of a worker, or an answer names a number that is not known.
@@ -153,23 +154,65 @@ def arrays(
       places: output name -> the caller's array for it.
     """
 
-class Spin:
-    def __init__(self, limit_ns: int) -> None: ...
-    def before(self, fd: int) -> None: ...
-    def after(self) -> None: ...
-    def begin(self, now_ns: int) -> int: ...
-    def end(self, now_ns: int) -> None: ...
+class Lock:
+    """A lock of a lane, like that of ``threading``; whoever holds that of the readers polls for a datagram before it sleeps."""
+
+    #: 1: somebody holds it.
+    held: int
+    #: The receive timeout that the socket has, in milliseconds; 0: none.
+    timeout_ms: int
+    def __init__(self, limit_ns: int = 0, /) -> None: ...
+    def acquire(self, blocking: bool = True, /) -> bool: ...
+    def release(self) -> None: ...
+    def __enter__(self) -> bool: ...
+    def __exit__(self, *raised: object) -> None: ...
+    def receive(
+        self, fd: int, memory: bytearray, flags: int, /
+    ) -> tuple[int, list[tuple[int, int, bytes]], int] | None:
+        """Receives a datagram as ``recvmsg_into`` does; polls before it sleeps, where that is worth it.
+
+        Returns its size (0: the peer has ended), ancillary data and flags; None: nothing has come. ``flags``: 0, or MSG_DONTWAIT.
+        """
+
+    def begin(self, now_ns: int) -> int:
+        """Begins a wait at a time. Returns until when ``receive`` would poll; 0: it would not."""
+
+    def end(self, now_ns: int) -> None:
+        """Ends a wait at a time."""
+
+class Placed(tuple[Any, ...]):
+    """A request whose inputs the worker can read: the fields to send, and what to keep until it is answered; made of a tuple."""
+
+    #: The encoded prepared request.
+    prepared: bytes
+    #: The bytes of the inputs that travel inside the request, in their order.
+    contents: list[bytes]
+    #: The segments that must be announced to the worker before the request.
+    segments: tuple[int, ...]
+    #: Memory with copies of inputs, a ``Slot``; None: no input was copied.
+    slot: Any
+    #: Whatever has the memory that the request names, such as its arrays.
+    hold: Any
+    #: Of a request that is sent many times, a list for its last ``Answer`` if the outputs all lie in the caller's places; the
+    #: next of that kind is the same object with new times.
+    kept: list[Any] | None
 
 class Exchange:
     """Sends requests of threads that wait, and receives answers, on one lane."""
 
-    def __init__(self, lane: Any, prepared: type[Any], answer: type[Answer], fd: int, most: int, /) -> None:
+    #: True: the lane has ended, and nothing is sent any more.
+    ended: bool
+
+    def __init__(
+        self, lane: Any, prepared: type[Any], answer: type[Answer], fd: int, most: int, most_held: int, /
+    ) -> None:
         """Takes what it needs of a ``ClientLane`` from the lane's attributes.
 
         Args:
           prepared: the class PreparedAnswer.
           fd: the lane's socket.
           most: the most requests that the worker takes at a time.
+          most_held: the most answers that the process may hold.
         """
 
     def submit(self, request: Any, loop: Any, /) -> int | None:
@@ -188,16 +231,32 @@ class Exchange:
         Raises: ValueError: the bytes are no records of a worker, or an answer names a number that is not known.
         """
 
-    def ask(
-        self, sender: Any, call: Any, placed: Any, own: bytes, until: float | None, /
-    ) -> Answer | tuple[Any, tuple[int, list[tuple[int, int, bytes]], int] | None] | None:
+    def ask(self, sender: Any, call: Any, placed: Placed, own: bytes, until: float | None, /) -> Any:
         """Sends a request and waits for its answer.
 
-        Returns the answer; None: nothing was done; or, with the lock ``reading`` held, (the request, what ``recvmsg_into``
-        returned), whose second is None where nothing came in time.
+        Returns the ``Answer``; None: nothing was done; or a ``Pending``, if no answer or one that Python reads has come.
 
         Args:
-          sender: its ``begun`` makes the request of (``call``, ``placed``, the lane, the request's id), where Python goes on.
+          sender: its ``begun`` makes that object of (``call``, ``placed``, the lane, the request's id).
           own: the request's other fields, encoded by ``own_fields``; the deadline in it is replaced by ``until``.
           until: seconds of ``time.monotonic()``; None: without limit.
         """
+
+class Repeated:
+    """A request that is sent many times. A call of it is ``Exchange.ask`` as long as what ``keep`` was given still holds.
+
+    Otherwise it calls its method ``ask_slowly``; and ``wait_for`` with the ``Pending`` that ``ask`` returns.
+    """
+
+    #: Seconds that a call waits for its answer; None: without limit.
+    timeout: float | None
+
+    def keep(
+        self, exchange: Exchange, sender: Any, call: Any, placed: Placed, own: bytes, epoch: object, lock: Lock, /
+    ) -> None:
+        """Stores what calls are made with, until one needs Python. The caller holds ``lock``, which each call takes.
+
+        ``epoch``: the object in the memory's ``epoch`` when the others were found. The others are those of ``Exchange.ask``.
+        """
+
+    def __call__(self, timeout: float | None = None) -> Answer: ...

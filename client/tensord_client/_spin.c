@@ -1,4 +1,4 @@
-/* Polls for the next datagram for a short time before its receiver sleeps.
+/* The lock of those who send on a lane, or receive; who has the latter polls for the next datagram for a short time before it sleeps.
  *
  * Waking a process costs tens of microseconds, more in a virtual machine; a small request takes about as long. So who waits for an
  * answer polls for it, as the worker does for requests, and by the same rule (the daemon's shm/spin.py): for so long as the daemon
@@ -8,8 +8,10 @@
 
 #include "_lane.h"
 
+#include <errno.h>
 #include <poll.h>
 #include <sched.h>
+#include <structmember.h>
 #include <time.h>
 
 uint64_t now_ns(void) {
@@ -19,12 +21,12 @@ uint64_t now_ns(void) {
 }
 
 /* Begins a wait. Returns until when to poll; 0: not at all. */
-static uint64_t begin(spin_t *self, uint64_t now) {
+static uint64_t begin(lock_t *self, uint64_t now) {
     self->since = now;
     return self->worth && 2 * (now - self->ended) <= self->limit ? now + self->limit : 0;
 }
 
-static void end(spin_t *self, uint64_t now) {
+static void end(lock_t *self, uint64_t now) {
     self->ended = now;
     self->worth = now - self->since < self->limit;
 }
@@ -35,45 +37,63 @@ static void poll_until(int fd, uint64_t until) {
         sched_yield();
 }
 
-void spin_before(spin_t *self, int fd) { poll_until(fd, begin(self, now_ns())); }
+ssize_t receive(lock_t *reading, int fd, int flags, struct msghdr *message) {
+    size_t room = message->msg_controllen;
+    for (;;) {
+        ssize_t size;
+        int failure;
+        message->msg_controllen = room;
+        Py_BEGIN_ALLOW_THREADS
+        if (!(flags & MSG_DONTWAIT))
+            poll_until(fd, begin(reading, now_ns()));
+        size = recvmsg(fd, message, MSG_CMSG_CLOEXEC | flags);
+        failure = errno;
+        if (!(flags & MSG_DONTWAIT))
+            end(reading, now_ns());
+        Py_END_ALLOW_THREADS
+        errno = failure;
+        if (size >= 0 || failure != EINTR || PyErr_CheckSignals())
+            return size;
+    }
+}
 
-void spin_after(spin_t *self) { end(self, now_ns()); }
+PyObject *datagram_of(ssize_t size, struct msghdr *message) {
+    PyObject *found = PyList_New(0);
+    for (struct cmsghdr *each = CMSG_FIRSTHDR(message); found != NULL && each != NULL; each = CMSG_NXTHDR(message, each)) {
+        PyObject *content = PyBytes_FromStringAndSize((const char *)CMSG_DATA(each), (Py_ssize_t)(each->cmsg_len - CMSG_LEN(0)));
+        PyObject *item = content == NULL ? NULL : Py_BuildValue("iiN", each->cmsg_level, each->cmsg_type, content);
+        if (item == NULL || PyList_Append(found, item))
+            Py_CLEAR(found);
+        Py_XDECREF(item);
+    }
+    return found == NULL ? NULL : Py_BuildValue("nNi", (Py_ssize_t)size, found, message->msg_flags & ~MSG_CMSG_CLOEXEC);
+}
 
 /* --------------------------------------------------------------------------------------------------------------------- type */
 
-PyDoc_STRVAR(before_text, "before(fd)\n--\n\nBegins a wait: polls, if it is worth it, until the descriptor is readable.");
-
-static PyObject *before(spin_t *self, PyObject *given) {
-    long fd = PyLong_AsLong(given);
-    if (fd == -1 && PyErr_Occurred())
+static PyObject *receive_into(lock_t *self, PyObject *arguments) {
+    PyObject *memory;
+    int fd, flags;
+    if (!PyArg_ParseTuple(arguments, "iO!i", &fd, &PyByteArray_Type, &memory, &flags))
         return NULL;
-    uint64_t until = begin(self, now_ns());
-    if (until) {
-        Py_BEGIN_ALLOW_THREADS
-        poll_until((int)fd, until);
-        Py_END_ALLOW_THREADS
-    }
-    Py_RETURN_NONE;
+    MESSAGE(message, memory);
+    ssize_t size = receive(self, fd, flags, &message);
+    if (size >= 0)
+        return datagram_of(size, &message);
+    if (PyErr_Occurred())
+        return NULL;
+    /* A peer that ended with records unread causes the reset once, before anything else. What it sent is still there. */
+    if (errno == EAGAIN || errno == ECONNRESET)
+        Py_RETURN_NONE;
+    return Py_BuildValue("i[]i", 0, 0);
 }
 
-PyDoc_STRVAR(after_text, "after()\n--\n\nEnds a wait: a datagram has come, or nothing in time.");
-
-static PyObject *after(spin_t *self, PyObject *unused) {
-    (void)unused;
-    spin_after(self);
-    Py_RETURN_NONE;
-}
-
-PyDoc_STRVAR(begin_text, "begin(now_ns)\n--\n\nBegins a wait at a time. Returns until when ``before`` would poll; 0: not at all.");
-
-static PyObject *begin_at(spin_t *self, PyObject *given) {
+static PyObject *begin_at(lock_t *self, PyObject *given) {
     unsigned long long now = PyLong_AsUnsignedLongLong(given);
     return PyErr_Occurred() ? NULL : PyLong_FromUnsignedLongLong(begin(self, now));
 }
 
-PyDoc_STRVAR(end_text, "end(now_ns)\n--\n\nEnds a wait at a time.");
-
-static PyObject *end_at(spin_t *self, PyObject *given) {
+static PyObject *end_at(lock_t *self, PyObject *given) {
     unsigned long long now = PyLong_AsUnsignedLongLong(given);
     if (PyErr_Occurred())
         return NULL;
@@ -81,33 +101,77 @@ static PyObject *end_at(spin_t *self, PyObject *given) {
     Py_RETURN_NONE;
 }
 
-static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) {
-    static char *names[] = {"limit_ns", NULL};
-    unsigned long long limit;
-    if (!PyArg_ParseTupleAndKeywords(arguments, named, "K", names, &limit))
+/* Python's own lock can only be asked by a call; this one is a field, which whoever has the interpreter reads. */
+
+int take_lock(lock_t *self) { return self->held ? 0 : (self->held = 1); }
+
+void give_lock(lock_t *self) {
+    self->held = 0;
+    if (self->waiters)
+        PyThread_release_lock(self->woken);
+}
+
+static PyObject *acquire(lock_t *self, PyObject *arguments) {
+    int waits = 1;
+    if (!PyArg_ParseTuple(arguments, "|p", &waits))
         return NULL;
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    spin_t *self = (spin_t *)allocate(type, 0);
-    if (self != NULL)
+    while (waits && self->held) {
+        PyLockStatus status;
+        self->waiters++;
+        Py_BEGIN_ALLOW_THREADS
+        status = PyThread_acquire_lock_timed(self->woken, -1, 1);
+        Py_END_ALLOW_THREADS
+        self->waiters--;
+        if (status == PY_LOCK_INTR && PyErr_CheckSignals())
+            return NULL;
+    }
+    return PyBool_FromLong(take_lock(self));
+}
+
+static PyObject *release(lock_t *self, PyObject *unused) {
+    (void)unused;
+    give_lock(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) {
+    unsigned long long limit = 0;
+    if (!PyArg_ParseTuple(arguments, "|K", &limit))
+        return NULL;
+    lock_t *self = (lock_t *)PyType_GenericNew(type, arguments, named);
+    if (self != NULL && (self->woken = PyThread_allocate_lock()) == NULL) {
+        Py_CLEAR(self);
+        PyErr_NoMemory();
+    }
+    if (self != NULL) {
+        PyThread_acquire_lock(self->woken, NOWAIT_LOCK);
         self->limit = limit;
+    }
     return (PyObject *)self;
 }
 
-static void drop(spin_t *self) {
+static void drop(lock_t *self) {
     PyTypeObject *type = Py_TYPE(self);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    release(self);
+    if (self->woken != NULL)
+        PyThread_free_lock(self->woken);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
 
+/* They are described in _lane.pyi. */
 static PyMethodDef methods[] = {
-    {"before", (PyCFunction)(void (*)(void))before, METH_O, before_text},
-    {"after", (PyCFunction)(void (*)(void))after, METH_NOARGS, after_text},
-    {"begin", (PyCFunction)(void (*)(void))begin_at, METH_O, begin_text},
-    {"end", (PyCFunction)(void (*)(void))end_at, METH_O, end_text},
+    {"receive", (PyCFunction)(void (*)(void))receive_into, METH_VARARGS, NULL},
+    {"begin", (PyCFunction)(void (*)(void))begin_at, METH_O, NULL},
+    {"end", (PyCFunction)(void (*)(void))end_at, METH_O, NULL},
+    {"acquire", (PyCFunction)(void (*)(void))acquire, METH_VARARGS, NULL},
+    {"release", (PyCFunction)(void (*)(void))release, METH_NOARGS, NULL},
+    {"__enter__", (PyCFunction)(void (*)(void))acquire, METH_VARARGS, NULL},
+    {"__exit__", (PyCFunction)(void (*)(void))release, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-static PyType_Slot slots[] = {{Py_tp_new, make}, {Py_tp_dealloc, drop}, {Py_tp_methods, methods}, {0, NULL}};
+static PyMemberDef members[] = {{"held", T_INT, offsetof(lock_t, held), READONLY, NULL}, {"timeout_ms", T_LONG, offsetof(lock_t, timeout_ms), 0, NULL}, {NULL, 0, 0, 0, NULL}};
 
-PyType_Spec spin_spec = {"tensord_client._lane.Spin", sizeof(spin_t), 0, Py_TPFLAGS_DEFAULT, slots};
+static PyType_Slot slots[] = {{Py_tp_new, make}, {Py_tp_dealloc, drop}, {Py_tp_methods, methods}, {Py_tp_members, members}, {0, NULL}};
+
+PyType_Spec lock_spec = {"tensord_client._lane.Lock", sizeof(lock_t), 0, Py_TPFLAGS_DEFAULT, slots};

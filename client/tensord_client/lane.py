@@ -46,7 +46,7 @@ from tensord_client.lane_socket import LaneEnded
 from tensord_client.memory import Memory
 from tensord_client.native import say_missing, wire
 from tensord_client.parameters import ModelParameters, sealed
-from tensord_client.placement import Placed, Placement, own_fields
+from tensord_client.placement import Placement, own_fields
 from tensord_client.worker_lane import ClientLane, OpenedModel
 
 #: Request ids begin here, so that all of them have the same length on the wire.
@@ -172,6 +172,7 @@ class LaneConnection(Sender):
                     raise
         self._apart.add((model, version))
         self.models.pop((model, version), None)
+        self.memory.epoch[0] = object()
         return self.http().open(model, version)
 
     def _ask_for(self, model: str, version: int, until: float, anew: bool = False) -> OpenedModel:
@@ -258,6 +259,7 @@ class LaneConnection(Sender):
         if opened.choose() is None:
             raise Unavailable(f"model '{model}' has no worker now")
         self.models[model, version] = opened
+        self.memory.epoch[0] = object()
         return opened
 
     def _close_idle(self, ended: Sequence[int]) -> None:
@@ -331,44 +333,33 @@ class LaneConnection(Sender):
           Unavailable: no worker serves the model now, shared memory is full, or too many requests wait.  NotFound: the model is
           not served.
         """
-        known, held, layout = self.models.get((call.model, call.version)), self.held, call.layout
+        known, held = self.models.get((call.model, call.version)), self.held
         if known is None or len(held.sizes) >= held.most or call.traceparent:
             return self.ask(call)
-        if layout is not None and layout.lane is not None and layout.model is known:
-            lane, placed, exchange = layout.lane, layout.placed, layout.lane.exchange
-            came = None if exchange is None else exchange.ask(self, call, placed, layout.own, call.deadline)
-            if type(came) is Answer:
-                return came
+        sequence_id = call.scheduling.sequence_id
+        lane = self.lane_for(call) if known.alone is None or sequence_id else known.alone
+        exchange = None if lane is None else lane.exchange or lane.greeted(call.deadline)
+        if lane is None or exchange is None:
+            return self.ask(call)
+        if call.repeats:
+            placed = self.placement.place_again(call, known)
+            own = call.layout.own
+            if placed is call.layout.placed and lane is known.alone and not sequence_id:
+                call.layout.lane = lane
         else:
-            sequence_id = call.scheduling.sequence_id
-            lane = self.lane_for(call) if known.alone is None or sequence_id else known.alone
-            exchange = None if lane is None else lane.exchange or lane.greeted(call.deadline)
-            if lane is None or exchange is None:
-                return self.ask(call)
-            if call.repeats:
-                placed = self.placement.place_again(call, known)
-                own = call.layout.own
-                if placed is call.layout.placed and lane is known.alone and not sequence_id:
-                    call.layout.lane = lane
-            else:
-                placed = self.placement.place(call, known)
-                is_bare = not call.request_id and call.scheduling == UNSCHEDULED
-                own = self._bare if is_bare else own_fields(call)
-            came = exchange.ask(self, call, placed, own, call.deadline)
-            if sequence_id and came is not None:
-                self.sent(call, lane)
-            if type(came) is Answer:
-                if placed.slot is not None:
-                    placed.slot.give_back()
-                return came
+            placed = self.placement.place(call, known)
+            is_bare = not call.request_id and call.scheduling == UNSCHEDULED
+            own = self._bare if is_bare else own_fields(call)
+        came: Answer | Pending[Answer] | None = exchange.ask(self, call, placed, own, call.deadline)
         if came is None:
             return self._submit(LaneRequest(self, call, placed, own_fields(call)))
-        request: LaneRequest
-        request, datagram = came
-        lane.go_on(datagram)
-        return request
+        if sequence_id:
+            self.sent(call, lane)
+        if placed.slot is not None and type(came) is Answer:
+            placed.slot.give_back()
+        return came
 
-    def begun(self, call: Call, placed: Placed, lane: ClientLane, request_id: int) -> LaneRequest:
+    def begun(self, call: Call, placed: wire.Placed, lane: ClientLane, request_id: int) -> LaneRequest:
         """Makes the Python object of a request that C code has sent, but whose answer C code does not wait for any longer.
 
         Args:
@@ -394,7 +385,7 @@ class LaneConnection(Sender):
             raise InvalidArgument(
                 f"model '{call.model}' answers a request with several responses: it cannot be prepared"
             )
-        made = Prepared(self.exchange, call)
+        made = LanePrepared(self, call)
         self.placement.keep_layout(call, model)
         return made
 
@@ -632,6 +623,33 @@ class LaneConnection(Sender):
 
     def __repr__(self) -> str:
         return f"<LaneConnection {self.path}{' closed' if self.is_closed else f' {len(self._lanes)} lanes'}>"
+
+
+if wire is not None:
+
+    class LanePrepared(wire.Repeated, Prepared):
+        """A request that is sent over lanes many times: without Python, as long as what the last call has found still holds."""
+
+        def __init__(self, connection: LaneConnection, call: Call) -> None:
+            self._connection = connection
+            super().__init__(self._found, call)
+
+        def forget(self) -> None:
+            super().forget()
+            self._lock = wire.Lock()
+
+        def _found(self, call: Call) -> Answer | Pending[Answer]:
+            """Sends the request as any other, and keeps what was found out for it, if that stays. The caller holds the lock."""
+            connection, epoch = self._connection, self._connection.memory.epoch[0]
+            came = connection.exchange(call)
+            layout = call.layout
+            if type(came) is Answer and layout is not None and layout.lane is not None and not call.traceparent:
+                exchange = layout.lane.exchange
+                if exchange is not None:
+                    self.keep(exchange, connection, call, layout.placed, layout.own, epoch, self._lock)
+            return came
+
+        ask_slowly = Prepared.__call__
 
 
 def _running_loop() -> Any:

@@ -27,7 +27,6 @@ from tensord_client.errors import (
     Unavailable,
 )
 from tensord_client.native import wire
-from tensord_client.placement import Placed
 from tensord_client.worker_lane import ClientLane, OpenedModel
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class LaneRequest(Submission, Pending[Answer]):
     strikes = 0
     answered = False
 
-    def __init__(self, connection: Sender, call: Call, placed: Placed, own: bytes) -> None:
+    def __init__(self, connection: Sender, call: Call, placed: wire.Placed, own: bytes) -> None:
         super().__init__(call.model, call.deadline, connection.deadlines)
         self._connection = connection
         self.call = call

@@ -11,7 +11,6 @@ import os
 import select
 import socket
 import struct
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,16 +19,10 @@ from typing import Any
 from tensord_client.common.pending import WaitEnded
 from tensord_client.native import wire
 
-_ANCILLARY = socket.CMSG_SPACE(4 * 4)
 # Plain integers: the socket module's flags are enums, whose every operation is a Python call.
 _SEND = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-_RECEIVE = int(socket.MSG_CMSG_CLOEXEC)
 #: A flag of ``receive``: it does not wait.
 AT_ONCE = int(socket.MSG_DONTWAIT)
-#: A datagram in ``received``, as ``recvmsg_into`` says it: its size, what came with it, and flags.
-Datagram = tuple[int, list[tuple[int, int, bytes]], int]
-#: An empty datagram: the worker has closed its end.
-_END: Datagram = (0, [], 0)
 
 
 class LaneEnded(Exception):
@@ -44,18 +37,15 @@ class LaneSocket:
         sock.setblocking(True)
         self.sock = sock
         #: Held by the thread that sends.
-        self.lock = threading.Lock()
+        self.lock = wire.Lock()
         #: True: the worker receives nothing more; datagrams that it sent may still be unread.
         self.closing = False
         #: Datagrams that the socket would not take, each with a descriptor or -1, and the requests in it.
         self.backlog: deque[tuple[bytes, int, tuple[int, ...]]] = deque()
         #: Where a datagram is received.
         self.received = bytearray(wire.MAX_DATAGRAM + 1)
-        self._buffers = (self.received,)
-        #: The receive timeout that the socket has, in milliseconds.
-        self.timeout_ms = 0
-        #: Says when a receive polls before it sleeps.
-        self.spin = wire.Spin(spin_ns)
+        #: Held by the thread or event loop that receives; it says when that polls before it sleeps.
+        self.reading = wire.Lock(spin_ns)
         #: Event loops that read the socket.
         self.loops: dict[Any, None] = {}
 
@@ -122,27 +112,6 @@ class LaneSocket:
 
     # ---------------------------------------------------------------------------------------------------- receiving
 
-    def receive(self, flags: int = 0) -> Datagram | None:
-        """Receives a datagram into ``received``. Returns its size, ancillary data and flags; None: no datagram has come.
-
-        A size of 0 means that the worker has ended. ``flags``: 0: waits for a datagram, for as long as ``limit_wait`` has set;
-        ``AT_ONCE``: does not wait.
-        """
-        spin = None if flags else self.spin
-        try:
-            if spin is not None:
-                spin.before(self.sock.fileno())
-            size, ancillary, said, _ = self.sock.recvmsg_into(self._buffers, _ANCILLARY, _RECEIVE | flags)
-        except (BlockingIOError, ConnectionResetError):
-            # A peer that ended with records unread causes the second one once, before anything else. What it sent is still there.
-            return None
-        except OSError:
-            return _END
-        finally:
-            if spin is not None:
-                spin.after()
-        return size, ancillary, said
-
     def limit_wait(self, until: float | None) -> None:
         """Sets how long later calls of ``receive`` wait: until ``until``, rounded down to a power of two of milliseconds.
 
@@ -156,10 +125,10 @@ class LaneSocket:
                 raise WaitEnded
             # A power of two, so that the next wait, which is about as long, need not set it again. The rest is waited for after.
             milliseconds = 1 << max(0, int(left * 1000).bit_length() - 1)
-        if milliseconds != self.timeout_ms:
+        if milliseconds != self.reading.timeout_ms:
             timeout = struct.pack("ll", milliseconds // 1000, milliseconds % 1000 * 1000)
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
-            self.timeout_ms = milliseconds
+            self.reading.timeout_ms = milliseconds
 
     def wait_for_room(self, until: float | None) -> bool:
         """Waits until a datagram has come or the socket has room; if the socket has room, sends queued datagrams.
@@ -233,6 +202,6 @@ class LaneSocket:
     def forget(self) -> None:
         """Closes a child process's copy of the socket after a fork, without asking the event loops, which are the parent's."""
         self.closing = True
-        self.lock = threading.Lock()
+        self.lock, self.reading = wire.Lock(), wire.Lock()
         self.loops.clear()
         self.sock.close()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 __all__ = ["SOURCES", "say_missing", "wire"]
 
 #: The part's sources, beside this file in a checkout.
-SOURCES = ("_exchange.c", "_lane.c", "_lane.h", "_spin.c", "common/include/tensord_wire.h")
+SOURCES = ("_exchange.c", "_lane.c", "_lane.h", "_repeated.c", "_spin.c", "common/include/tensord_wire.h")
 
 #: The part itself, ``_lane``; None: it was not built, or was built from other source files, so there are no lanes.
 if TYPE_CHECKING:

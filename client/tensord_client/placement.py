@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -110,31 +110,6 @@ class Slots:
         self.clear()
 
 
-class Placed:
-    """A request whose inputs the worker can read: the fields to send, and the arrays to keep until it is answered."""
-
-    hold: Sequence[np.ndarray] = ()
-    #: (prepared answer, Answer) of the last answer if its outputs all lie in the caller's places: the next is the same.
-    answer: Any = None
-
-    def __init__(self, prepared: bytes, contents: list[bytes]) -> None:
-        #: The encoded prepared request.
-        self.prepared = prepared
-        #: The bytes of the inputs that travel inside the request, in their order.
-        self.contents = contents
-        #: The segments that must be announced to the worker before the request.
-        self.segments: tuple[int, ...] = ()
-        self.slot: Slot | None = None
-
-    def holds(self, segments: Iterable[int], slot: Slot | None, hold: Sequence[np.ndarray]) -> Placed:
-        """Stores what the request needs until its end: numbers of ``segments``, ``slot``, and the arrays ``hold``.
-
-        ``slot``: memory with copies of inputs; None: no input was copied. Returns this object.
-        """
-        self.segments, self.slot, self.hold = tuple(segments), slot, hold
-        return self
-
-
 #: A tensor of a call: name, datatype, shape, and its place; None: inside the request.
 Tensor = tuple[str, str, tuple[int, ...], Optional[Place]]
 
@@ -145,22 +120,6 @@ class Layout:
     A layout may be used again for a request with the same arrays, unless one of them has strings, because the layout holds
     the strings as they were when it was made.
     """
-
-    __slots__ = (
-        "copied",
-        "has_strings",
-        "hold",
-        "inline",
-        "kind",
-        "lane",
-        "model",
-        "outputs",
-        "own",
-        "placed",
-        "prepared",
-        "segments",
-        "tensors",
-    )
 
     def __init__(self, call: Call, model: OpenedModel) -> None:
         #: The model as it was opened; the process, or the daemon, may have another one later.
@@ -182,7 +141,7 @@ class Layout:
         self.hold = [*call.inputs.values(), *call.places.values()]
         #: The placement that is sent each time, if all inputs are used in place; None: some are copied, or travel inside the
         #: request.
-        self.placed: Placed | None = None
+        self.placed: wire.Placed | None = None
         #: The other fields of the request, encoded, for a call that is sent many times.
         self.own = b""
         #: The lane that each such request goes on, with ``placed``; None: that is found for each.
@@ -197,7 +156,7 @@ class Placement:
         self._prepared: dict[Any, bytes] = {}
         self.slots = Slots(memory)
 
-    def place(self, call: Call, model: OpenedModel) -> Placed:
+    def place(self, call: Call, model: OpenedModel) -> wire.Placed:
         """Puts the inputs of a request where the worker can read them. Returns the fields of the request to send.
 
         Inputs that lie in shared memory already are not copied.
@@ -211,7 +170,7 @@ class Placement:
                 kind, contents = small
                 prepared = model.small.get(kind)
                 if prepared is not None:
-                    return Placed(prepared, contents)
+                    return wire.Placed((prepared, contents, (), None, None, None))
         layout = self.lay_out(call, model)
         if kind is not None and not layout.has_strings and all(array.dtype.isnative for array in call.inputs.values()):
             if len(model.small) >= _MAX_KINDS:
@@ -219,7 +178,7 @@ class Placement:
             model.small[kind] = layout.prepared
         return self.fill(call, layout)
 
-    def place_again(self, call: Call, model: OpenedModel) -> Placed:
+    def place_again(self, call: Call, model: OpenedModel) -> wire.Placed:
         """Puts the inputs where the worker can read them, for a call that is sent many times. Returns the fields to send.
 
         The layout of the call's last request is used again if it is still valid; otherwise a new one is made.
@@ -282,21 +241,22 @@ class Placement:
                 self._prepared[kind] = prepared
             layout.prepared = prepared
             if not layout.inline:
-                layout.placed = Placed(prepared, []).holds(layout.segments, None, layout.hold)
+                layout.placed = wire.Placed((prepared, [], tuple(layout.segments), None, layout.hold, []))
         return layout
 
-    def fill(self, call: Call, layout: Layout) -> Placed:
+    def fill(self, call: Call, layout: Layout) -> wire.Placed:
         """Copies the input arrays' values into the request or to shared memory, as ``layout`` says. Returns the fields to send.
 
         Raises: Unavailable: there is no room in shared memory now.
         """
         contents = [each if isinstance(each, bytes) else in_host_order(each).tobytes() for each in layout.inline]
         if not layout.copied:
-            return Placed(layout.prepared, contents).holds(layout.segments, None, layout.hold)
+            return wire.Placed((layout.prepared, contents, tuple(layout.segments), None, layout.hold, None))
         slot = self._slot(layout, call)
         for name, array in layout.copied:
             np.copyto(slot.arrays[name], array)
-        return Placed(slot.prepared, contents).holds(layout.segments.union(slot.segments), slot, layout.hold)
+        segments = tuple(layout.segments.union(slot.segments))
+        return wire.Placed((slot.prepared, contents, segments, slot, layout.hold, None))
 
     def outputs(self, call: Call, model: OpenedModel) -> tuple[tuple[str, Place | None], ...]:
         """Returns (name, place) of each output that the request asks for. The place says where the worker is to write the output.

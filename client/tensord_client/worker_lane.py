@@ -27,7 +27,7 @@ from tensord_client.common.pending import WaitEnded
 from tensord_client.common.results import Answer, Description
 from tensord_client.common.submission import least_busy
 from tensord_client.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable, too_many_waiting
-from tensord_client.lane_socket import AT_ONCE, Datagram, LaneEnded, LaneSocket
+from tensord_client.lane_socket import AT_ONCE, LaneEnded, LaneSocket
 from tensord_client.memory import Memory
 from tensord_client.native import wire
 
@@ -84,7 +84,7 @@ class ClientLane:
         #: Guards what is sent: ids grow, and what a number stands for is said before it is used.
         self.lock = self.socket.lock
         #: Held by the thread or event loop that reads the socket.
-        self.reading = threading.Lock()
+        self.reading = self.socket.reading
         #: ``LaneRequest``s by their ids; None: the part in C waits for the answer, and holds ``reading``.
         self.in_flight: dict[int, Any] = {}
         #: True: the lane has ended, and every request in flight has been notified.
@@ -96,7 +96,8 @@ class ClientLane:
         self._numbers: dict[bytes, bytes] = {}
         self._once: set[bytes] = set()
         self._announced: set[int] = set()
-        self.known_closures = 0
+        #: The object of the memory's ``epoch`` that the worker was told of.
+        self.known_epoch: list[object] = [None]
         #: Requests, with their ids, that are sent together when the event loop's iteration ends.
         self._outgoing: list[tuple[bytes, int]] = []
         #: Requests, by their ids, that are more than the worker takes at a time; they count as in flight.
@@ -107,7 +108,8 @@ class ClientLane:
         #: The event loop that runs in the thread that reads the socket now; None: none is known.
         self.loop: Any = None
         self._parts = bytearray()
-        self._prepared: dict[int, PreparedAnswer] = {}
+        #: What the worker's numbers of answers stand for; None: nothing yet.
+        self._prepared: list[PreparedAnswer | None] = [None] * wire.MAX_NUMBERS
 
         #: Threads that wait while another one reads.
         self.followers: dict[queue.SimpleQueue[None], None] = {}
@@ -154,7 +156,7 @@ class ClientLane:
         with self.lock:
             if self.socket.closing:
                 raise LaneEnded
-            if placed.segments or self.memory.closures != self.known_closures:
+            if placed.segments or self.memory.epoch[0] is not self.known_epoch[0]:
                 self.announce(placed.segments)
             in_turn = not self.queued and len(self.in_flight) < self._most
             if in_turn:  # What is queued may outlive its number.
@@ -185,8 +187,8 @@ class ClientLane:
 
         The caller holds ``lock``. ``segments``: the numbers of the segments that the worker needs for the next request.
         """
-        if self.memory.closures != self.known_closures:
-            self.known_closures = self.memory.closures
+        if self.memory.epoch[0] is not self.known_epoch[0]:
+            self.known_epoch[0] = self.memory.epoch[0]
             for gone in [number for number in self._announced if self.memory.segments.get(number) is None]:
                 self._announced.discard(gone)
                 self._flush_outgoing()
@@ -319,7 +321,7 @@ class ClientLane:
 
         The caller holds the lock ``reading``. ``flags``: 0: waits for a datagram; ``AT_ONCE``: does not wait.
         """
-        datagram = self.socket.receive(flags)
+        datagram = self.reading.receive(self.socket.sock.fileno(), self.socket.received, flags)
         if datagram is None:
             return False
         self.handle(*datagram)
@@ -374,7 +376,7 @@ class ClientLane:
             if tag != "V" or record[1] != wire.WIRE_VERSION:
                 raise ValueError(f"the worker speaks another edition of the wire than {wire.WIRE_VERSION}")
             fd = self.socket.sock.fileno()
-            self.exchange = wire.Exchange(self, PreparedAnswer, Answer, fd, self._most)
+            self.exchange = wire.Exchange(self, PreparedAnswer, Answer, fd, self._most, self.answers.held.most)
         elif tag == "C+":
             pass
         elif tag == "S+":
@@ -429,20 +431,6 @@ class ClientLane:
                 self.reading.release()
                 self.promote()
         return self.exchange
-
-    def go_on(self, datagram: Datagram | None) -> None:
-        """Lets other threads read the lane after the C extension has waited for an answer in vain. Releases the lock ``reading``.
-
-        The caller holds the lock ``reading``. ``datagram``: what the C extension has received last, whose answers are handed to
-        their requests; None: nothing.
-        """
-        try:
-            if datagram is not None:
-                self.handle(*datagram)
-        finally:
-            self.reading.release()
-            if self.followers:
-                self.promote()
 
     def _follow(self, request: Any, until: float | None) -> bool:
         """Sleeps while another thread reads the socket.
@@ -538,7 +526,7 @@ class ClientLane:
                 continue
             self.followers[waiter] = None
             try:
-                if self.reading.locked():
+                if self.reading.held:
                     waiter.get()
             finally:
                 self.followers.pop(waiter, None)
@@ -593,13 +581,18 @@ class ClientLane:
             self.watched.clear()
         self.answers.end()
         self.socket.close()
-        # It refers to the lane: in a cycle the memory of the dead worker would stay mapped until the garbage collector runs.
-        self.exchange = None
+        self._end_exchange()
         for request_id, request in lost.items():
             if request is not None:
                 request.lane_ended(request_id not in unsent, error)
         self.promote()
         self._thread_waiter.put(None)
+
+    def _end_exchange(self) -> None:
+        # It refers to the lane: in a cycle the memory of the dead worker would stay mapped until the garbage collector runs.
+        exchange, self.exchange = self.exchange, None
+        if exchange is not None:
+            exchange.ended = True
 
     def close(self, error: ServingError) -> None:
         """Closes the lane, even while another thread reads it. Calls ``lane_ended`` of every request in flight with ``error``."""
@@ -614,8 +607,9 @@ class ClientLane:
         Returns the child's copies of the requests that were in flight; the requests themselves are the parent's.
         """
         self.ended = True
+        self._end_exchange()
         self.socket.forget()
-        self.lock, self.reading = self.socket.lock, threading.Lock()
+        self.lock, self.reading = self.socket.lock, self.socket.reading
         lost, self.in_flight = self.in_flight, {}
         self.queued.clear()
         return [request for request in lost.values() if request is not None]

@@ -37,7 +37,7 @@ class Prepared:
 
     def forget(self) -> None:
         """Resets this object so that no request is in flight. Called by the constructor, and in a child process after a fork."""
-        self._lock = threading.Lock()
+        self._lock: Any = threading.Lock()
         self._call.last = None
 
     def __call__(self, timeout: float | None = None) -> Answer:
@@ -58,11 +58,14 @@ class Prepared:
                 call.last.settle(until)
                 call.last = None
             came = self._exchange(call)
-            if type(came) is not Answer:
-                call.last = came
-                came = came.result()  # type: ignore[union-attr]
-                call.last = None
-            return came
+            return came if type(came) is Answer else self.wait_for(came)  # type: ignore[arg-type]
+
+    def wait_for(self, pending: Pending[Answer]) -> Answer:
+        """Waits for the answer to the request that was just sent, and returns it. The caller holds the lock."""
+        self._call.last = pending
+        answer = pending.result()
+        self._call.last = None
+        return answer
 
     def __repr__(self) -> str:
         return f"<Prepared {self._call.model}>"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import resource
+import signal
+import threading
 import time
 from typing import Any
 
@@ -21,7 +23,7 @@ _LIMIT = 300_000
 def test_it_polls_when_the_daemon_would() -> None:
     """One rule for both ends of a lane, in two distributions."""
     chance = random.Random(0)
-    ours, theirs = wire.Spin(_LIMIT), spin.Spin(_LIMIT)
+    ours, theirs = wire.Lock(_LIMIT), spin.Spin(_LIMIT)
     now, ended, polled = 10**12, 0, set()
     for _ in range(1000):
         begun = ours.begin(now)
@@ -36,15 +38,54 @@ def test_it_polls_when_the_daemon_would() -> None:
 
 
 def test_without_a_limit_it_never_polls() -> None:
-    never = wire.Spin(0)
+    never = wire.Lock(0)
     never.begin(5)
     never.end(5)
     assert never.begin(5) == 0
 
 
+def test_a_lock_lets_one_thread_in_at_a_time_and_wakes_each_that_waits() -> None:
+    lock, count = wire.Lock(), 0
+
+    def add() -> None:
+        nonlocal count
+        for _ in range(300):
+            with lock:
+                assert lock.held
+                assert not lock.acquire(False)
+                seen = count
+                time.sleep(0)
+                count = seen + 1
+
+    threads = [threading.Thread(target=add, daemon=True) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_PATIENCE)
+    assert (count, lock.held) == (2400, 0)
+
+
+def test_who_waits_for_a_lock_is_interrupted() -> None:
+    lock = wire.Lock()
+    assert lock.acquire()
+
+    def interrupt(number: int, frame: object) -> None:
+        raise InterruptedError
+
+    former = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(InterruptedError):
+            lock.acquire()
+    finally:
+        signal.signal(signal.SIGALRM, former)
+    lock.release()
+    assert lock.acquire(False)
+
+
 def answers_quickly(limit_ns: int) -> Any:
-    """Returns a Spin that has just had a short wait."""
-    made = wire.Spin(limit_ns)
+    """Returns a lock whose holder has just had a short wait."""
+    made = wire.Lock(limit_ns)
     now = time.monotonic_ns()
     made.begin(now)
     made.end(now)
@@ -54,7 +95,7 @@ def answers_quickly(limit_ns: int) -> Any:
 def test_the_daemon_says_for_how_long(connection: LaneConnection) -> None:
     connection.open("slow")
     for lane in connection.models["slow", 0].lanes:
-        found = lane.socket.spin
+        found = lane.socket.reading
         assert found is not None
         found.begin(5)
         found.end(5)
@@ -71,7 +112,7 @@ def test_who_waits_polls(connection: LaneConnection, way: str) -> None:
     call = Call("slow", {"x": given}, places={"y": place})
     lanes = connection.model_of(call).lanes
     for lane in lanes:
-        lane.socket.spin = answers_quickly(60 * 10**9)
+        lane.reading = lane.socket.reading = answers_quickly(60 * 10**9)
     prepared = connection.prepare(call)
 
     def ask() -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from tensord_client.common.call import Call
 from tensord_client.memory import Memory
-from tensord_client.placement import Placed, Placement, Slot
+from tensord_client.native import wire
+from tensord_client.placement import Placement, Slot
 from tensord_client.worker_lane import OpenedModel
 
 MIB = 1 << 20
@@ -31,16 +32,16 @@ def model() -> OpenedModel:
     return OpenedModel(Mock(metadata=metadata), [], 0, 0.0)
 
 
-def placed(placement: Placement, model: OpenedModel, byte_size: int, count: int) -> list[Placed]:
+def placed(placement: Placement, model: OpenedModel, byte_size: int, count: int) -> list[wire.Placed]:
     """Places requests that are in flight together."""
     return [placement.place(Call("m", {"x": np.full(byte_size, at % 256, np.uint8)}), model) for at in range(count)]
 
 
-def slots(requests: list[Placed]) -> list[Slot]:
+def slots(requests: list[wire.Placed]) -> list[Slot]:
     return [request.slot for request in requests if request.slot is not None]
 
 
-def answer(requests: list[Placed]) -> None:
+def answer(requests: list[wire.Placed]) -> None:
     for slot in slots(requests):
         slot.give_back()
 

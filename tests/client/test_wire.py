@@ -140,7 +140,7 @@ def _shared(prepared: PreparedAnswer | ReadAnswer) -> Any:
 
 def _read(content: bytes | bytearray) -> list[str] | None:
     """Returns what the client reads, each record as text; None: it refuses the datagram."""
-    known: dict[int, ReadAnswer] = {}
+    known: list[ReadAnswer | None] = [None] * wire.MAX_NUMBERS
     first = encoder.encode([PrepareAnswer(number, prepared) for number, prepared in _KNOWN.items()])
     wire.records(first, 0, len(first), known, ReadAnswer)
     learned: list[ReadAnswer] = []
@@ -211,7 +211,7 @@ def test_a_tag_that_is_none_is_malformed(content: bytes) -> None:
 
 def test_an_answer_without_its_last_fields_has_their_defaults() -> None:
     content = msgspec.msgpack.encode([("c", 1 << 32, ("A",))])
-    (answer,) = wire.records(content, 0, len(content), {}, ReadAnswer)
+    (answer,) = wire.records(content, 0, len(content), [], ReadAnswer)
     assert (answer.contents, answer.lease, answer.code, answer.message, answer.timing) == ((), None, "", "", None)
     assert answer.prepared.is_mark
 

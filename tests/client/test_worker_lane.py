@@ -17,7 +17,6 @@ from tensord_client.errors import Internal
 from tensord_client.lane_request import LaneRequest, Sender
 from tensord_client.memory import Memory
 from tensord_client.native import wire
-from tensord_client.placement import Placed
 from tensord_client.worker_lane import ClientLane
 
 from tensord.shm.messages import WIRE_VERSION, AnswerRecord, PrepareAnswer, PreparedAnswer, PreparedTensor, WireVersion
@@ -62,7 +61,9 @@ class Ends:
         """Makes a request of four bytes. Each has a prepared request of its own, so that all are sent in full."""
         own, inputs = wire.own_fields("", 0, UNSCHEDULED), [("x", "FP32", (1,), None)]
         prepared = wire.prepared_request("m", next(self.lane.ids), inputs, (), {})
-        return LaneRequest(self.connection, Call("m", {}), Placed(prepared, [bytes(4)]), own)
+        return LaneRequest(
+            self.connection, Call("m", {}), wire.Placed((prepared, [bytes(4)], (), None, None, None)), own
+        )
 
     def submit(self, loop: Loop | None = None) -> tuple[LaneRequest, int]:
         made = self.request()
