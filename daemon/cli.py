@@ -1,4 +1,4 @@
-"""The program ``tensord``: its commands ``serve``, ``check``, ``fetch``, ``init``, ``export``, ``man`` and ``config``.
+"""The program ``tensord``: its commands ``serve``, ``check``, ``fetch``, ``init``, ``bench``, ``export``, ``man``, ``config``.
 
 click parses the options and completes them in the shell; ``tensord.daemon.flags`` has the options that set a key.
 
@@ -319,6 +319,36 @@ def init_model(folder: Path) -> None:
         _fail(str(error), status=1)
     except OSError as error:
         _fail(f"{error.filename} cannot be written: {error.strerror}", status=1)
+
+
+@main.command()
+@click.option("--address", default="", help="The daemon: HOST:PORT, grpc://HOST:PORT, a socket or its folder.")
+@click.option(
+    *("--connections", "counts"),
+    type=click.IntRange(1, 1024),
+    multiple=True,
+    default=(1, 4, 16),
+    show_default=True,
+    help="How many clients ask at once, each on a connection of its own; may be repeated.",
+)
+@click.option("--seconds", type=click.FloatRange(min=0.1), default=3.0, show_default=True, help="Of each measurement.")
+@click.option("--size", type=click.IntRange(min=1), default=1, show_default=True, help="Of batches and axes that vary.")
+@click.argument("model")
+def bench(address: str, counts: tuple[int, ...], seconds: float, size: int, model: str) -> None:
+    """Measure how many answers a second MODEL gives, and how long they take, by number of connections.
+
+    Each connection sends a request, waits for the answer and sends the next one. Inputs are generated: integers from 0 to
+    3, and normal numbers. Half of the requests took at most p50, 99 % at most p99. MODEL is the name of a model that a
+    daemon serves; without --address, the one that tensord_client.connect() finds. All clients are threads of this process.
+    This needs tensord-client, and tritonclient[grpc] for gRPC. Exit status 1: a request failed.
+    """
+    from tensord import closed_loop
+
+    try:
+        rows = [closed_loop.measured(address, model, count, seconds, size) for count in counts]
+    except Exception as error:
+        _fail(str(error), status=1)
+    tables.plot(("connections", "answers_per_s", "p50_us", "p99_us"), rows, "answers_per_s")
 
 
 @main.command("export")

@@ -53,6 +53,10 @@ Ask it, from another terminal:
 Try it without serving it: each bucket is asked, and its answer compared with the function's own:
 
     {program} check --deep --model-repository={repository}
+
+Measure it while it is served:
+
+    {program} bench {name}
 """
 
 

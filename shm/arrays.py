@@ -200,3 +200,14 @@ def address_of(memory: Array | memoryview) -> int:
 def as_strings(array: Array) -> Array:
     """Copies an array of str or bytes to a new object array, whose elements are bytes objects (str as UTF-8)."""
     return np.asarray(Strings(byte_content(array), array.shape))
+
+
+def drawn(dtype: np.dtype[Any], shape: Sequence[int], random: np.random.Generator) -> Array:
+    """Returns values for a generated input: normal numbers, integers from 0 to 3, as indices may be, or such digits."""
+    if dtype.kind not in "biuO":
+        return random.normal(size=shape).astype(dtype)
+    return (
+        random.integers(0, 2 if dtype == np.bool_ else 4, shape)
+        .astype("S1" if dtype.kind == "O" else dtype)
+        .astype(dtype)
+    )

@@ -16,7 +16,7 @@ ROOMS = ("config", "daemon", "shm", "tensord", "workers")
 OURS = {
     "shm": {"shm"},
     "config": {"config", "shm.datatypes", "shm.errors", "shm.seldom", "tensord.protocol"},
-    "daemon": {"daemon", "config", "shm", "tensord.protocol"},
+    "daemon": {"daemon", "config", "shm", "tensord.protocol", "tensord.closed_loop"},
     # ``python -m tensord`` is the daemon's command; for authors of models it calls the worker's code, with what the daemon reads
     # of their folders.
     "tensord": {
@@ -137,9 +137,9 @@ FENCED = {
     "starlette": ("daemon/http/",),
     "httptools": ("daemon/http/", "daemon/metrics/scrape.py"),
     # Clients' libraries: tests and examples have them, whoever serves needs none.
-    **dict.fromkeys(("grpc", "grpc_health", "grpc_reflection", "grpc_tools", "tritonclient"), ()),
-    # A distribution of its own, which needs none of ours.
-    "tensord_client": (),
+    **dict.fromkeys(("grpc", "grpc_health", "grpc_reflection", "grpc_tools"), ()),
+    # A command asks as clients do, where they are installed.
+    **dict.fromkeys(("tensord_client", "tritonclient"), ("tensord/closed_loop.py",)),
     # What our ASGI server is compared with.
     "uvicorn": (),
     "hpack": ("daemon/grpc/",),
@@ -152,6 +152,7 @@ FENCED = {
         "workers/",
         "daemon/http/",
         "daemon/grpc/",
+        "tensord/closed_loop.py",
         "tensord/parameter_files.py",
         "tensord/testing.py",
     ),

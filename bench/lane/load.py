@@ -24,6 +24,7 @@ import numpy as np
 
 from bench.helper import leaves_blocks, object_name
 from bench.lane.rows import ROWS, Array, Row, Tensors
+from tensord.closed_loop import Ask, closed_loop
 
 #: Requests of a row that varies, which are sent in turn.
 _POOL = 64
@@ -31,8 +32,6 @@ _TIMEOUT = 120.0
 #: Datatypes of the protocol.
 _NAMES = {"float32": "FP32", "uint8": "UINT8"}
 
-#: Asks; returns what compares the answer with what is right.
-Ask = Callable[[], Callable[[], None]]
 AsyncAsk = Callable[[], Awaitable[None]]
 
 
@@ -269,15 +268,8 @@ def run(ask: Ask) -> None:
         ask()()
     print("ready", flush=True)
     for line in sys.stdin:
-        took: list[float] = []
         used, began = time.process_time(), time.perf_counter()
-        at, until = began, began + float(line)
-        while at < until or not took:
-            compare = ask()
-            took.append(time.perf_counter() - at)
-            compare()
-            at = time.perf_counter()
-        report(took, began, used)
+        report(closed_loop(ask, float(line)), began, used)
 
 
 async def run_flights(way: str, row: Row, address: str, number: int) -> None:

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.stages import Traced
 
-from tensord.shm.arrays import Array
+from tensord.shm.arrays import Array, drawn
 from tensord.shm.errors import Cancelled, Internal
 from tensord.workers.jax_internals.wide import precision
 from tensord.workers.programs.carry import rows_argument
@@ -76,12 +76,9 @@ def rows_apart(
 
 
 def generated(inputs: Sequence[Argument], seed: int) -> dict[str, Array]:
-    """Returns inputs of these names, dtypes and shapes: normal numbers, and integers below 4, as indices and lengths may be."""
-    random, made = np.random.default_rng(seed), dict[str, Array]()
-    for name, dtype, shape in inputs:
-        integers = random.integers(0, 2 if dtype == np.bool_ else 4, shape)
-        made[name] = (integers if dtype.kind in "biu" else random.normal(size=shape)).astype(dtype)
-    return made
+    """Returns inputs of these names, dtypes and shapes."""
+    random = np.random.default_rng(seed)
+    return {name: drawn(dtype, shape, random) for name, dtype, shape in inputs}
 
 
 def probe(
