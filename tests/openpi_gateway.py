@@ -1,0 +1,130 @@
+"""Runs the gateway for robots as a program, and installs the package that robots have, ``openpi-client``.
+
+``package`` is a folder with that package alone, which this process can import; ``environment`` has all that it needs, with a
+numpy below 2. Both are made once a run by pip, and tests are skipped where it finds no index.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.daemon_process import PATIENCE, ROOT, end_group, has_ended, wait_until
+from tests.run_folder import only_one
+
+_PIP = (sys.executable, "-m", "pip", "-q", "--disable-pip-version-check")
+CLIENT = "openpi-client==0.1.2"
+_SERVED_ON = re.compile(r"robots are served on \S+:(\d+)")
+
+
+def package(version: str = CLIENT) -> Path:
+    """Returns a folder with the package of that version and nothing else."""
+    with only_one(version) as folder:
+        if not (folder / "openpi_client").exists():
+            _installed(*_PIP, "install", "--no-deps", "--no-compile", "--target", folder, version)
+    return folder
+
+
+def environment() -> Path:
+    """Returns the interpreter of an environment for robots. It finds the client of this checkout, built for this one."""
+    with only_one("openpi") as folder:
+        python = folder / "venv" / "bin" / "python"
+        if not (folder / "ready").exists():
+            _installed(sys.executable, "-m", "venv", "--clear", "--without-pip", folder / "venv")
+            _installed(*_PIP, "--python", python, "install", "--no-compile", CLIENT, "numpy<2", "gymnasium>=1,<2")
+            (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
+            (site / "checkout.pth").write_text(f"{ROOT / 'client'}\n")
+            (folder / "ready").touch()
+    return python
+
+
+def _installed(*command: str | Path) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"{CLIENT} cannot be installed: {(done.stderr or done.stdout).strip()[-300:]}")
+
+
+class GatewayProcess:
+    """Runs ``python -m tensord_client.openpi`` on a free port of this host. Use as a context manager."""
+
+    def __init__(self, server: str | Path, *arguments: str, python: str | Path = sys.executable) -> None:
+        self._command = [
+            python,
+            "-m",
+            "tensord_client.openpi",
+            "--address",
+            "127.0.0.1:0",
+            "--server",
+            server,
+            *arguments,
+        ]
+        self._lines: list[str] = []
+        #: Variables besides this process's own.
+        self.variables: dict[str, str] = {}
+        self.port = 0
+
+    @property
+    def log(self) -> str:
+        return "".join(self._lines)
+
+    @property
+    def url(self) -> str:
+        return f"ws://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def __enter__(self) -> GatewayProcess:
+        self.start()
+        wait_until(lambda: _SERVED_ON.search(self.log) or has_ended(self._process), "the gateway to serve")
+        found = _SERVED_ON.search(self.log)
+        if found is None:
+            self.stop()
+            raise AssertionError(self.log)
+        self.port = int(found[1])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Starts it, and does not wait until it serves."""
+        self._process = subprocess.Popen(
+            [str(word) for word in self._command],
+            env=os.environ | self.variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._lines.append(line)
+
+    def stop(self) -> int:
+        """Sends SIGTERM unless it has ended, and waits for its end; returns its exit status."""
+        status = end_group(self._process, signal.SIGTERM)
+        self._reader.join(PATIENCE)
+        assert self._process.stderr is not None
+        self._process.stderr.close()
+        return status
+
+
+def ran(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Runs the program to its end."""
+    command = [sys.executable, "-m", "tensord_client.openpi", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
