@@ -115,6 +115,10 @@ class GatewayProcess:
         for line in self._process.stderr:
             self._lines.append(line)
 
+    def wait_ended(self) -> None:
+        """Waits until it has ended by itself."""
+        wait_until(lambda: has_ended(self._process), "the gateway to end")
+
     def stop(self) -> int:
         """Sends SIGTERM unless it has ended, and waits for its end; returns its exit status."""
         status = end_group(self._process, signal.SIGTERM)

@@ -35,7 +35,7 @@ from tensord_client.errors import InvalidArgument, NotFound, ResultsHeld, Servin
 try:
     from websockets.asyncio.server import ServerConnection, serve
     from websockets.exceptions import ConnectionClosed
-    from websockets.frames import CloseCode
+    from websockets.frames import DATA_OPCODES, CloseCode, Frame
     from websockets.http11 import Request, Response
     from websockets.protocol import State
 
@@ -48,6 +48,8 @@ _log = logging.getLogger("tensord_client.openpi")
 _PATH = re.compile(r"/([^/]+)(?:/versions/(\d{1,18}))?/?")
 #: Seconds for which a model that was looked up is known to further robots; connections that may not have said yet what they want.
 _FRESH, _UNDECIDED = 1.0, 64
+#: Bytes that may wait to be sent besides an answer.
+_PONGS = 1 << 16
 _STOPS = CloseCode.GOING_AWAY, "the gateway stops"
 
 
@@ -60,9 +62,12 @@ class Robot(ServerConnection):
     policy: Policy
     #: The sequence of its observations; 0: the next one begins a sequence.
     sequence_id = 0
-    #: The task that serves it, while the model computes for it; bytes that have come since the last message was read.
+    #: The task that serves it, while the model computes for it; bytes of its last answer.
     asking: asyncio.Task[Any] | None = None
+    answered = 0
+    #: Bytes that have come and were not read, and of these those of whole frames; control frames are none.
     unread = 0
+    _whole = 0
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -72,30 +77,43 @@ class Robot(ServerConnection):
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.gateway.robots.discard(self)
-        self.taken()
         super().connection_lost(exc)
+        self.gateway.robots.discard(self)
+        self._count()
         if self.asking is not None:
             self.asking.cancel()
 
+    def process_event(self, event: Any) -> None:
+        super().process_event(event)
+        if isinstance(event, Frame) and event.opcode in DATA_OPCODES:
+            self._whole += len(event.data)
+
     def data_received(self, data: bytes) -> None:
-        if self.state is State.OPEN:  # what comes before has bounds of its own
-            self.unread += len(data)
-            self.gateway.unread += len(data)
-            self._timer = self._timer or self.loop.call_later(self.gateway.options.message_timeout, self._expire)
         super().data_received(data)
+        self._count()
         unread, most = self.gateway.unread, self.gateway.options.max_unread_bytes
         if unread > most:
             largest = max(self.gateway.robots, key=lambda robot: robot.unread)
             largest.drop(CloseCode.TRY_AGAIN_LATER, f"{unread} bytes of all robots are unread, {most} may be")
+        # What leaves besides the answer are answers to pings.
+        waiting, most = self.transport.get_write_buffer_size(), self.answered + _PONGS  # type: ignore[attr-defined]
+        if waiting > most:
+            self.drop(CloseCode.POLICY_VIOLATION, f"{waiting} bytes wait for the robot to read them, {most} may")
 
-    def taken(self) -> None:
-        """Notes that what has come was read, or will not be."""
-        self.gateway.unread -= self.unread
-        self.unread = 0
-        if self._timer is not None:
+    def taken(self, message: bytes | str) -> None:
+        """Notes that a message was read."""
+        self._whole -= len(message)
+        self._count()
+
+    def _count(self) -> None:
+        unread = self._whole + len(self.protocol.reader.buffer) if self.state is State.OPEN else 0
+        self.gateway.unread += unread - self.unread
+        self.unread = unread
+        if unread and self._timer is None:
+            self._timer = self.loop.call_later(self.gateway.options.message_timeout, self._expire)
+        elif not unread and self._timer is not None:
             self._timer.cancel()
-        self._timer = None
+            self._timer = None
 
     def _expire(self) -> None:
         seconds = self.gateway.options.message_timeout
@@ -106,10 +124,10 @@ class Robot(ServerConnection):
 
     def drop(self, code: int, reason: str) -> None:
         """Closes the connection without waiting for the robot."""
-        self.taken()
         if self.state is State.OPEN:
             self.protocol.fail(code, reason)
             self.send_data()
+        self._count()
         self.transport.close()
         self.loop.call_later(1.0, self.transport.abort)
 
@@ -173,11 +191,12 @@ class Gateway:
             await robot.send(written(robot.policy.metadata))
             while not self._stopping:
                 message = await robot.recv()
-                robot.taken()
+                robot.taken(message)
                 begun = time.monotonic()
                 robot.asking = asyncio.current_task()
                 reply = await self._reply(robot, message, timing)
                 robot.asking = None
+                robot.answered = len(reply)
                 await robot.send(reply)
                 timing = {"prev_total_ms": 1e3 * (time.monotonic() - begun)}
             await robot.close(*_STOPS)

@@ -13,6 +13,7 @@ import socket
 import ssl
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -292,9 +293,39 @@ def test_a_message_that_does_not_end(daemon: DaemonProcess) -> None:
     arguments = ("--model", "scale", "--message-timeout", "0.5")
     with GatewayProcess(daemon.folder, *arguments) as gateway, connected(gateway.url) as silent:
         code, reason = closed_with(half_sent(gateway.url, 100_000, 4_000))
-        assert (code, reason) == (1008, "4014 bytes of a message came in 0.5 s, and no end")
+        assert (code, reason) == (1008, "4000 bytes of a message came in 0.5 s, and no end")
         silent.send(observation(x=X))
         assert y_of(silent.recv(PATIENCE)).tolist() == (5 * X + 1).tolist()
+
+
+def test_pings_are_no_messages(daemon: DaemonProcess) -> None:
+    """A robot may be idle for as long as it likes, and its pings are answered meanwhile."""
+    arguments = ("--model", "scale", "--message-timeout", "0.1")
+    with GatewayProcess(daemon.folder, *arguments) as gateway, connected(gateway.url) as robot:
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            assert robot.ping().wait(PATIENCE)
+        robot.send(observation(x=X))
+        assert y_of(robot.recv(PATIENCE)).tolist() == (5 * X + 1).tolist()
+
+
+def test_answers_to_pings_that_nobody_reads(daemon: DaemonProcess) -> None:
+    handshake = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    handshake += b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    pings = (b"\x89\xfd" + bytes(4) + bytes(125)) * 1000
+    with GatewayProcess(daemon.folder, "--model", "scale") as gateway, connected(gateway.url) as other:
+        with socket.create_connection(("127.0.0.1", gateway.port), PATIENCE) as flood:
+            flood.sendall(handshake)
+            assert flood.recv(12) == b"HTTP/1.1 101"
+            with pytest.raises(ConnectionError):
+                sent_for_ever(flood, pings)
+        other.send(observation(x=X))
+        assert y_of(other.recv(PATIENCE)).tolist() == (5 * X + 1).tolist()
+
+
+def sent_for_ever(connection: socket.socket, content: bytes) -> None:
+    while True:
+        connection.sendall(content)
 
 
 def test_what_all_send_is_bounded_together(daemon: DaemonProcess) -> None:
@@ -621,6 +652,7 @@ def test_it_stops_by_finishing_what_is_under_way(daemon: DaemonProcess, tmp_path
             path.touch()
             assert y_of(asking.recv(PATIENCE)).tolist() == [1]
             assert closed_with(asking) == (1001, "the gateway stops")
+        gateway.wait_ended()
         assert gateway.stop() == 0
     assert "Traceback" not in gateway.log
 

@@ -12,6 +12,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
+from bench.attackers import robots
 from bench.attackers.catalogue import ATTACKS
 from bench.attackers.target import Target
 from bench.helper import leaves_blocks
@@ -21,7 +22,7 @@ def counted(http: str, grpc: str, seconds: str, clients: str, name: str) -> dict
     """Attacks a daemon, and returns what was counted."""
     target = Target(http, grpc, float(seconds), clients)
     with leaves_blocks():
-        ATTACKS[name](target)
+        (ATTACKS | robots.ATTACKS)[name](target)
     return target.counts
 
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tensord_client import openpi
 
 from tensord.config.options import Grpc, Http
 from tests.daemon_process import DaemonProcess
@@ -21,13 +22,14 @@ FOLDER = Path(__file__).parent.parent.parent / "systemd"
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 def test_systemd_analyze_verify(tmp_path: Path) -> None:
     """The programs and users of an installation are not here, so the copies name some that are; nothing else is changed."""
-    names = ("tensord.service", "tensord.socket", "tensord-grpc.socket")
+    names = ("tensord.service", "tensord.socket", "tensord-grpc.socket", "tensord-openpi.service")
     for name in names:
         text = (
             (FOLDER / name)
             .read_text()
             .replace("/opt/tensord/venv/bin/tensorctl", "/bin/true")
             .replace("/opt/tensord/venv/bin/tensord", "/bin/true")
+            .replace("/opt/tensord/openpi/bin/python", "/bin/true")
         )
         (tmp_path / name).write_text(text)
     done = subprocess.run(
@@ -41,17 +43,18 @@ def test_systemd_analyze_verify(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
-def test_exposure() -> None:
+@pytest.mark.parametrize("unit", ["tensord", "tensord-openpi"])
+def test_exposure(unit: str) -> None:
     """systemd's sum of what the sandbox leaves open: 9.6 without any, and what was measured to work is below 2.5."""
     done = subprocess.run(
-        ["systemd-analyze", "security", "--offline=true", "--no-pager", str(FOLDER / "tensord.service")],
+        ["systemd-analyze", "security", "--offline=true", "--no-pager", str(FOLDER / f"{unit}.service")],
         capture_output=True,
         text=True,
         check=False,
     )
     if "offline" in done.stderr:
         pytest.skip("this systemd-analyze has no --offline")
-    found = re.search(r"exposure level for tensord.service: ([0-9.]+)", done.stdout)
+    found = re.search(rf"exposure level for {unit}.service: ([0-9.]+)", done.stdout)
     assert found is not None, done.stdout + done.stderr
     assert float(found[1]) < 2.5
 
@@ -108,6 +111,19 @@ def test_the_sockets_say_their_protocols() -> None:
         assert unit["Socket"]["FileDescriptorName"] == protocol
         assert unit["Socket"].get("Service", "tensord.service") == "tensord.service"
         assert unit["Socket"]["ListenStream"] == f"{options.address[0]}:{options.port}"
+
+
+def test_the_gateway_s_unit_uses_flags_and_times_that_it_has() -> None:
+    unit = (FOLDER / "tensord-openpi.service").read_text()
+    (command,) = re.findall(
+        r"^ExecStart=/opt/tensord/openpi/bin/python -m tensord_client.openpi (.+)$", unit, re.MULTILINE
+    )
+    options = openpi.options(command.split())
+    assert options.address == openpi.options([]).address
+    for key, needed in (("TimeoutStartSec", options.wait), ("TimeoutStopSec", options.stop_timeout)):
+        (allowed,) = re.findall(rf"^{key}=(\d+)$", unit, re.MULTILINE)
+        assert int(allowed) > needed
+    assert "Type=notify" in unit.splitlines()
 
 
 @pytest.mark.parametrize(
