@@ -28,28 +28,22 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from websockets.asyncio.server import ServerConnection, serve
+from websockets.exceptions import ConnectionClosed
+from websockets.frames import DATA_OPCODES, CloseCode, Frame
+from websockets.http11 import Request, Response
+from websockets.protocol import State
+
 from tensord_client.asynchronous import AsyncClient, connect_async
 from tensord_client.common.submission import ends_sequence
 from tensord_client.errors import InvalidArgument, NotFound, ResultsHeld, ServingError, Unavailable
-
-try:
-    from websockets.asyncio.server import ServerConnection, serve
-    from websockets.exceptions import ConnectionClosed
-    from websockets.frames import DATA_OPCODES, CloseCode, Frame
-    from websockets.http11 import Request, Response
-    from websockets.protocol import State
-
-    from tensord_client.openpi_wire import NotThisWire, Policy, read, sentence, written
-except ImportError as lacking:
-    raise SystemExit(f"the gateway takes pip install 'tensord-client[openpi]': {lacking}") from None
+from tensord_client.openpi_wire import NotThisWire, Policy, read, sentence, written
 
 _log = logging.getLogger("tensord_client.openpi")
 #: A model, or one version of it, in the path of the address that a robot connects to.
 _PATH = re.compile(r"/([^/]+)(?:/versions/(\d{1,18}))?/?")
-#: Seconds for which a model that was looked up is known to further robots; connections that may not have said yet what they want.
-_FRESH, _UNDECIDED = 1.0, 64
-#: Bytes that may wait to be sent besides an answer.
-_PONGS = 1 << 16
+#: Seconds for which a look-up of a model holds; connections besides robots'; bytes that may wait to be sent besides an answer.
+_FRESH, _UNDECIDED, _PONGS = 1.0, 64, 1 << 16
 _STOPS = CloseCode.GOING_AWAY, "the gateway stops"
 
 
@@ -62,7 +56,7 @@ class Robot(ServerConnection):
     policy: Policy
     #: The sequence of its observations; 0: the next one begins a sequence.
     sequence_id = 0
-    #: The task that serves it, while the model computes for it; bytes of its last answer.
+    #: The task that serves it, from an observation to its answer's leaving; bytes of its last answer.
     asking: asyncio.Task[Any] | None = None
     answered = 0
     #: Bytes that have come and were not read, and of these those of whole frames; control frames are none.
@@ -100,27 +94,27 @@ class Robot(ServerConnection):
         if waiting > most:
             self.drop(CloseCode.POLICY_VIOLATION, f"{waiting} bytes wait for the robot to read them, {most} may")
 
-    def taken(self, message: bytes | str) -> None:
-        """Notes that a message was read."""
-        self._whole -= len(message)
+    def work(self, message: bytes | str | None) -> None:
+        """Notes that a message was read, and that this task answers it; None: that it was answered."""
+        self._whole -= len(message or b"")
+        self.asking = None if message is None else asyncio.current_task()
         self._count()
 
     def _count(self) -> None:
         unread = self._whole + len(self.protocol.reader.buffer) if self.state is State.OPEN else 0
         self.gateway.unread += unread - self.unread
         self.unread = unread
-        if unread and self._timer is None:
+        # While an observation is under way the next one waits, whole or not.
+        waits = unread and not self.asking
+        if waits and self._timer is None:
             self._timer = self.loop.call_later(self.gateway.options.message_timeout, self._expire)
-        elif not unread and self._timer is not None:
+        elif self._timer is not None and not waits:
             self._timer.cancel()
             self._timer = None
 
     def _expire(self) -> None:
-        seconds = self.gateway.options.message_timeout
-        if self.asking is None:
-            self.drop(CloseCode.POLICY_VIOLATION, f"{self.unread} bytes of a message came in {seconds} s, and no end")
-        else:  # one observation of a robot is under way, and what comes meanwhile waits
-            self._timer = self.loop.call_later(seconds, self._expire)
+        came, seconds = self.unread, self.gateway.options.message_timeout
+        self.drop(CloseCode.POLICY_VIOLATION, f"{came} bytes of a message came in {seconds} s, and no end")
 
     def drop(self, code: int, reason: str) -> None:
         """Closes the connection without waiting for the robot."""
@@ -191,17 +185,16 @@ class Gateway:
             await robot.send(written(robot.policy.metadata))
             while not self._stopping:
                 message = await robot.recv()
-                robot.taken(message)
+                robot.work(message)
                 begun = time.monotonic()
-                robot.asking = asyncio.current_task()
                 reply = await self._reply(robot, message, timing)
-                robot.asking = None
                 robot.answered = len(reply)
                 await robot.send(reply)
+                robot.work(None)
                 timing = {"prev_total_ms": 1e3 * (time.monotonic() - begun)}
             await robot.close(*_STOPS)
         except NotThisWire as error:
-            robot.asking = None
+            robot.work(None)
             # A reason has 123 bytes at most.
             await robot.close(CloseCode.INVALID_DATA, str(error).encode()[:123].decode(errors="ignore"))
         except (ConnectionClosed, asyncio.CancelledError):
@@ -240,18 +233,17 @@ class Gateway:
         own: dict[str, Any] = {}
         if robot.policy.model.has_sequences:
             own["sequence_start"] = not robot.sequence_id
-            own["sequence_id"] = robot.sequence_id or robot.policy.model.sequence_id()
+            own["sequence_id"] = robot.sequence_id = robot.sequence_id or robot.policy.model.sequence_id()
         while True:
             try:
                 with await robot.policy.model(inputs, **own) as answer:
-                    robot.sequence_id = own.get("sequence_id", 0)
                     return robot.policy.actions(answer)
             except ResultsHeld:
                 # Answers to other robots have come, and hold the worker's memory until their tasks have run.
                 await asyncio.sleep(0)
             except ServingError as error:
-                if ends_sequence(error):  # the robot is told, and begins anew
-                    robot.sequence_id = 0
+                if own.get("sequence_start") or ends_sequence(error):  # the robot is told, and begins anew
+                    await self._end_episode(robot)
                 raise
 
     async def _end_episode(self, robot: Robot) -> None:

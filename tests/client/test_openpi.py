@@ -80,6 +80,38 @@ def _write(folder: Path) -> Path:
             return apply, {}
         """,
     )
+    write_model(
+        models,
+        "fragile",
+        """
+        import numpy as np
+        import triton_python_backend_utils as pb_utils
+
+        class TritonPythonModel:
+            def initialize(self, args):
+                self.sums = {}
+
+            def execute(self, requests):
+                return [self.answer(request) for request in requests]
+
+            def answer(self, request):
+                (x,) = pb_utils.get_input_tensor_by_name(request, "x").as_numpy().reshape(-1)
+                if x < 0:
+                    return pb_utils.InferenceResponse(error=pb_utils.TritonError("negative"))
+                if request.flags() & 1:
+                    self.sums[request.correlation_id()] = 0
+                self.sums[request.correlation_id()] += x
+                made = np.array([[self.sums[request.correlation_id()]]], np.int32)
+                return pb_utils.InferenceResponse([pb_utils.Tensor("sum", made)])
+        """,
+        """
+        backend: "python"
+        max_batch_size: 4
+        input { name: "x" data_type: TYPE_INT32 dims: 1 }
+        output { name: "sum" data_type: TYPE_INT32 dims: 1 }
+        sequence_batching { max_sequence_idle_microseconds: 600000000 direct { } }
+        """,
+    )
     faulty_models(tmp := folder / "faulty")
     for name in FAULTY:
         (tmp / name).rename(models / name)
@@ -489,6 +521,21 @@ def test_a_connection_is_a_sequence(robot: Callable[..., Any]) -> None:
         first.infer({"x": 1.0, "z": 1})
     assert float(first.infer({"x": 1.0})["sum"][0]) == 4
     assert float(second.infer({"x": 10.0})["sum"][0]) == 30
+
+
+def test_a_sequence_whose_first_observation_fails(robot: Callable[..., Any], daemon: DaemonProcess) -> None:
+    """It takes no slot of the model, and the next observation begins another."""
+    made = robot("/fragile")
+    for number in range(1, 20):
+        with pytest.raises(RuntimeError, match="negative"):
+            made.infer({"x": -number})
+        assert made.infer({"x": number})["sum"].tolist() == [number]
+        assert made.infer({"x": 1, "reset": False})["sum"].tolist() == [number + 1]
+        with pytest.raises(RuntimeError, match="negative"):
+            made.infer({"x": -1})
+        assert made.infer({"x": 2})["sum"].tolist() == [number + 3]
+        with pytest.raises(RuntimeError, match="negative"):
+            made.infer({"x": -1, "reset": True})
 
 
 def test_sequences_end_with_their_connections(robot: Callable[..., Any], daemon: DaemonProcess) -> None:
