@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import http.client
@@ -13,6 +14,7 @@ import socket
 import ssl
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ import pytest
 import trustme
 import websockets.exceptions
 import websockets.sync.client as websocket
+from tensord_client import openpi
+from tensord_client.common.results import Answer
+from tensord_client.errors import ResultsHeld
 
 from tests import openpi_gateway
 from tests.client.conftest import clients_socket, write_models
@@ -435,6 +440,25 @@ def test_two_hundred_robots_of_which_half_are_silent(daemon: DaemonProcess) -> N
 
         for done in [pool.submit(ask, number) for number in range(0, 200, 2)]:
             done.result()
+
+
+async def test_what_has_no_room_for_its_answer_is_asked_again_when_others_have_read_theirs() -> None:
+    """More large answers than a process may hold have come, and the tasks that read them run next."""
+    held = [ResultsHeld(64, 64), ResultsHeld(64, 64)]
+    others: list[str] = []
+
+    async def ask(inputs: dict[str, Any]) -> Answer:
+        if held:
+            asyncio.get_running_loop().call_soon(others.append, "read")
+            raise held.pop()
+        return Answer(y=X)
+
+    ask.has_sequences = False  # type: ignore[attr-defined]
+    policy = types.SimpleNamespace(model=ask, inputs=dict, actions=dict)
+    gateway = openpi.Gateway(None, openpi.options([]), [])  # type: ignore[arg-type]
+    robot: Any = types.SimpleNamespace(policy=policy, sequence_id=0)
+    assert (await gateway._infer(robot, {}))["y"] is X
+    assert others == ["read", "read"]
 
 
 def test_what_robots_held_is_given_back(daemon: DaemonProcess) -> None:

@@ -111,7 +111,7 @@ def test_what_is_in_it(distributions: tuple[Path, Path]) -> None:
         (metadata,) = (email.message_from_bytes(opened.read(name)) for name in names if name.endswith("/METADATA"))
     assert "-cp39-abi3-linux_" in wheel.name
     assert (metadata["Name"], metadata["Requires-Python"]) == ("tensord-client", ">=3.9")
-    robots = [f'{each}; extra == "openpi"' for each in ("msgpack<2,>=1.0.5", "websockets<18,>=14")]
+    robots = [f'{each}; extra == "openpi"' for each in ("msgpack<2,>=1.0.5", "websockets<18,>=15")]
     assert metadata.get_all("Requires-Dist") == ["numpy>=1.22", *robots]
     assert "has the surface of `tensord.testing`" in str(metadata.get_payload())
     with tarfile.open(archive) as packed:
