@@ -46,10 +46,22 @@ def environment() -> Path:
     return python
 
 
+def jax_of_openpi() -> Path:
+    """Returns the interpreter of an environment with the JAX and the numpy that openpi pins."""
+    with only_one("openpi-jax") as folder:
+        python = folder / "venv" / "bin" / "python"
+        if not (folder / "ready").exists():
+            _installed(sys.executable, "-m", "venv", "--clear", "--without-pip", folder / "venv")
+            needed = ("jax==0.5.3", "jaxlib==0.5.3", "numpy==1.26.4", "absl-py", "flatbuffers<26")
+            _installed(*_PIP, "--python", python, "install", "--no-compile", *needed)
+            (folder / "ready").touch()
+    return python
+
+
 def _installed(*command: str | Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        pytest.skip(f"{CLIENT} cannot be installed: {(done.stderr or done.stdout).strip()[-300:]}")
+        pytest.skip(f"{command[-1]} cannot be installed: {(done.stderr or done.stdout).strip()[-300:]}")
 
 
 class GatewayProcess:

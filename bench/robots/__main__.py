@@ -55,7 +55,8 @@ def _figures(packages: str, url: str, seconds: float) -> tuple[dict[str, float],
 
 def main() -> None:
     """Measures, and prints a line for each figure."""
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--packages", required=True)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0)

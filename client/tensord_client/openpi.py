@@ -90,7 +90,7 @@ class Robot(ServerConnection):
             largest = max(self.gateway.robots, key=lambda robot: robot.unread)
             largest.drop(CloseCode.TRY_AGAIN_LATER, f"{unread} bytes of all robots are unread, {most} may be")
         # What leaves besides the answer are answers to pings.
-        waiting, most = self.transport.get_write_buffer_size(), self.answered + _PONGS  # type: ignore[attr-defined]
+        waiting, most = self.transport.get_write_buffer_size(), self.answered + _PONGS
         if waiting > most:
             self.drop(CloseCode.POLICY_VIOLATION, f"{waiting} bytes wait for the robot to read them, {most} may")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +72,57 @@ def test_actions_are_those_of_the_function(daemon: DaemonProcess) -> None:
 
 def packed(value: np.ndarray) -> dict[bytes, object]:
     return {b"__ndarray__": True, b"data": value.tobytes(), b"dtype": value.dtype.str, b"shape": value.shape}
+
+
+#: Writes a program as openpi's environment would, and what it answers there.
+_EXPORT = """
+import sys
+from pathlib import Path
+
+import jax, jax.numpy as jnp, numpy as np
+from jax import export
+
+folder = Path(sys.argv[1])
+weights = np.linspace(-1, 1, 32 * 16 * 7, dtype=np.float32).reshape(32, 16 * 7)
+
+def infer(params, inputs):
+    seen = inputs["observation"]["image"].astype(jnp.float32).mean((1, 2, 3))[:, None] / 255
+    return {"actions": jnp.tanh((inputs["observation"]["state"] + seen) @ params["w"]).reshape(-1, 16, 7)}
+
+(batch,) = export.symbolic_shape("b")
+shapes = {"image": ((batch, 64, 64, 3), np.uint8), "state": ((batch, 32), np.float32)}
+taken = {"observation": {name: jax.ShapeDtypeStruct(*each) for name, each in shapes.items()}}
+program = export.export(jax.jit(infer), platforms=("cpu", "cuda"))({"w": weights}, taken)
+(folder / "model.jaxexport").write_bytes(program.serialize())
+np.savez(folder / "params.npz", w=weights)
+seen = {"image": np.full((1, 64, 64, 3), 7, np.uint8), "state": np.linspace(0, 1, 32, dtype=np.float32)[None]}
+answer = np.asarray(jax.jit(infer)({"w": weights}, {"observation": seen})["actions"])
+print(jax.__version__, np.__version__, answer.tobytes().hex())
+"""
+
+
+@pytest.mark.release("installs the JAX that openpi pins")
+def test_a_program_of_openpi_s_own_environment(tmp_path: Path) -> None:
+    python = openpi_gateway.jax_of_openpi()
+    version = tmp_path / "models" / "pi" / "1"
+    version.mkdir(parents=True)
+    command = [python, "-c", _EXPORT, version]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    assert done.returncode == 0, done.stderr
+    jax, numpy, expected = done.stdout.split()
+    assert (jax, numpy) == ("0.5.3", "1.26.4")
+    options = {"clients": {"socket": str(tmp_path / "clients.sock")}}
+    with (
+        DaemonProcess(tmp_path, [tmp_path / "models"], options),
+        GatewayProcess(tmp_path, "--model", "pi") as gateway,
+        websocket.connect(gateway.url) as connection,
+    ):
+        connection.recv(PATIENCE)
+        image, state = np.full((64, 64, 3), 7, np.uint8), np.linspace(0, 1, 32)
+        connection.send(msgpack.packb({"observation/image": packed(image), "observation": {"state": packed(state)}}))
+        answer = connection.recv(PATIENCE)
+        assert isinstance(answer, bytes), answer
+        assert msgpack.unpackb(answer)["actions"][b"data"].hex() == expected
 
 
 def test_the_page_names_what_is_there() -> None:
