@@ -2,10 +2,11 @@
 
     python -m tensord_client.openpi --address 127.0.0.1:8900 --model policy        (pip install 'tensord-client[openpi]')
 
-    robot ─ observation ─▶ Robot (a connection) ─▶ Gateway ─ tensors ─▶ the daemon, over lanes or HTTP
+    robot ─ observation ─▶ Robot (a connection) ─▶ Gateway ─ tensors of a Policy ─▶ the daemon, over lanes or HTTP
     robot ◀─ metadata, actions, or a text with an error ── Gateway
 
-After an error the connection goes on, as ``openpi-client`` connects once. Only what is not this protocol is closed.
+Messages are msgpack, with {b"__ndarray__": True, b"data": bytes, b"dtype": "<f4", b"shape": [3]} for an array. After an error
+the connection goes on, as ``openpi-client`` connects once. Only what is not this protocol is closed.
 """
 
 from __future__ import annotations
@@ -13,56 +14,89 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import functools
+import fnmatch
 import hmac
+import json
 import logging
+import math
 import os
 import re
+import reprlib
 import signal
 import socket
 import ssl
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
-from websockets.asyncio.server import ServerConnection, serve
-from websockets.exceptions import ConnectionClosed
-from websockets.frames import DATA_OPCODES, CloseCode, Frame
-from websockets.http11 import Request, Response
-from websockets.protocol import State
+import msgpack
+import numpy as np
+from websockets import CloseCode, ConnectionClosed, Frame, Request, Response, ServerConnection, State, serve
 
-from tensord_client.asynchronous import AsyncClient, connect_async
-from tensord_client.common.submission import ends_sequence
+from tensord_client.asynchronous import AsyncClient, AsyncModel, connect_async
+from tensord_client.common.arrays import Array, datatype_of
+from tensord_client.common.results import Answer
+from tensord_client.common.tensors import Tensor, cast, flat
 from tensord_client.errors import InvalidArgument, NotFound, ResultsHeld, ServingError, Unavailable
-from tensord_client.openpi_wire import NotThisWire, Policy, read, sentence, written
 
 _log = logging.getLogger("tensord_client.openpi")
 #: A model, or one version of it, in the path of the address that a robot connects to.
 _PATH = re.compile(r"/([^/]+)(?:/versions/(\d{1,18}))?/?")
-#: Seconds for which a look-up of a model holds; connections besides robots'; bytes that may wait to be sent besides an answer.
-_FRESH, _UNDECIDED, _PONGS = 1.0, 64, 1 << 16
+#: Connections besides robots'; bytes that may wait to be sent besides an answer, which are answers to pings.
+_UNDECIDED, _PONGS = 64, 1 << 16
 _STOPS = CloseCode.GOING_AWAY, "the gateway stops"
+#: What errors say whose sequence has ended, so that another one has to begin.
+_ENDS = "the START flag", "may not be run twice"
+#: The program's flags: what they are if they are not given, and what they say.
+_FLAGS: dict[str, tuple[Any, str]] = {
+    "--address": ("127.0.0.1:8900", "HOST:PORT where robots connect"),
+    "--server": (None, "the daemon's folder, socket or HTTP's HOST:PORT; else $TENSORD, or the daemon of this host"),
+    "--model": (None, "the model at /; each is at /MODEL and /MODEL/versions/N"),
+    "--ignore": ([], "a pattern of keys that models do not get; may be repeated"),
+    "--episodes": (False, "connections are sequences of models that keep state"),
+    "--reset-key": ("reset", "the key of an observation that, if true, begins another sequence"),
+    "--api-key-file": (None, "a file with a key a line, one of which a robot has to tell"),
+    "--certificate": (None, "a file with a certificate chain in PEM: robots connect to wss://"),
+    "--key": (None, "a file with the certificate's key in PEM"),
+    "--max-connections": (256, "robots at the same time"),
+    "--max-message-bytes": (32 << 20, "bytes of an observation"),
+    "--max-unread-bytes": (256 << 20, "bytes of all observations that are still coming"),
+    "--message-timeout": (10, "seconds for an observation to come, from its first byte to its last"),
+    "--timeout": (60, "seconds for an answer of the model"),
+    "--patience": (30, "seconds of these for a daemon that is being replaced"),
+    "--wait": (60, "seconds for the daemon when the gateway starts"),
+    "--silence-timeout": (120, "seconds for a ping's answer, which openpi-client gives by itself"),
+    "--stop-timeout": (30, "seconds for observations under way when the gateway stops"),
+}
+#: The most arrays of an observation, dimensions of an array, maps and lists in each other, and values of all maps and lists.
+MAX_ARRAYS, MAX_DIMENSIONS, MAX_DEPTH, MAX_VALUES = 256, 8, 16, 1 << 16
+#: The most values of one map or list, for which msgpack makes room before it reads them; the largest dimension of an array.
+MAX_LENGTH, MAX_SIZE = 1 << 12, 1 << 31
+#: The parameter in a model's configuration whose text, a JSON object, is told to robots as metadata.
+METADATA = "openpi_metadata"
+_DTYPE = re.compile(r"[<>|=]?(?:b1|[iu][1248]|f[248]|[SU][1-9]\d{0,8})")
+#: Kinds of dtypes within which values are cast: bools, integers, floats (V is BF16) and texts.
+_KINDS = "b", "iu", "fV", "SUO"
+#: What may be a path in an error, which robots are not told: errors of connections name sockets, and those of models files.
+FILE = re.compile(r"(?<![\w.\]/])(?:unix:)?/[^\s;,:'\")]+")
 
 
 class Robot(ServerConnection):
-    """The connection of one robot. It bounds the time of a message, and the bytes of messages that nobody has read."""
+    """The connection of one robot, which counts the bytes of its messages that nobody has read."""
 
     gateway: Gateway
-    #: The model and version of its path, and what is known of them.
-    chosen: tuple[str, int]
     policy: Policy
     #: The sequence of its observations; 0: the next one begins a sequence.
     sequence_id = 0
     #: The task that serves it, from an observation to its answer's leaving; bytes of its last answer.
     asking: asyncio.Task[Any] | None = None
     answered = 0
-    #: Bytes that have come and were not read, and of these those of whole frames; control frames are none.
-    unread = 0
-    _whole = 0
-    _timer: asyncio.TimerHandle | None = None
+    #: Bytes that have come and were not read, and of these those of whole frames (opcodes from 8 on are control); since when.
+    unread = _whole = 0
+    _since = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -73,55 +107,47 @@ class Robot(ServerConnection):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self.gateway.robots.discard(self)
-        self._count()
+        self.count()
         if self.asking is not None:
             self.asking.cancel()
 
     def process_event(self, event: Any) -> None:
         super().process_event(event)
-        if isinstance(event, Frame) and event.opcode in DATA_OPCODES:
+        if isinstance(event, Frame) and event.opcode < 8:
             self._whole += len(event.data)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._count()
+        self.count()
         unread, most = self.gateway.unread, self.gateway.options.max_unread_bytes
         if unread > most:
             largest = max(self.gateway.robots, key=lambda robot: robot.unread)
             largest.drop(CloseCode.TRY_AGAIN_LATER, f"{unread} bytes of all robots are unread, {most} may be")
-        # What leaves besides the answer are answers to pings.
         waiting, most = self.transport.get_write_buffer_size(), self.answered + _PONGS
         if waiting > most:
             self.drop(CloseCode.POLICY_VIOLATION, f"{waiting} bytes wait for the robot to read them, {most} may")
 
-    def work(self, message: bytes | str | None) -> None:
-        """Notes that a message was read, and that this task answers it; None: that it was answered."""
-        self._whole -= len(message or b"")
-        self.asking = None if message is None else asyncio.current_task()
-        self._count()
-
-    def _count(self) -> None:
+    def count(self, read: int = 0) -> None:
+        """Counts what nobody has read. ``read``: the bytes of a message that was read now."""
+        self._whole -= read
         unread = self._whole + len(self.protocol.reader.buffer) if self.state is State.OPEN else 0
+        if self.asking or not self.unread:
+            self._since = time.monotonic()
         self.gateway.unread += unread - self.unread
         self.unread = unread
-        # While an observation is under way the next one waits, whole or not.
-        waits = unread and not self.asking
-        if waits and self._timer is None:
-            self._timer = self.loop.call_later(self.gateway.options.message_timeout, self._expire)
-        elif self._timer is not None and not waits:
-            self._timer.cancel()
-            self._timer = None
 
-    def _expire(self) -> None:
+    def check(self) -> None:
+        """Closes the connection if a message has begun to come and has not ended in time, and no observation is under way."""
         came, seconds = self.unread, self.gateway.options.message_timeout
-        self.drop(CloseCode.POLICY_VIOLATION, f"{came} bytes of a message came in {seconds} s, and no end")
+        if came and not self.asking and time.monotonic() - self._since > seconds:
+            self.drop(CloseCode.POLICY_VIOLATION, f"{came} bytes of a message came in {seconds} s, and no end")
 
     def drop(self, code: int, reason: str) -> None:
         """Closes the connection without waiting for the robot."""
         if self.state is State.OPEN:
             self.protocol.fail(code, reason)
             self.send_data()
-        self._count()
+        self.count()
         self.transport.close()
         self.loop.call_later(1.0, self.transport.abort)
 
@@ -135,12 +161,7 @@ class Gateway:
         self.robots: set[Robot] = set()
         #: Bytes that have come from all robots and were not read yet.
         self.unread = 0
-        self._client = client
-        self._keys = keys
-        self._stopping = False
-        self._looking_up = asyncio.Lock()
-        #: Policies, and when they were looked up, by model and version.
-        self._known: dict[tuple[str, int], tuple[float, Policy]] = {}
+        self._client, self._keys, self._stopping = client, keys, False
 
     async def admit(self, robot: Robot, request: Request) -> Response | None:
         """Decides about a robot that connects. Returns a refusal, the answer to ``/healthz``, or None: it may."""
@@ -159,42 +180,35 @@ class Gateway:
         if not name:
             return robot.respond(404, "a model is at /MODEL or /MODEL/versions/N, and at / if --model names it\n")
         try:
-            robot.chosen = name, int((found and found[2]) or 0)
-            robot.policy = await self._policy(*robot.chosen)
+            robot.policy = await self._policy(name, int((found and found[2]) or 0))
             if robot.policy.model.has_sequences and not self.options.episodes:
                 raise InvalidArgument(f"model '{name}' keeps state, for which the gateway needs --episodes")
         except ServingError as error:
             status = {NotFound: 404, Unavailable: 503}.get(type(error), 500)
-            return robot.respond(status, f"{sentence(error)}\n")
+            return robot.respond(status, FILE.sub("(a path)", error.message) + "\n")
         return None
 
     async def _policy(self, name: str, version: int) -> Policy:
-        """Looks up a model, unless that was done a moment ago. Raises ServingError: it is not served."""
-        async with self._looking_up:
-            at, policy = self._known.get((name, version), (0.0, None))
-            if policy is None or time.monotonic() - at > _FRESH:
-                model = await self._client.model(name, version, timeout=self.options.timeout)
-                policy = Policy(model, await asyncio.to_thread(lambda: model.config), self.options.ignore)
-                self._known[name, version] = time.monotonic(), policy
-            return policy
+        model = await self._client.model(name, version, timeout=self.options.timeout)
+        return Policy(model, version, await asyncio.to_thread(lambda: model.config), self.options.ignore)
 
     async def serve(self, robot: Robot) -> None:
         """Talks with a robot until it leaves, or until the gateway stops and the robot has its answer."""
         timing: dict[str, float] = {}
         try:
-            await robot.send(written(robot.policy.metadata))
+            await robot.send(msgpack.packb(robot.policy.metadata))
             while not self._stopping:
-                message = await robot.recv()
-                robot.work(message)
-                begun = time.monotonic()
+                message = await robot.recv(decode=False)
+                robot.asking, begun = asyncio.current_task(), time.monotonic()
+                robot.count(len(message))
                 reply = await self._reply(robot, message, timing)
                 robot.answered = len(reply)
                 await robot.send(reply)
-                robot.work(None)
-                timing = {"prev_total_ms": 1e3 * (time.monotonic() - begun)}
+                robot.count()
+                robot.asking, timing = None, {"prev_total_ms": 1e3 * (time.monotonic() - begun)}
             await robot.close(*_STOPS)
         except NotThisWire as error:
-            robot.work(None)
+            robot.asking = None
             # A reason has 123 bytes at most.
             await robot.close(CloseCode.INVALID_DATA, str(error).encode()[:123].decode(errors="ignore"))
         except (ConnectionClosed, asyncio.CancelledError):
@@ -202,25 +216,23 @@ class Gateway:
         finally:
             await self._end_episode(robot)
 
-    async def _reply(self, robot: Robot, message: bytes | str, timing: dict[str, float]) -> bytes | str:
+    async def _reply(self, robot: Robot, message: bytes, timing: dict[str, float]) -> bytes | str:
         """Returns a robot's actions for a message, or a text with an error. ``timing``: what they say besides ``infer_ms``."""
         try:
-            if isinstance(message, str):
-                raise NotThisWire("a text came, and an observation is binary")
             observation = read(message)
             begun = time.monotonic()
-            actions = await self._infer(robot, observation)
-            infer_ms = 1e3 * (time.monotonic() - begun)
-            return written({**actions, "server_timing": {"infer_ms": infer_ms, **timing}})
+            with await self._ask(robot, observation) as answer:
+                timing["infer_ms"] = 1e3 * (time.monotonic() - begun)
+                return bytes(msgpack.packb({**robot.policy.actions(answer), "server_timing": timing}))
         except ServingError as error:
-            return sentence(error)
+            return FILE.sub("(a path)", error.message)
         except NotThisWire:
             raise
         except Exception:
             _log.exception("an observation has no answer")
             return "the gateway has failed with this observation; its log says why"
 
-    async def _infer(self, robot: Robot, observation: dict[str, Any]) -> dict[str, Any]:
+    async def _ask(self, robot: Robot, observation: dict[str, Any]) -> Answer:
         if self.options.episodes and observation.pop(self.options.reset_key, False):
             await self._end_episode(robot)
         try:
@@ -228,21 +240,20 @@ class Gateway:
         except InvalidArgument:
             # Perhaps the model was loaded anew, and takes something else now.
             with contextlib.suppress(ServingError):
-                robot.policy = await self._policy(*robot.chosen)
+                robot.policy = await self._policy(*robot.policy.asked)
             inputs = robot.policy.inputs(observation)
-        own: dict[str, Any] = {}
-        if robot.policy.model.has_sequences:
+        model, own = robot.policy.model, dict[str, Any]()
+        if model.has_sequences:
             own["sequence_start"] = not robot.sequence_id
-            own["sequence_id"] = robot.sequence_id = robot.sequence_id or robot.policy.model.sequence_id()
+            own["sequence_id"] = robot.sequence_id = robot.sequence_id or model.sequence_id()
         while True:
             try:
-                with await robot.policy.model(inputs, **own) as answer:
-                    return robot.policy.actions(answer)
+                return await model(inputs, **own)
             except ResultsHeld:
                 # Answers to other robots have come, and hold the worker's memory until their tasks have run.
                 await asyncio.sleep(0)
             except ServingError as error:
-                if own.get("sequence_start") or ends_sequence(error):  # the robot is told, and begins anew
+                if own.get("sequence_start") or any(text in error.message for text in _ENDS):
                     await self._end_episode(robot)
                 raise
 
@@ -262,11 +273,168 @@ class Gateway:
             robot.drop(*_STOPS)
 
 
-def _address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host:  # which would be all of them
-        raise ValueError
-    return host.strip("[]"), int(port)
+class NotThisWire(Exception):
+    """The message is no map in msgpack: whoever sent it speaks another protocol."""
+
+
+def read(message: bytes) -> dict[str, Any]:
+    """Reads an observation: a map of arrays, which are views of what was read, texts, numbers, lists and further maps.
+
+    Raises: NotThisWire: the message is no map in msgpack.  InvalidArgument: it exceeds a bound, or an array is none.
+    """
+    own = _Message()
+    hooks = {"object_hook": own.map, "list_hook": own.list}
+    try:
+        found = msgpack.unpackb(message, max_array_len=MAX_LENGTH, max_map_len=MAX_LENGTH, **hooks)
+        if not isinstance(found, dict):
+            raise ValueError(f"{type(found).__name__} came")
+        _bounded(_depth(found), "maps and lists in each other", MAX_DEPTH)
+        return found
+    except (msgpack.exceptions.StackError, RecursionError):
+        raise InvalidArgument(f"the observation is over 500 maps and lists deep, at most {MAX_DEPTH} may be") from None
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
+        kind = InvalidArgument if "exceeds max_" in str(error) else NotThisWire
+        raise kind(f"an observation is a map in msgpack: {error}") from None
+
+
+def _depth(node: Any) -> int:
+    if not isinstance(node, (dict, list)):
+        return 0
+    return 1 + max(map(_depth, node.values() if isinstance(node, dict) else node), default=0)
+
+
+def _bounded(number: int, what: str, most: int) -> int:
+    if number > most:
+        raise InvalidArgument(f"the observation has {number} {what}, at most {most} may be")
+    return number
+
+
+class _Message:
+    """Counts the values of one message, and makes arrays of its maps."""
+
+    arrays = values = 0
+
+    def list(self, found: Any) -> Any:
+        self.values = _bounded(self.values + len(found), "values", MAX_VALUES)
+        return found
+
+    def map(self, found: Any) -> Any:
+        self.list(found)
+        is_array = b"__ndarray__" in found
+        if not is_array and b"__npgeneric__" not in found:
+            return found
+        name, content, shape = found.get(b"dtype"), found.get(b"data"), found.get(b"shape")
+        if not isinstance(name, str) or _DTYPE.fullmatch(name) is None:
+            raise InvalidArgument(f"{reprlib.repr(name)} came as a dtype, and bools, numbers or texts are expected")
+        dtype = np.dtype(name)
+        if not is_array:
+            return cast("a scalar", content, datatype_of(dtype))
+        self.arrays = _bounded(self.arrays + 1, "arrays", MAX_ARRAYS)
+        if not isinstance(shape, list) or not all(type(size) is int and 0 <= size <= MAX_SIZE for size in shape):
+            raise InvalidArgument(f"an array has the shape {reprlib.repr(shape)}, sizes are from 0 to {MAX_SIZE}")
+        count, given = math.prod(shape), len(content) if isinstance(content, bytes) else type(content).__name__
+        _bounded(len(shape), "dimensions in an array", MAX_DIMENSIONS)
+        if given != count * dtype.itemsize:
+            raise InvalidArgument(f"an array {name}{shape} takes {count * dtype.itemsize} bytes, and {given} came")
+        self.values = _bounded(self.values + (count if dtype.kind in "SU" else 0), "values", MAX_VALUES)
+        return np.frombuffer(content, dtype).reshape(shape)
+
+
+class Policy:
+    """A model as robots see it: observations in, actions out, and metadata. They have no batch axis."""
+
+    def __init__(self, model: AsyncModel, version: int, config: Mapping[str, Any], ignored: Sequence[str]) -> None:
+        """Makes the policy of a model that was just looked up, and whose version was asked for (0: the newest).
+
+        ``config``: the model's configuration; empty: the server gives none. ``ignored``: patterns of names that an observation
+        may have and the model does not get. Raises InvalidArgument: the metadata in ``config`` are no JSON object.
+        """
+        self.model, self.asked, self._ignored = model, (model.name, version), ignored
+        self._batched = model.max_batch_size > 0
+        self._inputs, outputs = (
+            {each.name: each._replace(shape=each.shape[self._batched :]) for each in tensors}
+            for tensors in (model.inputs, model.outputs)
+        )
+        self._datatypes, self._gives = (
+            {name: each.datatype for name, each in tensors.items()} for tensors in (self._inputs, outputs)
+        )
+        self._optional = {each["name"] for each in config.get("input", ()) if each.get("optional")}
+        own: Any = None
+        with contextlib.suppress(ValueError):
+            own = json.loads(config.get("parameters", {}).get(METADATA, {}).get("string_value") or "{}")
+        if not isinstance(own, dict):
+            raise InvalidArgument(f"parameter '{METADATA}' of model '{model.name}' is no JSON object")
+        told: dict[str, Any] = {"model": model.name, "version": model.version}
+        for key, tensors in (("inputs", self._inputs), ("outputs", outputs)):
+            told[key] = {name: {"datatype": each.datatype, "shape": each.shape} for name, each in tensors.items()}
+        #: What a robot is told when it connects.
+        self.metadata = {**own, "tensord": told}
+
+    def inputs(self, observation: Mapping[str, Any]) -> dict[str, Array]:
+        """Makes the model's tensors of an observation, by name; names of nested maps are joined by "/".
+
+        Raises InvalidArgument: a value is not what the model takes, the model has no such input, or one is lacking.
+        """
+        made: dict[str, Array] = {}
+        for key, value in flat(observation, self._datatypes).items():
+            # Trees of a JAX model have their names joined by dots.
+            name = key if key in self._inputs else key.replace("/", ".")
+            if name in made:
+                raise InvalidArgument(f"'{key}' is in the observation twice")
+            if name in self._inputs:
+                made[name] = self._fitting(key, value, self._inputs[name])
+            elif not any(fnmatch.fnmatchcase(key, pattern) for pattern in self._ignored):
+                raise InvalidArgument(
+                    f"the observation has {reprlib.repr(key)}, the model takes {sorted(self._inputs)}"
+                )
+        if lacking := self._inputs.keys() - made.keys() - self._optional:
+            raise InvalidArgument(f"the observation lacks {sorted(lacking)}, the model takes {sorted(self._inputs)}")
+        return made
+
+    def _fitting(self, key: str, value: Any, tensor: Tensor) -> Array:
+        made: Array = value
+        is_array = isinstance(value, np.ndarray)
+        try:
+            if not is_array or value.dtype != tensor.dtype or tensor.datatype == "BF16":
+                kind = "V" if tensor.datatype == "BF16" else tensor.dtype.kind
+                if is_array and not any(kind in kinds and value.dtype.kind in kinds for kinds in _KINDS):
+                    raise InvalidArgument("bools, integers, floats and texts are not cast to each other")
+                made = cast(key, value, tensor.datatype)
+            if not made.shape:
+                made = made.reshape((1,) * len(tensor.shape))
+            if len(made.shape) != len(tensor.shape) or any(a not in (-1, b) for a, b in zip(tensor.shape, made.shape)):
+                raise InvalidArgument("the shapes differ")
+        except InvalidArgument as error:
+            came = f"{value.dtype}{list(value.shape)}" if is_array else reprlib.repr(value)
+            takes = f"the model takes {tensor.datatype}{list(tensor.shape)}"
+            raise InvalidArgument(f"'{key}' is {came}, and {takes}: {error.message}") from None
+        return made[np.newaxis] if self._batched else made
+
+    def actions(self, answer: Mapping[str, Array]) -> dict[str, Any]:
+        """Makes what a robot is sent of a model's answer: arrays, and texts."""
+        told: dict[str, Any] = {}
+        for name, value in answer.items():
+            value = value[0] if self._batched else value
+            if self._gives.get(name) == "BYTES":
+                with contextlib.suppress(UnicodeDecodeError):
+                    value = np.array([each.decode() for each in value.ravel()], object).reshape(value.shape)
+                told[name] = value.item() if value.shape in ((), (1,)) else value.tolist()
+                continue
+            if self._gives.get(name) == "BF16":  # openpi-client has no such dtype; float32 has all of its values
+                value = (np.ascontiguousarray(value).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+            dtype, shape = value.dtype.str, value.shape
+            told[name] = {b"__ndarray__": True, b"data": value.tobytes(), b"dtype": dtype, b"shape": shape}
+        return told
+
+
+def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the program's arguments; None: those of this process."""
+    parser = argparse.ArgumentParser("python -m tensord_client.openpi", description=str(__doc__).partition("\n")[0])
+    flag, many, number = {"action": "store_true"}, {"action": "append"}, {"type": _positive}
+    for name, (default, meaning) in _FLAGS.items():
+        own: Any = {bool: flag, list: many, int: number}.get(type(default), {})
+        parser.add_argument(name, default=default, help=f"{meaning} ({default})" if default else meaning, **own)
+    return parser.parse_args(arguments)
 
 
 def _positive(text: str) -> float:
@@ -274,38 +442,6 @@ def _positive(text: str) -> float:
     if not 0 < number <= 1 << 40:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and {1 << 40}")
     return int(number) if number.is_integer() else number
-
-
-#: Bounds and times, with their defaults.
-_NUMBERS = {
-    "--max-connections": (256, "robots at the same time"),
-    "--max-message-bytes": (32 << 20, "bytes of an observation"),
-    "--max-unread-bytes": (256 << 20, "bytes of all observations that are still coming"),
-    "--message-timeout": (10, "seconds for an observation to come, from its first byte to its last"),
-    "--timeout": (60, "seconds for an answer of the model"),
-    "--patience": (30, "seconds of these for a daemon that is being replaced"),
-    "--wait": (60, "seconds for the daemon when the gateway starts"),
-    "--silence-timeout": (120, "seconds for a ping's answer, which openpi-client gives by itself"),
-    "--stop-timeout": (30, "seconds for observations under way when the gateway stops"),
-}
-
-
-def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses the program's arguments; None: those of this process."""
-    parser = argparse.ArgumentParser("python -m tensord_client.openpi", description=str(__doc__).partition("\n")[0])
-    add = functools.partial(parser.add_argument, metavar="X")
-    add("--address", type=_address, default="127.0.0.1:8900", help="HOST:PORT where robots connect (127.0.0.1:8900)")
-    add("--server", help="the daemon's folder, socket or HTTP's HOST:PORT ($TENSORD, or the daemon of this host)")
-    add("--model", help="the model at /; each is at /MODEL and /MODEL/versions/N")
-    add("--ignore", action="append", default=[], help="a pattern of keys that models do not get; may be repeated")
-    parser.add_argument("--episodes", action="store_true", help="connections are sequences of models that keep state")
-    add("--reset-key", default="reset", help="the key of an observation that, if true, begins another sequence (reset)")
-    add("--api-key-file", type=Path, help="a file with a key a line, one of which a robot has to tell")
-    add("--certificate", type=Path, help="a certificate chain in PEM: robots connect to wss://")
-    add("--key", type=Path, help="the certificate's key in PEM")
-    for name, (default, meaning) in _NUMBERS.items():
-        add(name, type=_positive, default=default, help=f"{meaning} ({default})")
-    return parser.parse_args(arguments)
 
 
 def _notify(state: bytes) -> None:
@@ -317,7 +453,10 @@ def _notify(state: bytes) -> None:
 
 async def run(options: argparse.Namespace) -> None:
     """Serves robots until SIGTERM or SIGINT. Raises: OSError: a file or the address cannot be used.  ServingError: no daemon."""
-    keys = options.api_key_file.read_bytes().split() if options.api_key_file else []
+    where = urlsplit(f"//{options.address}")
+    if where.hostname is None or where.port is None:  # which would be all addresses of the host
+        raise InvalidArgument(f"--address is '{options.address}', HOST:PORT is expected")
+    keys = Path(options.api_key_file).read_bytes().split() if options.api_key_file else []
     if options.api_key_file and not keys:
         raise InvalidArgument("the file of --api-key-file has no key")
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER) if options.certificate else None
@@ -327,20 +466,18 @@ async def run(options: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with await connect_async(options.server, wait=options.wait, patience=options.patience) as client:
-        gateway = Gateway(client, options, keys)
-        hooks: dict[str, Any] = {
-            "process_request": gateway.admit,
-            "max_queue": 1,
-            "ping_timeout": options.silence_timeout,
-        }
-        hooks["create_connection"] = type("Robot", (Robot,), {"gateway": gateway})
-        serving: Any = gateway.serve
-        size = options.max_message_bytes
-        server = await serve(serving, *options.address, compression=None, ssl=tls, max_size=size, **hooks)
-        where = ", ".join("{}:{}".format(*sock.getsockname()[:2]) for sock in server.sockets)
-        _log.info("robots are served on %s", where)
+        gateway: Any = Gateway(client, options, keys)
+        robot = type("Robot", (Robot,), {"gateway": gateway})
+        hooks: Any = {"process_request": gateway.admit, "create_connection": robot}
+        bounds = {"max_size": options.max_message_bytes, "max_queue": 1, "ping_timeout": options.silence_timeout}
+        server = await serve(gateway.serve, where.hostname, where.port, compression=None, ssl=tls, **hooks, **bounds)
+        _log.info("robots are served on %s", ", ".join("{}:{}".format(*each.getsockname()) for each in server.sockets))
         _notify(b"READY=1")
-        await stop.wait()
+        while not stop.is_set():
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(stop.wait(), options.message_timeout / 8)
+            for robot in list(gateway.robots):
+                robot.check()
         _notify(b"STOPPING=1")
         server.close(close_connections=False)
         await gateway.stop()
@@ -350,11 +487,10 @@ async def run(options: argparse.Namespace) -> None:
 def main() -> None:
     """Runs the gateway as a program."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
-    # Whoever connects could fill the log.
-    logging.getLogger("websockets").setLevel(logging.CRITICAL)
+    logging.getLogger("websockets").setLevel(logging.CRITICAL)  # whoever connects could fill the log
     try:
         asyncio.run(run(options()))
-    except (ServingError, OSError) as error:
+    except (ServingError, OSError, ValueError) as error:
         sys.exit(f"tensord_client.openpi: {error}")
 
 

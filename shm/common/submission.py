@@ -35,8 +35,6 @@ from .errors import Internal, NotFound, ServingError, Unavailable
 UNKNOWN_MODEL = "Request for unknown model: "
 #: Ends of workers that a request is taken to be the cause of.
 _STRIKES = 2
-#: Said where a sequence has ended or was lost, and where a request may have run in a worker that ended.
-_START, _TWICE = "the START flag", "which may not be run twice"
 
 
 class Submission:
@@ -80,7 +78,7 @@ class Submission:
           may_repeat: True: running the request a second time does no harm.
         """
         if self.answered or (begun and not may_repeat):
-            return Internal(f"{how} while it had the request, {_TWICE}")
+            return Internal(f"{how} while it had the request, which may not be run twice")
         if begun:
             self.strikes += 1  # type: ignore[misc]  # a subclass has it
             if self.strikes >= _STRIKES:
@@ -124,10 +122,5 @@ def load(worker: Destination) -> int:
 def lost_sequence(model: str, sequence: int | str) -> Unavailable:
     """Makes the error for a request whose sequence was lost because the sequence's worker ended."""
     return Unavailable(
-        f"sequence {sequence} of model '{model}' was lost when its worker died; start it again with {_START}"
+        f"sequence {sequence} of model '{model}' was lost when its worker died; start it again with the START flag"
     )
-
-
-def ends_sequence(error: ServingError) -> bool:
-    """Returns whether an error says that the request's sequence is lost or has ended, so that only a START begins it again."""
-    return _START in error.message or _TWICE in error.message

@@ -250,7 +250,7 @@ def test_an_error_is_a_text_and_the_connection_stays(robot: Callable[..., Any]) 
         ({"x": X.astype(int)}, r"'x' is int64\[4\], and the model takes FP32\[4\]"),
         ({"x": X[:3]}, r"'x' is float32\[3\], and the model takes FP32\[4\]"),
         ({"x": X, "z": 1}, r"the observation has 'z', the model takes \['x'\]"),
-        ({}, r"the observation lacks 'x', the model takes FP32\[4\]"),
+        ({}, r"the observation lacks \['x'\], the model takes \['x'\]"),
         ({"x": [[X] * 20] * 20}, "at most 256 may be"),
     ):
         with pytest.raises(RuntimeError, match=said) as error:
@@ -273,7 +273,7 @@ def test_a_model_that_fails(robot: Callable[..., Any], gateway: GatewayProcess, 
 @pytest.mark.parametrize(
     ("sent", "code", "said"),
     [
-        ("{}", 1007, "a text came, and an observation is binary"),
+        ("{}", 1007, "an observation is a map in msgpack"),
         (b"", 1007, "an observation is a map in msgpack"),
         (b"\x93\x01", 1007, "an observation is a map in msgpack"),
         (b"\x01", 1007, "an observation is a map in msgpack: int came"),
@@ -457,7 +457,7 @@ async def test_what_has_no_room_for_its_answer_is_asked_again_when_others_have_r
     policy = types.SimpleNamespace(model=ask, inputs=dict, actions=dict)
     gateway = openpi.Gateway(None, openpi.options([]), [])  # type: ignore[arg-type]
     robot: Any = types.SimpleNamespace(policy=policy, sequence_id=0)
-    assert (await gateway._infer(robot, {}))["y"] is X
+    assert (await gateway._ask(robot, {}))["y"] is X
     assert others == ["read", "read"]
 
 
@@ -527,8 +527,10 @@ def test_what_cannot_start_says_why(tmp_path: Path, gateway: GatewayProcess, dae
     done = openpi_gateway.ran(taken)
     assert done.returncode == 1
     assert "address already in use" in done.stderr
-    for wrong in (["--max-connections", "0"], ["--timeout", "-1"], ["--timeout", "nan"], ["--address", "8900"]):
+    for wrong in (["--max-connections", "0"], ["--timeout", "-1"], ["--timeout", "nan"]):
         assert openpi_gateway.ran(wrong).returncode == 2, wrong
+    for wrong in ("8900", ":8900", "localhost", "localhost:x"):
+        assert openpi_gateway.ran(["--address", wrong]).stderr.startswith("tensord_client.openpi: "), wrong
 
 
 # ------------------------------------------------------------------------------------------------------------ episodes

@@ -32,7 +32,7 @@ FOREIGN = {
     "tensord": {"client.py"},
     "jax": {"in_jax.py"},
     # The gateway for robots, whose extra has them.
-    "msgpack": {"openpi_wire.py"},
+    "msgpack": {"openpi.py"},
     "websockets": {"openpi.py"},
 }
 #: Versions of Python and of numpy.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,6 +124,38 @@ def test_a_program_of_openpi_s_own_environment(tmp_path: Path) -> None:
         answer = connection.recv(PATIENCE)
         assert isinstance(answer, bytes), answer
         assert msgpack.unpackb(answer)["actions"][b"data"].hex() == expected
+
+
+def test_a_policy_object_that_stays_as_it_is(tmp_path: Path) -> None:
+    """The page's Python model serves it; only what makes the object is added."""
+    page = (ROOT / "docs" / "robots.md").read_text()
+    (source,) = re.findall(r"```python\n(import numpy as np\n.+?)```", page, re.DOTALL)
+    policy = """
+class Policy:
+    def infer(self, obs):
+        return {"actions": obs["observation/state"] * [[1], [2]] + len(obs["prompt"][0])}
+
+create_policy = Policy
+"""
+    version = tmp_path / "models" / "kept" / "1"
+    version.mkdir(parents=True)
+    (version / "model.py").write_text(source + policy)
+    (version.parent / "config.pbtxt").write_text(
+        'backend: "python" input { name: "observation/state" data_type: TYPE_FP32 dims: 3 } '
+        'input { name: "prompt" data_type: TYPE_STRING dims: 1 } output { name: "actions" data_type: TYPE_FP32 dims: [2, 3] }'
+    )
+    options = {"clients": {"socket": str(tmp_path / "clients.sock")}}
+    with (
+        DaemonProcess(tmp_path, [tmp_path / "models"], options),
+        GatewayProcess(tmp_path, "--model", "kept") as gateway,
+        websocket.connect(gateway.url) as connection,
+    ):
+        connection.recv(PATIENCE)
+        connection.send(msgpack.packb({"observation": {"state": packed(np.arange(3.0))}, "prompt": "go"}))
+        answer = connection.recv(PATIENCE)
+        assert isinstance(answer, bytes), answer
+        actions = msgpack.unpackb(answer)["actions"]
+        assert actions == packed(np.array([[2, 3, 4], [2, 4, 6]], np.float32)) | {b"shape": [2, 3]}
 
 
 def test_the_page_names_what_is_there() -> None:
