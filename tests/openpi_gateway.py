@@ -35,25 +35,23 @@ def package(version: str = CLIENT) -> Path:
 
 def environment() -> Path:
     """Returns the interpreter of an environment for robots. It finds the client of this checkout, built for this one."""
-    with only_one("openpi") as folder:
-        python = folder / "venv" / "bin" / "python"
-        if not (folder / "ready").exists():
-            _installed(sys.executable, "-m", "venv", "--clear", "--without-pip", folder / "venv")
-            _installed(*_PIP, "--python", python, "install", "--no-compile", CLIENT, "numpy<2", "gymnasium>=1,<2")
-            (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
-            (site / "checkout.pth").write_text(f"{ROOT / 'client'}\n")
-            (folder / "ready").touch()
-    return python
+    return made("openpi", CLIENT, "numpy<2", "gymnasium>=1,<2")
 
 
 def jax_of_openpi() -> Path:
     """Returns the interpreter of an environment with the JAX and the numpy that openpi pins."""
-    with only_one("openpi-jax") as folder:
+    return made("openpi-jax", "jax==0.5.3", "jaxlib==0.5.3", "numpy==1.26.4", "absl-py", "flatbuffers<26")
+
+
+def made(name: str, *packages: str) -> Path:
+    """Returns the interpreter of an environment with packages and the client of this checkout. It is made once a run."""
+    with only_one(name) as folder:
         python = folder / "venv" / "bin" / "python"
         if not (folder / "ready").exists():
             _installed(sys.executable, "-m", "venv", "--clear", "--without-pip", folder / "venv")
-            needed = ("jax==0.5.3", "jaxlib==0.5.3", "numpy==1.26.4", "absl-py", "flatbuffers<26")
-            _installed(*_PIP, "--python", python, "install", "--no-compile", *needed)
+            _installed(*_PIP, "--python", python, "install", "--no-compile", *packages)
+            (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
+            (site / "checkout.pth").write_text(f"{ROOT / 'client'}\n")
             (folder / "ready").touch()
     return python
 

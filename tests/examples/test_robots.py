@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 import websockets.sync.client as websocket
 
 from tests import openpi_gateway
-from tests.daemon_process import PATIENCE, DaemonProcess
+from tests.daemon_process import PATIENCE, DaemonProcess, end_group
 from tests.examples.models import ROOT, load
 from tests.openpi_gateway import GatewayProcess
 
@@ -156,6 +158,60 @@ create_policy = Policy
         assert isinstance(answer, bytes), answer
         actions = msgpack.unpackb(answer)["actions"]
         assert actions == packed(np.array([[2, 3, 4], [2, 4, 6]], np.float32)) | {b"shape": [2, 3]}
+
+
+#: A benchmark of vla-eval, as its runner runs it against a model server.
+_BENCHMARK = """
+import sys
+
+import anyio, numpy as np
+from vla_eval.benchmarks.base import StepBenchmark, StepResult
+from vla_eval.connection import Connection
+from vla_eval.runners.sync_runner import SyncEpisodeRunner
+
+class Arm(StepBenchmark):
+    def get_tasks(self):
+        return [{"name": "put it down"}]
+
+    def reset(self, task):
+        self.steps, self.joints = 0, np.zeros(8)
+        return self.joints
+
+    def step(self, action):
+        self.steps, self.joints = self.steps + 1, self.joints + 0.1 * action["actions"]
+        return StepResult(self.joints, 0.0, self.steps == 20, {})
+
+    def make_obs(self, joints, task):
+        images = {name: np.full((224, 224, 3), 7, np.uint8) for name in ("top", "left_wrist", "right_wrist")}
+        return {"images": images, "state": joints, "task_description": task["name"]}
+
+    def get_step_result(self, result):
+        return {"success": bool(np.abs(self.joints).sum() > 0), "joints": self.joints.tolist()}
+
+async def main():
+    arm = Arm()
+    async with Connection(sys.argv[1]) as connection:
+        print(await SyncEpisodeRunner().run_episode(arm, arm.get_tasks()[0], connection, max_steps=30))
+
+anyio.run(main)
+"""
+
+
+@pytest.mark.release("installs vla-eval")
+def test_the_runner_of_vla_eval_asks_a_model_server_of_the_example(daemon: DaemonProcess) -> None:
+    python = openpi_gateway.made("vla-eval", "vla-eval==0.8.0")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = "127.0.0.1:{1}".format(*free.getsockname())
+    command = [python, FOLDER / "evaluated.py", f"--args.server={daemon.folder}", f"--address={address}"]
+    with subprocess.Popen([str(word) for word in command], text=True, start_new_session=True) as serving:
+        try:  # its connection waits for the server
+            asked = [python, "-c", _BENCHMARK, f"ws://{address}"]
+            done = subprocess.run(asked, capture_output=True, text=True, timeout=PATIENCE)
+        finally:
+            end_group(serving, signal.SIGTERM)
+    assert done.returncode == 0, done.stderr
+    assert "'success': True" in done.stdout
+    assert "'steps': 20" in done.stdout
 
 
 def test_the_page_names_what_is_there() -> None:
