@@ -178,6 +178,12 @@ def y_of(answer: bytes | str) -> np.ndarray:
     return np.frombuffer(y[b"data"], y[b"dtype"]).reshape(y[b"shape"])
 
 
+def check(robot: websocket.ClientConnection) -> None:
+    """Has model ``scale`` answer."""
+    robot.send(observation(x=X))
+    assert y_of(robot.recv(PATIENCE)).tolist() == (5 * X + 1).tolist()
+
+
 # ------------------------------------------------------------------------------------------------------------- the wire
 
 
@@ -330,8 +336,7 @@ def test_a_message_that_does_not_end(daemon: DaemonProcess) -> None:
     with GatewayProcess(daemon.folder, *arguments) as gateway, connected(gateway.url) as silent:
         code, reason = closed_with(half_sent(gateway.url, 100_000, 4_000))
         assert (code, reason) == (1008, "4000 bytes of a message came in 0.5 s, and no end")
-        silent.send(observation(x=X))
-        assert y_of(silent.recv(PATIENCE)).tolist() == (5 * X + 1).tolist()
+        check(silent)
 
 
 def test_pings_are_no_messages(daemon: DaemonProcess) -> None:
@@ -341,8 +346,7 @@ def test_pings_are_no_messages(daemon: DaemonProcess) -> None:
         until = time.monotonic() + 0.5
         while time.monotonic() < until:
             assert robot.ping().wait(PATIENCE)
-        robot.send(observation(x=X))
-        assert y_of(robot.recv(PATIENCE)).tolist() == (5 * X + 1).tolist()
+        check(robot)
 
 
 def test_answers_to_pings_that_nobody_reads(daemon: DaemonProcess) -> None:
@@ -355,8 +359,7 @@ def test_answers_to_pings_that_nobody_reads(daemon: DaemonProcess) -> None:
             assert flood.recv(12) == b"HTTP/1.1 101"
             with pytest.raises(ConnectionError):
                 sent_for_ever(flood, pings)
-        other.send(observation(x=X))
-        assert y_of(other.recv(PATIENCE)).tolist() == (5 * X + 1).tolist()
+        check(other)
 
 
 def sent_for_ever(connection: socket.socket, content: bytes) -> None:
@@ -376,8 +379,7 @@ def test_what_all_send_is_bounded_together(daemon: DaemonProcess) -> None:
         assert code == 1013
         assert reason is not None
         assert re.fullmatch(r"1\d{5} bytes of all robots are unread, 100000 may be", reason)
-        small.send(observation(x=X))
-        assert y_of(small.recv(PATIENCE)).tolist() == (5 * X + 1).tolist()
+        check(small)
 
 
 def test_more_robots_than_may_be(daemon: DaemonProcess) -> None:
@@ -515,8 +517,7 @@ def test_certificates(daemon: DaemonProcess, tmp_path: Path) -> None:
     with contextlib.ExitStack() as opened:
         gateway = opened.enter_context(GatewayProcess(daemon.folder, "--model", "scale", *files))
         connection = opened.enter_context(connected(f"wss://127.0.0.1:{gateway.port}", ssl=trusts))
-        connection.send(observation(x=X))
-        assert y_of(connection.recv(PATIENCE)).tolist() == (5 * X + 1).tolist()
+        check(connection)
 
 
 def test_what_cannot_start_says_why(tmp_path: Path, gateway: GatewayProcess, daemon: DaemonProcess) -> None:
@@ -744,8 +745,7 @@ def test_a_robot_that_leaves_cancels_its_request(daemon: DaemonProcess, tmp_path
         leaving.socket.shutdown(socket.SHUT_RDWR)
         leaving.close()
         with connected(f"{gateway.url}/scale") as other:
-            other.send(observation(x=X))
-            assert y_of(other.recv(PATIENCE)).tolist() == (5 * X + 1).tolist()
+            check(other)
         assert gateway.stop() == 0
         assert not path.exists()
         path.touch()

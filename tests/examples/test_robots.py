@@ -216,6 +216,6 @@ def test_the_runner_of_vla_eval_asks_a_model_server_of_the_example(daemon: Daemo
 
 def test_the_page_names_what_is_there() -> None:
     page = (ROOT / "docs" / "robots.md").read_text()
-    for name in ("examples/robots/robot.py", "systemd/tensord-openpi.service"):
+    for name in ("examples/robots/robot.py", "examples/robots/evaluated.py", "systemd/tensord-openpi.service"):
         assert name in page
         assert Path(ROOT, name).exists()

@@ -122,7 +122,7 @@ class Machine:
     def journal(self) -> str:
         """Returns the last lines of the service's log, and its status."""
         return self.try_run(
-            "journalctl --no-pager -n 60 -u tensord 2>&1; systemctl status --no-pager tensord 2>&1"
+            "journalctl --no-pager -n 60 -u 'tensord*' 2>&1; systemctl status --no-pager 'tensord*' 2>&1"
         ).stdout
 
 
