@@ -14,7 +14,10 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import msgpack
+import numpy as np
 import pytest
 
 from tests.daemon_process import PATIENCE, ROOT, end_group, has_ended, wait_until
@@ -60,6 +63,27 @@ def _installed(*command: str | Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"{command[-1]} cannot be installed: {(done.stderr or done.stdout).strip()[-300:]}")
+
+
+def packed(value: Any) -> Any:
+    """Returns an array as openpi-client packs it, and any other value as it is."""
+    if not isinstance(value, np.ndarray):
+        return value
+    return {b"__ndarray__": True, b"data": value.tobytes(), b"dtype": value.dtype.str, b"shape": list(value.shape)}
+
+
+def observation(**values: Any) -> bytes:
+    return bytes(msgpack.packb({name: packed(value) for name, value in values.items()}))
+
+
+def actions(answer: bytes | str) -> dict[str, Any]:
+    """Reads an answer, which has to be no error."""
+    assert isinstance(answer, bytes), answer
+    found = msgpack.unpackb(answer)
+    for name, value in found.items():
+        if b"__ndarray__" in (value if isinstance(value, dict) else ()):
+            found[name] = np.frombuffer(value[b"data"], value[b"dtype"]).reshape(value[b"shape"])
+    return dict(found)
 
 
 class GatewayProcess:

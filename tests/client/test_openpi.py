@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import http.client
 import os
 import random
 import re
@@ -15,11 +14,11 @@ import ssl
 import sys
 import time
 import types
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 import trustme
@@ -33,7 +32,7 @@ from tests import openpi_gateway
 from tests.client.conftest import clients_socket, write_models
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
 from tests.generated import times
-from tests.openpi_gateway import GatewayProcess
+from tests.openpi_gateway import GatewayProcess, observation
 from tests.repositories import faulty_models, scale_model, write_model
 
 # openpi-client connects as websockets before 17.1 wants it.
@@ -63,28 +62,6 @@ def _write(folder: Path) -> Path:
     )
     scale_model(models, "other name")
     (models / "other name").rename(models / "a+b")
-    write_model(
-        models,
-        "meets",
-        """
-        import pathlib, time
-        import numpy as np
-
-        inputs = {"path": "BYTES[1]"}
-        outputs = {"y": "INT32[1]"}
-        host = True
-
-        def create(path, config, device):
-            def apply(params, inputs):
-                until = pathlib.Path(inputs["path"][0].decode())
-                until.with_suffix(".begun").touch()
-                while not until.exists():
-                    time.sleep(0.01)
-                return {"y": np.ones(1, np.int32)}
-
-            return apply, {}
-        """,
-    )
     write_model(
         models,
         "fragile",
@@ -162,20 +139,13 @@ def connected(url: str, **own: Any) -> Iterator[websocket.ClientConnection]:
         yield connection
 
 
-def observation(**values: Any) -> bytes:
-    return msgpack.packb({name: packed(value) for name, value in values.items()})
+def y_of(answer: bytes | str) -> Any:
+    return openpi_gateway.actions(answer)["y"]
 
 
-def packed(value: Any) -> Any:
-    if not isinstance(value, np.ndarray):
-        return value
-    return {b"__ndarray__": True, b"data": value.tobytes(), b"dtype": value.dtype.str, b"shape": value.shape}
-
-
-def y_of(answer: bytes | str) -> np.ndarray:
-    assert isinstance(answer, bytes), answer
-    y = msgpack.unpackb(answer)["y"]
-    return np.frombuffer(y[b"data"], y[b"dtype"]).reshape(y[b"shape"])
+def health(gateway: GatewayProcess) -> bytes:
+    with urllib.request.urlopen(f"http://127.0.0.1:{gateway.port}/healthz", timeout=PATIENCE) as answer:
+        return bytes(answer.read())
 
 
 def check(robot: websocket.ClientConnection) -> None:
@@ -238,11 +208,7 @@ def test_a_path_without_a_model_is_refused_before_the_handshake(
 
 
 def test_health_and_no_compression(gateway: GatewayProcess) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=PATIENCE)
-    with contextlib.closing(connection):
-        connection.request("GET", "/healthz")
-        with connection.getresponse() as answer:
-            assert (answer.status, answer.read()) == (200, b"OK\n")
+    assert health(gateway) == b"OK\n"
     with websocket.connect(gateway.url, max_size=None) as asked_for_it:
         assert "Sec-WebSocket-Extensions" not in asked_for_it.response.headers
 
@@ -495,11 +461,7 @@ def test_keys(daemon: DaemonProcess, robot: Callable[..., Any], tmp_path: Path) 
             with pytest.raises(websockets.exceptions.InvalidStatus) as refused:
                 robot(url=gateway.url, api_key=key)
             assert refused.value.response.status_code == 401
-        connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=PATIENCE)
-        with contextlib.closing(connection):
-            connection.request("GET", "/healthz")
-            with connection.getresponse() as answer:
-                assert answer.status == 200
+        assert health(gateway) == b"OK\n"
     keys.write_text("\n")
     done = openpi_gateway.ran(["--server", str(daemon.folder), "--api-key-file", str(keys)])
     assert (done.returncode, done.stderr) == (1, "tensord_client.openpi: the file of --api-key-file has no key\n")
@@ -649,9 +611,8 @@ def test_pure_policies_fail_nothing_beside_kills_of_workers_and_of_the_daemon(tm
                 }
                 connection.send(observation(**values))
                 answer = connection.recv(PATIENCE)
-                assert isinstance(answer, bytes), answer
-                got = msgpack.unpackb(answer)["actions"]
-                assert got[b"data"] == np.asarray(direct(params, values)["actions"]).tobytes()
+                expected = np.asarray(direct(params, values)["actions"])
+                assert openpi_gateway.actions(answer)["actions"].tobytes() == expected.tobytes()
                 answered[number] += 1
         return each
 
@@ -718,7 +679,7 @@ def test_it_stops_by_finishing_what_is_under_way(daemon: DaemonProcess, tmp_path
     path = tmp_path / "go"
     with contextlib.closing(notified), gateway:
         assert notified.recv(100) == b"READY=1"
-        with connected(f"{gateway.url}/meets") as asking, connected(f"{gateway.url}/scale") as idle:
+        with connected(f"{gateway.url}/waits") as asking, connected(f"{gateway.url}/scale") as idle:
             asking.send(observation(path=str(path)))
             wait_until(path.with_suffix(".begun").exists, "the observation to be under way")
             os.kill(gateway.pid, signal.SIGTERM)
@@ -738,7 +699,7 @@ def test_a_robot_that_leaves_cancels_its_request(daemon: DaemonProcess, tmp_path
     """The gateway can stop at once, as nothing is under way any more."""
     path = tmp_path / "go"
     with GatewayProcess(daemon.folder) as gateway:
-        leaving = websocket.connect(f"{gateway.url}/meets", compression=None, close_timeout=1)
+        leaving = websocket.connect(f"{gateway.url}/waits", compression=None, close_timeout=1)
         leaving.recv(PATIENCE)
         leaving.send(observation(path=str(path)))
         wait_until(path.with_suffix(".begun").exists, "the observation to be under way")

@@ -18,7 +18,7 @@ import websockets.sync.client as websocket
 from tests import openpi_gateway
 from tests.daemon_process import PATIENCE, DaemonProcess, end_group
 from tests.examples.models import ROOT, load
-from tests.openpi_gateway import GatewayProcess
+from tests.openpi_gateway import GatewayProcess, packed
 
 pytestmark = pytest.mark.xdist_group("examples")
 FOLDER = ROOT / "examples" / "robots"
@@ -64,17 +64,11 @@ def test_actions_are_those_of_the_function(daemon: DaemonProcess) -> None:
             state = generator.standard_normal(8).astype(np.float32)
             observation = {name: packed(value) for name, value in {**images, "state": state}.items()}
             connection.send(msgpack.packb({"observation": observation, "prompt": prompt}))
-            answer = connection.recv(PATIENCE)
-            assert isinstance(answer, bytes), answer
-            actions = msgpack.unpackb(answer)["actions"]
+            actions = openpi_gateway.actions(connection.recv(PATIENCE))["actions"]
             rows = {name: value[None] for name, value in {**images, "state": state}.items()}
             expected = vision({**rows, **words({"prompt": np.array([[prompt.encode()]], object)})})["actions"][0]
-            assert (actions[b"dtype"], actions[b"shape"]) == ("<f4", [16, 8])
-            np.testing.assert_allclose(np.frombuffer(actions[b"data"], "<f4").reshape(16, 8), expected, atol=1e-5)
-
-
-def packed(value: np.ndarray) -> dict[bytes, object]:
-    return {b"__ndarray__": True, b"data": value.tobytes(), b"dtype": value.dtype.str, b"shape": value.shape}
+            assert actions.dtype == np.float32
+            np.testing.assert_allclose(actions, expected, atol=1e-5)
 
 
 #: Writes a program as openpi's environment would, and what it answers there.
@@ -123,9 +117,7 @@ def test_a_program_of_openpi_s_own_environment(tmp_path: Path) -> None:
         connection.recv(PATIENCE)
         image, state = np.full((64, 64, 3), 7, np.uint8), np.linspace(0, 1, 32)
         connection.send(msgpack.packb({"observation/image": packed(image), "observation": {"state": packed(state)}}))
-        answer = connection.recv(PATIENCE)
-        assert isinstance(answer, bytes), answer
-        assert msgpack.unpackb(answer)["actions"][b"data"].hex() == expected
+        assert openpi_gateway.actions(connection.recv(PATIENCE))["actions"].tobytes().hex() == expected
 
 
 def test_a_policy_object_that_stays_as_it_is(tmp_path: Path) -> None:
@@ -154,10 +146,8 @@ create_policy = Policy
     ):
         connection.recv(PATIENCE)
         connection.send(msgpack.packb({"observation": {"state": packed(np.arange(3.0))}, "prompt": "go"}))
-        answer = connection.recv(PATIENCE)
-        assert isinstance(answer, bytes), answer
-        actions = msgpack.unpackb(answer)["actions"]
-        assert actions == packed(np.array([[2, 3, 4], [2, 4, 6]], np.float32)) | {b"shape": [2, 3]}
+        actions = openpi_gateway.actions(connection.recv(PATIENCE))["actions"]
+        assert (actions.dtype, actions.tolist()) == (np.float32, [[2, 3, 4], [2, 4, 6]])
 
 
 #: A benchmark of vla-eval, as its runner runs it against a model server.

@@ -13,7 +13,6 @@ import os
 import threading
 from pathlib import Path
 
-import msgpack
 import numpy as np
 import psutil
 import websockets.sync.client as websocket
@@ -22,7 +21,7 @@ from bench.attackers.robots import ATTACKS
 from tests import prepared
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
 from tests.generated import times
-from tests.openpi_gateway import GatewayProcess
+from tests.openpi_gateway import GatewayProcess, actions, observation
 from tests.repositories import scale_model
 
 _SECONDS = times(100, 20) / 10
@@ -46,10 +45,9 @@ def test_a_robot_does_not_notice(tmp_path: Path) -> None:
             count = 0
             while not ended.is_set():
                 x = np.arange(4, dtype=np.float32) + count
-                array = {b"__ndarray__": True, b"data": x.tobytes(), b"dtype": "<f4", b"shape": [4]}
-                robot.send(msgpack.packb({"x": array}))
+                robot.send(observation(x=x))
                 answer = robot.recv(PATIENCE)
-                if isinstance(answer, str) or msgpack.unpackb(answer)["y"][b"data"] != (3 * x + 1).tobytes():
+                if isinstance(answer, str) or actions(answer)["y"].tobytes() != (3 * x + 1).tobytes():
                     seen.append(repr(answer))
                 count += 1
             return count
