@@ -45,8 +45,8 @@ from tensord_client.errors import InvalidArgument, NotFound, ResultsHeld, Servin
 _log = logging.getLogger("tensord_client.openpi")
 #: A model, or one version of it, in the path of the address that a robot connects to.
 _PATH = re.compile(r"/([^/]+)(?:/versions/(\d{1,18}))?/?")
-#: Connections besides robots'; bytes that may wait to be sent besides an answer, which are answers to pings.
-_UNDECIDED, _PONGS = 64, 1 << 16
+#: Connections besides robots'; bytes of answers to pings that may wait to be sent; seconds for which a model's look-up holds.
+_UNDECIDED, _PONGS, _FRESH = 64, 1 << 16, 1.0
 _STOPS = CloseCode.GOING_AWAY, "the gateway stops"
 #: What errors say whose sequence has ended, so that another one has to begin.
 _ENDS = "the START flag", "may not be run twice"
@@ -238,6 +238,8 @@ class Gateway:
         try:
             inputs = robot.policy.inputs(observation)
         except InvalidArgument:
+            if time.monotonic() - robot.policy.made < _FRESH:
+                raise
             # Perhaps the model was loaded anew, and takes something else now.
             with contextlib.suppress(ServingError):
                 robot.policy = await self._policy(*robot.policy.asked)
@@ -349,7 +351,7 @@ class Policy:
         ``config``: the model's configuration; empty: the server gives none. ``ignored``: patterns of names that an observation
         may have and the model does not get. Raises InvalidArgument: the metadata in ``config`` are no JSON object.
         """
-        self.model, self.asked, self._ignored = model, (model.name, version), ignored
+        self.model, self.asked, self.made, self._ignored = model, (model.name, version), time.monotonic(), ignored
         self._batched = model.max_batch_size > 0
         self._inputs, outputs = (
             {each.name: each._replace(shape=each.shape[self._batched :]) for each in tensors}
