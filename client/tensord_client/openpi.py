@@ -161,7 +161,7 @@ class Gateway:
         self.robots: set[Robot] = set()
         #: Bytes that have come from all robots and were not read yet.
         self.unread = 0
-        self._client, self._keys, self._stopping = client, keys, False
+        self._client, self._keys, self._stopping, self._looking_up = client, keys, False, asyncio.Lock()
 
     async def admit(self, robot: Robot, request: Request) -> Response | None:
         """Decides about a robot that connects. Returns a refusal, the answer to ``/healthz``, or None: it may."""
@@ -189,8 +189,9 @@ class Gateway:
         return None
 
     async def _policy(self, name: str, version: int) -> Policy:
-        model = await self._client.model(name, version, timeout=self.options.timeout)
-        return Policy(model, version, await asyncio.to_thread(lambda: model.config), self.options.ignore)
+        async with self._looking_up:  # so that one connection to the daemon is enough
+            model = await self._client.model(name, version, timeout=self.options.timeout)
+            return Policy(model, version, await asyncio.to_thread(lambda: model.config), self.options.ignore)
 
     async def serve(self, robot: Robot) -> None:
         """Talks with a robot until it leaves, or until the gateway stops and the robot has its answer."""
@@ -379,8 +380,7 @@ class Policy:
         """
         made: dict[str, Array] = {}
         for key, value in flat(observation, self._datatypes).items():
-            # Trees of a JAX model have their names joined by dots.
-            name = key if key in self._inputs else key.replace("/", ".")
+            name = key if key in self._inputs else key.replace("/", ".")  # as trees of a JAX model are named
             if name in made:
                 raise InvalidArgument(f"'{key}' is in the observation twice")
             if name in self._inputs:
