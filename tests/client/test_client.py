@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -27,7 +28,7 @@ from tensord_client.asynchronous import AsyncModel
 from tensord_client.http import HttpConnection
 from tensord_client.http_channel import Address
 
-from tests.daemon_process import PATIENCE, descriptors, wait_until
+from tests.daemon_process import PATIENCE, DaemonProcess, descriptors, wait_until
 
 
 class Server:
@@ -556,6 +557,66 @@ def test_a_thousand_clients_leave_nothing(serve: Callable[..., Server]) -> None:
             wait_until(lambda: not any(t.name == "tensord-client" for t in threading.enumerate()), "threads to end")
             counts.append(len(descriptors()) - len([each for each in server._open if each.fileno() >= 0]))
     assert len(set(counts)) == 1, counts
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_fork(serve: Callable[..., Server]) -> None:
+    """The child connects anew, with threads or without, and what the parent has under way stays the parent's."""
+    go = threading.Event()
+
+    def answer(path: str, connection: socket.socket) -> bytes | None:
+        if path.endswith("/infer"):
+            go.wait(PATIENCE)
+        return usual(path, connection)
+
+    server = serve(answer)
+    with tensord_client.connect(server.address.path) as client:
+        model = client.model("m")
+        under_way = model.submit({"x": [1]})
+        wait_until(lambda: server.asked.count("/v2/models/m/infer") == 1, "the request to be asked")
+        before = server.connections
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                client.model("m")
+                waiting = [model.submit({"x": [1]}) for _ in range(3)]
+                status = int([each.result(PATIENCE)["y"].tolist() for each in waiting] != [[7]] * 3)
+            finally:
+                os._exit(status)
+        wait_until(lambda: server.asked.count("/v2/models/m/infer") == 4, "the child to ask")
+        go.set()
+        assert os.waitpid(child, 0)[1] == 0
+        assert under_way.result(PATIENCE)["y"].tolist() == [7]
+        assert model({"x": [1]})["y"].tolist() == [7]
+        assert server.connections == before + 3
+
+
+def test_a_worker_that_is_killed(daemon: DaemonProcess) -> None:
+    with tensord_client.connect(f"127.0.0.1:{daemon.port}") as client:
+        model, counts = client.model("scale"), client.model("counts")
+        call = model.prepare({"x": np.ones((1, 4), np.float32)})
+        responses = counts.stream({"x": [1]})
+        next(responses)
+        assert call()["y"].tolist() == [[4.0] * 4]
+        (worker,) = daemon.workers
+        os.kill(worker.pid, signal.SIGKILL)
+        assert call()["y"].tolist() == [[4.0] * 4]
+        with pytest.raises(tensord_client.ServingError):
+            for _ in responses:
+                pass
+        with pytest.raises(tensord_client.Internal):
+            client.model("deadly")({"x": [-1]})
+
+
+def test_a_stream_that_is_left_ends_on_the_server(daemon: DaemonProcess) -> None:
+    """Nobody else waits for it: the model has one instance."""
+    with tensord_client.connect(f"127.0.0.1:{daemon.port}") as client:
+        model = client.model("counts")
+        for _ in range(3):
+            responses = model.stream({"x": [5]})
+            assert [int(next(responses)["y"][0]) for _ in range(50)] == [5] * 50
+            responses.close()  # type: ignore[attr-defined]
 
 
 # -------------------------------------------------------------------------------------------------------------- a daemon

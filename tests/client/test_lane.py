@@ -533,3 +533,33 @@ def test_what_is_in_flight_when_a_connection_is_closed_is_cancelled(connect: Cal
     with pytest.raises(Unavailable, match="the client was closed"):
         connection.ask(addsub(1))
     connection.close()
+
+
+def test_many_connections_leave_nothing(daemon: DaemonProcess, connect: Callable[..., LaneConnection]) -> None:
+    import psutil
+
+    workers = [psutil.Process(worker.pid) for worker in daemon.workers]
+    mine = psutil.Process()
+
+    def once() -> None:
+        connection = connect()
+        check(connection.ask(addsub(1)).result(_PATIENCE), 1)
+        connection.ask(identity(connection.empty(5000, np.float32))).result(_PATIENCE)
+        connection.close()
+
+    def mapped() -> int:
+        return sum(
+            "memfd:tensord-client" in each.path for worker in workers for each in worker.memory_maps(grouped=False)
+        )
+
+    for _ in range(3):
+        once()
+    # A worker may keep what it ran last.
+    descriptors, kept = mine.num_fds(), mapped()
+    for _ in range(20):
+        once()
+    assert mine.num_fds() <= descriptors
+    limit = time.monotonic() + _PATIENCE
+    while mapped() > kept:
+        assert time.monotonic() < limit
+        time.sleep(0.05)

@@ -26,10 +26,12 @@ from tensord.shm.messages import (
 from tests import repositories
 from tests.daemon.clients.lane_client import LaneClient
 from tests.daemon_process import PATIENCE, ROOT, DaemonOf, DaemonProcess, wait_until
-from tests.faults.lane_mutations import SEGMENT
+from tests.faults.lane_mutations import SEGMENT, life
 from tests.faults.load import CheckedLoad
 from tests.open_files import no_descriptors_left
 from tests.raw_lane import RawLane, memory
+
+LIVES = int(os.environ.get("TENSORD_TEST_LANE_LIVES", "100"))
 
 SECRET = np.frombuffer(b"SeCrEt!?" * 8, np.float32)
 _PUNCH_HOLE_KEEP_SIZE = 0x03
@@ -140,6 +142,34 @@ def neighbours(daemon: DaemonProcess, path: Path) -> Iterator[None]:
         wait_until(lambda: load.answers > answered[0] and neighbour.answers > answered[1], "more answers")
     assert (load.errors, load.wrong) == ([], 0)
     assert neighbour.wrong == []
+
+
+def test_hostile_lives(daemon: DaemonProcess, path: Path, workers: set[int]) -> None:
+    """
+    Clients say what a good one says, with bytes, values, descriptors and datagrams that are others, missing or said twice.
+    Result: their lane ends or their requests are answered; nothing that comes to them is of their neighbours.
+    """
+    with neighbours(daemon, path):
+        for seed in range(LIVES):
+            with LaneClient(path) as client:
+                lane, memories, seen = opened(client, agree=False), [], b""
+                for said in life(1_000_000 + seed):
+                    fds = []
+                    if said.memory >= 0:
+                        fd, mapping = memory(max(1, said.memory))
+                        fds.append(fd)
+                        memories.append(mapping)
+                    with contextlib.suppress(OSError):
+                        lane.send_bytes(said.content, *fds)
+                    for fd in fds:
+                        os.close(fd)
+                if seed % 3:
+                    lane.poll(0.05)
+                    with contextlib.suppress(OSError):
+                        while content := lane.sock.recv(1 << 17):
+                            seen += content
+                assert SECRET.tobytes() not in seen + b"".join(mapping[:] for mapping in memories)
+                lane.close()
 
 
 def test_holes_in_a_segment(daemon: DaemonProcess, path: Path, workers: set[int]) -> None:

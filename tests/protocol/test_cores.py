@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,12 @@ def test_workers_run_on_their_cores_and_tensorctl_says_so(tmp_path: Path) -> Non
         shown = {worker["device"]: worker for worker in tensorctl_status(control)["workers"]}
         assert [shown[f"cpu:{i}"]["cores"] for i in (0, 1)] == cores
         assert all(worker["threads"] > 1 for worker in shown.values())
+
+
+def test_a_core_that_is_not_there_is_refused_at_the_start(tmp_path: Path) -> None:
+    daemon = DaemonProcess(tmp_path, [ROOT / "examples" / "models"], {"workers": {"cores": ["8191"], "pin": True}})
+    command = [sys.executable, "-m", "tensord", "serve", "--config", str(daemon.config)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 1
+    assert "workers.cores: worker 0 is to run on cores 8191" in done.stderr
+    assert f"this process may use {describe(os.sched_getaffinity(0))}" in done.stderr

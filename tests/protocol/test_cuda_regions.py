@@ -99,6 +99,31 @@ def test_every_way_in_and_out(client: Any, owner: CudaOwner) -> None:
         system.close()
 
 
+@SEES_BOTH
+def test_names_and_status(client: Any, owner: CudaOwner) -> None:
+    region = register(client, owner, 4096, device=1)
+    entry = {"name": region, "device_id": 1, "byte_size": 4096}
+    assert client.get_cuda_shared_memory_status() == [entry]
+    assert client.get_cuda_shared_memory_status(region) == [entry]
+    with pytest.raises(InferenceServerException, match=f"shared memory region '{region}' already in manager"):
+        client.register_cuda_shared_memory(region, owner.create("other", 64), 0, 64)
+    system = ClientRegion(client, 4096)
+    try:
+        with pytest.raises(InferenceServerException, match="registered as system shared memory, not CUDA shared"):
+            client.get_cuda_shared_memory_status(system.name)
+        with pytest.raises(InferenceServerException, match="registered as CUDA shared memory, not system shared"):
+            client.get_system_shared_memory_status(region)
+        with pytest.raises(InferenceServerException, match="Unable to find cuda shared memory region: 'nope'"):
+            client.get_cuda_shared_memory_status("nope")
+        client.unregister_cuda_shared_memory("nope")
+        client.unregister_cuda_shared_memory(system.name)
+        client.unregister_cuda_shared_memory()
+        assert client.get_cuda_shared_memory_status() == []
+        assert client.get_system_shared_memory_status(system.name)[0]["name"] == system.name
+    finally:
+        system.close()
+
+
 @pytest.mark.parametrize(
     ("device", "byte_size", "handle", "error"),
     [

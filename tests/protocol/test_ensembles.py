@@ -313,6 +313,28 @@ def test_regions_on_both_ends(client: Any) -> None:
         shm.destroy_shared_memory_region(region)
 
 
+@pytest.mark.cpu_workers("what has to be copied")
+def test_what_is_counted_and_that_nothing_is_copied(http: httpclient.InferenceServerClient) -> None:
+    """The tensor between two jitted models is used where the first one has left it."""
+    names = ("chain", "scale", "plus")
+    http.infer("chain", [tensor(http, "x", rows())])  # anything that happens once
+    before = {name: stats(http, name) for name in names}
+    http.infer("chain", [tensor(http, "x", rows())], outputs=asked(http, "total"))
+    after = {name: stats(http, name) for name in names}
+    for name in names:
+        was, now = before[name]["inference_stats"], after[name]["inference_stats"]
+        moved = {key: now[key]["count"] - was[key]["count"] for key in now}
+        assert moved == {
+            "success": 1, "fail": 0, "queue": 1, "compute_input": 1, "compute_infer": 1, "compute_output": 1,
+            "cache_hit": 0, "cache_miss": 0,
+        }  # fmt: skip
+        assert after[name]["execution_count"] - before[name]["execution_count"] == 1
+        assert after[name]["inference_count"] - before[name]["inference_count"] == 1
+    copied = {name: after[name]["copied_byte_size"] - before[name]["copied_byte_size"] for name in names}
+    # The client's bytes into the first program, as of every small request; and its output into the answer.
+    assert copied == {"chain": 32, "scale": 0, "plus": 0}
+
+
 def test_requests_of_everybody_share_a_members_batches(
     daemon: DaemonProcess, grpc: grpcclient.InferenceServerClient
 ) -> None:

@@ -6,6 +6,8 @@ import contextlib
 import queue
 import random
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,6 +18,8 @@ import tritonclient.grpc.aio as aioclient
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from tensord.protocol import reflection_pb2, reflection_v1alpha_pb2
@@ -60,6 +64,15 @@ def test_infer(daemon: DaemonProcess, compression: str | None) -> None:
         assert answer.as_numpy("y").tolist() == [[7.0] * 4]
 
 
+def test_callbacks(daemon: DaemonProcess) -> None:
+    answers: queue.Queue[Any] = queue.Queue()
+    with client_of(daemon) as client:
+        for n in range(20):
+            client.async_infer("scale", scale_input(n), lambda result, error: answers.put(error or result))
+        got = sorted(float(answers.get(timeout=PATIENCE).as_numpy("y")[0, 0]) for _ in range(20))
+    assert got == [3.0 * n + 1 for n in range(20)]
+
+
 async def test_asyncio(daemon: DaemonProcess) -> None:
     async with aioclient.InferenceServerClient(daemon.grpc_url) as client:
         assert await client.is_server_ready()
@@ -77,10 +90,72 @@ async def test_asyncio(daemon: DaemonProcess) -> None:
         assert got == {str(n): 3.0 * n + 1 for n in range(5)}
 
 
+def test_a_stream_outlives_its_errors(daemon: DaemonProcess) -> None:
+    answers: queue.Queue[Any] = queue.Queue()
+    with client_of(daemon) as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        client.async_stream_infer("nothing", scale_input(), request_id="bad")
+        assert "unknown model: 'nothing'" in answers.get(timeout=PATIENCE)[1].message()
+        client.async_stream_infer("scale", scale_input(4), request_id="good")
+        result, error = answers.get(timeout=PATIENCE)
+        assert error is None
+        assert result.as_numpy("y").tolist() == [[13.0] * 4]
+        assert result.get_response().parameters["triton_final_response"].bool_param
+
+
+def test_an_error_ends_a_stream_that_asked_for_it(daemon: DaemonProcess) -> None:
+    with grpc.insecure_channel(daemon.grpc_url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        request = service_pb2.ModelInferRequest(model_name="nothing")
+        call = stub.ModelStreamInfer(iter([request]), metadata=[("triton_grpc_error", "true")])
+        with pytest.raises(grpc.RpcError) as caught:
+            next(call)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_many_in_flight_on_one_stream(daemon: DaemonProcess) -> None:
+    """More than are allowed in flight at once: the others wait, all are answered."""
+    answers: queue.Queue[Any] = queue.Queue()
+    with client_of(daemon) as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        for n in range(1000):
+            client.async_stream_infer("scale", scale_input(n), request_id=str(n))
+        got = {}
+        for _ in range(1000):
+            result, error = answers.get(timeout=PATIENCE)
+            assert error is None
+            got[int(result.get_response().id)] = float(result.as_numpy("y")[0, 0])
+    assert got == {n: 3.0 * n + 1 for n in range(1000)}
+
+
 def sleepy_input(milliseconds: int) -> list[Any]:
     given = grpcclient.InferInput("DELAY_MS", [1], "INT32")
     given.set_data_from_numpy(np.array([milliseconds], np.int32))
     return [given]
+
+
+def test_answers_come_in_the_order_of_the_requests(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """Slow, fast, refused, fast on one stream: clients pair by order. The fast ones are done before the slow one ends."""
+    answers: queue.Queue[Any] = queue.Queue()
+    until = tmp_path / "until"
+    with client_of(daemon) as client, client_of(daemon) as other:
+
+        def done() -> int:
+            return int(other.get_inference_statistics("scale").model_stats[0].inference_count)
+
+        before = done()
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        client.async_stream_infer("sleepy", sleepy_input(0), request_id="0", parameters={"until": str(until)})
+        client.async_stream_infer("scale", scale_input(1), request_id="1")
+        client.async_stream_infer("nothing", scale_input(2), request_id="2")
+        client.async_stream_infer("scale", scale_input(3), request_id="3")
+        while done() < before + 2:
+            time.sleep(0.01)
+        assert answers.empty()
+        until.touch()
+        got = [answers.get(timeout=PATIENCE) for _ in range(4)]
+    assert [result.get_response().id for result, error in got if error is None] == ["0", "1", "3"]
+    assert "unknown model: 'nothing'" in got[2][1].message()
 
 
 def test_many_streams_are_each_in_order(daemon: DaemonProcess) -> None:
@@ -104,6 +179,15 @@ def test_many_streams_are_each_in_order(daemon: DaemonProcess) -> None:
         for expected, answers in zip(asked, queues, strict=True):
             got = [answers.get(timeout=PATIENCE) for _ in expected]
             assert ["" if error else result.get_response().id for result, error in got] == expected
+
+
+def test_health_service(daemon: DaemonProcess) -> None:
+    with grpc.insecure_channel(daemon.grpc_url) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        assert stub.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.SERVING
+        watch = stub.Watch(health_pb2.HealthCheckRequest())
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        watch.cancel()
 
 
 @pytest.mark.parametrize("messages", [reflection_pb2, reflection_v1alpha_pb2], ids=["v1", "v1alpha"])
@@ -160,3 +244,10 @@ def test_a_client_that_knows_nothing_walks_everything(daemon: DaemonProcess, mes
         answer_class, request_class = GetMessageClass(ready.output_type), GetMessageClass(ready.input_type)
         asked = request_class(name="scale").SerializeToString()
         assert answer_class.FromString(call(asked)).ready
+
+
+def test_an_unknown_method(daemon: DaemonProcess) -> None:
+    with grpc.insecure_channel(daemon.grpc_url) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.unary_unary("/inference.GRPCInferenceService/Nothing")(b"")
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

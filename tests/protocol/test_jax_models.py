@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
+import re
+import urllib.error
+import urllib.parse
+import urllib.request
 from pathlib import Path
 from textwrap import dedent
 
@@ -11,8 +16,37 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.daemon_process import DaemonOf, DaemonProcess
+from tests.daemon_process import DaemonOf, DaemonProcess, wait_until
 from tests.repositories import of_x, write_model
+
+BRANCHES = """
+    inputs = {"x": "FP32[1]"}
+    outputs = {"y": "FP32[1]"}
+
+    def create(path, config, device):
+        def apply(params, inputs):
+            return {"y": inputs["x"] if inputs["x"][0] > 0 else -inputs["x"]}
+        return apply, None
+"""
+WAITS = """
+    import pathlib, time
+    import numpy as np
+
+    inputs = {{"x": "INT32[1]"}}
+    outputs = {{"rows": "INT32[1]"}}
+    max_batch_size = 4
+    host = True
+
+    def rows(values):
+        if not values.any():
+            pathlib.Path({folder!r}, "began").touch()
+            while not pathlib.Path({folder!r}, "go").exists():
+                time.sleep(0.01)
+        return np.full(values.shape, len(values), np.int32)
+
+    def create(path, config, device):
+        return (lambda params, inputs: {{"rows": rows(inputs["x"])}}), None
+"""
 
 #: A pytree with leaves that are no arrays, as a model of Equinox is one.
 NETWORK = """
@@ -176,3 +210,36 @@ def test_buckets_for_an_axis_that_is_not_there(daemon: DaemonProcess) -> None:
         200,
         "",
     )
+
+
+def test_an_error_of_apply_keeps_its_links_and_tells_no_path(daemon: DaemonProcess) -> None:
+    status, error = load(daemon, "branches", BRANCHES)
+    assert status == 400
+    assert re.search(
+        r"See https://docs\.jax\.dev/en/latest/\S*errors\.html#jax\.errors\.TracerBoolConversionError", error
+    )
+    assert str(daemon.folder) not in error
+    assert "/models/" not in error
+
+
+def test_requests_that_wait_share_a_batch_without_being_configured_to(daemon: DaemonProcess) -> None:
+    """1. one runs; 2. four wait; 3. they run together."""
+    assert load(daemon, "waits", WAITS.format(folder=str(daemon.folder))) == (200, "")
+
+    def ask(value: int) -> list[int]:
+        asked = {"name": "x", "datatype": "INT32", "shape": [1, 1], "data": [value]}
+        return list(daemon.infer("waits", [asked])[1]["outputs"][0]["data"])
+
+    def waiting() -> str:
+        with urllib.request.urlopen(f"http://{daemon.metrics_url}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        (found,) = [line for line in lines if line.startswith('nv_inference_pending_request_count{model="waits"')]
+        return found.split()[-1]
+
+    with concurrent.futures.ThreadPoolExecutor(5) as pool:
+        first = pool.submit(ask, 0)
+        wait_until((daemon.folder / "began").exists, "the first request to run", daemon)
+        others = [pool.submit(ask, value) for value in range(1, 5)]
+        wait_until(lambda: waiting() in ("4", "4.0"), "four requests to wait", daemon)
+        (daemon.folder / "go").touch()
+        assert [asked.result() for asked in (first, *others)] == [[1], [4], [4], [4], [4]]

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 import trustme
 from cryptography import x509
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from tests import repositories
@@ -56,6 +58,32 @@ def serving(repository: Path, tmp_path: Path, leaves_nothing: None) -> Iterator[
     yield start
     for daemon in running:
         daemon.stop()
+
+
+def test_grpc_on_a_unix_socket(serving: Any, tmp_path: Path) -> None:
+    path = tmp_path / "grpc.sock"
+    daemon = serving(grpc={"address": f"unix:{path}", "socket_mode": "0600"})
+    daemon.wait_log("serving grpc on unix:")
+    assert path.stat().st_mode & 0o777 == 0o600
+    with grpc.insecure_channel(f"unix:{path}") as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        assert stub.ModelReady(service_pb2.ModelReadyRequest(name="scale")).ready
+    daemon.stop()
+    assert not path.exists()
+
+
+def test_http_on_a_unix_socket(repository: Path, tmp_path: Path, leaves_nothing: None) -> None:
+    path = tmp_path / "http.sock"
+    # DaemonProcess waits for a TCP address in the log, which this daemon has only for gRPC.
+    daemon = DaemonProcess(tmp_path, [repository], {"http": {"address": f"unix:{path}"}})
+    daemon.served_on = r"serving http on unix:"
+    with daemon, httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://x") as client:
+        daemon.wait_log("ready: ")
+        tensor = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [2.0] * 4}
+        answer = client.post("/v2/models/scale/infer", json={"inputs": [tensor]})
+        assert answer.json()["outputs"][0]["data"] == [7.0] * 4
+        assert client.get("/v2").json()["name"] == "tensord"
+    assert not path.exists()
 
 
 def http_at(transport: httpx.BaseTransport | None, address: str) -> list[float]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
+import urllib.error
+import urllib.request
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -269,6 +272,32 @@ def test_a_killed_worker(daemon: DaemonProcess, client: Any) -> None:
     after, _ = settled(daemon, client)
     success = "nv_inference_request_success"
     assert after.model(success, "scale") == before.model(success, "scale") + 1
+
+
+def test_scrapers_that_hang_or_send_rubbish(daemon: DaemonProcess, client: Any) -> None:
+    """
+    1. Many connect: silent ones, some with half a request, some with rubbish, some that never read their answer.
+    Result: every request is answered meanwhile, and so is every other scrape.
+    """
+    host, port = daemon.metrics_url.split(":")
+    values = np.zeros((1, 4), np.float32)
+    with contextlib.ExitStack() as stack:
+        for content in (b"", b"GET /metrics HT", b"\x00\xff" * 9000, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n") * 20:
+            bad = stack.enter_context(socket.create_connection((host, int(port)), PATIENCE))
+            with contextlib.suppress(ConnectionError):  # refused already
+                bad.sendall(content)
+            client.infer("scale", [in_body(httpclient, values)])
+        assert scrape(daemon.metrics_url).model("nv_inference_request_success", "scale") >= 80
+        assert client.is_server_ready()
+
+
+def test_other_paths_and_methods(daemon: DaemonProcess) -> None:
+    for path, method, status in (("/metrics", "POST", 405), ("/v2", "GET", 404)):
+        asked = urllib.request.Request(f"http://{daemon.metrics_url}{path}", method=method)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(asked, timeout=PATIENCE)
+        with refused.value as answer:
+            assert answer.code == status
 
 
 def test_with_grpc_alone(tmp_path: Path, leaves_nothing: None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 
@@ -35,6 +36,17 @@ def answer(daemon: DaemonProcess, name: str) -> float | str:
     return float(body["outputs"][0]["data"][0]) if status == 200 else str(body["error"])
 
 
+def test_models_come_change_and_go(daemon: DaemonProcess) -> None:
+    models = daemon.folder / "models"
+    write_model(models, "m", MODEL.replace("FACTOR", "2.0"))
+    until(lambda: answer(daemon, "m") == 2)
+    write_model(models, "m", MODEL.replace("FACTOR", "3.0"))
+    until(lambda: answer(daemon, "m") == 3)
+    shutil.rmtree(models / "m")
+    until(lambda: "unknown model" in str(answer(daemon, "m")))
+    assert answer(daemon, "steady") == 1
+
+
 def test_a_version_that_is_a_link_to_a_release(daemon: DaemonProcess) -> None:
     """Names, sizes and times of both releases are the same. What no model is beside it is said once, and costs no readiness."""
     models, releases = daemon.folder / "models", daemon.folder / "releases"
@@ -55,6 +67,17 @@ def test_a_version_that_is_a_link_to_a_release(daemon: DaemonProcess) -> None:
     assert daemon.get("/v2/health/ready")[0] == 200
     assert daemon.log.count("notes' is no model: it has no version folder") == 1
     assert "cannot be read" not in daemon.log
+
+
+def test_a_mistake_leaves_the_former_one_serving(daemon: DaemonProcess) -> None:
+    models = daemon.folder / "models"
+    write_model(models, "typed", MODEL.replace("FACTOR", "2.0"))
+    until(lambda: answer(daemon, "typed") == 2)
+    write_model(models, "typed", MODEL.replace("FACTOR", "missing_name"))
+    until(lambda: "missing_name" in daemon.log)
+    assert answer(daemon, "typed") == 2
+    write_model(models, "typed", MODEL.replace("FACTOR", "5.0"))
+    until(lambda: answer(daemon, "typed") == 5)
 
 
 def test_clients_may_not_load(daemon: DaemonProcess) -> None:

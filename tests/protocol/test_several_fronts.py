@@ -181,6 +181,32 @@ def _other(client: Any) -> Any:
     return given
 
 
+def test_statistics_are_whole(fronts: Fronts) -> None:
+    """Requests go through each front in a different number; each tells of all of them."""
+
+    def successes(client: Any) -> int:
+        (entry,) = as_json(client, "get_inference_statistics", "scale")["model_stats"]
+        return int(entry["inference_stats"]["success"]["count"])
+
+    before = successes(fronts.http[0])
+    for count, client in enumerate(fronts.all, 1):
+        for _ in range(count):
+            infer(client)
+    assert {successes(client) for client in fronts.all} == {before + 15}
+
+
+def test_settings_of_one_front_hold_for_all(fronts: Fronts) -> None:
+    def verbose(client: Any) -> int:
+        answer = as_json(client, "get_log_settings")
+        level = answer["settings"]["log_verbose_level"]["uint32_param"] if "settings" in answer else None
+        return int(answer["log_verbose_level"] if level is None else level)
+
+    for changing, asking in fronts.pairs():
+        for level in (1, 0):
+            as_json(changing, "update_log_settings", {"log_verbose_level": level})
+            assert verbose(asking) == level
+
+
 def test_traces_are_counted_over_all_fronts(fronts: Fronts) -> None:
     """One request in three, wherever it comes in, until there are five."""
     path = fronts.daemon.folder / "trace.json"
@@ -205,6 +231,30 @@ def test_traces_are_counted_over_all_fronts(fronts: Fronts) -> None:
     as_json(fronts.http[2], "update_trace_settings", settings={"trace_level": ["OFF"], "trace_count": "-1"})
     for client in fronts.all:
         assert "OFF" in json.dumps(as_json(client, "get_trace_settings"))
+
+
+def test_streams_of_every_front(fronts: Fronts) -> None:
+    for client in fronts.grpc:
+        answers: list[Any] = []
+        client.start_stream(lambda result, error, answers=answers: answers.append((result, error)))
+        for _ in range(3):
+            given = grpcclient.InferInput("x", [1, 4], "FP32")
+            given.set_data_from_numpy(VALUES)
+            client.async_stream_infer("scale", [given])
+        client.stop_stream()
+        assert [error for _, error in answers] == [None] * 3
+
+
+def test_a_restart_for_another_number_of_fronts(fronts: Fronts) -> None:
+    """SIGHUP does not change how many there are, and says so."""
+    sections = {**fronts.daemon.sections, "http": {**fronts.daemon.sections["http"], "processes": 2}}
+    before = {process.pid for process in fronts.daemon.fronts}
+    fronts.daemon.write_config(sections)
+    fronts.daemon.signal(signal.SIGHUP)
+    fronts.daemon.wait_log(r"reload: these keys need a restart: http\.processes\n")
+    fronts.daemon.wait_log("reload: done")
+    assert {process.pid for process in fronts.daemon.fronts} == before
+    fronts.daemon.write_config(fronts.daemon.sections)
 
 
 def test_the_limit_of_connections_is_one_for_all(tmp_path: Path) -> None:
@@ -266,3 +316,22 @@ def test_stop_answers_what_every_front_accepted(tmp_path: Path) -> None:
         fronts.daemon.signal(signal.SIGTERM)
         assert [each.result() for each in asked] == [[1500]] * 4
         assert fronts.daemon.stop() == 0
+
+
+def test_unix_sockets(tmp_path: Path) -> None:
+    """Both fronts take connections of one name, which goes with the daemon."""
+    path, control = tmp_path / "http.sock", tmp_path / "control.sock"
+    options: dict[str, dict[str, Any]] = {
+        "http": {"address": f"unix:{path}", "processes": 2},
+        "supervisor": {"control_socket": str(control)},
+    }
+    daemon = DaemonProcess(tmp_path, [repositories.scale_model(tmp_path / "models")], options)
+    daemon.served_on = f"serving http on unix:{path}"
+    with daemon, contextlib.ExitStack() as stack:
+        while not all(front["connections"] for front in tensorctl_status(control)["fronts"][:2]):
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX))
+            sock.connect(str(path))
+            sock.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert sock.recv(4096).startswith(b"HTTP/1.1 200")
+        assert [front["name"] for front in tensorctl_status(control)["fronts"]] == ["http-0", "http-1", "grpc-0"]
+    assert not path.exists()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from tests.daemon_process import DaemonOf, DaemonProcess
+from tests.daemon_process import DaemonOf, DaemonProcess, wait_until
 from tests.protocol.stepped_models import Steps, write_stepped_models
 
 FAILED = "model 'counts' version 1 failed with "
@@ -130,6 +131,29 @@ def test_nan_is_a_number_like_any_other(steps: Steps, daemon: DaemonProcess) -> 
     assert math.isnan(json.loads(events.splitlines()[2][5:].replace("null", "NaN"))["half"][0])
 
 
+def test_who_is_cancelled_leaves_its_slot(steps: Steps, daemon: DaemonProcess) -> None:
+    """Four requests have all the slots and would keep them; whoever waits behind them gets theirs."""
+
+    def failed() -> int:
+        return int(statistics(daemon)["inference_stats"]["fail"]["count"])
+
+    before = failed()
+
+    def cancels_are_counted() -> bool:
+        """It may come too late: when all that was taken by then has had its steps."""
+        with Steps(daemon.grpc_url) as others:
+            for number in range(4):
+                # 40 steps a request are soon over, so each is a long row of them.
+                for again in range(200):
+                    others.ask(f"{number} {again}", ends=False)
+            others.take()
+            others.call.cancel()
+        assert steps.answers((1,), count=2) == [1, 2, None]
+        return failed() > before
+
+    wait_until(cancels_are_counted, "cancels to be counted", daemon)
+
+
 def test_a_step_that_fails_ends_all_that_have_a_slot(steps: Steps, daemon: DaemonProcess) -> None:
     for number in range(3):
         steps.ask(f"good {number}", (number,), ends=False, count=1)
@@ -152,6 +176,17 @@ def test_a_step_that_fails_ends_all_that_have_a_slot(steps: Steps, daemon: Daemo
             failed += 1
     assert failed <= 3
     assert steps.answers((1,), count=2) == [1, 2, None]
+
+
+def test_a_slow_client_holds_up_nobody(steps: Steps, daemon: DaemonProcess) -> None:
+    """It asks for much and reads nothing; its slots are not stepped, and others go on."""
+    body = json.dumps({"start": [0], "ends": False}).encode()
+    head = f"POST /v2/models/counts/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", daemon.port)) as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        slow.sendall((head + body) * 3)
+        for _ in range(20):
+            assert steps.answers((1,), count=3) == [1, 2, 3, None]
 
 
 def test_unloading_waits_for_those_that_have_begun(daemon: DaemonProcess) -> None:

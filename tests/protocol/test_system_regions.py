@@ -86,6 +86,28 @@ def test_both_ways(client: Any, region: ClientRegion, datatype: str, offset: int
     assert same(got, values if datatype == "BYTES" else stored)
 
 
+def test_region_in_body_out_and_the_reverse(client: Any, region: ClientRegion) -> None:
+    values = np.arange(8, dtype=np.float32).reshape(2, 4)
+    shm.set_shared_memory_region(region.handle, [values])
+    answer = client.infer("scale", [in_region("x", "FP32", (2, 4), region.name, 32, 0)])
+    assert same(answer.as_numpy("y"), 3 * values + 1)
+    body = httpclient.InferInput("x", [2, 4], "FP32")
+    body.set_data_from_numpy(values)
+    client.infer("scale", [body], outputs=[out_region("y", region.name, 4096, 8192)])
+    assert same(shm.get_contents_as_numpy(region.handle, np.float32, [2, 4], offset=8192), 3 * values + 1)
+
+
+def test_status_and_names(client: Any, region: ClientRegion) -> None:
+    assert {"name": region.name, "key": region.key, "offset": 0, "byte_size": region.byte_size} in (
+        client.get_system_shared_memory_status()
+    )
+    with pytest.raises(InferenceServerException, match="already in manager"):
+        client.register_system_shared_memory(region.name, region.key, region.byte_size - 1)
+    with pytest.raises(InferenceServerException, match="Unable to find system shared memory region: 'nope'"):
+        client.get_system_shared_memory_status("nope")
+    client.unregister_system_shared_memory("nope")
+
+
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_a_client_that_is_restarted_registers_the_same_again(daemon: DaemonProcess, client: Any, protocol: str) -> None:
     """
@@ -126,6 +148,107 @@ def test_the_object_may_be_unlinked_and_the_region_lives_on(client: Any) -> None
     answer = client.infer("echo_fp32", [in_region("x", "FP32", (4,), region.name, 16, 0)])
     assert same(answer.as_numpy("y"), values)
     client.unregister_system_shared_memory(region.name)
+
+
+@pytest.mark.parametrize(
+    ("key", "byte_size", "offset", "error"),
+    [
+        ("/tensord-test-no-such-object", 64, 0, "Unable to open shared memory region"),
+        ("/../etc/passwd", 64, 0, "Unable to open shared memory region"),
+        ("/sem.x", 64, 0, "invalid shm key"),
+    ],
+)
+def test_what_cannot_be_registered(client: Any, key: str, byte_size: int, offset: int, error: str) -> None:
+    with pytest.raises(InferenceServerException, match=error):
+        client.register_system_shared_memory("bad", key, byte_size, offset)
+    with pytest.raises(InferenceServerException):
+        client.get_system_shared_memory_status("bad")
+
+
+@pytest.mark.parametrize(
+    ("byte_size", "offset", "said"),
+    [
+        (0, 0, "failed to register shared memory region 'bad-range': invalid args"),
+        (0, 65537, "failed to register shared memory region 'bad-range': invalid args"),
+        (65537, 0, "'bad-range': invalid args: 65537 bytes at offset 0, the object has 65536"),
+        (65536, 4096, "'bad-range': invalid args: 65536 bytes at offset 4096, the object has 65536"),
+        (2**63, 0, "bad-range"),
+        (1, 2**63, "bad-range"),
+        # Not a number of 64 bits any more.
+        (2**64, 0, "attempt to access JSON non-unsigned-integer as unsigned-integer"),
+    ],
+)
+def test_registered_ranges_stay_inside_the_object(
+    daemon: DaemonProcess, region: ClientRegion, byte_size: int, offset: int, said: str
+) -> None:
+    body = json.dumps({"key": region.key, "byte_size": byte_size, "offset": offset}).encode()
+    status, answer = daemon.request("POST", "/v2/systemsharedmemory/region/bad-range/register", body)
+    assert status == 400, answer
+    assert said in json.loads(answer)["error"]
+
+
+BAD_RANGES = [
+    (16, 65536),
+    (16, 65536 - 8),
+    (16, -1),
+    (16, 2**63 - 8),
+    (16, 2**64 - 16),
+    (16, 2**64),
+    (12, 0),
+    (20, 0),
+    (0, 0),
+    (2**64 + 16, 0),
+    (-16, 0),
+]
+
+
+@pytest.mark.parametrize(("byte_size", "offset"), BAD_RANGES)
+def test_input_ranges(daemon: DaemonProcess, region: ClientRegion, byte_size: int, offset: int) -> None:
+    parameters = {
+        "shared_memory_region": region.name,
+        "shared_memory_byte_size": byte_size,
+        "shared_memory_offset": offset,
+    }
+    status, answer = daemon.infer(
+        "echo_fp32", [{"name": "x", "shape": [4], "datatype": "FP32", "parameters": parameters}]
+    )
+    assert status == 400, answer
+    assert answer["error"]
+
+
+def test_a_size_of_0_beyond_the_end_is_about_the_offset(daemon: DaemonProcess, region: ClientRegion) -> None:
+    for offset, said in (
+        (0, "offset + byte size"),
+        (65535, "offset + byte size"),
+        (65536, "offset"),
+        (65537, "offset"),
+    ):
+        place = {"shared_memory_region": region.name, "shared_memory_byte_size": 0, "shared_memory_offset": offset}
+        given = {"name": "x", "shape": [4], "datatype": "FP32", "parameters": place}
+        status, answer = daemon.infer("echo_fp32", [given])
+        assert (status, answer["error"]) == (400, f"Invalid {said} for shared memory region: '{region.name}'")
+
+
+@pytest.mark.parametrize(("byte_size", "offset"), [*BAD_RANGES[:6], (2**64 + 16, 0), (-16, 0), (15, 0)])
+def test_output_ranges(daemon: DaemonProcess, region: ClientRegion, byte_size: int, offset: int) -> None:
+    before = bytes(region.handle._mpsm_handle.buf)
+    status, answer = daemon.infer(
+        "echo_fp32",
+        [{"name": "x", "shape": [4], "datatype": "FP32", "data": [1, 2, 3, 4]}],
+        outputs=[
+            {
+                "name": "y",
+                "parameters": {
+                    "shared_memory_region": region.name,
+                    "shared_memory_byte_size": byte_size,
+                    "shared_memory_offset": offset,
+                },
+            }
+        ],
+    )
+    assert status in (400, 500), answer
+    assert answer["error"]
+    assert bytes(region.handle._mpsm_handle.buf) == before
 
 
 def test_a_region_is_listed_until_the_request_that_uses_it_ends(

@@ -29,7 +29,7 @@ from tensord.shm.messages import (
     ToWorker,
     WireVersion,
 )
-from tensord.shm.prepared import Numbered, Numbers, ReceivedNumbers
+from tensord.shm.prepared import MAX_NUMBERS, Numbered, Numbers, ReceivedNumbers
 from tensord.shm.record import Record, decoder
 from tests.open_files import no_descriptors_left
 from tests.records import Tensor, WholeAnswer, WholeRequest, whole_answer, whole_request
@@ -415,6 +415,31 @@ def stranger(arena: Arena, *records: Record) -> SubmitterLane:
         enemy.send(record)
     enemy.close()
     return submitter
+
+
+def test_an_answer_with_a_number_that_was_never_prepared_is_refused(arena: Arena) -> None:
+    known = PrepareAnswer(3, answer_of(1).prepared)
+    submitter = stranger(arena, WireVersion(WIRE_VERSION), known, AnswerRecord(1, 4, (b"ab",)))
+    assert submitter.receive() == []
+    with pytest.raises(InvalidArgument, match="number 4 was never prepared"):
+        submitter.receive()
+    submitter.close()
+
+
+@pytest.mark.parametrize("number", [-1, MAX_NUMBERS])
+def test_a_worker_that_numbers_out_of_range_is_refused(arena: Arena, number: int) -> None:
+    submitter = stranger(arena, WireVersion(WIRE_VERSION), PrepareAnswer(number, PreparedAnswer()))
+    with pytest.raises(InvalidArgument, match="numbers are below"):
+        submitter.receive()
+    submitter.close()
+
+
+def test_records_of_the_other_direction_are_refused(arena: Arena) -> None:
+    for record in (Prepare(0, PreparedRequest("m")), RequestRecord(1, 0, ())):
+        submitter = stranger(arena, WireVersion(WIRE_VERSION), record)
+        with pytest.raises(InvalidArgument):
+            submitter.receive()
+        submitter.close()
 
 
 # ------------------------------------------------------------------------------------------------- version of the wire

@@ -230,3 +230,23 @@ def test_a_number_means_what_was_said_of_it_last(order: list[int]) -> None:
             assert known[kinds[number].number] == kinds[number].prepared
     finally:
         lane.close()
+
+
+@pytest.mark.parametrize("number", [-1, MAX_NUMBERS, 1 << 40])
+def test_numbers_that_nobody_gives(number: int) -> None:
+    known: ReceivedNumbers[PreparedRequest] = ReceivedNumbers()
+    with pytest.raises(InvalidArgument, match=f"number {number} was prepared, numbers are below {MAX_NUMBERS}"):
+        known.learn(number, kind_of(0))
+    with pytest.raises(InvalidArgument, match=f"number {number} was never prepared"):
+        known[number]
+
+
+def test_unknown_numbers() -> None:
+    known: ReceivedNumbers[PreparedRequest] = ReceivedNumbers()
+    known.learn(3, kind_of(3))
+    known.learn(MAX_NUMBERS - 1, kind_of(4))
+    assert known[3] == kind_of(3)
+    known.learn(3, kind_of(5))
+    assert known[3] == kind_of(5)
+    with pytest.raises(InvalidArgument, match="number 4 was never prepared"):
+        known[4]

@@ -868,6 +868,29 @@ def test_memory_of_the_wrong_kind_ends_its_lane_and_no_other(loop: WorkerLoop, l
     enemy.close()
 
 
+def test_descriptors_where_none_belong_are_closed(loop: WorkerLoop, lane: RawLane) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for content, count in (
+        (packed(RequestRecord(1, addsub(), (vector(1), vector(1)))), 1),
+        (packed(SegmentOpened(1, 4096)), 2),
+        (packed(SegmentOpened(1, 4096)), 4),
+        (packed(SegmentOpened(1, 4096)), 9),
+        (packed(SegmentOpened(1, 4096), SegmentOpened(2, 4096)), 1),
+        (b"\x02junk", 1),
+        (b"junk", 3),
+    ):
+        enemy = loop.open_client(CLIENT + 1)
+        fd, mapping = memory(4096)
+        enemy.send_bytes(content, *[fd] * count)
+        assert ended(loop, enemy)
+        enemy.close()
+        os.close(fd)
+        mapping.close()
+        assert loop.closed() == [CLIENT + 1]
+        assert len(os.listdir("/proc/self/fd")) == before
+    add(loop, lane)
+
+
 @pytest.mark.parametrize(
     ("prepared", "contents", "sentence"),
     [

@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tensord.shm.messages import RegionSlice, RequestedOutput
 from tensord.shm.operations import AwaitRegion, ModelStatistics, RegisterSystemRegion, UnregisterRegion
 from tests import repositories
 from tests.records import Tensor, WholeRequest
-from tests.workers.worker_process import PATIENCE_S, PEER, WorkerProcess, wait_until
+from tests.workers.worker_process import PATIENCE_S, PEER, WorkerProcess, small_arenas, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,30 @@ def test_arena_answer_and_its_lease(worker: WorkerProcess) -> None:
         x = np.random.default_rng(n).random(n, np.float32)
         for _ in range(3):
             np.testing.assert_array_equal(worker.infer("echo_fp32", {"x": x})["y"], x)
+
+
+def test_an_unexpected_shape_stops_nobody(worker: WorkerProcess) -> None:
+    """While one shape is compiled, other requests are answered, and all that wait for it are answered after."""
+    x = np.ones((1, 4), np.float32)
+    odd = np.arange(123, dtype=np.float32)
+    waiting = [worker.submit("echo_fp32", {"x": odd}) for _ in range(5)]
+    np.testing.assert_array_equal(worker.infer("scale", {"x": x})["y"], 3 * x + 1)
+    for request_id in waiting:
+        np.testing.assert_array_equal(worker.arrays(worker.answer(request_id))["y"], odd)
+
+
+def test_batches_give_everyone_his_own(worker: WorkerProcess) -> None:
+    rng = np.random.default_rng(0)
+    before = statistics(worker, "scale")
+    sent = [rng.random((rows, 4), np.float32) for rows in rng.integers(1, 9, 100)]
+    # In one piece: one by one they could be answered one by one.
+    ids = [worker.submit("scale", {"x": x}, flush=x is sent[-1]) for x in sent]
+    for request_id, x in zip(ids, sent, strict=True):
+        np.testing.assert_allclose(worker.arrays(worker.answer(request_id))["y"], 3 * x + 1, rtol=1e-6)
+    after = statistics(worker, "scale")
+    assert after["inference_count"] - before["inference_count"] == sum(len(x) for x in sent)
+    assert after["inference_stats"]["success"]["count"] - before["inference_stats"]["success"]["count"] == 100
+    assert after["execution_count"] - before["execution_count"] < 100
 
 
 def statistics(worker: WorkerProcess, name: str) -> dict[str, Any]:
@@ -102,6 +127,23 @@ def test_a_sleeping_model_stalls_nobody(worker: WorkerProcess, gate: Gate) -> No
     gate.open()
     assert worker.arrays(worker.answer(slow))["OUTPUT"] == 7
     assert worker.page.executing() == set()
+
+
+def test_cancel_and_deadline(worker: WorkerProcess, gate: Gate) -> None:
+    """A cancelled or late request that waits is not run; one that runs is answered when it is done."""
+    (running,) = gate.ask()
+    cancelled = worker.submit("sleepy", {"DELAY_MS": np.array([60_000], np.int32)})
+    late = worker.submit(
+        "sleepy", {"DELAY_MS": np.array([60_000], np.int32)}, deadline_ns=time.monotonic_ns() + 10_000_000
+    )
+    worker.lane.cancel(cancelled)
+    worker.lane.cancel(123_456_789)
+    worker.lane.flush()
+    assert worker.answer(cancelled).code == "CANCELLED"
+    answer = worker.answer(late)
+    assert (answer.code, answer.message) == ("DEADLINE_EXCEEDED", "Deadline Exceeded")
+    gate.open()
+    assert worker.arrays(worker.answer(running))["OUTPUT"] == 7
 
 
 def test_a_request_with_a_strike_runs_alone(worker: WorkerProcess) -> None:
@@ -243,3 +285,34 @@ def test_a_killed_worker_left_word_of_what_it_ran(repository: Path) -> None:
         fatal = worker.submit("deadly", {"x": np.array([-1], np.int32)})
         worker.process.wait(PATIENCE_S)
         assert worker.page.executing() == {(PEER, waiting), (PEER, fatal)}
+
+
+def test_a_full_response_arena(repository: Path) -> None:
+    """
+    1. Answers larger together than the response arena, none of them taken.
+    2. Leases come back one by one.
+    Result: every answer is right; nothing was refused, nothing grew beyond the bound.
+    """
+    with WorkerProcess(arenas=small_arenas()) as worker:
+        worker.serve(repository, "echo_fp32", "scale")
+        x = np.random.default_rng(1).random(100_000, np.float32)
+        place = worker.place("x", x)
+        ids = [worker.submit("echo_fp32", [place]) for _ in range(20)]
+        for request_id in ids:
+            np.testing.assert_array_equal(worker.arrays(worker.answer(request_id))["y"], x)
+
+
+def test_a_response_arena_that_stays_full(repository: Path) -> None:
+    """Answers that find no room in time are given up with both numbers; small ones and other requests are not."""
+    with WorkerProcess(arenas=small_arenas(wait=0.3)) as worker:
+        worker.serve(repository, "echo_fp32", "scale")
+        place = worker.place("x", np.ones(100_000, np.float32))
+        answers = [worker.answer(request_id) for request_id in [worker.submit("echo_fp32", [place]) for _ in range(12)]]
+        refused = [answer for answer in answers if answer.code]
+        assert {answer.code for answer in refused} == {"UNAVAILABLE"}
+        assert "no room for an answer of 400000 bytes" in refused[0].message
+        assert 0 < len(refused) < 12
+        huge = worker.place("x", np.ones(1_000_000, np.float32))
+        with pytest.raises(InvalidArgument, match="cannot fit"):
+            worker.infer("echo_fp32", [huge])
+        np.testing.assert_array_equal(worker.infer("scale", [GOOD])["y"], np.ones((1, 4)))

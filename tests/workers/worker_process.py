@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from tensord.config.model_config import empty, parse_pbtxt
-from tensord.config.options import ExecutablesOptions, Options
+from tensord.config.options import Arenas, ExecutablesOptions, Options
 from tensord.shm import child_process
 from tensord.shm.arena import Arena
 from tensord.shm.arrays import Array, array, byte_content, datatype_of
@@ -240,6 +240,11 @@ class WorkerProcess:
     ) -> dict[str, Array]:
         """Sends a request and returns its outputs. Raises the ServingError of a refusal."""
         return self.arrays(self.answer(self.submit(model, inputs, outputs, **fields)))
+
+
+def small_arenas(byte_size: int = 1 << 20, max_byte_size: int = 2 << 20, wait: float = PATIENCE_S) -> Arenas:
+    """Returns options for arenas that are soon full."""
+    return Arenas(byte_size=byte_size, max_byte_size=max_byte_size, keep_byte_size=0, wait=wait)
 
 
 def wait_until(condition: Callable[[], object]) -> None:

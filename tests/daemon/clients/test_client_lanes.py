@@ -5,16 +5,30 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.daemon.clients.lane_client import LaneClient
 from tests.daemon.fake_daemon import FakeDaemon, write_model
+from tests.daemon_process import ROOT
 from tests.scrapes import scrape
+
+KILLED = """
+import os, signal, sys
+from tests.daemon.clients.lane_client import LaneClient
+
+own = LaneClient(sys.argv[1])
+assert own.open("good")["lanes"]
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 Start = Callable[..., FakeDaemon]
 
@@ -143,6 +157,17 @@ def test_lanes_end_with_their_connection(start: Start) -> None:
     daemon.wait(lambda: counted(daemon) == (0, 0), "end of the lanes")
 
 
+def test_a_client_that_is_killed_leaves_nothing(start: Start) -> None:
+    daemon = start()
+    with client(daemon) as other:
+        (kept, _), _ = entries(other.open("good"))
+        path = daemon.control.with_name("clients.sock")
+        killed = subprocess.run([sys.executable, "-c", KILLED, str(path)], cwd=ROOT)
+        assert killed.returncode == -signal.SIGKILL
+        daemon.wait(lambda: counted(daemon) == (1, 2), "end of the client's lanes")
+        assert other.say(kept, b"hello").startswith(b"%d unix" % kept)
+
+
 def test_a_lane_that_its_worker_has_ended_is_opened_again(start: Start) -> None:
     """The client says which lanes it has lost, so the daemon need not know of it already."""
     daemon = start()
@@ -220,6 +245,27 @@ def test_quotas_name_both_numbers(start: Start) -> None:
         for worker in daemon.workers:
             worker.kill()
         daemon.wait(lambda: len(third.open("good", wait=10).get("lanes", ())) == 2, "room for the lanes")
+
+
+def test_connections_that_come_and_go_leave_nothing(start: Start) -> None:
+    """A thousand, in turn; descriptors of the supervisor and of the workers are as before."""
+    daemon = start()
+    processes = [psutil.Process(daemon.process.pid), *daemon.workers]
+    with client(daemon) as first:
+        first.open("good")
+    daemon.wait(lambda: counted(daemon) == (0, 0), "end of the first")
+    before = [process.num_fds() for process in processes]
+    for round_ in range(1000):
+        with client(daemon) as coming:
+            assert len(coming.open("good")["lanes"]) == 2
+            if round_ % 3 == 0:
+                coming.close_lanes()
+    daemon.wait(lambda: counted(daemon) == (0, 0), "end of the lanes")
+    # What was asked of the supervisor may have had one more then.
+    daemon.wait(
+        lambda: all(process.num_fds() <= most for process, most in zip(processes, before, strict=True)),
+        "no more descriptors than before",
+    )
 
 
 def test_a_client_that_does_not_read_holds_nobody_up(start: Start) -> None:

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from tensord.config.options import Arenas, Options
 from tensord.daemon.front.status import INTERNAL, RESOURCE_EXHAUSTED, UNIMPLEMENTED
 from tensord.daemon.grpc.arriving_message import ArrivingMessage, CallRefused, inflated
-from tensord.daemon.grpc.request_fields import RefusedRequest, split
+from tensord.daemon.grpc.request_fields import MAX_RAWS, RefusedRequest, split
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.submitter import Submitter
-from tensord.shm.errors import Unavailable
+from tensord.shm.errors import InvalidArgument, Unavailable
 from tensord.shm.messages import Slice
 from tests.daemon.grpc.requests import REQUESTS, Infer, fields
 from tests.fakes import INCARNATION
@@ -237,6 +237,12 @@ def test_what_is_no_request_is_refused_alike(submitter: Submitter, given_: Any, 
     is_read_alike(submitter, content, cuts, direct)
 
 
+def test_more_raw_tensors_than_any_model_takes(submitter: Submitter) -> None:
+    content = b"\x3a\x01x" * MAX_RAWS
+    is_read_alike(submitter, content, [7], False)
+    is_read_alike(submitter, content + b"\x3a\x01x", [7], False)
+
+
 def is_read_alike(submitter: Submitter, content: bytes, cuts: list[int], direct: bool) -> None:
     """Asserts that a message in pieces says what it says as a whole, or is refused with the same words."""
     arrival = Arrival(submitter, len(content))
@@ -329,3 +335,26 @@ def test_no_room_in_time(submitter: Submitter, loop: asyncio.AbstractEventLoop) 
     assert (type(caught.value.error), caught.value.client_id) == (Unavailable, "late")
     submitter.give_back(full)
     assert on_loan(submitter) == 0
+
+
+def test_it_could_never_fit(submitter: Submitter) -> None:
+    content = message([bytes(3 * MIB)])
+    arrival = Arrival(submitter, len(content))
+    arrival.feed(content, [100])
+    with pytest.raises(RefusedRequest, match="3145728 bytes cannot fit") as caught:
+        arrival.message.take()
+    assert isinstance(caught.value.error, InvalidArgument)
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+def test_nobody_wants_it_any_more(submitter: Submitter, waiting: bool) -> None:
+    full = submitter.loan(MIB) if waiting else None
+    content = message([bytes(MIB)])
+    arrival = Arrival(submitter, len(content))
+    arrival.feed(content[:1000], [])
+    assert arrival.message.waits_for_room is waiting
+    arrival.message.drop()
+    arrival.message.drop()
+    if full is not None:
+        submitter.give_back(full)
+    assert (on_loan(submitter), arrival.rooms) == (0, 0)

@@ -20,6 +20,25 @@ from tensord.daemon.grpc import hpack_decoder
 from tensord.daemon.grpc.hpack_decoder import COMMON, LibraryDecoder, fields, parted
 from tests.daemon.grpc.recorded_blocks import recorded
 
+REQUESTS = [
+    ("828684418cf1e3c2e5f23a6ba0ab90f4ff", [(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/")], 1),
+    ("828684be5886a8eb10649cbf", [(b"cache-control", b"no-cache")], 2),
+    ("828785bf408825a849e95ba97d7f8925a849e95bb8e8b4bf", [(b"custom-key", b"custom-value")], 3),
+]
+RESPONSES = [
+    (
+        "3fe101488264025885aec3771a4b6196d07abe941054d444a8200595040b8166e082a62d1bff"
+        "6e919d29ad171863c78f0b97c8e9ae82ae43d3",
+        b"302",
+    ),
+    ("4883640effc1c0bf", b"307"),
+    (
+        "88c16196d07abe941054d444a8200595040b8166e084a62d1bffc05a839bd9ab77ad94e7821dd7f2e6c7b335dfdfcd5b3960"
+        "d5af27087f3672c1ab270fb5291f9587316065c003ed4ee5b1063d5007",
+        b"200",
+    ),
+]
+
 _hpack = pytest.importorskip("tensord.daemon.grpc._hpack", reason="no compiler was there")
 LIMIT = 65536
 _coded = HuffmanEncoder(REQUEST_CODES, REQUEST_CODES_LENGTH).encode
@@ -172,6 +191,22 @@ def test_parted_fields(decoded: list[tuple[bytes, bytes]]) -> None:
     ]
     # In front of all others, or seen.
     assert all(name[:1] == b":" for name, _ in own if name in COMMON)
+
+
+@decoders
+def test_the_rfcs_examples(make: Any) -> None:
+    decoder = make(LIMIT)
+    for block, first, _ in REQUESTS:
+        common, own = decoder.decode(bytes.fromhex(block))
+        assert (b":authority", b"www.example.com") in fields(common)
+        assert set(first) <= {*fields(common), *own}
+    decoder = make(LIMIT)
+    for block, status in RESPONSES:
+        common, own = decoder.decode(bytes.fromhex(block))
+        assert common == b""
+        assert own[0] == (b":status", status)
+        assert (b"location", b"https://www.example.com") in own
+    assert own[-1] == (b"set-cookie", b"foo=ASDJKHQKBZXOQWEOPIUAXQWEOIU; max-age=3600; version=1")
 
 
 # ---------------------------------------------------------------------------------------------------- the RFC's words

@@ -14,7 +14,7 @@ from tensord.daemon.grpc import frames
 from tensord.shm.messages import Slice
 from tests.daemon.grpc.frame_client import STREAM, FrameClient, GrpcFrontProcess, prefixed, request, serving
 from tests.daemon.grpc.requests import Infer, fields
-from tests.fakes import MIB, EchoWorker
+from tests.fakes import MIB, EchoWorker, until
 
 #: One request of this size fills the arena.
 FULL = 2 * MIB
@@ -56,6 +56,14 @@ def is_served(front: GrpcFrontProcess, worker: EchoWorker) -> None:
         stream = other.open()
         send(other, stream, prefixed(request(content)), MIB)
         assert answered(other, worker, stream) == content[:100]
+
+
+def answered_after(client: FrameClient, worker: EchoWorker, held: Any, first: int, second: int) -> bytes:
+    small = client.call(request(b"\7"))
+    assert answered(client, worker, small) == b"\7"  # whatever was sent before it is taken by now
+    worker.answer(held, b"done")
+    assert client.answer(first).values == b"done"
+    return answered(client, worker, second)
 
 
 @pytest.mark.parametrize("frame_size", [10_000, 70_000, 3 * MIB])
@@ -181,6 +189,18 @@ def test_the_arena_is_full(served: Served) -> None:
     is_served(front, worker)
 
 
+def test_all_of_it_came_before_there_was_room(served: Served) -> None:
+    front, worker, client = served
+    first = client.open()
+    send(client, first, prefixed(request(values(FULL))), MIB)
+    held = worker.next()
+    content = values(FULL, 5)
+    second = client.open()
+    send(client, second, prefixed(request(content)), MIB)
+    assert answered_after(client, worker, held, first, second) == content[:100]
+    is_served(front, worker)
+
+
 def test_waiting_for_room_is_not_the_clients_fault() -> None:
     """Longer than a message may take; once it has its place, the client's time runs again.
 
@@ -300,3 +320,18 @@ def test_it_does_not_go_on(frame_size: int) -> None:
         assert "did not arrive within 0.2 s" in client.answer(stream).text
         with front.frames() as other:
             assert answered(other, worker, other.call(request(b"\1"))) == b"\1"
+
+
+def test_a_held_streams_large_messages_are_given_back(served: Served) -> None:
+    """One request of a stream may be in flight; a large one waits behind it when the client goes."""
+    with serving(arenas=WHOLE, grpc={"max_stream_requests": 1}) as (front, (worker,)):
+        with front.frames() as client:
+            stream = client.open(STREAM)
+            client.data(stream, prefixed(request(b"\1")))
+            sent = worker.next()
+            send(client, stream, prefixed(request(values(FULL))), MIB, end=False)
+            other = client.call(request(b"\2"))
+            assert answered(client, worker, other) == b"\2"
+        until(lambda: worker.poll() or sent.request_id in worker.cancelled)
+        worker.answer(sent, b"late")
+        is_served(front, worker)

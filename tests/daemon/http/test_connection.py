@@ -409,6 +409,17 @@ def leave(client: Client) -> None:
     client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
+def test_a_client_that_leaves_before_its_answer(front: FrontProcess, worker: EchoWorker) -> None:
+    for content in (b"\1", bytes(3 * MIB)):
+        with front.client() as client:
+            leave(client)
+            client.send(binary_request(content))
+            request = worker.next()
+        until(lambda request=request: worker.idle(0.01) and request.request_id in worker.cancelled)  # type: ignore[misc]
+        worker.echo(request)
+        until(lambda: worker.leases == 0)
+
+
 def test_a_client_that_ends_its_sending_side_without_a_request(front: FrontProcess) -> None:
     with front.client() as client:
         client.sock.shutdown(socket.SHUT_WR)

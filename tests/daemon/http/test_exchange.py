@@ -79,6 +79,24 @@ def test_too_many_connections() -> None:
             in_service(front, worker, client)
 
 
+def test_too_many_requests_in_flight() -> None:
+    with serving(requests={"max_in_flight": 2}) as (front, (worker,)), contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(front.client()) for _ in range(2)]
+        held = []
+        for client in clients:
+            client.send(binary_request(bytes(10_000)))
+            held.append(worker.next())
+        with front.client() as client:
+            client.send(binary_request(bytes(10_000)))
+            answer = client.answer()
+            assert (answer.status, "at most 2" in answer.error) == (503, True)
+            worker.echo(held[0])
+            clients[0].answer()
+            in_service(front, worker, client)
+        worker.echo(held[1])
+        assert clients[1].answer().status == 200
+
+
 def test_an_answer_that_comes_too_late() -> None:
     with serving(requests={"timeout": 0.3}) as (front, (worker,)), front.client() as client:
         client.send(binary_request(bytes(10_000)))
@@ -135,6 +153,15 @@ def test_requests_of_a_worker_that_sends_garbage_are_answered() -> None:
         fresh = front.worker()
         front.model(fresh)
         in_service(front, fresh, client)
+
+
+def test_errors_of_the_worker_are_passed_on() -> None:
+    with serving() as (front, (worker,)), front.client() as client:
+        for code, status in (("INVALID_ARGUMENT", 400), ("UNAVAILABLE", 503), ("INTERNAL", 500), ("NOT_FOUND", 404)):
+            client.send(json_request(b"\1"))
+            worker.complete(worker.next().request_id, code=code, message="so it is")
+            answer = client.answer()
+            assert (answer.status, answer.error) == (status, "so it is")
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from tensord.shm.messages import (
     RequestRecord,
     Slice,
 )
-from tensord.shm.prepared import MAX_NUMBERS, Numbered
+from tensord.shm.prepared import MAX_NUMBERS, Numbered, Numbers
 from tensord.shm.sequence_page import SequenceKeys
 from tests.fakes import INCARNATION, CalledBack, EchoWorker
 from tests.generated import examples
@@ -683,6 +683,51 @@ def test_an_answer_of_a_kind_to_a_request_without_one(setting: Setting) -> None:
     while setting.submitter.in_flight():
         setting.turn()
     assert asked.finals == [WholeAnswer(asked.request_id, version=1, outputs=y_of(b"ab"))]
+
+
+def test_answers_of_two_kinds_with_one_number_that_come_together(setting: Setting) -> None:
+    """A worker has numbered more kinds than there are numbers, and answers an old and a new one in the same turn."""
+    worker = setting.open_worker()
+    setting.ready(worker)
+    kind = kind_of(setting)
+    asked = [Repeated.ask(setting, kind, number) for number in range(3)]
+    setting.turn()
+    contents = (b"a", b"bb", b"c")
+    alike = [WholeAnswer(0, version=1, outputs=y_of(content)).prepared for content in contents[:2]]
+    # Two senders' first kinds have the number that one sender's first and ``MAX_NUMBERS``-th next have.
+    sent = [Numbers[PreparedAnswer]().number(each) for each in alike]
+    for one, content, kind in zip(asked, contents, (sent[0], sent[1], sent[0]), strict=True):
+        worker.lane.complete(AnswerRecord(one.request_id, kind.number, (content,)), kind)
+    assert worker.lane.flush()
+    while setting.submitter.in_flight():
+        setting.turn()
+    assert [[answer.outputs for answer in one.answers] for one in asked] == [[y_of(content)] for content in contents]
+
+
+def test_more_kinds_than_numbers(setting: Setting) -> None:
+    """Each is told again when its number stood for another one; all that are in flight mean what they meant."""
+    setting = Setting(requests=Requests(max_in_flight=10_000))
+    worker = setting.open_worker()
+    names = [f"m{number}" for number in range(MAX_NUMBERS + 20)]
+    for name in names:
+        setting.submitter.model_changed(ModelState(name, 1, "READY", workers=(worker.incarnation,)))
+    kinds = {name: kind_of(setting, name) for name in names}
+    order = [*names, *names[:20], *names[MAX_NUMBERS:], *names[30:40]]
+    asked = [(name, Repeated.ask(setting, kinds[name], number)) for number, name in enumerate(order)]
+    for name, one in asked:
+        while worker.idle(0):
+            setting.turn()
+        assert one.came_whole(worker.next(), name=name)
+    assert len(worker.requests.told) == len(names) + 20 + 20
+    worker.numbered = True
+    for _, one in asked:
+        worker.complete(one.request_id, outputs=y_of(b"%d" % one.number))
+        setting.turn()
+    while setting.submitter.in_flight():
+        setting.turn()
+    for _, one in asked:
+        assert [answer.outputs for answer in one.answers] == [y_of(b"%d" % one.number)]
+    setting.close()
 
 
 def test_a_worker_dies_under_requests_of_a_kind(setting: Setting) -> None:

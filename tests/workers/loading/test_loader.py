@@ -353,6 +353,49 @@ def test_what_rows_that_mix_exclude(load: Loading, more: str, config: str, words
     assert words in caught.value.message
 
 
+def test_no_model_sees_another(load: Loading, tmp_path: Path) -> None:
+    """Two models with modules of the same name beside them; globals of one; and no files are left in their folders."""
+    source = """
+        import labels
+        inputs = {"x": "INT32[1]"}
+        outputs = {"y": "INT32[1]"}
+        host = True
+        calls = []
+
+        def create(path, config, device):
+            def apply(params, inputs):
+                calls.append(1)
+                return {"y": inputs["x"] + labels.NUMBER + 1000 * len(calls)}
+            return apply, None
+    """
+    for name, number in (("a", 1), ("b", 2)):
+        folder = tmp_path / name / "1"
+        folder.mkdir(parents=True)
+        (folder / "labels.py").write_text(f"NUMBER = {number}\n")
+    a, b = load(source, name="a"), load(source, name="b")
+    assert "labels" not in sys.modules
+    x = np.array([0], np.int32)
+    for model, expected in ((a, 1001), (b, 1002), (a, 2001)):
+        result = run(model, load, x=x)
+        assert isinstance(result, dict)
+        assert result["y"].tolist() == [expected]
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == [
+        "labels.py",
+        "labels.py",
+        "model.py",
+        "model.py",
+    ]
+
+
+def test_a_changed_source_is_always_seen(load: Loading) -> None:
+    """A change within the second and at the same size is seen, where compiled copies would count as current."""
+    for number in "12345":
+        model = load(HOST.replace("len(word)", f"{number} "))
+        result = run(model, load, x=np.array([b"a"], np.object_))
+        assert isinstance(result, dict)
+        assert result["y"].tolist() == [int(number)]
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [

@@ -78,6 +78,15 @@ def test_one_row_for_a_request() -> None:
         scene.batcher.arrived(step)
 
 
+def test_numbers_and_texts_are_different_ids() -> None:
+    scene = Scene(slots=4)
+    scene.send(5, "S")
+    with pytest.raises(InvalidArgument):
+        scene.send("5")
+    scene.send("5", "S")
+    assert scene.slots() == {5: 0, "5": 1}
+
+
 def test_silence_ends_a_sequence_only_when_nothing_of_it_waits_or_runs() -> None:
     scene = Scene()
     scene.send(1, "S")
