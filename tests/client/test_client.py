@@ -29,6 +29,7 @@ from tensord_client.http import HttpConnection
 from tensord_client.http_channel import Address
 
 from tests.daemon_process import PATIENCE, DaemonProcess, descriptors, wait_until
+from tests.repositories import deadly_model, scale_model, write_model
 
 
 class Server:
@@ -592,6 +593,32 @@ def test_a_fork(serve: Callable[..., Server]) -> None:
         assert server.connections == before + 3
 
 
+# -------------------------------------------------------------------------------------------------------------- a daemon
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    repository = tmp_path_factory.mktemp("models")
+    scale_model(repository)
+    deadly_model(repository)
+    write_model(
+        repository,
+        "counts",
+        """
+        import os
+        inputs, outputs, host = {"x": "INT32[1]"}, {"y": "INT32[1]"}, True
+
+        def create(path, config, device):
+            def apply(params, inputs):
+                while True:
+                    yield {"y": inputs["x"]}
+            return apply, None
+        """,
+    )
+    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository]) as daemon:
+        yield daemon
+
+
 def test_a_worker_that_is_killed(daemon: DaemonProcess) -> None:
     with tensord_client.connect(f"127.0.0.1:{daemon.port}") as client:
         model, counts = client.model("scale"), client.model("counts")
@@ -617,6 +644,3 @@ def test_a_stream_that_is_left_ends_on_the_server(daemon: DaemonProcess) -> None
             responses = model.stream({"x": [5]})
             assert [int(next(responses)["y"][0]) for _ in range(50)] == [5] * 50
             responses.close()  # type: ignore[attr-defined]
-
-
-# -------------------------------------------------------------------------------------------------------------- a daemon

@@ -73,11 +73,11 @@ def workers(daemon: DaemonProcess) -> Iterator[set[int]]:
     assert "Traceback" not in daemon.log
 
 
-def opened(client: LaneClient, model: str = "addsub") -> RawLane:
+def opened(client: LaneClient, model: str = "addsub", agree: bool = True) -> RawLane:
     """Opens a lane to the worker that has a model."""
     answer = client.open(model, wait=PATIENCE)
     number = next(entry["lane"] for entry in answer["lanes"] if entry["new"])
-    return RawLane(client.lanes.pop(number))
+    return RawLane(client.lanes.pop(number), agree)
 
 
 def awaited(lane: RawLane, count: int = 1) -> list[AnswerRecord]:
