@@ -245,14 +245,16 @@ async def test_a_sequence_that_is_left_gives_its_slot_back(daemon: DaemonProcess
 # ----------------------------------------------------------------------------------------------------- prepared calls
 
 
-def prepared(connection: LaneConnection, lies: bool) -> tuple[Any, Any, Any]:
+def prepared(connection: LaneConnection, lies: bool, alone: bool = True) -> tuple[Any, Any, Any]:
+    """Prepares a call. ``lies``: its inputs lie in shared memory. ``alone``: all requests to its model go to one worker."""
     given = connection.empty((1, 16), np.float32) if lies else np.empty((1, 16), np.float32)
     places = {name: connection.empty((1, 16), np.float32) for name in ("OUTPUT0", "OUTPUT1")}
     ones = connection.empty((1, 16), np.float32) if lies else np.empty((1, 16), np.float32)
     ones[:] = 1
     call = Call("addsub", {"INPUT0": given, "INPUT1": ones}, places=places)
     made = connection.prepare(call)
-    leave_one(connection)
+    if alone:
+        leave_one(connection)
     return given, places, made
 
 

@@ -179,7 +179,7 @@ def test_a_prepared_call_waits_where_both_workers_end(
 ) -> None:
     """The idle one ends first, unnoticed by the client, and then the one that has the call: it is answered by a replacement."""
     daemon, connection = start(2), connect()
-    given, _, call = prepared(connection, True)
+    given, _, call = prepared(connection, True, alone=False)
     given[:] = 4
     check(call(_PATIENCE), 4)
     wait_for_both(connection)
