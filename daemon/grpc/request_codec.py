@@ -299,6 +299,7 @@ def _value(what: str, value: Any, *choices: str) -> Any:
 
 _CHOICES = {
     Kind.NUMBER: ("int64_param", "uint64_param"),
+    Kind.DURATION: ("int64_param",),
     Kind.FLAG: ("bool_param",),
     Kind.TEXT: ("string_param",),
     Kind.SEQUENCE_ID: ("int64_param", "uint64_param", "string_param"),

@@ -450,6 +450,7 @@ def _set_name(value: Any, key: str) -> str:
 
 _READERS: dict[Kind, Callable[[Any, str], Any]] = {
     Kind.NUMBER: unsigned,
+    Kind.DURATION: unsigned,
     Kind.FLAG: boolean,
     Kind.TEXT: text,
     Kind.SEQUENCE_ID: _sequence_id,

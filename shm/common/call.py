@@ -166,6 +166,7 @@ def seconds(timeout: Any) -> float | None:
 
 _CHECKS: dict[Kind, Callable[[str, Any], Any]] = {
     Kind.NUMBER: natural,
+    Kind.DURATION: natural,
     Kind.FLAG: _flag,
     Kind.TEXT: text,
     Kind.SEQUENCE_ID: _sequence_id,

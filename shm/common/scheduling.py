@@ -70,6 +70,8 @@ class Kind(enum.Enum):
 
     #: An integer of 64 bits without a sign.
     NUMBER = "number"
+    #: An integer like NUMBER, of microseconds; over gRPC it is of 64 bits with a sign, as for Triton.
+    DURATION = "duration"
     #: True or false.
     FLAG = "flag"
     TEXT = "text"
@@ -92,7 +94,7 @@ class Row(NamedTuple):
 #: Every parameter, by its name over HTTP and gRPC.
 PARAMETERS = {
     "priority": Row("priority", Kind.NUMBER),
-    "timeout": Row("timeout_us", Kind.NUMBER),
+    "timeout": Row("timeout_us", Kind.DURATION),
     "sequence_id": Row("sequence_id", Kind.SEQUENCE_ID, 128),
     "sequence_start": Row("sequence_start", Kind.FLAG),
     "sequence_end": Row("sequence_end", Kind.FLAG),

@@ -66,6 +66,8 @@ def over_grpc(daemon: DaemonProcess, name: str, _: str, value: Any) -> str:
     kinds = {bool: "bool_param", float: "double_param", str: "string_param"}
     if value == 2**64:
         return "INVALID_ARGUMENT"  # no parameter of gRPC can hold it
+    if name == "timeout" and type(value) is int and value >= 2**63:
+        pytest.skip("over gRPC a timeout has a sign, as for Triton")
     if value is not None:
         kind = kinds.get(type(value)) or ("int64_param" if value < 2**63 else "uint64_param")
         setattr(request.parameters[name], kind, value)

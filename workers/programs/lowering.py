@@ -28,6 +28,8 @@ from tensord.workers.programs.placement import Placement
 from tensord.workers.tensors.buckets import Shapes
 from tensord.workers.tensors.signature import Signature, TensorSpec
 
+#: What an error says of an output that is computed with more bits than it is declared with.
+_WIDE = "; with 64-bit tensors, such as seeds, JAX computes in FP64 by default"
 _log = logging.getLogger(__name__)
 
 
@@ -102,7 +104,8 @@ class Lowering:
                 shape = shapes[list(self._signature.inputs).index(spec.cut_like)]
                 check_cut(name, spec, math.prod(shape or ()), found.shape, found.dtype)
             else:
-                check_output(name, spec, self._signature.batches, rows, found.shape, found.dtype)
+                hint = _WIDE if found.dtype == np.float64 else ""
+                check_output(name, spec, self._signature.batches, rows, found.shape, found.dtype, hint)
 
     def _example(self) -> str:
         return "{" + ", ".join(f"'{name}': ..." for name in self._signature.outputs) + "}"
@@ -125,11 +128,12 @@ def warn_of_undeclared(signature: Signature, made: Any) -> None:
 
 
 def check_output(
-    model: str, spec: TensorSpec, batches: bool, rows: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+    model: str, spec: TensorSpec, batches: bool, rows: int, shape: tuple[int, ...], dtype: np.dtype[Any], hint: str = ""
 ) -> None:
     """Checks the datatype and shape of a computed output. Raises Internal: they are not the declared ones.
 
-    ``rows``: the expected batch size. ``shape``: of the computed output, with the batch if ``batches``.
+    ``rows``: the expected batch size. ``shape``: of the computed output, with the batch if ``batches``. ``hint``: the end of the
+    error's text.
     """
     inner = shape[1:] if batches else shape
     fits = spec.fits_model(inner) and (not batches or (len(shape) > 0 and shape[0] == rows))
@@ -140,9 +144,8 @@ def check_output(
     # The commonest mistake: as many dims as are declared, where there is one more.
     why = "; the model has max_batch_size, so the batch is the first dimension of every tensor, before those declared"
     forgotten = batches and spec.fits_model(shape)
-    wide = "; with 64-bit tensors, such as seeds, JAX computes in FP64 by default" if dtype == np.float64 else ""
     raise Internal(
-        f"model '{model}': output '{spec.name}' is computed as {made}, declared as {declared}{why if forgotten else wide}"
+        f"model '{model}': output '{spec.name}' is computed as {made}, declared as {declared}{why if forgotten else hint}"
     )
 
 
