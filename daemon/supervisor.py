@@ -280,7 +280,9 @@ class Supervisor:
     def _tell(self, front: FrontProcess) -> None:
         """Sends a new front all that it needs. Lanes to the workers come before the models' states, which name workers."""
         for worker in self.workers.ready():
-            self._open_lane(front, worker)
+            # One that has not joined opens lanes to all fronts when it does.
+            if worker.joined:
+                self._open_lane(front, worker)
         for place in self._regions.places():
             front.send(place)
         for state in self.models.states():
@@ -302,6 +304,7 @@ class Supervisor:
         await self._regions.restore(worker)
         if not worker.alive or worker.stopping:
             return
+        worker.joined = True
         for front in self.fronts:
             if front.alive:
                 self._open_lane(front, worker)

@@ -358,6 +358,8 @@ class WorkerProcess(Child):
         #: The part of its GPU's memory, as in ``Device``.
         self.memory_fraction = 0.0
         self.page: StatusPage | None = None
+        #: True once every front has a lane to it.
+        self.joined = False
         #: The page by which fronts find its sequences.
         self.sequences: SequencePage | None = None
         #: The number of sequences that had begun there when it died.
