@@ -596,9 +596,12 @@ class Parameters:
 
         wanted = [(name, found.newest) for name, found in self.sets.of(key).items() if found.newest.number]
         failed = next(filter(None, await asyncio.gather(*(restore(*each) for each in wanted))), "")
-        if failed:
+        if wanted and not self.sets.of(key):
+            # The version is being loaded anew: what the worker is to serve until then, or serves by now, is without them.
+            self._supervisor.spawn(self._obeyed(worker, AbortParameters(push)))
+        elif failed:
             return failed
-        if wanted:
+        elif wanted:
             if not await self._obeyed(worker, CommitParameters(push)):
                 raise _NoWorker
             _log.info(

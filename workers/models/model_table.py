@@ -41,7 +41,8 @@ class ModelTable:
         yield from self.draining
 
     def add(self, version: ModelVersion) -> None:
-        """Adds a version, to which requests go from now on; an earlier load of the same version drains."""
+        """Adds a version, to which requests go from now on; an earlier load of the same version drains, or ends if it is held."""
+        self.discard_held(version.name, version.version)
         old = self._serving.pop((version.name, version.version), None)
         if old is not None and version.loaded.taken_over:
             version.join_programs()
