@@ -81,11 +81,22 @@ int is_current(const exchange_t *self, PyObject *epoch) { return PyList_GetItem(
 
 int is_answer(const exchange_t *self, PyObject *object) { return (PyObject *)Py_TYPE(object) == self->object[ANSWER]; }
 
+/* Returns whether the worker knows of all segments that were closed: of none, where it was told of none. */
+static int knows_closures(const exchange_t *self) {
+    PyObject *const *object = self->object, *epoch = PyList_GetItem(object[EPOCH], 0);
+    if (is_current(self, PyList_GetItem(object[KNOWN_EPOCH], 0)))
+        return 1;
+    if (PySet_Size(object[ANNOUNCED]) != 0)
+        return 0;
+    Py_INCREF(epoch);
+    return PyList_SetItem(object[KNOWN_EPOCH], 0, epoch) == 0;
+}
+
 /* Returns whether a request may be sent, after what has to be sent before it. */
 static int may_send(const exchange_t *self) {
     PyObject *const *object = self->object;
     return !(self->ended || ((lock_t *)object[SENDING])->held || PyDict_Size(object[QUEUED])) && PyDict_Size(object[IN_FLIGHT]) < self->most &&
-           is_current(self, PyList_GetItem(object[KNOWN_EPOCH], 0));
+           knows_closures(self);
 }
 
 /* Has a receive end after the time that is left, or before: as LaneSocket.limit_wait does. Not 0: there is an exception. */
