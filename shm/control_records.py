@@ -257,7 +257,7 @@ class WorkerFenced(Record, frozen=True, tag="fenced"):
 
 
 class VersionTraits(Record, frozen=True, kw_only=True):
-    """What a worker knows of a version that it has loaded, and fronts need to know. Base class of the records that say so."""
+    """Describes a version that a worker has loaded, as fronts need it. Base class of the records that tell them of it."""
 
     #: Metadata answer (without "versions") and full ModelConfig, both JSON; empty if the version is not loaded.
     metadata: bytes = b""
@@ -420,7 +420,7 @@ class LoadOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     #: The completed configuration as JSON, if it does.
     config: str = ""
     footprint: Footprint = Footprint()
-    #: What was warned of while it was loaded.
+    #: The warnings that the load has logged.
     warnings: tuple[str, ...] = ()
     #: One row of a table for each bucket that was asked, as ``tensord.workers.programs.trials`` makes it.
     trials: tuple[dict[str, str | float], ...] = ()

@@ -31,7 +31,7 @@ def _array(content: object, dtype: object, shape: object) -> bytes:
 
 
 _ORDINARY = _frame(_array(np.ones(4, np.float32).tobytes(), "<f4", [4]))
-#: What is no observation, or claims to be more than it is.
+#: Messages that are no observations, or that claim more bytes than they have.
 _HOSTILE = (
     b"\x81\xa1x" + b"\x91" * 100_000,
     b"\x81\xa1x" + b"\xdd\x00\x00\x10\x00" * 900,

@@ -48,7 +48,7 @@ _PATH = re.compile(r"/([^/]+)(?:/versions/(\d{1,18}))?/?")
 #: Connections besides robots'; bytes of answers to pings that may wait to be sent; seconds for which a model's look-up holds.
 _UNDECIDED, _PONGS, _FRESH = 64, 1 << 16, 1.0
 _STOPS = CloseCode.GOING_AWAY, "the gateway stops"
-#: What errors say whose sequence has ended, so that another one has to begin.
+#: Texts in errors of sequences that have ended: the next observation begins another one.
 _ENDS = "the START flag", "may not be run twice"
 #: The program's flags: what they are if they are not given, and what they say.
 _FLAGS: dict[str, tuple[Any, str]] = {
@@ -80,7 +80,7 @@ METADATA = "openpi_metadata"
 _DTYPE = re.compile(r"[<>|=]?(?:b1|[iu][1248]|f[248]|[SU][1-9]\d{0,8})")
 #: Kinds of dtypes within which values are cast: bools, integers, floats (V is BF16) and texts.
 _KINDS = "b", "iu", "fV", "SUO"
-#: What may be a path in an error, which robots are not told: errors of connections name sockets, and those of models files.
+#: Matches a path in an error, which robots do not get: errors of connections name sockets, and errors of models name files.
 FILE = re.compile(r"(?<![\w.\]/])(?:unix:)?/[^\s;,:'\")]+")
 
 
@@ -370,7 +370,7 @@ class Policy:
         told: dict[str, Any] = {"model": model.name, "version": model.version}
         for key, tensors in (("inputs", self._inputs), ("outputs", outputs)):
             told[key] = {name: {"datatype": each.datatype, "shape": each.shape} for name, each in tensors.items()}
-        #: What a robot is told when it connects.
+        #: The metadata that a robot gets when it connects.
         self.metadata = {**own, "tensord": told}
 
     def inputs(self, observation: Mapping[str, Any]) -> dict[str, Array]:

@@ -108,7 +108,7 @@ class ClientLane:
         #: The event loop that runs in the thread that reads the socket now; None: none is known.
         self.loop: Any = None
         self._parts = bytearray()
-        #: What the worker's numbers of answers stand for; None: nothing yet.
+        #: Prepared answers, by the number that the worker has given each; None: the number is not used yet.
         self._prepared: list[PreparedAnswer | None] = [None] * wire.MAX_NUMBERS
 
         #: Threads that wait while another one reads.

@@ -382,7 +382,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def test_who_does_not_read_holds_nobody_up(daemon: DaemonProcess) -> None:
-    """Of a robot that sends without reading one observation is under way, and what it may send meanwhile is bounded."""
+    """A robot that sends and never reads has one observation under way; the bytes that it may send meanwhile are bounded."""
     with GatewayProcess(daemon.folder) as gateway, connected(f"{gateway.url}/identity") as other:
         greedy = websocket.connect(f"{gateway.url}/identity", compression=None, max_queue=1, close_timeout=1)
         message = observation(INPUT0=np.zeros(200_000, np.float32))
@@ -513,7 +513,7 @@ def test_a_connection_is_a_sequence(robot: Callable[..., Any]) -> None:
 
 
 def test_a_sequence_whose_first_observation_fails(robot: Callable[..., Any], daemon: DaemonProcess) -> None:
-    """It takes no slot of the model, and the next observation begins another."""
+    """A sequence whose first observation fails takes no slot of the model; the next observation begins another sequence."""
     made = robot("/fragile")
     for number in range(1, 20):
         with pytest.raises(RuntimeError, match="negative"):

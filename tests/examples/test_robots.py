@@ -33,7 +33,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 
 
 def test_a_robot_in_an_environment_of_its_own(daemon: DaemonProcess) -> None:
-    """It asks once for each chunk of sixteen actions, and carries out the actions that the model's function gives."""
+    """The robot asks once for each chunk of sixteen actions, and carries out the actions that the model's function gives."""
     python = openpi_gateway.environment()
     with GatewayProcess(daemon.folder, "--model", "policy", python=python) as gateway:
         command = [

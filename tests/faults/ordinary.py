@@ -23,7 +23,7 @@ class Ordinary(Load):
     def __init__(self, daemon: DaemonProcess) -> None:
         self._kinds: tuple[Callable[[], None], ...] = (self._http, self._grpc, self._stream)
         super().__init__(daemon, len(self._kinds))
-        #: Of each client.
+        #: How many answers each client got, by the name of its method.
         self.got = {kind.__name__: 0 for kind in self._kinds}
 
     def __enter__(self) -> Self:

@@ -243,7 +243,7 @@ _NEXT = '{"y": a}, active, ~active'
 _TWO = ("slots = 4", "slots = 4; insert_rows = 2")
 _SEED = ("slots = 4", 'slots = 4\n    request = {"seed": "INT32"}')
 
-#: What is changed so that requests affect each other, and what the error says they depend on.
+#: Changes of a stepped model by which its requests affect each other, and the cause that the error names.
 MIXED: dict[str, tuple[list[tuple[str, str]], str]] = {
     "step": ([(_STEP, 'a = carry["a"] - carry["a"].mean(0)'), ("~active", "~active & active")], "the other rows"),
     "insert": ([(_INSERT, f"{_INSERT}; a = a.at[(slot + 1) % 4].set(a[slot])"), (_NEXT, '{"y": a}, active, a[:, 0] > 99')],

@@ -107,7 +107,7 @@ def test_a_reloaded_version_replaces_the_old_one_in_one_step() -> None:
 
 
 def test_a_held_version_ends_when_a_later_load_of_it_is_added() -> None:
-    """It was held while pushed parameters were brought back: serving it afterwards would put the former load in place again."""
+    """A version held while its pushed parameters are brought back is not served once a later load of it is."""
     table = ModelTable()
     held, new = version_of(), version_of()
     table.hold(held)

@@ -155,7 +155,7 @@ def test_bits_of_the_devices_own_generator() -> None:
 
 
 def test_functions_that_take_other_arguments() -> None:
-    """What a stepped model begins with has no inputs, so its numbers are nobody's; a step takes an array, and no dict."""
+    """A stepped model's initial state has no inputs, so random numbers in it are not told; a step takes an array, and no dict."""
     begins: Any = jax.jit(lambda parameters: jax.random.normal(jax.random.key(0), (4,)))
     steps: Any = jax.jit(lambda parameters, active: jnp.ones(4))
     for traced in (begins.trace(PARAMETERS), steps.trace(PARAMETERS, OF_INPUT)):
