@@ -7,10 +7,16 @@ import pwd
 
 
 def user_id(user: str) -> int:
-    """Returns the id of a user of this host, given as a name or a number. Raises KeyError: no user has that name."""
+    """Returns the id of a user of this host. ``user`` is a name or a number.
+
+    Raises KeyError if no user has this name.
+    """
     return int(user) if user.isascii() and user.isdigit() else pwd.getpwnam(user).pw_uid
 
 
 def group_id(group: str) -> int:
-    """Returns the id of a group of this host, given as a name or a number. Raises KeyError: no group has that name."""
+    """Returns the id of a group of this host. ``group`` is a name or a number.
+
+    Raises KeyError if no group has this name.
+    """
     return int(group) if group.isascii() and group.isdigit() else grp.getgrnam(group).gr_gid

@@ -20,7 +20,7 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 class _FileNames(NamedTuple):
-    """The names of a memory control group's files, and of the lines in ``memory.stat`` for page cache and shared memory."""
+    """Names the files of a memory control group, and two lines of ``memory.stat``."""
 
     limit: str
     used: str
@@ -37,14 +37,14 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class MemoryGroup:
-    """A memory control group in the folder ``folder``. ``version``: 1 or 2, the version of Linux's control groups."""
+    """A memory control group of Linux. ``version`` is 1 or 2, and ``folder`` has the group's files."""
 
     folder: Path
     version: int = 2
 
     @property
     def limit(self) -> int | None:
-        """Returns how many bytes of memory the processes of this group may use together; None: there is no limit.
+        """Returns how many bytes of memory the group's processes may use together, or None if there is no limit.
 
         A version 1 group without a limit has a number beyond all memory instead of None.
         """
@@ -52,9 +52,9 @@ class MemoryGroup:
 
     @property
     def left(self) -> int | None:
-        """Returns how many more bytes of memory the processes of this group may use; None: there is no limit.
+        """Returns how many more bytes of memory the group's processes may use, or None if there is no limit.
 
-        Page cache counts as free, because the kernel frees it when memory gets short. Shared memory does not.
+        Page cache counts as free, because the kernel frees it when memory gets short. Shared memory does not count as free.
         """
         names = _NAMES[self.version]
         limit, used = self.limit, self._number(names.used)
@@ -65,9 +65,10 @@ class MemoryGroup:
 
     @property
     def kills(self) -> int | None:
-        """Returns how many processes of this group the kernel has killed for want of memory; None: the group has no such count.
+        """Returns how many processes of this group the kernel has killed for want of memory.
 
-        In cgroup version 2, processes that were killed because the host had no memory left are counted as well.
+        The result is None if the group has no such count. A version 2 group also counts processes that were killed because
+        the host had no memory left.
         """
         return self._lines(_NAMES[self.version].events).get("oom_kill")
 
@@ -77,7 +78,7 @@ class MemoryGroup:
         return None
 
     def _lines(self, name: str) -> dict[str, int]:
-        """Reads the group's file ``name``, whose lines are a name and a number each. Returns numbers by name; {}: unreadable."""
+        """Returns the numbers in the group's file ``name`` by name, none if it is unreadable."""
         found: dict[str, int] = {}
         with contextlib.suppress(OSError):
             for line in (self.folder / name).read_text().splitlines():
@@ -88,10 +89,9 @@ class MemoryGroup:
 
 
 def memory_groups() -> list[MemoryGroup]:
-    """Returns the memory control groups of this process: the innermost one first, then each group around it, up to the root.
+    """Returns the memory control groups of this process, from the innermost group to the root.
 
-    In a container the kernel may give the group's path on the host, which does not exist in the container. The container's own
-    group is then the root. A group that does not exist has no limit and no counts.
+    A group that does not exist has no limit and no counts. The root is in the result even if the groups below it are not found.
     """
     found: list[MemoryGroup] = []
     with contextlib.suppress(OSError):
@@ -103,23 +103,24 @@ def memory_groups() -> list[MemoryGroup]:
                 # A path with ".." leads out of what is mounted here.
                 folders = [] if ".." in inner.parts else [inner, *inner.parents]
                 found += [MemoryGroup(folder, version) for folder in folders if folder.is_relative_to(root)]
+    # In a container the kernel may give a path of the host, and the root is then the container's own group.
     roots = [MemoryGroup(_ROOT, 2), MemoryGroup(_ROOT / "memory", 1)]
     return [*found, *(root for root in roots if root not in found)]
 
 
 def arena_byte_size() -> int:
-    """Returns the default for the most bytes of one arena: a 64th of the host's memory, at least 1 and at most 16 GiB."""
+    """Returns the default limit of an arena's bytes: a 64th of the host's memory, at least 1 GiB and at most 16 GiB."""
     return min(max(host_byte_size() // 64, _GIB), 16 * _GIB)
 
 
 def pinned_byte_size() -> int:
-    """Returns the default for the most bytes that a GPU worker page-locks: a 16th of the host's memory, within 1 to 64 GiB."""
+    """Returns the default limit of the bytes that a GPU worker page-locks: a 16th of the host's memory, from 1 GiB to 64 GiB."""
     return min(max(host_byte_size() // 16, _GIB), 64 * _GIB)
 
 
 @functools.cache
 def host_byte_size() -> int:
-    """Returns the number of bytes of the host's memory, or of this process's memory control groups if they allow less."""
+    """Returns the size of the host's memory in bytes, or the limit of this process's control groups if that is smaller."""
     allowed = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     allowed += [limit for group in memory_groups() if (limit := group.limit) is not None]
     return min(allowed)

@@ -11,7 +11,10 @@ _PART = re.compile(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", re.ASCII)
 
 
 def parse(text: str) -> tuple[int, ...]:
-    """Returns the cores' numbers that ``text`` lists, such as ``0-3,8``, ascending. Raises ValueError: it is malformed."""
+    """Returns the core numbers that ``text`` lists, such as ``0-3,8``, in ascending order.
+
+    Raises ValueError if the text is malformed.
+    """
     cores: set[int] = set()
     for part in text.split(","):
         match = _PART.fullmatch(part.strip())

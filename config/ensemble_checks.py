@@ -19,12 +19,12 @@ MAX_STEPS = 256
 
 
 def is_ensemble(config: ModelConfig) -> bool:
-    """Returns whether a configuration has ensemble_scheduling or the platform "ensemble", even if it has mistakes."""
+    """Returns whether a configuration is an ensemble's, even if the configuration has mistakes."""
     return bool(config.HasField("ensemble_scheduling") or config.platform == PLATFORM)
 
 
 def check(config: ModelConfig) -> None:
-    """Raises InvalidArgument for the first mistake in ``config``, an ensemble's configuration. Members are not looked at."""
+    """Raises InvalidArgument for the first mistake in an ensemble's configuration. The ensemble's members are not checked."""
     name, steps = config.name, config.ensemble_scheduling.step
     if not config.HasField("ensemble_scheduling"):
         raise InvalidArgument(f"ensemble scheduling must be set for ensemble {name} whose platform is {PLATFORM}")
@@ -104,9 +104,9 @@ def _check_tensors(config: ModelConfig) -> None:
 
 
 def in_order(config: ModelConfig) -> list[int]:
-    """Returns the indices of an ensemble's steps in an order in which they can run.
+    """Returns the indices of an ensemble's steps in an order in which the steps can run.
 
-    Each step comes after the steps whose outputs it reads. A step of which an input is never written is left out.
+    Each step comes after the steps whose outputs it reads. A step is left out if one of its inputs is never written.
     """
     there = {field.name for field in config.input}
     waiting, ordered = dict(enumerate(config.ensemble_scheduling.step)), list[int]()
@@ -118,11 +118,7 @@ def in_order(config: ModelConfig) -> list[int]:
 
 
 def _unconnected(config: ModelConfig, tensor: str, written: dict[str, int], writable: set[str]) -> str:
-    """Finds the step that writes ``tensor``, and returns the first of its inputs that is not in ``writable``.
-
-    Returns "" if no step writes ``tensor``. ``written``: tensor -> the index of the step that writes it. ``writable``: the
-    ensemble's inputs, and the tensors that its steps can write.
-    """
+    """Returns the first input outside ``writable`` of the step that writes ``tensor``, or ""."""
     if tensor not in written:
         return ""
     step = config.ensemble_scheduling.step[written[tensor]]
@@ -134,7 +130,7 @@ def _unconnected(config: ModelConfig, tensor: str, written: dict[str, int], writ
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor that an ensemble's steps exchange, as the ensemble or one of its members declares it."""
+    """A tensor of an ensemble, as the ensemble or one of its members declares it."""
 
     model: str
     datatype: str
@@ -143,14 +139,13 @@ class _Tensor:
 
     @property
     def full(self) -> tuple[int, ...]:
-        """Returns the tensor's dims, with -1 for the batch before them if the model has a batch dimension."""
         return (-1, *self.dims) if self.batches else self.dims
 
 
 def not_loaded(ensemble: str, member: str, number: int, why: str) -> InvalidArgument:
-    """Makes the error for an ensemble whose member has not loaded version ``number``; -1: has loaded no version at all.
+    """Makes the error for an ensemble whose member has not loaded version ``number``. -1 means any version.
 
-    ``why``: the reason why the load of the member failed; "": not known, or version ``number`` was not to be loaded.
+    ``why`` is the error with which loading the member failed, or "" if there is none.
     """
     lacks = f"whose required version {number} is not loaded." if number > 0 else "which has no loaded version."
     failed = f" Model '{member}' loading failed with error: {why}" if why else ""
@@ -158,10 +153,11 @@ def not_loaded(ensemble: str, member: str, number: int, why: str) -> InvalidArgu
 
 
 def completed(encoded: bytes, find: Callable[[str, int], ModelConfig]) -> ModelConfig:
-    """Returns an ensemble's configuration, ``encoded`` as protobuf, which also says whether it answers more than once.
+    """Completes an ensemble's configuration from its members' configurations. ``encoded`` is the configuration in protobuf.
 
-    It does if a member does. ``find``: returns the completed configuration of a member by its name and version; the version -1
-    means the newest. Raises InvalidArgument for the first name, datatype, shape or batch size that does not fit the members.
+    The ensemble is decoupled if one of its members is decoupled. ``find(name, version)`` returns a member's completed
+    configuration; version -1 is the newest. Raises InvalidArgument for the first name, datatype, shape or batch size that
+    does not fit the members.
     """
     config = from_bytes(encoded)
     name = config.name
@@ -221,12 +217,7 @@ def _check_names(ensemble: str, member: ModelConfig, step: Any) -> None:
 
 
 def _join(ensemble: str, known: dict[str, _Tensor], model: ModelConfig, fields: Iterable[tuple[str, Any]]) -> None:
-    """Adds to ``known``, the tensors of an ensemble by name, those that ``model`` reads or writes.
-
-    ``ensemble``: its name, for messages. ``fields``: pairs of a tensor's name in the ensemble and the declaration of the
-    model's input or output for that tensor. Raises InvalidArgument if a model that was added earlier declares another
-    datatype or shape for a tensor.
-    """
+    """Adds the tensors in ``fields`` to ``known``. Raises InvalidArgument if two declarations differ."""
     for tensor, field in fields:
         said = _Tensor(model.name, data_type_name(field), tuple(field.dims), model.max_batch_size > 0)
         before = known.setdefault(tensor, said)

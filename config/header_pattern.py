@@ -6,7 +6,7 @@ from typing import Any
 
 
 def compiled(pattern: str) -> Any:
-    """Compiles an RE2 pattern that ignores case. Raises ValueError: the pattern is malformed; the message says why."""
+    """Compiles an RE2 pattern that ignores case. Raises ValueError with the reason if the pattern is malformed."""
     # RE2 is imported late: few servers forward headers; the others, and processes that only read the configuration, need it not.
     import re2
 

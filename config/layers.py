@@ -33,12 +33,12 @@ DEFAULTS = Path(__file__).with_name("default.toml")
 
 
 class ConfigurationError(Exception):
-    """Raised if the configuration is wrong. The message names the source, the key, what is expected and what was given."""
+    """Raised if the configuration is wrong. The message names the source, the key, the expected values and the given value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The value that one source (a file, an environment variable or a flag) gives to one key."""
+    """The value that a file, an environment variable or a flag gives to a key of the configuration."""
 
     #: The key: "http.port", or "server_name" at the top.
     key: str
@@ -51,7 +51,7 @@ class Setting:
 
 @functools.cache
 def known_keys() -> Mapping[str, Any]:
-    """Returns every key of the configuration with the type of its value, as ``Options`` declares it. Cached: it takes 2 ms."""
+    """Returns the type of each key's value by key, such as "http.port"."""
     found: dict[str, Any] = {}
     for field in msgspec.structs.fields(Options):
         if isinstance(field.type, type) and issubclass(field.type, Section):
@@ -73,12 +73,10 @@ class Configured:
 def read(
     file: Path | None = None, environment: Mapping[str, str] | None = None, flags: Iterable[Setting] = ()
 ) -> Configured:
-    """Returns the daemon's options and the source of each value that is not a default.
+    """Returns the daemon's options, and the source of each option that is set.
 
-    A value in ``file`` replaces the default, an environment variable replaces both, and a flag replaces all of these.
-    ``environment``: usually ``os.environ``; only variables that begin with ``TENSORD_`` are read.
-
-    Raises ConfigurationError: something is wrong; the message is about the first mistake found.
+    A value in ``file`` replaces the default, an environment variable replaces both, and a flag replaces all three. Only
+    variables that begin with ``TENSORD_`` are read from ``environment``. Raises ConfigurationError for the first mistake.
     """
     given = [*(read_file(file) if file is not None else ()), *read_environment(environment or {}), *flags]
     options = merge([*read_file(DEFAULTS), *given])
@@ -90,20 +88,20 @@ def load(
 ) -> Options:
     """Returns the daemon's options.
 
-    A value in ``file`` replaces the default, an environment variable replaces both, and a flag replaces all of these. Raises
-    ConfigurationError: something is wrong; the message is about the first mistake found.
+    A value in ``file`` replaces the default, an environment variable replaces both, and a flag replaces all three. Raises
+    ConfigurationError for the first mistake.
     """
     return read(file, environment, flags).options
 
 
 @functools.cache
 def defaults() -> Mapping[str, Any]:
-    """Returns every key of the configuration with its default, read from the file of defaults."""
+    """Returns the default value of every key of the configuration."""
     return {setting.key: setting.value for setting in read_file(DEFAULTS)}
 
 
 def described_type(key: str) -> msgspec.inspect.Type:
-    """Returns msgspec's description of the type of a key's value or, if the value is a list, of the list's items."""
+    """Returns msgspec's description of a key's type. If the value is a list, the description is of the list's items."""
     found = msgspec.inspect.type_info(known_keys()[key])
     while isinstance(found, msgspec.inspect.Metadata | _LIST):
         found = found.type if isinstance(found, msgspec.inspect.Metadata) else found.item_type
@@ -111,12 +109,15 @@ def described_type(key: str) -> msgspec.inspect.Type:
 
 
 def choices(key: str) -> tuple[str, ...]:
-    """Returns the words allowed as ``key``'s value or, if that is a list, as its items; (): any text or number is allowed."""
+    """Returns the words that are allowed as the value of ``key``, or as an item if the value is a list.
+
+    The result is empty if any text or number is allowed.
+    """
     return tuple(_words(known_keys()[key]))
 
 
 def _words(wanted: Any) -> Iterator[str]:
-    """Yields the words that the type ``wanted`` allows as values. ``wanted`` may be a union, or a list of such a type."""
+    """Yields the words that are allowed as values of a type. The type may be a union or a list."""
     if wanted is bool:
         yield from ("true", "false")
     elif typing.get_origin(wanted) is typing.Literal:
@@ -127,7 +128,7 @@ def _words(wanted: Any) -> Iterator[str]:
 
 
 def worded(key: str) -> str:
-    """Describes the values that a key may have, such as "none, low, medium or high" or "auto or int from 1 to 64"."""
+    """Describes the allowed values of a key, such as "none, low, medium or high" or "auto or int from 1 to 64"."""
     wanted = described_type(key)
     parts = wanted.types if isinstance(wanted, msgspec.inspect.UnionType) else (wanted,)
     numbers = [
@@ -138,7 +139,7 @@ def worded(key: str) -> str:
 
 
 def _bounded(wanted: msgspec.inspect.IntType | msgspec.inspect.FloatType) -> str:
-    """Describes ``wanted``, a type of numbers with bounds, as "int from 1 to 64". An upper bound of 2**20 or more is left out."""
+    """Describes a type of numbers, such as "int from 1 to 64"."""
     name = "int" if isinstance(wanted, msgspec.inspect.IntType) else "number"
     if wanted.gt is not None:
         name += f" above {wanted.gt:g}"
@@ -148,7 +149,10 @@ def _bounded(wanted: msgspec.inspect.IntType | msgspec.inspect.FloatType) -> str
 
 
 def merge(settings: Iterable[Setting]) -> Options:
-    """Makes options of settings; a later setting of a key wins. Raises ConfigurationError: a key or a value is wrong."""
+    """Makes options of settings. If two settings have the same key, the later one counts.
+
+    Raises ConfigurationError if a key is unknown or a value is wrong.
+    """
     keys = known_keys()
     merged: dict[str, Any] = {}
     for setting in settings:
@@ -164,7 +168,7 @@ def merge(settings: Iterable[Setting]) -> Options:
 
 
 def read_file(path: Path) -> list[Setting]:
-    """Reads the settings in a TOML file. Raises ConfigurationError if it cannot be read or has an unknown section."""
+    """Reads the settings in a TOML file. Raises ConfigurationError if the file is unreadable or has an unknown section."""
     try:
         content = tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
@@ -189,7 +193,7 @@ def _flatten(content: dict[str, Any], source: str) -> Iterator[Setting]:
 
 
 def written(configured: Configured) -> str:
-    """Returns the ``configured`` options as TOML, as in the file of defaults; a comment gives the source of each option set."""
+    """Returns all options as TOML. A comment follows each option that is set, and names the option's source."""
     lines: list[str] = []
     section = ""
     for line in DEFAULTS.read_text().splitlines():
@@ -207,7 +211,7 @@ def written(configured: Configured) -> str:
 def read_environment(environment: Mapping[str, str]) -> list[Setting]:
     """Reads the settings in environment variables that begin with ``TENSORD_``.
 
-    Variables that a container platform has set are ignored. Raises ConfigurationError: a variable belongs to no key.
+    Variables that a container platform has set are ignored. Raises ConfigurationError if another variable has no key.
     """
     variables = _variables()
     foreign = service_variables(environment)
@@ -224,10 +228,11 @@ def read_environment(environment: Mapping[str, str]) -> list[Setting]:
 def service_variables(environment: Mapping[str, str]) -> frozenset[str]:
     """Returns the names of the ``TENSORD_`` variables that a container platform has set because of a service's name.
 
-    For a service named ``tensord`` Kubernetes sets ``TENSORD_SERVICE_HOST``, ``TENSORD_PORT=tcp://...`` and more in every
-    container. For a service named ``tensord-http`` it sets ``TENSORD_HTTP_PORT=tcp://...``, which is also the name of a key.
-    Therefore values are looked at, too: no key that ends in PORT takes a URL. Source: Kubernetes "Accessing the Service",
-    environment variables; Docker "Legacy container links".
+    For a service named ``tensord``, Kubernetes sets ``TENSORD_SERVICE_HOST``, ``TENSORD_PORT=tcp://...`` and more. For a
+    service named ``tensord-http``, it sets ``TENSORD_HTTP_PORT=tcp://...``, which is also the variable of a key. The two are
+    told apart by the value, because no key that ends in PORT takes a URL.
+
+    Sources: Kubernetes "Accessing the Service", environment variables; Docker "Legacy container links".
     """
     ours, keys = {name: value for name, value in environment.items() if name.startswith(PREFIX)}, _variables()
     # What is linked by Docker has a ..._NAME, which no key is mistaken for.
@@ -247,12 +252,12 @@ def service_variables(environment: Mapping[str, str]) -> frozenset[str]:
 
 
 def _variables() -> dict[str, str]:
-    """Returns environment variable -> the key of the configuration that the variable sets."""
+    """Returns the keys of the configuration by the environment variables that set them."""
     return {variable(key): key for key in known_keys()}
 
 
 def variable(key: str) -> str:
-    """Returns the name of the environment variable that sets a key of the configuration."""
+    """Returns the name of the environment variable that sets ``key``."""
     return PREFIX + key.replace(".", "_").upper()
 
 
@@ -293,10 +298,7 @@ _PATHS = """
 
 
 def _at_home(setting: Setting, value: Any) -> Any:
-    """Returns ``value``, a path or a list of paths, with the home directory in place of ``~`` at the start of each path.
-
-    Raises ConfigurationError: the home directory is not known. ``setting``: where the path was given, for the error's message.
-    """
+    """Returns ``value``, one path or several, with the home directory in place of a leading ``~``."""
     if not isinstance(value, str):
         return tuple(_at_home(setting, each) for each in value)
     scheme = "unix:" if value.startswith("unix:") else ""
@@ -312,10 +314,8 @@ def _at_home(setting: Setting, value: Any) -> Any:
 
 
 def _absolute(options: Options) -> Options:
-    """Returns the options with absolute paths of repositories and cache.
-
-    A relative path would mean another folder once a model's code has changed the working directory.
-    """
+    """Returns the options with absolute paths of repositories and cache."""
+    # A model's code may change the working directory.
     repository, executables = options.repository, options.executables
     cache = executables.cache_directory
     return msgspec.structs.replace(
@@ -330,7 +330,7 @@ _ACCOUNTS = ("owners", "snapshot_owners", "guarded_owners", "groups")
 
 
 def _check(options: Options) -> None:
-    """Raises ConfigurationError for the first option that is malformed or contradicts another one."""
+    """Raises ConfigurationError if an option is malformed or contradicts another option."""
     arenas, expert = options.arenas, options.expert
     if arenas.max_byte_size < arenas.byte_size:
         raise ConfigurationError(
@@ -400,7 +400,7 @@ def _check(options: Options) -> None:
 
 
 def _check_addresses(options: Options) -> None:
-    """Raises ConfigurationError if an address is malformed, or if two servers would listen on the same address and port."""
+    """Raises ConfigurationError if an address is malformed, or is used by two servers."""
     http, grpc, metrics = options.http, options.grpc, options.metrics
     if metrics.address.startswith("unix:"):
         raise ConfigurationError(f"metrics.address: expected an address of TCP, given {shown(metrics.address)}")
@@ -424,7 +424,7 @@ def _check_addresses(options: Options) -> None:
 
 
 def _address(address: str) -> None:
-    """Raises ValueError if an address is empty, which would mean every interface, or contains a port."""
+    """Raises ValueError if an address is empty or contains a port."""
     if not address or address == "unix:":
         raise ValueError(
             f"expected an address or unix:PATH, given {shown(address)}; every interface is '0.0.0.0' or '::'"
@@ -436,7 +436,7 @@ def _address(address: str) -> None:
 
 
 def _explained(key: str, reader: Callable[[Any], Any], value: Any) -> None:
-    """Calls ``reader`` to check the ``value`` of ``key``. Turns a ValueError into a ConfigurationError that names ``key``."""
+    """Calls ``reader(value)``, and raises its ValueError as a ConfigurationError about ``key``."""
     try:
         reader(value)
     except ValueError as error:
@@ -444,12 +444,12 @@ def _explained(key: str, reader: Callable[[Any], Any], value: Any) -> None:
 
 
 def changed_keys(old: Options, new: Options) -> list[str]:
-    """Returns the keys whose values differ between ``old`` and ``new``, in the order of the file of defaults."""
+    """Returns the keys whose values differ between ``old`` and ``new``."""
     return [key for key in known_keys() if value_of(old, key) != value_of(new, key)]
 
 
 def value_of(options: Options, key: str) -> Any:
-    """Returns the value that the options have for a key, such as "http.port"."""
+    """Returns the value of a key, such as "http.port"."""
     value: Any = options
     for name in key.split("."):
         value = getattr(value, name)
@@ -457,7 +457,7 @@ def value_of(options: Options, key: str) -> Any:
 
 
 def shown_value_of(options: Options, key: str) -> Any:
-    """Returns the value that the options have for a key, without secrets: values of headers are replaced by ``...``."""
+    """Returns the value of a key, with ``...`` in place of secret header values."""
     value = value_of(options, key)
     return restrictions.without_values(value) if key in _SECRET else value
 
@@ -468,7 +468,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Returns a value as text for an error's message, as Python writes it, cut to 100 characters."""
+    """Returns the Python literal of a value, cut to 100 characters, for an error's message."""
     text = repr(value)
     return text if len(text) <= 100 else text[:97] + "..."
 
@@ -483,6 +483,6 @@ _SHOWN = 3
 
 
 def ignored_sentence(ignored: frozenset[str]) -> str:
-    """Returns the log message about ignored environment variables of a container platform, with up to three of their names."""
+    """Returns the log message about ignored environment variables. The message has at most three of their names."""
     shown = ", ".join(sorted(ignored)[:_SHOWN]) + (", ..." if len(ignored) > _SHOWN else "")
     return f"environment: not read as configuration, because the container platform set it for a service: {shown}"

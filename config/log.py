@@ -38,19 +38,19 @@ _find_trace: Callable[[], str] = str
 
 
 def name_traces(find: Callable[[], str]) -> None:
-    """Sets the function that finds the trace ids for a log line.
+    """Sets the function that log lines get their trace ids from.
 
-    ``find()`` returns the trace ids of the requests on which the calling code works; "": no such request is traced.
+    ``find()`` returns the trace ids of the requests on which the calling code works, or "" if none of them is traced.
     """
     global _find_trace
     _find_trace = find
 
 
 def configure(options: Log, name: str, environment: Mapping[str, str] | None = None) -> None:
-    """Sets up the log of this process, or changes it to new options.
+    """Sets up the log of this process. A second call changes the log to new options.
 
-    ``name``: the process's name in each line, such as "worker-1". ``environment``: the environment variables, among which
-    JOURNAL_STREAM says that standard error goes to systemd's journal; None: ``os.environ``.
+    ``name`` is the process's name in each line, such as "worker-1". ``environment`` replaces ``os.environ``, where the
+    variable JOURNAL_STREAM says that standard error goes to systemd's journal.
     """
     journal = not options.file and "JOURNAL_STREAM" in (os.environ if environment is None else environment)
     handler = LogFile(options.file) if options.file else _StandardError(sys.stderr)
@@ -73,9 +73,9 @@ def configure(options: Log, name: str, environment: Mapping[str, str] | None = N
 
 
 def check_writable(options: Log) -> None:
-    """Checks that the configured log file can be written. The file is created if it does not exist.
+    """Creates the log file if it does not exist, and checks that it can be written.
 
-    Raises OSError if the file cannot be written; ``strerror`` is a sentence with the option, the path and the reason.
+    Raises OSError if it cannot be written. Its ``strerror`` is a sentence with the option, the path and the reason.
     """
     try:
         if options.file:
@@ -86,10 +86,9 @@ def check_writable(options: Log) -> None:
 
 
 class LogFile(WatchedFileHandler):
-    """Appends lines to the log file, which all processes share. When log rotation has moved the file, it is opened again.
+    """Appends lines to the log file, which all processes share. If log rotation has moved the file, a new one is opened.
 
-    If a line cannot be written to the file, it is written to standard error and no exception is raised. The reason is
-    written there at most once a minute.
+    A line that cannot be written to the file goes to standard error instead. The reason is written there at most once a minute.
     """
 
     def __init__(self, path: str) -> None:
@@ -121,7 +120,7 @@ class LogFile(WatchedFileHandler):
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
-    """Writes log lines to standard error. A failure there, such as a full disk, is ignored: it can be reported nowhere."""
+    """Writes log lines to standard error. A failure to write is ignored."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -129,7 +128,7 @@ class _StandardError(logging.StreamHandler[TextIO]):
 
 
 class _LevelFilter(logging.Filter):
-    """Drops log lines of the levels info, warning and error that the options turn off, each with its own switch as in Triton."""
+    """Drops log lines of levels that the options turn off. Each level has its own option."""
 
     def __init__(self, options: Log) -> None:
         super().__init__()
@@ -140,14 +139,14 @@ class _LevelFilter(logging.Filter):
 
 
 def _note_trace(record: logging.LogRecord) -> bool:
-    """Adds the current trace's id to a log record that has none. Returns True: as a logging filter, it keeps every record."""
+    """Adds the current trace id to a log record that has none. No record is dropped."""
     if not hasattr(record, "trace_id"):
         record.trace_id = _find_trace()
     return True
 
 
 class TextFormatter(logging.Formatter):
-    """Formats log lines as text. ``journal``: whether they go to systemd's journal, with a priority in front and without time."""
+    """Formats log lines as text. ``journal`` means that a line has systemd's priority in front and no time."""
 
     def __init__(self, name: str, options: Log, journal: bool) -> None:
         super().__init__()
@@ -169,7 +168,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats each message as a JSON object on one line. ``journal``: whether systemd's priority stands before the object."""
+    """Formats each message as a JSON object on one line. ``journal`` means that the line has systemd's priority in front."""
 
     def __init__(self, name: str, journal: bool = False) -> None:
         super().__init__()
@@ -209,5 +208,5 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _escaped(text: str, *, keep_lines: bool) -> str:
-    r"""Returns text with control characters written as ``\x1b``. ``keep_lines``: line ends stay, because tracebacks have them."""
+    r"""Replaces control characters by escapes such as ``\x1b``. ``keep_lines`` keeps line ends."""
     return _CONTROL.sub(lambda found: found[0] if keep_lines and found[0] == "\n" else f"\\x{ord(found[0]):02x}", text)

@@ -39,11 +39,11 @@ TOGETHER = "tensord_together"
 def check(config: ModelConfig, *, whole: bool = False, scalars: Collection[str] = ()) -> None:
     """Checks all fields of a model's configuration.
 
-    ``whole``: True if the configuration is completed; it must then have a known backend, and a datatype and dims for every
-    tensor. ``scalars``: the names of tensors that the model itself declares without dims, which a configuration cannot express.
+    If ``whole`` is true, the configuration is complete: the backend must be known, and every tensor must have a datatype and
+    dims. ``scalars`` are the names of tensors that the model itself declares without dims. Such tensors need no dims here.
 
-    Raises InvalidArgument: a field is wrong; Unsupported: a field asks for something that this server does not offer. The
-    message names the model and is about the first mistake found.
+    Raises InvalidArgument if a field is wrong, or Unsupported if this server does not offer what a field asks for. The
+    message names the model and its first mistake.
     """
     name = config.name
     _check_cache(config)
@@ -198,7 +198,7 @@ def _check_instances(config: ModelConfig) -> None:
 
 
 def check_device(config: ModelConfig, gpu: int | None) -> None:
-    """Raises InvalidArgument if a completed configuration asks only for GPUs and the worker has none (``gpu`` is None)."""
+    """Raises InvalidArgument if a model runs on GPUs only and the worker has no GPU. ``gpu`` is None if there is none."""
     kinds = model_config_pb2.ModelInstanceGroup
     for group in config.instance_group:
         if gpu is None and all(each.kind == kinds.KIND_GPU for each in config.instance_group):
@@ -233,7 +233,7 @@ def _check_dynamic_batching(config: ModelConfig) -> None:
 
 
 def _check_cache(config: ModelConfig) -> None:
-    """Raises InvalidArgument, as Triton does, if a model that is decoupled or has sequences asks for a response cache."""
+    """Raises InvalidArgument if a decoupled or sequence model asks for a response cache."""
     if not config.response_cache.enable:
         return
     if config.HasField("sequence_batching"):
@@ -248,7 +248,7 @@ def _check_cache(config: ModelConfig) -> None:
 
 
 def _check_order(config: ModelConfig) -> None:
-    """Raises InvalidArgument, as Triton does, if ``preserve_ordering`` comes with priority levels or a timeout action DELAY."""
+    """Raises InvalidArgument if ``preserve_ordering`` is combined with priorities or the DELAY action."""
     batching = config.dynamic_batching
     if batching.priority_levels > 1:
         raise InvalidArgument(f"Only one priority level is allowed when 'preserve_ordering' is true for {config.name}")
@@ -260,9 +260,9 @@ def _check_order(config: ModelConfig) -> None:
 
 
 def batch_buckets(config: ModelConfig) -> tuple[int, ...]:
-    """Returns the batch sizes for which a model is compiled, as its parameter ``batch_buckets`` ("1,8,32") lists them.
+    """Returns the batch sizes for which a model is compiled. The parameter ``batch_buckets`` lists them, such as "1,8,32".
 
-    Returns an empty tuple if the parameter is not given. Raises InvalidArgument if the parameter is malformed.
+    The result is empty if the parameter is not given. Raises InvalidArgument if the parameter is malformed.
     """
     if "batch_buckets" not in config.parameters:
         return ()
@@ -270,10 +270,9 @@ def batch_buckets(config: ModelConfig) -> tuple[int, ...]:
 
 
 def axis_buckets(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns, by the name of an axis, the sizes for which a model is compiled.
+    """Returns the sizes for which a model is compiled, by axis name. Parameters such as ``buckets.sequence`` list them.
 
-    The sizes come from parameters such as ``buckets.sequence`` ("32,128,256"); an empty tuple stands for "auto". Raises
-    InvalidArgument: a parameter is malformed.
+    The sizes are empty if the parameter is "auto". Raises InvalidArgument if a parameter is malformed.
     """
     found: dict[str, tuple[int, ...]] = {}
     for name in sorted(name for name in config.parameters if name.startswith(_AXIS)):
@@ -299,10 +298,7 @@ _RAGGED_DATATYPES = ("TYPE_INT32", "TYPE_FP32")
 
 
 def _check_ragged(config: ModelConfig, whole: bool) -> None:
-    """Raises InvalidArgument for the first mistake in ``batch_input`` or ``batch_output``.
-
-    ``whole``: True if the configuration has all tensors of the model; the names in these fields are then checked, too.
-    """
+    """Checks ``batch_input`` and ``batch_output``. ``whole`` means that all tensors are known."""
     name = config.name
     inputs = {tensor.name for tensor in config.input} if config.input or whole else None
     outputs = {tensor.name for tensor in config.output} if config.output or whole else None
@@ -341,7 +337,6 @@ _CORRID_TYPES = ("TYPE_UINT64", "TYPE_INT64", "TYPE_UINT32", "TYPE_INT32", "TYPE
 
 
 def _check_sequences(config: ModelConfig) -> None:
-    """Raises InvalidArgument for the first mistake in ``sequence_batching``; does not check the sequences' states."""
     name, sequences = config.name, config.sequence_batching
     _check_controls(config)
     limit = config.max_batch_size
@@ -416,10 +411,7 @@ def _check_values(name: str, kind: str, control: Any) -> None:
 
 
 def _check_states(config: ModelConfig, whole: bool) -> None:
-    """Raises InvalidArgument for the first mistake in ``sequence_batching.state``.
-
-    ``whole``: True if the configuration is completed, so that each state must have a datatype.
-    """
+    """Checks ``sequence_batching.state``. If ``whole`` is true, each state needs a datatype."""
     states = config.sequence_batching.state
     if states and config.backend == "python":
         raise Unsupported(f"model '{config.name}': sequence_batching.state: a Triton Python model keeps its own state")
@@ -475,15 +467,14 @@ def _check_initial(state: Any) -> None:
 
 
 def is_isolated(config: ModelConfig) -> bool:
-    """Returns whether a model asks for workers of its own (parameter ``isolated``). Raises InvalidArgument: it is no boolean."""
+    """Returns whether a model asks for workers of its own. Raises InvalidArgument if its parameter is not a boolean."""
     return wants(config, ISOLATED)
 
 
 def isolated_fraction(config: ModelConfig, default: float) -> float:
-    """Returns the fraction (0 to 1) of a GPU's memory that XLA takes in a worker that serves this model alone.
+    """Returns the fraction (0 to 1) of a GPU's memory that an isolated model's worker takes. ``default`` counts if none is set.
 
-    ``default``: the fraction if the model has no parameter isolated_memory_fraction. Raises InvalidArgument: that
-    parameter is malformed.
+    Raises InvalidArgument if the parameter ``isolated_memory_fraction`` is malformed.
     """
     if ISOLATED_FRACTION not in config.parameters:
         return default
@@ -500,7 +491,7 @@ def isolated_fraction(config: ModelConfig, default: float) -> float:
 
 
 def _check_isolation(config: ModelConfig) -> None:
-    """Raises InvalidArgument if a model's parameters about its isolation are malformed or contradict its other settings."""
+    """Checks the parameters for workers of a model's own."""
     isolated_fraction(config, 1.0)
     if not is_isolated(config):
         return

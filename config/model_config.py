@@ -42,7 +42,7 @@ def empty(model_name: str = "") -> ModelConfig:
 
 
 def parse_pbtxt(text: str, model_name: str) -> ModelConfig:
-    """Parses ``text``, a model's config.pbtxt. Raises InvalidArgument, with line and column, if the text is malformed."""
+    """Parses a model's config.pbtxt. Raises InvalidArgument with line and column if the text is malformed."""
     config = empty()
     try:
         text_format.Parse(text, config)
@@ -57,7 +57,10 @@ def parse_pbtxt(text: str, model_name: str) -> ModelConfig:
 
 
 def parse_json(text: str, model_name: str) -> ModelConfig:
-    """Parses ``text``, a configuration in JSON; a list of one needs no brackets. Raises InvalidArgument: malformed JSON."""
+    """Parses a model configuration in JSON. A single value may stand for a list that contains only this value.
+
+    Raises InvalidArgument if the text is malformed.
+    """
     # The import comes late: only processes that take overrides pay for it.
     from google.protobuf import json_format
 
@@ -80,7 +83,7 @@ def parse_json(text: str, model_name: str) -> ModelConfig:
 
 
 def _decoded(text: str) -> Any:
-    """Decodes JSON, or the looser JSON that protobuf accepts. Raises msgspec.DecodeError if the text is neither."""
+    """Decodes JSON, or the looser JSON that protobuf accepts."""
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
@@ -100,11 +103,7 @@ def _as_json(found: re.Match[str]) -> str:
 
 
 def _shaped(what: str, given: Any, described: Descriptor) -> dict[str, Any]:
-    """Returns a copy of the JSON object ``given`` with lists where the protobuf message ``described`` has lists.
-
-    If ``given`` has a single value for such a list, the copy has a list of that value. ``what``: names the object in
-    messages. Raises InvalidArgument: an object or a single value is expected and is not given.
-    """
+    """Returns the object ``given`` with a list wherever ``described`` has a list but ``given`` has one value."""
     if not isinstance(given, dict):
         raise InvalidArgument(f"{what}: {_kind(given)} is given, an object is expected")
     shaped: dict[str, Any] = {}
@@ -143,7 +142,7 @@ def _kind(value: Any) -> str:
 
 
 def from_bytes(content: bytes) -> ModelConfig:
-    """Parses a serialised ModelConfig, such as workers get to load a model. Raises InvalidArgument: ``content`` is malformed."""
+    """Parses a serialised ModelConfig. Raises InvalidArgument if ``content`` is malformed."""
     config = empty()
     try:
         config.ParseFromString(content)
@@ -156,10 +155,10 @@ def from_bytes(content: bytes) -> ModelConfig:
 
 
 def complete(config: ModelConfig, gpus: Sequence[int] = ()) -> None:
-    """Sets, in ``config``, the defaults that Triton sets. Values that are given stay.
+    """Sets Triton's defaults for all fields of ``config`` that are not set.
 
-    Call it when the inputs, outputs and ``max_batch_size`` are known, which come from the model. ``gpus``: the numbers of the
-    GPUs on which the model runs; empty: it runs on the CPU.
+    The inputs, the outputs and ``max_batch_size`` must already be known. ``gpus`` are the numbers of the GPUs on which the
+    model runs. The model runs on the CPU if ``gpus`` is empty.
     """
     if not config.HasField("version_policy"):
         config.version_policy.latest.num_versions = 1
@@ -203,9 +202,10 @@ def _complete_instances(config: ModelConfig, gpus: Sequence[int]) -> None:
 
 
 def with_gpus_of(config: bytes, others: Iterable[bytes]) -> bytes:
-    """Returns the configuration of a model that several workers serve, with the GPUs of all these workers in instance groups.
+    """Returns ``config`` with the GPUs of all workers that serve the model.
 
-    ``config`` and ``others`` are JSON: the configuration as each of the workers has completed it.
+    Each worker has completed the model's configuration with its own GPUs. ``config`` and ``others`` are these configurations
+    in JSON.
     """
     different = {each for each in others if each != config}
     if not different:
@@ -227,17 +227,19 @@ def tensors_of(config: ModelConfig) -> list[ModelTensor]:
 
 
 def is_ordered(config: ModelConfig) -> bool:
-    """Returns whether the model's answers must be sent in the order of the requests (``preserve_ordering``)."""
+    """Returns whether a model's answers must be sent in the order of the requests."""
     return bool(config.dynamic_batching.preserve_ordering or config.sequence_batching.oldest.preserve_ordering)
 
 
 def to_json(config: ModelConfig) -> bytes:
-    """Encodes a configuration as JSON, as Triton does: every field in the proto's order, enums as names, int64 as numbers."""
+    """Encodes a configuration as JSON like Triton. Fields are in the proto's order, enums are names, and int64 values are
+    numbers.
+    """
     return msgspec.json.encode(to_dict(config))
 
 
 def to_dict(message: Any) -> dict[str, Any]:
-    """Converts a protobuf message to dicts, lists and plain values: every field in the proto's order, enums as names."""
+    """Converts a protobuf message to a dict. Every field is in the proto's order, and enums are names."""
     values: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
@@ -267,9 +269,9 @@ def _plain(field: FieldDescriptor, value: Any) -> Any:
 
 
 def metadata(config: ModelConfig) -> bytes:
-    """Returns the answer to a model metadata request as JSON {name, platform, inputs, outputs}. "versions" is not in it.
+    """Returns the answer to a model metadata request as JSON, without the model's versions.
 
-    Shapes are those that clients send: they begin with -1 if the model has a batch dimension, and no reshape is applied.
+    Shapes are as clients send them. They begin with -1 if the model has a batch dimension, and no reshape is applied.
     """
     batch = [-1] if config.max_batch_size > 0 else []
 
@@ -290,7 +292,7 @@ def metadata(config: ModelConfig) -> bytes:
 
 
 def data_type_name(tensor: Any) -> str:
-    """Returns the data type of ``tensor``, a model's input or output, as ``TYPE_FP32``; ``TYPE_INVALID``: none is set."""
+    """Returns the data type of a model's input or output, such as ``TYPE_FP32``. It is ``TYPE_INVALID`` if none is set."""
     known = model_config_pb2.DataType.DESCRIPTOR.values_by_number.get(tensor.data_type)
     return str(known.name) if known is not None else f"TYPE_{tensor.data_type}"
 
@@ -300,7 +302,7 @@ _ANSWERS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def wants(config: ModelConfig, parameter: str) -> bool:
-    """Returns a model's boolean ``parameter``, False if it is not given. Raises InvalidArgument: its value is no boolean."""
+    """Returns a model's boolean parameter, or False if it is not given. Raises InvalidArgument if its value is not a boolean."""
     if parameter not in config.parameters:
         return False
     said = config.parameters[parameter].string_value

@@ -69,7 +69,7 @@ def refuse(config: ModelConfig) -> None:
 
 
 def without_effect(config: ModelConfig) -> list[str]:
-    """Returns a sentence, for a warning, about each field and parameter that a configuration sets and that has no effect."""
+    """Returns a sentence about each field and parameter that a configuration sets without effect."""
     paths = dict.fromkeys(path for path in _given(config, "") if path in WITHOUT_EFFECT)
     found = [f"{path} is without effect: {WITHOUT_EFFECT[path]}" for path in paths]
     if config.backend == "python":
@@ -86,10 +86,7 @@ def without_effect(config: ModelConfig) -> list[str]:
 
 
 def _given(message: Any, prefix: str) -> Iterator[str]:
-    """Yields the paths, such as "a.b", of the fields that a message sets and that this server refuses or ignores.
-
-    ``prefix``: the path of the message itself, which ends with a dot; "" if the message is the whole configuration.
-    """
+    """Yields the paths, such as "a.b", of the refused or ignored fields that a message sets."""
     for field in message.DESCRIPTOR.fields:
         path = prefix + field.name
         value = getattr(message, field.name)
@@ -110,7 +107,7 @@ def _says(message: Any, field: FieldDescriptor, value: Any, path: str) -> bool:
 
 
 def _parts(message: Any, field: FieldDescriptor, value: Any) -> Iterable[Any]:
-    """Returns the messages in a field's value: one message, a list's items or a map's values; (): the value has none."""
+    """Returns the messages in a field's value, which may be one message, a list or a map."""
     if is_map(field) and field.message_type is not None:
         return value.values() if field.message_type.fields_by_name["value"].message_type is not None else ()
     if field.is_repeated:

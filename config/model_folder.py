@@ -32,16 +32,15 @@ _LEFT_OVER = re.compile(r"\._.*|\.#.*|#.*#|.*~|\..*\.sw[a-z]|\.nfs[0-9a-f]{8,}",
 
 
 def is_passed_over(name: str) -> bool:
-    """Returns whether a file or folder is no part of a model because of its name, whatever it contains."""
+    """Returns whether the name of a file or folder shows that it does not belong to a model."""
     return name in _LEFT_BESIDE or _LEFT_OVER.fullmatch(name) is not None
 
 
 def walk(path: Path) -> Iterator[tuple[str, os.stat_result | None]]:
-    """Yields (path, status) of the folder ``path`` and of every file and folder below it, in a fixed order.
+    """Yields the path and status of the folder ``path`` and of everything below it, in a fixed order.
 
-    The yielded paths are relative to ``path``. That of a folder ends with a slash; the first one is "/", for ``path`` itself.
-    The status of a dangling link is None. No folder is entered twice, even if links lead to it. Raises OSError: the folder
-    ``path`` cannot be read.
+    Each path is relative to ``path``. A folder's path ends with a slash, and the first path is "/". The status of a dangling
+    link is None. No folder is entered twice, even if links lead to it. Raises OSError if ``path`` cannot be read.
     """
     met: set[tuple[int, int]] = set()
     waiting = [""]
@@ -75,7 +74,7 @@ def walk(path: Path) -> Iterator[tuple[str, os.stat_result | None]]:
 
 
 def regular(path: str, flags: int) -> int:
-    """Opens the file ``path`` with ``flags``, for ``open(path, opener=regular)``. Raises OSError: it is no regular file."""
+    """Opens a regular file, for ``open(path, opener=regular)``. Raises OSError if the file is not a regular one."""
     descriptor = os.open(path, flags | os.O_NONBLOCK)
     try:
         mode = os.fstat(descriptor).st_mode
@@ -101,5 +100,5 @@ def programs(folder: Path) -> list[Path]:
 
 
 def parameters(folder: Path) -> list[Path]:
-    """Returns the parameter files in a version's folder, which are known by their names. A valid model has at most one."""
+    """Returns the parameter files in a version's folder. A valid model has at most one."""
     return [path for name in _PARAMETERS if (path := folder / name).exists()]

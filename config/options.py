@@ -60,7 +60,7 @@ class Repository(Section, frozen=True):
 
 
 class Http(Section, frozen=True):
-    """The HTTP fronts, and the limits of what they accept from a connection."""
+    """The HTTP fronts, and the limits of a connection."""
 
     enabled: bool = True
     processes: Processes = "auto"
@@ -90,7 +90,7 @@ class Http(Section, frozen=True):
 
 
 class Grpc(Section, frozen=True):
-    """The gRPC fronts, and the limits of what they accept from a connection."""
+    """The gRPC fronts, and the limits of a connection."""
 
     enabled: bool = True
     processes: Processes = "auto"
@@ -126,7 +126,7 @@ class Grpc(Section, frozen=True):
 
 
 class Metrics(Section, frozen=True):
-    """The port on which Prometheus reads metrics and browsers see the status page, and what is shown there."""
+    """The server of Prometheus metrics and of the status page."""
 
     enabled: bool = True
     address: str = "127.0.0.1"
@@ -141,7 +141,7 @@ class Metrics(Section, frozen=True):
 
 
 class Workers(Section, frozen=True):
-    """The worker processes, which run models: how many, on which devices, with which threads, memory and time limits."""
+    """The worker processes: their number, devices, threads, memory and time limits."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     cpu: Count = 1
@@ -166,7 +166,7 @@ class Workers(Section, frozen=True):
 
 
 class Arenas(Section, frozen=True):
-    """The daemon's own shared memory for tensors of requests and answers: its sizes, and how much each client may use."""
+    """The sizes of the daemon's arenas, and how much of them each client may use."""
 
     byte_size: ArenaSize = 32 << 20
     max_byte_size: ArenaSize = msgspec.field(default_factory=control_groups.arena_byte_size)
@@ -179,7 +179,7 @@ class Arenas(Section, frozen=True):
 
 
 class Requests(Section, frozen=True):
-    """Limits on the requests that are being served, and whether requests get ids."""
+    """The limits of requests that are being served, and whether requests get ids."""
 
     timeout: Seconds = 0.0
     worker_wait: Seconds = 60.0
@@ -191,20 +191,20 @@ class Requests(Section, frozen=True):
 
 
 class ResponseCacheOptions(Section, frozen=True):
-    """The cache of answers, for models whose configuration asks for it."""
+    """The size of the cache of answers."""
 
     byte_size: ByteSize = 0
 
 
 class RateLimit(Section, frozen=True):
-    """The resources of the rate limiter. An instance of a model executes only while it has the resources that it needs."""
+    """The resources of the rate limiter. A model's instance executes only while it has all resources that it needs."""
 
     mode: Literal["off", "execution_count"] = "off"
     resources: tuple[str, ...] = ()
 
 
 class ExecutablesOptions(Section, frozen=True):
-    """Says how models are compiled, where compiled programs are cached, and limits on their size."""
+    """The compilation of models: the cache directory, and the limits of program sizes."""
 
     cache_directory: str = ""
     max_unexpected_shapes: Count = 32
@@ -213,7 +213,7 @@ class ExecutablesOptions(Section, frozen=True):
 
 
 class RegionsOptions(Section, frozen=True):
-    """Clients' shared memory: which objects can be registered as regions, how workers access them, and limits."""
+    """The regions: which shared memory may be registered, how workers access it, and the limits."""
 
     enabled: bool = True
     key_prefixes: tuple[str, ...] = ()
@@ -233,7 +233,7 @@ class RegionsOptions(Section, frozen=True):
 
 
 class ClientsOptions(Section, frozen=True):
-    """The Unix socket for local clients, and the lanes that clients get there."""
+    """The Unix socket for clients on this host, and the limits of their lanes."""
 
     socket: str = ""
     socket_mode: SocketMode = "0660"
@@ -252,7 +252,7 @@ class ClientsOptions(Section, frozen=True):
 
 
 class SupervisorOptions(Section, frozen=True):
-    """Says how the daemon stops, keeps the parameters that clients have sent, and is controlled by operators."""
+    """The supervisor: how it stops, how many pushed parameters it keeps, and its control socket."""
 
     exit_timeout: Seconds = 30.0
     drain_time: Seconds = 0.0
@@ -274,7 +274,7 @@ class Log(Section, frozen=True):
 
 
 class TraceOptions(Section, frozen=True):
-    """Says how requests are traced until an operator or client changes that, and where traces are written."""
+    """The traces of requests: which requests are traced at first, and where traces are written."""
 
     level: tuple[Literal["TIMESTAMPS", "TENSORS"], ...] = ()
     rate: Annotated[int, Meta(ge=0, le=(1 << 32) - 1)] = 1000
@@ -287,7 +287,7 @@ class TraceOptions(Section, frozen=True):
 
 
 class Expert(Section, frozen=True):
-    """Settings that no operator should have to change: they are for measurements, for finding faults, and for tests."""
+    """Settings for measurements, fault finding and tests. Operators need not change them."""
 
     spin_us: Annotated[int, Meta(ge=0, le=10_000)] = 300
     max_prepared: PreparedCount = 1024

@@ -14,7 +14,7 @@ _LIMIT = re.compile(r"([^:]+):([0-9]{1,10})(?::([0-9]{1,4}))?", re.ASCII)
 
 
 class Limit(NamedTuple):
-    """The amount of one of the rate limiter's resources, on one device or on every device."""
+    """The amount of one resource of the rate limiter, on one device or on every device."""
 
     #: The name in lower case: names that differ in case only are one.
     name: str
@@ -24,7 +24,7 @@ class Limit(NamedTuple):
 
 
 def parse(texts: Iterable[str]) -> tuple[Limit, ...]:
-    """Parses ``texts``, amounts as ``NAME:COUNT`` or ``NAME:COUNT:DEVICE``. Raises ValueError: a text has another form."""
+    """Parses amounts of resources, ``NAME:COUNT`` or ``NAME:COUNT:DEVICE``. Raises ValueError if a text has another form."""
     limits: list[Limit] = []
     for text in texts:
         match = _LIMIT.fullmatch(text)
@@ -35,15 +35,15 @@ def parse(texts: Iterable[str]) -> tuple[Limit, ...]:
 
 
 def limits(options: RateLimit, gpu: int | None) -> dict[str, int] | None:
-    """Returns the amounts of the rate limiter's resources on a worker's device, by name; None: there is no rate limiter.
+    """Returns the amounts of resources on a worker's device by name, or None if there is no rate limiter.
 
-    ``gpu``: the number of the worker's GPU; None: the worker runs on the CPU, which has the amounts of device 0.
+    ``gpu`` is the number of the worker's GPU. If ``gpu`` is None, the amounts of device 0 count.
     """
     return None if options.mode == "off" else of_device(parse(options.resources), gpu or 0)
 
 
 def of_device(limits: Iterable[Limit], device: int) -> dict[str, int]:
-    """Returns the amounts of ``limits`` on ``device`` by resource; a limit for that device overrides a limit for all devices."""
+    """Returns the amounts of resources on ``device`` by name. A limit for this device overrides a limit for all devices."""
     found: dict[str, int] = {}
     for limit in sorted(limits, key=lambda limit: limit.device is not None):
         if limit.device in (None, device):

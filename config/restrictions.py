@@ -29,7 +29,7 @@ _FORM = "expected GROUP[,GROUP...]:KEY=VALUE"
 
 @dataclass(frozen=True, slots=True)
 class Restriction:
-    """The header, by name and value, that a client must send to call the RPCs of a restricted group."""
+    """A header, with name and value, that a client must send to call the RPCs of a restricted group."""
 
     #: The header's name in lower case.
     key: str
@@ -37,13 +37,13 @@ class Restriction:
 
 
 def parse(entries: Iterable[str]) -> dict[str, Restriction]:
-    """Parses entries ``GROUP[,GROUP...]:KEY=VALUE``. Returns for each restricted group the header that a request must have.
+    """Parses entries ``GROUP[,GROUP...]:KEY=VALUE``. Returns the required header of each restricted group.
 
-    A group is a set of the server's calls, named as in ``GROUPS``. A group that is not in the result is open to everybody.
-    If an entry has no colon, its groups get the header of the next entry that has a colon: a comma-separated environment
-    variable splits ``health,trace:KEY=VALUE`` into such entries.
+    Each group is one of ``GROUPS``. Everybody may call the RPCs of a group that is not in the result. If an entry has no
+    colon, its groups get the header of the next entry that has a colon. So an environment variable may be split at its
+    commas.
 
-    Raises ValueError: an entry is wrong. The message names the first wrong entry without its value, which is a secret.
+    Raises ValueError if an entry is wrong. The message names the first wrong entry without VALUE, which is a secret.
     """
     found: dict[str, Restriction] = {}
     waiting: list[str] = []
@@ -68,5 +68,5 @@ def parse(entries: Iterable[str]) -> dict[str, Restriction]:
 
 
 def without_values(entries: Iterable[str]) -> tuple[str, ...]:
-    """Returns ``entries``, each ``GROUP[,GROUP...]:KEY=VALUE``, with ``...`` in place of each VALUE, which is a secret."""
+    """Returns ``entries``, each ``GROUP[,GROUP...]:KEY=VALUE``, with ``...`` in place of each secret VALUE."""
     return tuple(re.sub(r"(:[^=]*=).*", r"\1...", entry, flags=re.DOTALL) for entry in entries)
