@@ -28,7 +28,10 @@ HttpRequest = Exchange | Generation | AsgiRequest
 
 
 class AnswerOrder:
-    """Keeps a connection's requests, and their answers, in order. ``account``: counts the connection's arena memory."""
+    """Keeps the requests of one connection in order, and writes their answers in that order.
+
+    ``account`` counts the arena memory that the connection holds.
+    """
 
     def __init__(self, serving: HttpServing, transport: asyncio.Transport, account: Account) -> None:
         self._serving = serving
@@ -66,9 +69,10 @@ class AnswerOrder:
         self._unwritten: list[Exchange | Generation] = []
 
     def append(self, request: HttpRequest, expects_continue: bool = False) -> None:
-        """Adds a request whose head has arrived. It will be answered after the earlier requests. Its body arrives next.
+        """Adds a request whose head has arrived and whose body arrives next.
 
-        ``expects_continue``: the client sends the body only after ``100 Continue``, which ``ask_for_body`` sends.
+        The request is answered after the earlier requests.
+        ``expects_continue``: whether the client sends the body only after ``100 Continue``, which ``ask_for_body`` sends.
         """
         self.requests.append(request)
         self.receiving = request
@@ -77,7 +81,7 @@ class AnswerOrder:
             self.announce_end()
 
     def received_whole(self) -> None:
-        """Tells the request whose body is arriving that the body is complete. Called by the parser or the ``BodyReader``."""
+        """Tells the request whose body is arriving that the body is complete."""
         receiving, self.receiving = self.receiving, None
         self.times.body_since = 0.0
         if len(self.requests) > 1:
@@ -88,15 +92,15 @@ class AnswerOrder:
 
     @property
     def between(self) -> bool:
-        """Returns whether no request is arriving or unanswered, so that the next bytes begin a request."""
+        """Returns whether no request is arriving or unanswered."""
         return not (self.requests or self.receiving or self.times.head_since)
 
     # ------------------------------------------------------------------------------------------------ answers
 
     def answer_whole(self, answer: bytes) -> None:
-        """Writes the whole answer to the oldest request in one piece, removes the request, and lets the next request be answered.
+        """Writes the whole answer to the oldest request, and removes that request.
 
-        Call it only when no bytes of the answer lie in the arena and the connection stays open after this answer.
+        Call this method only if no byte of the answer lies in the arena, and if the connection stays open after the answer.
         """
         self.transport.write(answer)
         answered = self.requests.popleft()
@@ -106,10 +110,11 @@ class AnswerOrder:
             self.times.idle_since = monotonic()
 
     def answer_pieces(self, pieces: list[Buffer]) -> bool:
-        """Writes ``pieces``, the whole answer to the oldest request, removes it, and lets the next request be answered.
+        """Writes the whole answer to the oldest request, and removes that request.
 
-        Returns True if the transport no longer needs the memory of the answer. Returns False if the transport's buffer is full:
-        then the request's ``written`` is called once the buffer has drained.
+        ``pieces``: the answer, in order.
+        Returns True if the transport no longer needs the memory of the pieces. Returns False if the transport's buffer is full.
+        Then the request's ``written`` is called once the buffer has drained.
         """
         if len(pieces) == 1:
             self.transport.write(pieces[0])
@@ -123,9 +128,10 @@ class AnswerOrder:
         return not waits
 
     def answer_part(self, part: bytes) -> bool:
-        """Writes a part of the answer to the oldest request, which is a ``Generation``. Call ``answered`` after the last part.
+        """Writes a part of the answer to the oldest request, which is a ``Generation``.
 
-        Returns True if the next part can be written now. Returns False if the transport's buffer is full: then the request's
+        Call ``answered`` after the last part.
+        Returns True if the next part can be written now. Returns False if the transport's buffer is full. Then the request's
         ``written`` is called once the buffer has drained.
         """
         self.transport.write(part)
@@ -138,9 +144,9 @@ class AnswerOrder:
         return False
 
     def answered(self) -> None:
-        """Removes the oldest request, whose answer is written, and lets the next request be answered.
+        """Removes the oldest request, whose answer is written.
 
-        If the removed request was the last one on the connection (``Connection: close``), the connection is closed instead.
+        Then the next request can be answered. If the removed request is the last of the connection, the connection is closed.
         """
         self._go_on(self.requests.popleft())
 
@@ -164,10 +170,7 @@ class AnswerOrder:
                 self.flow.resume_reading()
 
     def _give_turn(self) -> None:
-        """Calls ``take_turn`` of the oldest request, because all earlier requests are answered.
-
-        If that answers the request at once, ``take_turn`` of the next request is called, in a loop: recursion could go too deep.
-        """
+        # In a loop, because ``take_turn`` may answer at once and call this method again: recursion could go too deep.
         if not self.requests:
             return
         following: HttpRequest | None = self.requests[0]
@@ -184,7 +187,10 @@ class AnswerOrder:
             self._turning = False
 
     def announce_end(self) -> None:
-        """Makes the newest unanswered request, if any, the connection's last: its answer says ``Connection: close``."""
+        """Makes the newest unanswered request, if there is one, the last request of the connection.
+
+        The answer to that request says ``Connection: close``.
+        """
         last = self.requests[-1] if self.requests else None
         if last is None or not last.keep_alive:
             return
@@ -196,15 +202,15 @@ class AnswerOrder:
     # ------------------------------------------------------------------------------------------- reading and writing
 
     def pause_writing(self) -> None:
-        """Stops reading from the client, because it does not read its answers and the transport's buffer is full."""
+        """Stops reading from the client, because the client does not read its answers."""
         self.flow.write_paused = True
         self.times.stalled_since = monotonic()
         self.flow.pause_reading()
 
     def resume_writing(self) -> None:
-        """Called when the transport's buffer has drained. Writes more of the unfinished answers.
+        """Writes more of the unfinished answers, because the transport's buffer has drained.
 
-        Unless the buffer is full again then, the next request is answered, and reading from the client resumes.
+        Unless the buffer is full again, the next request is answered, and reading from the client resumes.
         """
         self.times.stalled_since = 0.0
         unwritten, self._unwritten = self._unwritten, []
@@ -221,9 +227,9 @@ class AnswerOrder:
             self._serving.lingering.see_out(self.transport)
 
     def pause_body(self, pause: bool) -> None:
-        """Stops reading from the socket because the arriving body waits for memory (``pause`` True), or ends that pause (False).
+        """Stops reading from the socket (``pause`` True) or ends that pause (False), because the arriving body waits for memory.
 
-        The client's deadline for the body is later by the time of the pause. Reading resumes only if nothing else pauses it.
+        The client's deadline for the body is later by the length of the pause.
         """
         if pause:
             self._body_waits_since = monotonic()
@@ -235,19 +241,16 @@ class AnswerOrder:
         self._steer_reading()
 
     def _steer_reading(self) -> None:
-        """Pauses reading from the socket if the client reads no answers, or if the arriving body waits for room in the arena.
-
-        Otherwise resumes reading if all requests are answered or if the body of an inference request is arriving.
-        """
+        """Pauses or resumes reading from the socket, as the requests demand."""
         if self.flow.write_paused or self._body_waits_since:
             self.flow.pause_reading()
         elif isinstance(self.receiving, Exchange | Generation) or not self.requests:
             self.flow.resume_reading()
 
     def ask_for_body(self, request: HttpRequest) -> None:
-        """Sends ``100 Continue`` if the client waits for it before sending the body of ``request``; otherwise does nothing.
+        """Sends ``100 Continue`` if the client waits for it before it sends the body of ``request``.
 
-        After ``100 Continue`` was sent, the client's deadline for the body starts anew.
+        Then the client's deadline for the body starts anew.
         """
         if self._expects_continue and self.receiving is request:
             self._expects_continue = False
@@ -255,24 +258,21 @@ class AnswerOrder:
             self.times.held_up(monotonic())
 
     def forgo_body(self, request: HttpRequest) -> None:
-        """Ensures that no ``100 Continue`` is sent for ``request`` any more, because the answer to ``request`` has begun.
-
-        From now on the client's deadline for the body runs, as it would after ``100 Continue``.
-        """
+        """Ensures that no ``100 Continue`` is sent for ``request``, because the answer to ``request`` has begun."""
         if self.receiving is request:
             self._expects_continue = False
 
     @property
     def holds_up(self) -> bool:
-        """Returns whether the server, not the client, delays the arriving request.
-
-        The server does so while it does not read from the socket, and until it has sent an awaited ``100 Continue``.
-        """
+        """Returns whether the server, and not the client, delays the arriving request."""
         return self.flow.read_paused or (self.receiving is not None and self.received < 0)
 
     @property
     def received(self) -> int:
-        """Returns how many bytes of the arriving body have come; -1: no body is arriving, or the server delays the body."""
+        """Returns how many bytes of the arriving body have come.
+
+        Returns -1 if no body is arriving, or if the server delays the body.
+        """
         if self.receiving is None or self._body_waits_since or self._expects_continue:
             return -1
         direct = self.reader.byte_size if self.reader is not None and self.reader.reads_body else 0
@@ -283,8 +283,9 @@ class AnswerOrder:
     def stop_direct(self, request: HttpRequest) -> bool:
         """Stops reading the body of the refused ``request`` from the socket straight into memory.
 
-        Returns False, with no effect, if the body was not read straight into memory. If this method returns True, the connection
-        no longer knows where the body ends, so the caller must close the connection after the answer.
+        Returns False, without effect, if the body is not read in this way.
+        If this method returns True, the caller must close the connection after the answer, because nobody knows where the body
+        ends.
         """
         if self.receiving is not request or self.reader is None or not self.reader.reads_body:
             return False
@@ -293,9 +294,9 @@ class AnswerOrder:
         return True
 
     def refuse(self, status: int, message: str) -> None:
-        """Refuses the arriving request with an error, ``status`` and ``message``, and closes the connection after it.
+        """Refuses the arriving request with the error ``status`` and ``message``, and closes the connection afterwards.
 
-        The response is written after the answers to earlier requests. Bytes that still arrive are discarded.
+        The error is written after the answers to earlier requests. Bytes that still arrive are discarded.
         """
         self.closing = True
         self._serving.answered.failed(str(status), message, account=self.account)
@@ -317,7 +318,7 @@ class AnswerOrder:
             self._hang_up()
 
     def _hang_up(self) -> None:
-        """Closes the connection once everything that was written to it has been sent. Bytes that still arrive are discarded."""
+        """Closes the connection once everything that was written has been sent."""
         if self._hung_up:
             return
         self.closing = self._hung_up = True
@@ -327,17 +328,14 @@ class AnswerOrder:
             self._serving.lingering.see_out(self.transport)
 
     def leave(self) -> None:
-        """Closes an idle connection: at once if the client has received all answers, otherwise after all answers are sent.
-
-        The sending side is not closed first, because many clients never notice that.
-        """
+        """Closes an idle connection once the client has received all answers."""
         if is_quiet(self.transport) and not self._hung_up:
             self.transport.close()
         else:
             self._hang_up()
 
     def lost(self) -> None:
-        """Cancels all unanswered requests of the connection, because the client has disconnected."""
+        """Cancels all unanswered requests, because the client has disconnected."""
         if self.requests or self._unwritten:
             call_each([request.abandon for request in {*self.requests, *self._unwritten}], "leaving a request")
             self.requests.clear()
@@ -347,7 +345,7 @@ class AnswerOrder:
 
 
 class Flow:
-    """Pauses and resumes reading from the client of one connection, and notes whether the transport's buffer is full."""
+    """Pauses and resumes reading from the client of one connection."""
 
     __slots__ = ("read_paused", "resting", "transport", "write_paused")
 

@@ -23,7 +23,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_
 
 
 class ArrivingParameters:
-    """Receives the parameters that clients push to a front, and limits how many bytes of them arrive at the same time."""
+    """Receives the model parameters that clients push to a front, and limits how many bytes arrive at the same time."""
 
     def __init__(self) -> None:
         #: Bytes of memory that are taken, or promised by a Content-Length, now.
@@ -31,15 +31,18 @@ class ArrivingParameters:
 
     @contextlib.asynccontextmanager
     async def receive(self, request: Request, limit: int) -> AsyncIterator[tuple[bytes, int]]:
-        """Receives the push in ``request``. Yields the push's JSON, and a descriptor of read-only memory with the parameters.
+        """Receives the push in ``request``, and yields its JSON and its parameters.
 
-        The descriptor is -1 if no parameters follow the JSON. It is open inside the ``with`` block only.
+        The parameters are a descriptor of read-only memory, which is open inside the ``with`` block only. The descriptor is -1 if
+        no
+        parameters follow the JSON.
         Args:
           limit: the most bytes of parameters that all pushes which arrive at the same time may have together.
-        Raises: InvalidArgument: the sizes in the headers are wrong, or the body is too short; Unsupported: the body is
-          compressed; BodyTooLarge: the JSON or the parameters are too large; Unavailable: with the other pushes that are
-          arriving, the parameters exceed ``limit``, or the host has no memory or descriptors left; ClientDisconnect: the client
-          has disconnected.
+        Raises InvalidArgument if the sizes in the headers are wrong, or if the body is too short.
+        Raises Unsupported if the body is compressed.
+        Raises BodyTooLarge if the JSON or the parameters are too large.
+        Raises Unavailable if all arriving pushes together exceed ``limit``, or if the host has no memory or descriptors left.
+        Raises ClientDisconnect if the client has disconnected.
         """
         text_size, length = _sizes(request)
         if text_size is None or length == text_size:
@@ -73,11 +76,7 @@ class ArrivingParameters:
 
 
 class _Pushed:
-    """Holds the memory of the parameters of one push while they arrive.
-
-    ``arriving``: counts the bytes of all pushes that arrive at the same time. ``limit``: the most bytes that these pushes
-    may have together.
-    """
+    """Holds the memory of the parameters of one push while they arrive."""
 
     def __init__(self, arriving: ArrivingParameters, limit: int) -> None:
         self._arriving = arriving
@@ -86,11 +85,7 @@ class _Pushed:
         self._taken = self._written = 0
 
     def reserve(self, whole: int) -> None:
-        """Counts ``whole`` bytes, instead of the bytes counted so far, as the size of this push. No memory is allocated here.
-
-        After an exception the count is as before. Raises BodyTooLarge: ``whole`` exceeds the limit; Unavailable: this push and
-        the others that are arriving together exceed the limit.
-        """
+        """Counts ``whole`` bytes, in place of the bytes counted so far, as the size of this push."""
         more, taken = whole - self._taken, self._arriving.byte_size
         if whole > self._limit:
             raise BodyTooLarge(f"has {whole} bytes of parameters or more", self._limit)
@@ -103,12 +98,7 @@ class _Pushed:
         self._taken = whole
 
     def write(self, piece: memoryview) -> None:
-        """Writes a received piece of the parameters to memory, which is created at the first piece.
-
-        If the push was counted as smaller than it now is, the count is raised first.
-        Raises BodyTooLarge: the push exceeds the limit; Unavailable: all pushes together do, or memory or descriptors are
-        lacking.
-        """
+        """Writes ``piece``, the next bytes of the parameters, to memory."""
         end = self._written + len(piece)
         if end > self._taken:
             self.reserve(end)
@@ -126,13 +116,12 @@ class _Pushed:
         self._written = end
 
     def sealed(self) -> int:
-        """Seals the memory; returns its descriptor, which ``close`` will close, or -1 if no bytes were written."""
+        """Seals the memory, and returns its descriptor, or -1 if nothing was written."""
         if self._memory >= 0:
             fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, _SEALS)
         return self._memory
 
     def close(self) -> None:
-        """Closes the memory's descriptor, and no longer counts the bytes of this push. Idempotent."""
         self._arriving.byte_size -= self._taken
         self._taken = 0
         if self._memory >= 0:
@@ -141,11 +130,7 @@ class _Pushed:
 
 
 def _sizes(request: Request) -> tuple[int | None, int | None]:
-    """Returns the number of bytes of the JSON, and of the whole body, as the request's headers give them.
-
-    The first is None if the whole body is JSON, the second if there is no Content-Length header.
-    Raises: InvalidArgument: a header is malformed, or the JSON is longer than the body; Unsupported: the body is compressed.
-    """
+    """Returns the sizes of the JSON (None: all is JSON) and of the body (None: unknown)."""
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise Unsupported("Unsupported compression type")
     length = request.headers.get("content-length")

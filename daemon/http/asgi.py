@@ -36,13 +36,14 @@ _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 
 
 class _Error(msgspec.Struct):
-    """The JSON body of an error response: an object with the message under ``error``."""
-
     error: str
 
 
 class AsgiRequest:
-    """One HTTP request other than inference. ``keep_alive``: whether the connection stays open after the answer."""
+    """One HTTP request that is no inference request.
+
+    ``keep_alive``: whether the connection stays open after the answer.
+    """
 
     def __init__(self, serving: HttpServing, scope: dict[str, Any], order: AnswerOrder, keep_alive: bool) -> None:
         self._serving = serving
@@ -63,7 +64,10 @@ class AsgiRequest:
     # ------------------------------------------------------------------------------------------- the connection's side
 
     def receive(self, chunk: bytes) -> None:
-        """Adds ``chunk``, a piece of the body, to what the application will read; drops the piece if the answer is complete."""
+        """Adds ``chunk``, a piece of the body, to what the application will read.
+
+        If the answer is already complete, the piece is dropped.
+        """
         self.received += len(chunk)
         if not self._answered:
             self._body += chunk
@@ -72,19 +76,22 @@ class AsgiRequest:
             self._news.set()
 
     def complete(self) -> None:
-        """Notes that the body is complete. The application is told so together with the last received bytes."""
+        """Notes that the body is complete."""
         self._more_body = False
         self._news.set()
 
     def take_turn(self) -> None:
-        """Starts the application. Called once every earlier request of the connection is answered."""
+        """Starts the application, because all earlier requests of the connection are answered."""
         tasks = self._serving.tasks
         task = asyncio.create_task(self._run())
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
     def abandon(self) -> None:
-        """Reports to the application that the client has disconnected. Whatever the application still answers is discarded."""
+        """Reports to the application that the client has disconnected.
+
+        What the application still answers is discarded.
+        """
         self._gone = True
         self._news.set()
 
@@ -125,10 +132,7 @@ class AsgiRequest:
             raise RuntimeError(f"the ASGI message '{kind}' is out of place, or has a part of an answer")
 
     def _write(self, status: int, fields: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
-        """Writes the whole answer, with ``status``, header ``fields`` and ``body``, to the client and ends the request.
-
-        Raises RuntimeError: a header field is malformed, or the Content-Length differs from the size of ``body``.
-        """
+        """Writes the whole answer, with ``status``, header ``fields`` and ``body``."""
         lines = [status_line(status)]
         if self.keep_alive and self._scope["http_version"] == "1.0":
             # Who speaks HTTP/1.0 must be told that the connection stays.
@@ -152,7 +156,7 @@ class AsgiRequest:
         self._finish(status, body)
 
     def _finish(self, status: int, body: bytes) -> None:
-        """Ends the request, answered with ``status`` and ``body``: counts it, logs an error, lets the next request go on."""
+        """Counts the answered request, logs an error, and lets the next request go on."""
         self._answered = True
         self._news.set()
         # A probe that hears "not ready" has made no mistake.
@@ -166,7 +170,7 @@ class AsgiRequest:
 
 
 def _sentence(body: bytes) -> str:
-    """Returns a colon and the error message in ``body``, the JSON of an error response; "" if there is no message in it."""
+    """Returns a colon and the error message in ``body``, or "" if there is none."""
     with contextlib.suppress(msgspec.DecodeError):
         return f": {msgspec.json.decode(body, type=_Error).error}"
     return ""

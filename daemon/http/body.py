@@ -30,12 +30,7 @@ _THROWN_AWAY = 64 << 10
 class CollectedBody:
     """Collects a request body that is small, or of unknown length, in ordinary memory.
 
-    A body that becomes large is moved to memory pages of its own. The pages take no memory until they are written, and return to
-    the kernel when the body is dropped. (A buffer that grows bit by bit would be copied again and again, and the allocator would
-    keep its memory.)
-
-    Args:
-      limit: the most bytes that the body may have; 0: the body stays small and needs no pages.
+    ``limit``: the most bytes that the body may have. If ``limit`` is 0, the body must stay small.
     """
 
     __slots__ = ("_first", "_limit", "_more", "_pages", "received")
@@ -72,7 +67,7 @@ class CollectedBody:
             self._more += chunk
 
     def whole(self) -> bytes | memoryview:
-        """Returns all bytes received so far: a view of the memory pages if the body is large, else a bytes object."""
+        """Returns all bytes received so far."""
         if self._pages is not None:
             return self._pages[: self.received]
         if self._more is not None:
@@ -81,7 +76,7 @@ class CollectedBody:
 
 
 class TextBody:
-    """Collects a large JSON body of known length in ordinary memory, whose pages the kernel allocates as the bytes arrive.
+    """Collects a large JSON body of known length in ordinary memory.
 
     Args:
       byte_size: the length of the body.
@@ -103,7 +98,7 @@ class TextBody:
         self.advance(len(chunk))
 
     def rest(self) -> memoryview:
-        """Returns the memory into which the rest of the body is read. After ``drop`` nobody reads what is written there."""
+        """Returns the memory into which the rest of the body is to be read."""
         if self._kept:
             return self._memory[self.received :]
         return self._memory[: self._byte_size - self.received]
@@ -125,12 +120,12 @@ class TextBody:
 
 
 class PlacedBody:
-    """Writes a large binary body of known length, while it arrives, into a block of the request arena.
+    """Writes a large binary body of known length into a block of the request arena while the body arrives.
 
     Args:
-      lease: the right to that block, of at least ``lease_size(byte_size)`` bytes.
+      lease: the right to that block, which has at least ``lease_size(byte_size)`` bytes.
       byte_size: the length of the body.
-      head_size: the number of bytes of JSON before the first binary tensor, which is aligned.
+      head_size: the number of bytes of JSON before the first binary tensor.
     """
 
     __slots__ = ("_end", "_start", "lease", "received")
@@ -152,7 +147,7 @@ class PlacedBody:
         self.received += len(chunk)
 
     def rest(self) -> memoryview:
-        """Returns the memory for the bytes that are still to come, into which the socket may be read directly."""
+        """Returns the memory for the bytes that are still to come."""
         return self.lease.view[self._start + self.received : self._end]
 
     def advance(self, byte_size: int) -> None:
@@ -163,17 +158,18 @@ class PlacedBody:
         return self.lease.view[self._start : self._start + head_size]
 
     def places(self, head_size: int, parts: list[BinaryPart]) -> tuple[Slice, ...]:
-        """Returns where each of the body's binary tensors, ``parts``, lies in the arena.
+        """Returns where each of ``parts``, the binary tensors of the body, lies in the arena.
 
-        ``head_size``: the number of bytes of JSON before the tensors. Each tensor must be too large for a request's record.
+        ``head_size``: the number of bytes of JSON before the tensors.
         """
         slice_ = self.lease.place
         segment, start = slice_.segment, slice_.offset + self._start + head_size
         return tuple([Slice(segment, start + part.offset, part.byte_size) for part in parts])
 
     def place(self, head_size: int, part: BinaryPart, inline_byte_size: int) -> Content:
-        """Returns where the tensor ``part`` lies in the arena, or a copy if it has at most ``inline_byte_size`` bytes.
+        """Returns where ``part``, a binary tensor of the body, lies in the arena.
 
+        Returns a copy of the tensor instead if it has at most ``inline_byte_size`` bytes.
         ``head_size``: the number of bytes of JSON before the first tensor.
         """
         start = self._start + head_size + part.offset
@@ -190,11 +186,11 @@ Body = CollectedBody | TextBody | PlacedBody
 def located(
     sources: Iterable[Source], body: Body, json_size: int, inline_byte_size: int
 ) -> list[InputContent | Unconverted]:
-    """Returns the content of each input tensor of a request. ``sources``: where the JSON says that the tensors' data are.
+    """Returns the content of each input tensor of a request.
 
     The content of a tensor in the body is its place in the arena, or its bytes. Any other source is returned as it is.
-
     Args:
+      sources: where the JSON says that the data of each tensor is.
       json_size: the number of bytes of JSON in the body before its binary tensors.
       inline_byte_size: the most bytes of a tensor that is sent to the worker within the request's record.
     """

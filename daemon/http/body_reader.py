@@ -13,14 +13,9 @@ _FIRST_BYTE_SIZE = 16 << 10
 
 
 class BodyReader(asyncio.BufferedProtocol):
-    """Reads large request bodies from the socket straight into their memory; all other bytes go to the connection.
+    """Reads large request bodies from the socket straight into their memory.
 
-    That saves two copies of each byte. A client that sends a large body will most often send another. So the reader stays the
-    transport's protocol until the client has sent no large body for a while, and the protocol is not exchanged twice for each
-    body.
-
-        read     | heads, first bytes of the body | rest of the body ...                      |
-        into     | pages of our own ─▶ connection | the lease, in as few reads as there can be |
+    All other bytes go to the connection.
     """
 
     def __init__(self, connection: Http1Connection, transport: asyncio.Transport) -> None:
@@ -36,7 +31,10 @@ class BodyReader(asyncio.BufferedProtocol):
         self._started = False
 
     def receive(self, room: memoryview) -> None:
-        """Reads the next bytes into ``room``. Once ``room`` is full, the connection's ``direct_body_complete`` is called."""
+        """Reads the next bytes into ``room``.
+
+        Once ``room`` is full, the connection's ``direct_body_complete`` is called.
+        """
         self._room, self.reads_body, self.byte_size = room, True, 0
         if self._started:
             self._transport.resume_reading()
@@ -45,11 +43,11 @@ class BodyReader(asyncio.BufferedProtocol):
             self._exchange(self)
 
     def stop(self) -> None:
-        """Stops reading into a body's memory, because the body is complete or refused. Later bytes go to the connection."""
+        """Stops reading into the memory of a body. Later bytes go to the connection."""
         self._room, self.reads_body = self._first, False
 
     def leave(self) -> None:
-        """Makes the connection the protocol of its transport again, so that the connection receives all further bytes itself."""
+        """Makes the connection the protocol of its transport again."""
         self._exchange(self._connection)
 
     def get_buffer(self, sizehint: int) -> memoryview:

@@ -20,7 +20,7 @@ class ChunkRefused(Exception):
 
 
 class _Phase(enum.Enum):
-    """Names the part of the chunked framing that is expected next."""
+    """Names what is expected next in a chunked body."""
 
     #: A line with a size.
     SIZE = "size"
@@ -33,11 +33,11 @@ class _Phase(enum.Enum):
 
 
 class ChunkSizes:
-    """Finds the end of one chunked HTTP body and checks the body's limits, without decoding the body.
+    """Finds the end of one chunked HTTP body, and checks the limits of the body, without decoding the body.
 
     Args:
       max_body: the most bytes of the body, without its framing.
-      max_lines: the most bytes of all chunk extensions together; also the most bytes of all trailers, and of one line.
+      max_lines: the most bytes of all chunk extensions together. All trailers together, and each line, have the same limit.
     """
 
     __slots__ = ("_left", "_line", "_max_body", "_max_lines", "_phase", "_spent", "_total")
@@ -55,11 +55,11 @@ class ChunkSizes:
         self._spent = 0
 
     def take(self, data: bytes, at: int, end: int) -> int:
-        """Searches ``data[at:end]``, the next bytes of the body, for the end of the body. Returns the index behind that end.
+        """Searches ``data[at:end]``, the next bytes of the body, for the end of the body, and returns the index behind that end.
 
         Returns ``end`` if the body does not end there, or if the bytes are no chunked body. After the call ``ended`` says whether
         the body has ended.
-        Raises ChunkRefused: the body, its chunk extensions or its trailers exceed their limit.
+        Raises ChunkRefused if the body, its chunk extensions or its trailers exceed their limit.
         """
         while at < end and self._phase is not _Phase.ENDED and self._phase is not _Phase.LOST:
             if self._left:

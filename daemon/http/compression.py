@@ -33,7 +33,7 @@ class Inflation:
 
     Args:
       coding: "gzip" or "deflate".
-      limit: the most bytes that ``body`` may hold. At most one more byte is decompressed, which shows that the body is too large.
+      limit: the most bytes that ``body`` may hold.
     """
 
     def __init__(self, coding: str, body: CollectedBody, limit: int) -> None:
@@ -47,15 +47,16 @@ class Inflation:
         self.received = 0
 
     def feed(self, chunk: bytes) -> None:
-        """Stores ``chunk``, a piece of the compressed body. Later calls of ``step`` decompress it."""
+        """Stores ``chunk``, a piece of the compressed body, for later calls of ``step``."""
         self.received += len(chunk)
         view = memoryview(chunk)
         self._pending.extend(view[at : at + _INFLATE_IN] for at in range(0, len(view), _INFLATE_IN))
 
     def step(self) -> bool:
-        """Decompresses a limited amount of the received bytes. Returns whether received bytes are left to decompress.
+        """Decompresses a limited amount of the received bytes, and returns whether more of them are left.
 
-        Raises: InvalidArgument: the compressed stream is broken; BodyTooLarge: the decompressed body exceeds the limit.
+        Raises InvalidArgument if the compressed stream is broken.
+        Raises BodyTooLarge if the decompressed body exceeds the limit.
         """
         if not self._pending:
             return False
@@ -78,9 +79,9 @@ class Inflation:
         return bool(self._pending)
 
     def finish(self) -> None:
-        """Checks that the compressed stream is complete. Call it once the whole body has been received and decompressed.
+        """Checks that the compressed stream is complete, after the whole body was received and decompressed.
 
-        Raises InvalidArgument: the body ends before the stream does.
+        Raises InvalidArgument if the body ends before the stream does.
         """
         if not self._stream.eof:
             raise InvalidArgument(
@@ -100,10 +101,6 @@ class Inflation:
         self._body.write(content)
 
     def _next_member(self) -> None:
-        """Begins to decompress the next member of a gzip stream.
-
-        Raises InvalidArgument: the coding is deflate, which has no members, or there are too many members.
-        """
         if self._coding != "gzip":
             raise InvalidArgument("failed to decompress the request body: bytes follow the end of the deflate stream")
         self._members += 1
@@ -116,10 +113,12 @@ class Inflation:
 
 
 class Deflation:
-    """Compresses an answer in steps by gzip or deflate. ``compressed`` holds the result.
+    """Compresses an answer in steps. ``compressed`` holds the result.
 
-    ``coding``: "gzip" or "deflate". ``level``: the level of zlib; levels above 1 save hardly a byte, because answers are mostly
-    numbers. ``pieces``: the parts of the answer, in order. A part is referenced until it is compressed or ``drop`` is called.
+    Args:
+      coding: "gzip" or "deflate".
+      level: the level of zlib.
+      pieces: the parts of the answer, in order. Each part is referenced until it is compressed or ``drop`` is called.
     """
 
     def __init__(self, coding: str, level: int, pieces: Iterable[Buffer]) -> None:
@@ -129,7 +128,7 @@ class Deflation:
         self.compressed: list[bytes] = []
 
     def step(self) -> bool:
-        """Compresses a limited amount of the answer. Returns whether there is more to compress."""
+        """Compresses a limited amount of the answer, and returns whether there is more to compress."""
         room = _DEFLATE_IN
         while self._pieces and room:
             piece = self._pieces.popleft()
@@ -148,7 +147,10 @@ class Deflation:
 
 
 def request_coding(value: bytes) -> str | None:
-    """Returns the coding that Content-Encoding: ``value`` names: "gzip", "deflate", or "" for identity; None for any other."""
+    """Returns the coding that ``value``, a Content-Encoding header, names: "gzip", "deflate", or "" for identity.
+
+    Returns None for any other coding.
+    """
     name = value.decode("latin-1").lower()
     if name == "identity":
         return ""
@@ -157,10 +159,10 @@ def request_coding(value: bytes) -> str | None:
 
 
 def answer_coding(accept: bytes) -> str:
-    """Chooses the coding of an answer by the request's Accept-Encoding header: "gzip", "deflate", or "" for no compression.
+    """Chooses the coding of an answer: "gzip", "deflate", or "" for no compression.
 
-    As in Triton, the supported coding with the highest q is chosen; if both have the same q, the first one. ``*`` and names in
-    capitals are ignored.
+    ``accept``: the Accept-Encoding header of the request. The supported coding with the highest q is chosen. If two have the same
+    q, the first of them is chosen. ``*`` and names in capitals are ignored, as by Triton.
     """
     best, highest = "", 0.0
     for entry in accept.split(b",", _MAX_CODINGS)[:_MAX_CODINGS]:
@@ -174,7 +176,7 @@ def answer_coding(accept: bytes) -> str:
 
 
 def _quality(parameter: bytes) -> float:
-    """Returns the weight of a coding in Accept-Encoding: 0.8 if ``parameter`` is ``q=0.8``; 0 (refused) if it is malformed."""
+    """Returns the weight in ``parameter``, such as ``q=0.8``, or 0 if it is malformed."""
     name, _, value = parameter.partition(b"=")
     try:
         quality = float(value) if name.strip() == b"q" else 0.0

@@ -43,12 +43,12 @@ _RECEIVING, _SUBMITTED = ExchangePhase.RECEIVING, ExchangePhase.SUBMITTED
 
 
 class Http1Connection(asyncio.Protocol):
-    """Serves one client's HTTP/1.1 connection.
+    """Serves the HTTP/1.1 connection of one client.
 
     Args:
-      connections: the set of this front's open connections. The connection adds itself when it is made, and removes itself when
-        it is lost.
-      owner: the client (a host, or a user on a unix socket) whose share of the arenas this connection's memory counts against.
+      connections: the open connections of this front. The connection adds and removes itself.
+      owner: the client (a host, or a user on a unix socket) whose share of the arenas the memory of this connection counts
+      against.
     """
 
     __slots__ = ("_connections", "_direct", "_feed", "_held", "_owner", "_serving", "order", "transport")
@@ -104,11 +104,7 @@ class Http1Connection(asyncio.Protocol):
             self._parse(data, between)
 
     def _take(self, head: InferHead, data: bytes, head_size: int) -> bool:
-        """Begins a request whose head is in the cache: ``head`` is the parsed form of the first ``head_size`` bytes of ``data``.
-
-        The rest of ``data`` is the beginning of the body. Returns False, with no effect, if the parser must read ``data``
-        instead.
-        """
+        """Begins a request whose head is cached. Returns False if the parser must read it."""
         order, serving, length = self.order, self._serving, head.content_length
         received = len(data) - head_size
         if order.closing:
@@ -147,11 +143,7 @@ class Http1Connection(asyncio.Protocol):
         )
 
     def _take_large(self, head: InferHead, first: bytes) -> bool:
-        """Begins the request of ``head`` with a large body, which begins with ``first``; reads the rest into shared memory.
-
-        Returns False, with no effect, if that is not possible now: the arena has no room, reading is paused, the connection is
-        encrypted, or the request is refused.
-        """
+        """Begins a request with a large body, unless that is not possible now."""
         order = self.order
         if order.flow.read_paused or self._speaks_tls:
             return False
@@ -169,7 +161,7 @@ class Http1Connection(asyncio.Protocol):
         return True
 
     def _parse(self, data: bytes, between: bool) -> None:
-        """Feeds ``data`` to the parser. ``between``: True if the data begins a request, because no other one is unfinished."""
+        """Feeds ``data`` to the parser. ``between``: whether the data begins a request."""
         order, feed = self.order, self._feed
         if feed is None:
             feed = self._feed = ParserFeed(self._serving, self.transport, order)
@@ -191,9 +183,9 @@ class Http1Connection(asyncio.Protocol):
             self._leave_reader()
 
     def eof_received(self) -> bool:
-        """Called when the client has closed its sending side. Returns True to keep the connection open for unanswered requests.
+        """Notes that the client has closed its sending side.
 
-        A request that has not arrived completely is refused with 400.
+        Returns True to keep the connection open for unanswered requests. An incomplete request is refused with 400.
         """
         order = self.order
         order.ended = True
@@ -206,29 +198,29 @@ class Http1Connection(asyncio.Protocol):
 
     @property
     def _speaks_tls(self) -> bool:
-        """Returns whether the connection is encrypted. If it is, bodies cannot be read directly from its socket."""
+        """Returns whether the connection is encrypted."""
         return self._serving.tls and self.transport.get_extra_info("sslcontext") is not None
 
     # ---------------------------------------------------------------------------------------------- large bodies
 
     def _read_rest(self, body: PlacedBody | TextBody) -> None:
-        """Has a ``BodyReader`` read the rest of a large body from the socket directly into the body's memory."""
+        """Has a ``BodyReader`` read the rest of a large body directly into its memory."""
         order = self.order
         order.reader = order.reader or BodyReader(self, self.transport)
         self._direct = body
         order.reader.receive(body.rest()[:_PIECE_BYTE_SIZE] if isinstance(body, TextBody) else body.rest())
 
     def _leave_reader(self) -> None:
-        """Removes the ``BodyReader``, because the client's next request is not large. Does nothing while reading is paused."""
+        """Removes the ``BodyReader``, because the client's next request is not large."""
         order = self.order
         if order.reader is not None and not order.flow.read_paused:
             order.reader.leave()
             order.reader = None
 
     def direct_body_complete(self) -> None:
-        """Called when the ``BodyReader`` has filled the memory that it was given, with a whole body or a piece of a JSON body.
+        """Continues the request whose body the ``BodyReader`` has read.
 
-        Reads the next piece if the body is not complete; otherwise lets the request be submitted.
+        Reads the next piece if the body is not complete. Otherwise the request can be submitted.
         """
         order = self.order
         body, self._direct = self._direct, None
@@ -251,9 +243,9 @@ class Http1Connection(asyncio.Protocol):
         self.order.resume_writing()
 
     def check(self, now: float) -> None:
-        """Checks the client's deadlines. Called about once a second. ``now``: monotonic seconds.
+        """Refuses a request that comes too slowly, and closes a connection whose client has missed another deadline.
 
-        Refuses a request that comes too slowly with 408, and closes a connection that is idle or whose client reads no answers.
+        ``now``: monotonic seconds.
         """
         http, order = self._serving.options.http, self.order
         if order.holds_up:
@@ -267,9 +259,11 @@ class Http1Connection(asyncio.Protocol):
             order.leave()
 
     def shutdown(self) -> None:
-        """Closes the connection because the server stops: at once if it is idle, otherwise after the answer to its last request.
+        """Closes the connection because the server stops.
 
-        Called again and again while the server stops. Refuses an incomplete request with 503 once no more bytes of it come.
+        An idle connection is closed at once, any other after the answer to its last request. Call this method repeatedly while
+        the
+        server stops: it refuses an incomplete request with 503 once no more bytes of the request come.
         """
         order = self.order
         if self.idle:
@@ -284,7 +278,7 @@ class Http1Connection(asyncio.Protocol):
         self.transport.abort()
 
     def _came(self) -> int:
-        """Returns how many bytes of the arriving request's head or body have been received; -1 if no request is arriving."""
+        """Returns how many bytes of the arriving request have come, or -1 if none arrives."""
         order = self.order
         if order.receiving is not None:
             return order.received
@@ -300,15 +294,21 @@ class Http1Connection(asyncio.Protocol):
 
     @property
     def used_at(self) -> float:
-        """Returns when (monotonic seconds) the connection became idle or a head began to arrive; 0 if neither is the case now."""
+        """Returns when the connection became idle or a head began to arrive, in monotonic seconds.
+
+        Returns 0 if the connection is not idle and no head is arriving.
+        """
         return self.order.times.idle_since or self.order.times.head_since
 
     @property
     def asks_nothing(self) -> bool:
-        """Returns whether no answer to the client is due or incomplete. No answer is due for a head that is still arriving."""
+        """Returns whether no answer to the client is due or incomplete.
+
+        No answer is due for a head that is still arriving.
+        """
         order = self.order
         return not (order.requests or order.times.body_since or order.flow.write_paused)
 
     def make_room(self) -> None:
-        """Closes this idle connection, so that a new one can be accepted although the limit of connections is reached."""
+        """Closes this idle connection, so that a new connection can be accepted."""
         self.order.leave()

@@ -23,11 +23,11 @@ _INT64_MAX = (1 << 63) - 1
 
 
 def read(body: bytes, required: bool = False) -> dict[str, Any]:
-    """Returns the fields of the JSON object in a request's body; an empty dict if the JSON is no object, or the body is empty.
+    """Returns the fields of the JSON object in ``body``, the body of a request.
 
-    Args:
-      required: whether an empty body is an error.
-    Raises: InvalidArgument: the body is no JSON, is empty although ``required``, or has too many fields.
+    The result is empty if the body is empty, or if the JSON is no object.
+    ``required``: whether an empty body is an error.
+    Raises InvalidArgument if the body is no JSON, is empty although ``required``, or has too many fields.
     """
     if not body and not required:
         return {}
@@ -36,9 +36,10 @@ def read(body: bytes, required: bool = False) -> dict[str, Any]:
 
 
 def settings(body: bytes) -> dict[str, Any]:
-    """Returns the settings in the JSON object that is the body of a request; an empty dict for a JSON array, as in Triton.
+    """Returns the settings in the JSON object that is the body of a request.
 
-    Raises: InvalidArgument: the body is no JSON, or neither an object nor an array, or has too many settings.
+    The result is empty for a JSON array, as in Triton.
+    Raises InvalidArgument if the body is neither a JSON object nor an array, or has too many settings.
     """
     value = parse(body)
     if isinstance(value, list):
@@ -62,7 +63,10 @@ def members(value: Any) -> dict[str, Any]:
 
 
 def base64_content(key: str, value: Any) -> bytes:
-    """Decodes a string of base64. Raises InvalidArgument: ``value`` is no such string; the message names ``key``."""
+    """Decodes a string of base64.
+
+    Raises InvalidArgument, whose message names ``key``, if ``value`` is no such string.
+    """
     try:
         return base64.b64decode(text(value), validate=True)
     except (binascii.Error, ValueError) as error:
@@ -70,7 +74,10 @@ def base64_content(key: str, value: Any) -> bytes:
 
 
 def cuda_registration(fields: dict[str, Any]) -> tuple[bytes, int, int]:
-    """Returns the bytes of the CUDA IPC handle, device id and byte size. Raises InvalidArgument: a field is wrong or missing."""
+    """Returns the bytes of the CUDA IPC handle, the device id and the byte size.
+
+    Raises InvalidArgument if a field is wrong or missing.
+    """
     if "raw_handle" not in fields:
         raise InvalidArgument("Shared memory register request has no 'raw_handle' field")
     handle = member(fields["raw_handle"], "b64")

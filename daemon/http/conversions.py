@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Job:
-    """Holds one conversion that runs in steps: a generator, and the callbacks for its result and its exception."""
+    """Holds one conversion that runs in steps."""
 
     _steps: Generator[None, None, Any]
     _done: Callable[[Any], None]
@@ -27,12 +27,18 @@ class Job:
     cancelled: bool = False
 
     def cancel(self) -> None:
-        """Cancels the conversion: neither callback will be called, and the memory that the conversion uses may be freed."""
+        """Cancels the conversion, so that neither callback will be called.
+
+        The memory that the conversion uses may then be freed.
+        """
         self.cancelled = True
         self._steps.close()
 
     def step(self) -> bool:
-        """Runs one step; returns whether there are more. After the last step, calls the callback for the result or error."""
+        """Runs one step of the conversion, and returns whether there are more steps.
+
+        After the last step, the callback for the result or for the error is called.
+        """
         try:
             next(self._steps)
             return True
@@ -44,7 +50,7 @@ class Job:
 
 
 class Conversions:
-    """Runs long conversions between JSON and tensors on the event loop, one step in each iteration; conversions take turns."""
+    """Runs long conversions between JSON and tensors on the event loop, one step in each iteration. Conversions take turns."""
 
     def __init__(self) -> None:
         self._jobs: deque[Job] = deque()
@@ -52,7 +58,7 @@ class Conversions:
     def run(
         self, steps: Generator[None, None, Any], done: Callable[[Any], None], failed: Callable[[Exception], None]
     ) -> Job:
-        """Starts to run the conversion ``steps``, a generator, step by step. Returns an object that can cancel it.
+        """Starts to run ``steps``, a conversion, and returns an object that can cancel it.
 
         Later ``done`` is called with what the generator returns, or ``failed`` with the exception that the generator raises.
         """

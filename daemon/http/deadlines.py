@@ -9,7 +9,7 @@ from tensord.daemon.front.drain_rate import GRACE_SECONDS, SILENCE_SECONDS, Drai
 
 
 class Late(enum.Enum):
-    """Names the deadline that the client of an HTTP connection has missed: for a head, a body, an answer, or the next request."""
+    """Names the deadline that the client of an HTTP connection has missed."""
 
     #: The client does not read its answer.
     ANSWER = "answer"
@@ -24,11 +24,13 @@ class Late(enum.Enum):
 
 
 class ClientDeadlines:
-    """Tracks since when a connection waits for its client to send or read something, and finds missed deadlines.
+    """Tracks since when a connection waits for its client, and finds missed deadlines.
 
-    ``idle_since``, ``head_since``, ``body_since`` and ``stalled_since``: since when the connection waits for the next request,
-    the rest of a head, the rest of a body, and the reading of answers, in monotonic seconds; 0: it does not wait for that.
-    ``now``: since when the connection waits for the first request.
+    ``now``: since when the connection waits for the first request, in monotonic seconds.
+    The connection waits for the next request since ``idle_since``, for the rest of a head since ``head_since``, for the rest of a
+    body since ``body_since``, and for the client to read answers since ``stalled_since``. Each is in monotonic seconds, and 0
+    if the
+    connection does not wait for that.
     """
 
     __slots__ = ("_came", "_pace", "_silent_since", "body_since", "head_since", "idle_since", "stalled_since")
@@ -45,8 +47,8 @@ class ClientDeadlines:
     def stopped(self, now: float, came: int) -> bool:
         """Returns whether the client has paused for more than ``SILENCE_SECONDS`` while it sends a request.
 
-        Call this method repeatedly while the server stops: a pause begins at the first call with a new ``came``. ``came``: how
-        many bytes of the request were received; below 0: no request is arriving, and the method returns False.
+        Call this method repeatedly while the server stops. A pause begins at the first call with a new ``came``.
+        ``came``: how many bytes of the request were received. If it is negative, no request is arriving, and the result is False.
         """
         if came != self._came:
             self._came, self._silent_since = came, now
@@ -60,14 +62,15 @@ class ClientDeadlines:
             self.body_since = now
 
     def late(self, http: Http, now: float, unsent: int, received: int, refused: bool) -> Late | None:
-        """Returns the deadline that the client has missed; None if it has missed none.
+        """Returns the deadline that the client has missed, or None if it has missed none.
 
         Args:
           http: the options that have the time limits.
           now: monotonic seconds.
           unsent: how many bytes of answers the client has not read yet.
-          received: how many bytes of the arriving body have been received; below 0: no body is arriving, or the server delays it.
-          refused: whether the client was refused, so that only the reading of its answers has a deadline.
+          received: how many bytes of the arriving body have come. It is negative if no body arrives, or if the server delays the
+          body.
+          refused: whether the client was refused. Then only the reading of answers has a deadline.
         """
         if self._pace.is_slow(self.stalled_since, unsent, now, http.write_timeout, http.min_rate):
             return Late.ANSWER

@@ -11,7 +11,10 @@ from tensord.shm.messages import Parameter, RegionSlice, RequestedOutput
 
 @dataclass(slots=True)
 class BinaryPart:
-    """Locates a binary tensor in a request's body, in bytes: its offset from the first binary tensor, and its size."""
+    """Locates a binary tensor in the body of a request.
+
+    ``offset`` counts from the first binary tensor. Both numbers are in bytes.
+    """
 
     offset: int
     byte_size: int
@@ -25,7 +28,7 @@ Source = BinaryPart | RegionSlice | Values
 
 @dataclass(slots=True)
 class DecodedRequest:
-    """Holds what the JSON of one inference request says. Its tensors are not in the arena yet."""
+    """Holds what the JSON of one inference request says."""
 
     id: str
     inputs: list[tuple[str, str, tuple[int, ...], Source]]

@@ -55,7 +55,7 @@ _LENGTH = b"\r\nContent-Length: "
 
 
 class ExchangePhase(enum.Enum):
-    """Names the phases of an inference request over HTTP, from receiving its body to writing its answer."""
+    """Names the phases of an inference request over HTTP."""
 
     #: The body is arriving.
     RECEIVING = "receiving"
@@ -72,7 +72,7 @@ _RECEIVING, _RECEIVED, _SUBMITTED = ExchangePhase.RECEIVING, ExchangePhase.RECEI
 
 
 class Exchange(InFlight):
-    """One inference request over HTTP: receives its body, submits it to a worker, and writes its answer."""
+    """One inference request over HTTP, from its body to its answer."""
 
     _serving: HttpServing
     _head: InferHead
@@ -112,9 +112,11 @@ class Exchange(InFlight):
     # -------------------------------------------------------------------------------------------------- body
 
     def begin(self) -> None:
-        """Prepares to receive the body. If an error occurs, ``refused`` becomes true, and the error is sent to the client later.
+        """Prepares to receive the body.
 
-        Called if the body is large, compressed, of unknown length, without JSON, or sent after ``100 Continue``.
+        Must be called if the body is large, compressed, of unknown length, without JSON, or sent after ``100 Continue``. If an
+        error
+        occurs, ``refused`` becomes true, and the error is sent to the client later.
         """
         reception = self._reception = Reception(
             self._serving, self._head, self._order.pause_body, self._go_on, self.account
@@ -126,16 +128,12 @@ class Exchange(InFlight):
             reception.refuse(error)
 
     def _admit(self) -> None:
-        """Begins a trace if the request is sampled. Raises a ServingError if the request must be refused."""
         # First: what is refused is traced as well.
         self._sample()
         self._check()
 
     def _check(self) -> None:
-        """Raises the ``error`` of the request's head, if there is one, and checks that the model accepts requests over HTTP.
-
-        Raises NotFound: the model version neither serves nor is being loaded; Unsupported: the model gives several responses.
-        """
+        # The model must accept requests over HTTP: it serves or is being loaded, and gives one response.
         head, table = self._head, self._serving.table
         if head.error is not None:
             # It may be remembered with its target; what an error was raised through must not be.
@@ -153,7 +151,10 @@ class Exchange(InFlight):
             trace.stamp(trace_stamps.HTTP_RECV_START)
 
     def receive(self, chunk: bytes) -> None:
-        """Receives ``chunk``, a piece of the body. Raises BodyTooLarge: the body exceeds ``http.max_body_byte_size``."""
+        """Receives ``chunk``, a piece of the body.
+
+        Raises BodyTooLarge if the body exceeds ``http.max_body_byte_size``.
+        """
         reception = self._reception
         if reception is None:
             self._small_body += chunk
@@ -165,21 +166,24 @@ class Exchange(InFlight):
 
     @property
     def body(self) -> Body | None:
-        """Returns the body as far as it has arrived. None if it is so small that this object itself holds the bytes."""
+        """Returns the body as far as it has arrived.
+
+        Returns None if the body is so small that this object itself holds the bytes.
+        """
         return None if self._reception is None else self._reception.body
 
     @property
     def received(self) -> int:
-        """Returns how many bytes of the body have been received; of a compressed body, how many compressed bytes."""
+        """Returns how many bytes of the body have been received. A compressed body counts in compressed bytes."""
         return len(self._small_body) if self._reception is None else self._reception.received
 
     @property
     def refused(self) -> bool:
-        """Returns whether the request will be answered with an error, so that the rest of its body is not needed."""
+        """Returns whether the request will be answered with an error."""
         return self._reception is not None and self._reception.error is not None
 
     def complete(self) -> None:
-        """Called when the whole body has arrived: submits the request if every earlier request of the connection is answered."""
+        """Notes that the whole body has arrived, and submits the request if all earlier requests are answered."""
         if self.phase is not _RECEIVING:
             return
         if self._trace is not None:
@@ -190,16 +194,19 @@ class Exchange(InFlight):
         self._go_on()
 
     def take_turn(self) -> None:
-        """Called when all earlier requests are answered. Submits this request if it is complete; asks for its body if need be."""
+        """Notes that all earlier requests are answered, and submits this request if it is complete.
+
+        If the client waits for ``100 Continue``, it is sent.
+        """
         self.my_turn = True
         if self.phase is _RECEIVING:
             self._order.ask_for_body(self)
         self._go_on()
 
     def take(self, data: bytes, begins: int) -> None:
-        """Submits the request, whose body is ``data`` from the offset ``begins`` on. If that fails, the client is sent the error.
+        """Submits the request, whose body is ``data[begins:]``. If that fails, the client is sent the error.
 
-        Call it only if the body is small and not compressed, and every earlier request of the connection is answered.
+        Call this method only if the body is small and not compressed, and if all earlier requests are answered.
         """
         serving, head = self._serving, self._head
         passes = serving.tracer.passes
@@ -246,9 +253,9 @@ class Exchange(InFlight):
             self._refused(error)
 
     def begin_now(self) -> PlacedBody | None:
-        """Begins to receive a large binary body into the request arena. Returns the object that receives the body.
+        """Begins to receive a large binary body into the request arena, and returns the object that receives the body.
 
-        Returns None, with no effect, if there is no room in the arena now, or if the request is refused.
+        Returns None, without effect, if the arena has no room now, or if the request is refused.
         """
         reception = Reception(self._serving, self._head, self._order.pause_body, self._go_on, self.account)
         try:
@@ -271,10 +278,7 @@ class Exchange(InFlight):
     # ------------------------------------------------------------------------------------------------ submit
 
     def _go_on(self) -> None:
-        """Submits the request if earlier requests are answered, and the whole body is received and does not wait for memory.
-
-        If the body was refused, the client is sent the error instead. While one of the conditions is not met, nothing is done.
-        """
+        """Submits the request once nothing is missing, or sends the error of a refused body."""
         if self.phase is not _RECEIVED or not self.my_turn or self._gone or self._job is not None:
             return
         reception = self._reception
@@ -290,7 +294,7 @@ class Exchange(InFlight):
             self._answer_if_refused(self._read, reception.body)
 
     def _read(self, body: Body) -> None:
-        """Decodes a complete body's JSON and submits the request. From a long JSON large arrays are first cut out, in steps."""
+        """Decodes the JSON of a complete body, in steps if it is long, and submits the request."""
         json_size = self._head.json_size
         text: bytes | memoryview
         if isinstance(body, PlacedBody):
@@ -356,10 +360,7 @@ class Exchange(InFlight):
     def _place(
         self, scheduling: Scheduling, inputs: list[InputContent | Unconverted], lease: Lease | ServingError
     ) -> None:
-        """Copies a request's ``inputs`` to the memory of ``lease``, and sends the request with ``scheduling`` to a worker.
-
-        Large JSON arrays are converted in steps, after which the request is sent. If ``lease`` is an error, the error is raised.
-        """
+        """Copies ``inputs`` to the memory of ``lease``, and sends the request to a worker."""
         if isinstance(lease, ServingError):
             raise lease
         self._leases = (lease,)
@@ -443,11 +444,7 @@ class Exchange(InFlight):
         self._hand_over(pieces)
 
     def _answer_anew(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Encodes and writes an answer that no cached JSON head fits: an error, a compressed answer, or one with tensors in JSON.
-
-        ``prepared``: the part of the answer that repeats. ``record``: the rest. ``lane``: the lane over which the answer came;
-        None if this front has made the answer, which is then an error.
-        """
+        """Encodes and writes an answer that no cached JSON head fits."""
         if record.lease is not None and lane is not None:
             self._unwritten = (lane, record.lease)
         if record.code:
@@ -513,17 +510,14 @@ class Exchange(InFlight):
         self._hand_over(pieces)
 
     def _hand_over(self, pieces: list[response_codec.Buffer]) -> None:
-        """Writes a complete HTTP response. ``written`` is called once the transport no longer needs the memory of ``pieces``."""
+        """Writes a complete HTTP response, whose memory ``written`` will release."""
         if self._trace is not None:
             self._trace.stamp(trace_stamps.HTTP_SEND_START)
         if self._order.answer_pieces(pieces):
             self.written()
 
     def _deflate(self, deflation: Deflation, json_size: int, tail_size: int) -> None:
-        """Compresses the answer with ``deflation`` in steps, releases its tensors' shared memory, then writes the answer.
-
-        ``json_size`` and ``tail_size``: the number of bytes of the JSON and of the binary tensors, both before compression.
-        """
+        """Compresses the answer in steps, and then writes it."""
         if self._gone:
             return
         if deflation.step():
@@ -555,7 +549,7 @@ class Exchange(InFlight):
         return self._head.origin_lines + self._timing_line + lines
 
     def written(self) -> None:
-        """Called when the transport no longer needs the answer's shared memory. Releases this memory, and ends the trace."""
+        """Releases the shared memory of the answer, which the transport no longer needs, and ends the trace."""
         unwritten, self._unwritten = self._unwritten, None
         if unwritten is not None:
             self._serving.submitter.release(*unwritten)
@@ -569,14 +563,14 @@ class Exchange(InFlight):
         self._refused(error)
 
     def _answer_if_refused(self, step: Callable[..., None], *arguments: object) -> None:
-        """Calls ``step`` with ``arguments``, the next step of the request. Sends the client the error that ``step`` raises."""
+        """Calls ``step`` with ``arguments``, and sends the client the error that it raises."""
         try:
             step(*arguments)
         except Exception as error:
             self._refused(error)
 
     def _refused(self, error: Exception) -> None:
-        """Answers the request with ``error``. A defect (no ``ServingError``) is logged, and aborts an answer that has begun."""
+        """Answers the request with ``error``, or logs a defect of the server."""
         if isinstance(error, ServingError):
             self._answer_error(http_status(error), error.message)
         else:

@@ -58,7 +58,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Generation(InFlight):
-    """One request to generate, generate_stream or infer_stream (a subclass each), until its answer is complete."""
+    """One request to generate, generate_stream or infer_stream, until its answer is complete."""
 
     _serving: HttpServing
     _head: InferHead
@@ -113,7 +113,10 @@ class Generation(InFlight):
     # -------------------------------------------------------------------------------------------------- body
 
     def receive(self, chunk: bytes) -> None:
-        """Receives ``chunk``, a piece of the body; only counts it if the request is already submitted or refused."""
+        """Receives ``chunk``, a piece of the body.
+
+        After the request was submitted or refused, the piece is only counted.
+        """
         if self._reception is not None:
             self._reception.receive(chunk)
         else:
@@ -125,11 +128,14 @@ class Generation(InFlight):
 
     @property
     def body(self) -> Body | None:
-        """Returns the body as far as it has arrived. None once the request is submitted or refused: then the body is dropped."""
+        """Returns the body as far as it has arrived.
+
+        Returns None once the request is submitted or refused.
+        """
         return None if self._reception is None else self._reception.body
 
     def complete(self) -> None:
-        """Called when the whole body has arrived: submits the request if every earlier request of the connection is answered."""
+        """Notes that the whole body has arrived, and submits the request if all earlier requests are answered."""
         if self._reception is not None:
             self._reception.complete()
         self._go_on()
@@ -148,11 +154,7 @@ class Generation(InFlight):
     # ------------------------------------------------------------------------------------------------ submit
 
     def _go_on(self) -> None:
-        """Continues the request as far as possible. Called whenever something that the request waits for has happened.
-
-        Once earlier requests are answered and the model is loaded, the model version is checked. Once the body is complete, the
-        request is submitted. An error is answered at once.
-        """
+        """Continues the request as far as possible."""
         if not self._my_turn or self._gone or self._decided or self._loading is not None:
             return
         head, submitter = self._head, self._serving.submitter
@@ -188,10 +190,7 @@ class Generation(InFlight):
         self._go_on()
 
     def _admit(self) -> ModelState:
-        """Begins a trace if the request is sampled. Returns the state of the model that the request names.
-
-        Raises NotFound: the model version does not serve; InvalidArgument: the body is compressed.
-        """
+        """Begins a trace if the request is sampled, and returns the state of its model."""
         head, table = self._head, self._serving.table
         trace = self._trace = self._serving.tracer.sample(head.model, head.trace_parent)
         if trace is not None:
@@ -220,7 +219,7 @@ class Generation(InFlight):
         self._running = True
 
     def _read(self, body: Body, state: ModelState) -> DecodedRequest:
-        """Decodes the complete body to an inference request. Raises InvalidArgument: it is no input for ``state``'s model."""
+        """Decodes the complete body to an inference request for the model of ``state``."""
         assert not isinstance(body, PlacedBody)  # which a body of JSON alone never is
         return generate_codec.decode(bytes(body.whole()), state.metadata)
 
@@ -235,11 +234,7 @@ class Generation(InFlight):
         self._take(prepared, record, lane)
 
     def _take(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Writes one response to the client and acknowledges it to its worker.
-
-        While the client does not read, the response is queued instead. ``prepared``: the part of the response that repeats.
-        ``record``: the rest. ``lane``: the lane over which it came; None if this front has made the response, an error.
-        """
+        """Writes one response and acknowledges it, or queues it if the client does not read."""
         if self._blocked:
             self._held.append((prepared, record, lane))
             return
@@ -261,7 +256,7 @@ class Generation(InFlight):
         self._release(prepared, record, lane)
 
     def written(self) -> None:
-        """Writes the queued responses. Called when the client has read what was written before."""
+        """Writes the queued responses, because the client has read what was written before."""
         self._blocked = False
         while self._held and not self._blocked:
             self._take(*self._held.popleft())
@@ -275,19 +270,15 @@ class Generation(InFlight):
             self._serving.submitter.release(lane, record.lease)
 
     def _answer(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane) -> None:
-        """Writes a response that came over ``lane``, or stores it until the last response has come.
-
-        ``prepared``: the part of the response that repeats. ``record``: the rest. Raises InvalidArgument: the endpoint cannot
-        send this response, such as a second one without streaming.
-        """
+        """Writes a response, or stores it until the last response has come."""
         raise NotImplementedError
 
     def _fail(self, error: ServingError, final: bool) -> None:
-        """Sends the client an error of the model or of writing a response. ``final``: whether no response follows."""
+        """Sends the client an error. ``final``: whether no response follows."""
         raise NotImplementedError
 
     def _end(self) -> None:
-        """Ends the answer after the last response. Raises InvalidArgument: there was no response, but the endpoint needs one."""
+        """Ends the answer after the last response."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------------- bytes
@@ -297,7 +288,6 @@ class Generation(InFlight):
         self._blocked = not self._order.answer_part(part)
 
     def _write_whole(self, status: int, body: bytes, media_type: bytes = _JSON) -> None:
-        """Writes a complete HTTP response with a status and a body of ``media_type``, and ends the request."""
         if self._order.stop_direct(self):
             self.keep_alive = False
         self._write(self._response_head(status, b"content-length: %d\r\n" % len(body), media_type) + body)
@@ -316,14 +306,14 @@ class Generation(InFlight):
         )
 
     def _refuse(self, status: int, message: str) -> None:
-        """Ends the request with the error ``status`` and ``message``. The caller must not have written any part of an answer."""
+        # No part of an answer may have been written.
         if self._trace is not None:
             self._trace.failed(str(status), message)
             self._trace.end()
         self._write_whole(status, _encode({"error": message}))
 
     def _meet_defect(self) -> None:
-        """Logs the exception being handled, and answers 500, or aborts the connection if an answer has begun."""
+        """Logs the current exception, and answers 500 or aborts an answer that has begun."""
         _log.exception("request '%s' for model '%s' met a defect of the server", self._client_id, self._head.model)
         if self._begun:
             self._gone = True
@@ -342,10 +332,7 @@ class Generation(InFlight):
             self._trace.end()
 
     def _finish(self, status: int, body: bytes = b"") -> None:
-        """Ends the request, whose answer is written: counts and logs it, frees memory, and lets the connection's next one go on.
-
-        ``status``: the answer's HTTP status. ``body``: the answer's body, for the log; empty if the body was sent in chunks.
-        """
+        """Counts and logs the request, whose answer is written, and frees its memory."""
         if status == 200:
             self._serving.answered.good(self, 0 if self._state is None else self._state.version, body)
         else:
@@ -356,7 +343,7 @@ class Generation(InFlight):
         self._order.answered()
 
     def _let_go(self) -> None:
-        """Frees the memory of the request and of its queued responses. Cancels the request if its model still runs."""
+        """Frees all memory of the request, and cancels the request if its model still runs."""
         self._drop_body()
         if self._running:
             self._running = False
@@ -372,7 +359,7 @@ class Generation(InFlight):
 
 
 class Generate(Generation):
-    """One request to the endpoint generate, which is answered with one JSON object.
+    """One request to generate, which is answered with one JSON object.
 
     An error of the model is answered with status 400, or with 501 or 503 if that is the status of the error.
     """
@@ -413,10 +400,10 @@ class Generate(Generation):
 
 
 class GenerateStream(Generation):
-    """One request to generate_stream, answered with one server-sent event per response: ``data: <JSON>`` and an empty line.
+    """One request to generate_stream, which is answered with one server-sent event for each response.
 
-    An error is an event too. But an error that is the whole answer is sent with an HTTP error status, unless it is an internal
-    error.
+    An event is ``data: <JSON>`` and an empty line. An error is an event too. But if an error is the whole answer, and no internal
+    error, the answer is an HTTP error status.
     """
 
     _media_type: ClassVar[bytes] = _EVENTS
@@ -441,10 +428,7 @@ class GenerateStream(Generation):
         self._say(b"data: %b\n\n" % _encode({"error": error.message}), 400)
 
     def _say(self, event: bytes, status: int) -> None:
-        """Sends one event. For a client of HTTP/1.0 the event is stored, and all events are sent together at the end.
-
-        ``status``: the HTTP status of the answer, if this event is the first one; otherwise without effect.
-        """
+        """Sends one event, or stores it until the end for a client of HTTP/1.0."""
         head = b"" if self._status else self._begin(status)
         if self._kept is None:
             self._write(b"%b%x\r\n%b\r\n" % (head, len(event), event))
@@ -473,11 +457,12 @@ class GenerateStream(Generation):
 
 
 class InferStream(GenerateStream):
-    """One infer_stream request, in the format of ``infer``: all responses of its model are written into one HTTP response.
+    """One request to infer_stream, in the format of ``infer``, whose responses are all written into one HTTP response.
 
-        | u32 size of the JSON | u64 size of what follows it | JSON | tensor | tensor | ...      little-endian
+      | u32 size of the JSON | u64 size of what follows it | JSON | tensor | tensor | ...      little-endian
 
-    An error is a response whose JSON has ``error`` and ``code``; if it is the whole answer, an ordinary HTTP error response.
+    An error is a response whose JSON has ``error`` and ``code``. If it is the whole answer, it is an ordinary HTTP error
+    response.
     """
 
     _media_type: ClassVar[bytes] = b"application/octet-stream"

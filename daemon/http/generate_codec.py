@@ -34,10 +34,9 @@ _MAX_MARKS = 1 << 18
 def decode(body: bytes, metadata: bytes) -> DecodedRequest:
     """Decodes the body of a generate request to an inference request.
 
-    Args:
-      metadata: the metadata of the model, as JSON, which names its inputs; their shapes include the batch dimension.
-    Raises: InvalidArgument: the body is no JSON object, has too many values, or has a value that no input or parameter can have;
-      Unsupported: the body has a sequence id that is a string and too long.
+    ``metadata``: the metadata of the model as JSON. It names the inputs and their shapes, with the batch dimension.
+    Raises InvalidArgument if the body is no JSON object, has too many values, or has a value that no input or parameter can have.
+    Raises Unsupported if a sequence id is a string and too long.
     """
     if b"\0" in body:
         end = body.index(b"\0")
@@ -80,11 +79,7 @@ def _read(key: str, value: Any, inputs: dict[str, dict[str, Any]], decoded: Deco
 
 
 def _shape(name: str, values: list[Any], wanted: list[int]) -> list[int]:
-    """Returns the shape of the tensor that the JSON ``values`` form, for the input ``name`` of the shape ``wanted``.
-
-    -1 stands for a variable dimension. If the values are not nested, the last variable dimension gets the size that fits all
-    values, and the other variable dimensions get 1.
-    """
+    """Returns the shape of ``values`` for an input of the shape ``wanted`` (-1: variable)."""
     shape = _nesting(values, len(wanted)) if any(isinstance(value, list) for value in values) else None
     if shape is None:
         shape = [1 if dim == -1 else dim for dim in wanted]
@@ -101,10 +96,7 @@ def _shape(name: str, values: list[Any], wanted: list[int]) -> list[int]:
 
 
 def _nesting(values: Any, max_rank: int) -> list[int]:
-    """Returns the length of the first list at each depth of nested lists, outermost first; at most ``max_rank`` + 1 lengths.
-
-    Whether the other lists of a depth have the same length is checked later, when the values are converted.
-    """
+    """Returns the length of the first list at each depth, at most ``max_rank`` + 1 lengths."""
     lengths: list[int] = []
     while isinstance(values, list) and len(lengths) <= max_rank:
         lengths.append(len(values))
@@ -113,8 +105,9 @@ def _nesting(values: Any, max_rank: int) -> list[int]:
 
 
 class JoinedAnswers:
-    """Joins all responses to a generate request into one answer: each output is concatenated along its first axis.
+    """Joins all responses to a generate request into one answer.
 
+    Each output is concatenated along its first axis.
     ``max_byte_size``: the most bytes of all outputs together.
     """
 
@@ -130,10 +123,13 @@ class JoinedAnswers:
         }
 
     def add(self, prepared: PreparedAnswer, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]) -> None:
-        """Adds a response with the outputs that ``prepared`` describes, and copies their bytes.
+        """Adds a response, and copies the bytes of its outputs.
 
-        ``contents``: the bytes of each output, or their slice of the response arena. ``view``: returns the memory of a slice.
-        Raises InvalidArgument: this response and those before it together have more bytes than an HTTP body may have.
+        Args:
+          prepared: describes the outputs.
+          contents: the bytes of each output, or their slice of the response arena.
+          view: returns the memory of a slice.
+        Raises InvalidArgument if all responses so far have more than ``max_byte_size`` bytes together.
         """
         self._parameters |= prepared.parameters
         for tensor, place in placed(prepared.outputs, contents):
@@ -150,7 +146,10 @@ class JoinedAnswers:
             parts.append(content)
 
     def whole(self) -> tuple[PreparedAnswer, tuple[Content, ...]]:
-        """Joins all responses. Returns one answer and its outputs' bytes; without responses, the outputs have no elements."""
+        """Returns one answer that joins all responses, and the bytes of its outputs.
+
+        If there was no response, the outputs have no elements.
+        """
         tensors = [
             PreparedTensor(name, datatype, (sum(sizes), *rest))
             for name, (datatype, rest, sizes, _) in self._outputs.items()

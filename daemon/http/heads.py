@@ -28,7 +28,7 @@ _SIGNIFICANT = (
 
 
 def _line_without(names: bytes) -> re.Pattern[bytes]:
-    """Compiles a pattern for any well-formed header line but those of the fields in ``names``, an alternation as ``a|b``."""
+    """Compiles a pattern for any well-formed header line except those of ``names``."""
     return re.compile(
         rb"\r\n(?!(?:" + names + rb"):)[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e]*(?=\r\n)", re.IGNORECASE
     )
@@ -39,9 +39,9 @@ _OTHER_LINE_BUT_PARENT = _line_without(_SIGNIFICANT + rb"|traceparent")
 
 
 class Heads(BoundedCache[bytes, InferHead]):
-    """Caches the parsed heads of inference requests. The key is the bytes of a head, with the empty line at its end.
+    """Caches the parsed heads of inference requests for one front.
 
-    ``heads[bytes]`` returns the parsed head, or None if it is not cached. There is one such cache per front.
+    The key is the bytes of a head, with the empty line at its end. The value is None if the head is not cached.
     """
 
     __slots__ = ("_cuts", "_max_byte_size", "_max_fields", "_other_line")
@@ -49,13 +49,14 @@ class Heads(BoundedCache[bytes, InferHead]):
     def __init__(
         self, max_byte_size: int, max_fields: int, cuts: bool, count: int = MAX_COUNT, joins: bool = False
     ) -> None:
-        """Creates an empty cache of parsed request heads, whose keys are heads' bytes.
+        """Creates an empty cache.
 
         Args:
           max_byte_size: the most bytes of a request's head.
           max_fields: the most header fields of a request.
-          cuts: True: header lines without effect are left out of the keys. Allowed only if no rule of the operator depends on
-            headers.
+          cuts: whether header lines without effect are left out of the keys. It must be False if a rule of the operator depends
+          on
+          headers.
           count: how many heads are cached at least. A count above ``MAX_COUNT`` means ``MAX_COUNT``.
           joins: whether the front reads the ``traceparent`` header.
         """
@@ -80,7 +81,10 @@ class Heads(BoundedCache[bytes, InferHead]):
         return meaning
 
     def learn(self, head: bytes, meaning: InferHead) -> None:
-        """Caches ``meaning``, the parsed ``head``, unless it is long, refused, traced, or the head of a chunked body."""
+        """Caches ``meaning``, which is the parsed form of ``head``.
+
+        A head that is long, refused or traced is not cached, and neither is the head of a chunked body.
+        """
         if len(head) > MAX_HEAD or not head.startswith(b"POST ") or head.find(END) != len(head) - len(END):
             return
         if meaning.content_length is None or meaning.error is not None or meaning.trace_parent:

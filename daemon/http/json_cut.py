@@ -49,7 +49,7 @@ _UNCLOSED = 0
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Holds a JSON text with placeholders for its large ``data`` values, and where the values lie in the original text."""
+    """Holds a JSON text with placeholders for its large ``data`` values."""
 
     text: bytes
     #: Where each piece of large data begins and ends in ``document``, the original text.
@@ -57,9 +57,10 @@ class Cut:
     document: memoryview
 
     def number_of(self, data: Any) -> int | None:
-        """Returns the index in ``spans`` of the value that a placeholder stands for; None if ``data`` is no placeholder.
+        """Returns the index in ``spans`` of the value that a placeholder stands for.
 
-        ``data``: the value of a ``data`` key in ``text``, either decoded or, as ``msgspec.Raw``, as JSON text.
+        Returns None if ``data`` is no placeholder.
+        ``data``: the value of a ``data`` key in ``text``. It is decoded, or is JSON text as ``msgspec.Raw``.
         """
         if isinstance(data, msgspec.Raw):
             text = bytes(data) if memoryview(data).nbytes < 64 else b""
@@ -69,7 +70,7 @@ class Cut:
         return None
 
     def place(self, offset: int) -> int:
-        """Converts an offset in ``text``, which has placeholders, to the offset of the same byte in the original text."""
+        """Converts an offset in ``text`` to the offset of the same byte in ``document``."""
         for number, (start, end) in enumerate(self.spans):
             if start >= offset:
                 break
@@ -78,9 +79,9 @@ class Cut:
 
 
 def cut(document: bytes | memoryview) -> Cut | None:
-    """Cuts large values of ``data`` keys out of ``document``, a JSON text, in one go. Returns None if there are none.
+    """Cuts the large values of ``data`` keys out of ``document``, a JSON text. Returns None if there are none.
 
-    Raises InvalidArgument: the rest of the text is too long.
+    Raises InvalidArgument if the rest of the text is too long.
     """
     found = steps(document)
     while True:
@@ -92,9 +93,10 @@ def cut(document: bytes | memoryview) -> Cut | None:
 
 
 def steps(document: bytes | memoryview) -> Generator[None, None, Cut | None]:
-    """Cuts large values of ``data`` keys out of ``document``, a JSON text, and yields between steps of a few milliseconds.
+    """Cuts the large values of ``data`` keys out of ``document``, a JSON text, in steps of a few milliseconds.
 
-    Returns None if there are no such values. Raises InvalidArgument: the rest of the text is too long.
+    Returns None if there are no such values.
+    Raises InvalidArgument if the rest of the text is too long.
     """
     view = memoryview(document)
     size, at, kept, marks = len(view), 0, 0, 0
@@ -152,12 +154,7 @@ def _placeholder(number: int) -> bytes:
 
 
 def _end_of(view: memoryview, start: int, opening: re.Match[bytes]) -> Generator[None, None, int]:
-    """Finds the end of the value of a ``data`` key that begins at ``start`` of ``view``, a JSON text. Yields between steps.
-
-    Returns the offset behind the value; _UNCLOSED if the value does not end; ``start`` if the value must stay in the text: it is
-    a string with a backslash, or an array of strings and other elements.
-    ``opening``: the match of the key, whose groups are the first characters of the value.
-    """
+    """Returns the offset behind the value at ``start``, or ``start`` if it must stay."""
     if opening[1] is not None:
         end = find(view, b'"', start + 1, len(view))
         return end + 1 if view[end - 1] != _BACKSLASH else start
@@ -175,11 +172,7 @@ def _end_of(view: memoryview, start: int, opening: re.Match[bytes]) -> Generator
 
 
 def _end_of_strings(view: memoryview, start: int) -> Generator[None, None, int]:
-    """Finds the end of a JSON array whose first element is a string at offset ``start`` of ``view``. Yields after each piece.
-
-    Returns the offset behind the array; ``start`` if the array also has elements that are no strings; _UNCLOSED if the array does
-    not end.
-    """
+    """Returns the offset behind the array at ``start``, or ``start`` if it must stay."""
     at, inside = start + 1, False
     while at < len(view):
         piece = bytes(view[at : at + _PIECE_BYTE_SIZE])
@@ -204,10 +197,7 @@ def _end_of_strings(view: memoryview, start: int) -> Generator[None, None, int]:
 
 
 def _is_odd(text: bytes) -> bool:
-    """Returns whether a text has an odd number of quotation marks, not counting those that a backslash escapes.
-
-    If so, exactly one of the text's two ends lies inside a JSON string.
-    """
+    """Returns whether ``text`` has an odd number of unescaped quotation marks."""
     marks = text.count(b'"')
     if marks and b"\\" in text:
         marks -= text.replace(b"\\\\", b"").count(b'\\"')
@@ -215,10 +205,9 @@ def _is_odd(text: bytes) -> bool:
 
 
 def find(view: memoryview, what: bytes, start: int, end: int, enough: int | None = None) -> int:
-    """Searches ``view[start:end]`` for ``what``. Returns the offset in ``view``; -1 if it is not found, as ``bytes.find`` does.
+    """Returns the offset in ``view`` of the first ``what`` in ``view[start:end]``, or -1 if there is none.
 
-    The view is searched in pieces that are small enough for the processor's cache.
-    ``enough``: after so many bytes the search may give up and return -1; None: it searches up to ``end``.
+    ``enough``: after so many bytes the search may give up and return -1. If it is None, the search goes up to ``end``.
     """
     size, begin = _GLANCE_BYTE_SIZE, start
     while start < end and (enough is None or start - begin <= enough):

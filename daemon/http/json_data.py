@@ -43,10 +43,10 @@ MISMATCH = "Unable to parse 'data': Shape does not match true shape of 'data' fi
 
 
 def quick(text: msgspec.Raw, datatype: str, count: int) -> bytes:
-    """Converts the JSON text of a flat array of ``count`` values, or of a base64 string, to bytes of a ``datatype`` tensor.
+    """Converts the JSON text of a flat array of ``count`` values, or of a base64 string, to the bytes of a tensor.
 
-    Raises: UnusualText: the text is neither of the two, and ``exact`` must convert it; InvalidArgument: the text is a base64
-      string that is malformed or has a wrong size.
+    Raises UnusualText if the text is neither of the two. Then ``exact`` must convert it.
+    Raises InvalidArgument if a base64 string is malformed or has a wrong size.
     """
     if bytes(memoryview(text)[:1]) == b'"':
         return _from_base64(_quick_text(text), datatype, [count])
@@ -73,9 +73,10 @@ def _quick_text(text: msgspec.Raw) -> str:
 
 
 def exact(value: Any, datatype: str, shape: list[int], count: int, name: str) -> bytes:
-    """Converts a parsed JSON value, the ``data`` of the input ``name``, to a tensor's bytes.
+    """Converts ``value``, the parsed ``data`` of the input ``name``, to the bytes of a tensor.
 
-    Raises: InvalidArgument: the value cannot have this datatype, or does not fit the shape, which has ``count`` elements.
+    ``count``: the number of elements of the shape.
+    Raises InvalidArgument if the value does not fit the datatype or the shape.
     """
     if isinstance(value, str):
         return _from_base64(value, datatype, shape)
@@ -91,7 +92,10 @@ def exact(value: Any, datatype: str, shape: list[int], count: int, name: str) ->
 
 
 def flat(leaves: list[Any], datatype: str, name: str) -> bytes:
-    """Converts ``leaves``, values of input ``name``, to bytes of ``datatype``. Raises InvalidArgument: a value does not fit."""
+    """Converts ``leaves``, which are values of the input ``name``, to the bytes of a tensor.
+
+    Raises InvalidArgument if a value does not fit the datatype.
+    """
     for leaf in leaves:
         _check(leaf, datatype)
     try:
@@ -103,7 +107,10 @@ def flat(leaves: list[Any], datatype: str, name: str) -> bytes:
 
 
 def refuse_half_floats(datatype: str, count: int, name: str) -> None:
-    """Raises InvalidArgument if input ``name`` of ``count`` elements cannot be JSON: it is FP16 or BF16, and not empty."""
+    """Raises InvalidArgument if the input ``name`` is FP16 or BF16, and not empty, because JSON cannot express its values.
+
+    ``count``: the number of elements of the input.
+    """
     if count and not DATATYPES[datatype].json:
         raise InvalidArgument(
             f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input {name}"
@@ -111,7 +118,6 @@ def refuse_half_floats(datatype: str, count: int, name: str) -> None:
 
 
 def _wire_bytes(values: list[Any], datatype: str) -> bytes:
-    """Converts ``values``, such as numbers, to a tensor's bytes. Raises OverflowError: one is too large for ``datatype``."""
     if datatype == "BYTES":
         return encoded(values)
     dtype = DTYPES[datatype]
@@ -122,7 +128,10 @@ def _wire_bytes(values: list[Any], datatype: str) -> bytes:
 
 
 def from_base64(text: str | bytes) -> bytes:
-    """Decodes a base64 text, which is the ``data`` of an input or a part of it. Raises InvalidArgument: the text is no base64."""
+    """Decodes a base64 text, which is the ``data`` of an input or a part of it.
+
+    Raises InvalidArgument if the text is no base64.
+    """
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -139,7 +148,7 @@ def _from_base64(text: str, datatype: str, shape: list[int]) -> bytes:
 
 
 def _leaves(value: list[Any], shape: list[int], name: str) -> list[Any]:
-    """Returns the values of nested lists in row-major order. Raises InvalidArgument: the nesting contradicts the shape."""
+    """Returns the values of nested lists in row-major order."""
     level: list[Any] = value
     dims = [len(value)]
     while any(isinstance(item, list) for item in level):
@@ -153,7 +162,7 @@ def _leaves(value: list[Any], shape: list[int], name: str) -> list[Any]:
 
 
 def is_nesting_of(dims: Sequence[int], shape: Sequence[int]) -> bool:
-    """Returns whether nested lists of the lengths ``dims``, outermost first, fit ``shape``; lengths of 1 are ignored."""
+    """Returns whether nested lists of the lengths ``dims``, outermost first, fit ``shape``. Lengths of 1 are ignored."""
     return [dim for dim in dims if dim != 1] == [dim for dim in shape if dim != 1]
 
 
@@ -163,7 +172,7 @@ def misnested(shape: list[int], name: str) -> InvalidArgument:
 
 
 def of_wrong_kind(datatype: str) -> InvalidArgument:
-    """Returns the error for a JSON value that cannot be an element of a tensor of ``datatype``."""
+    """Returns the error for a JSON value that cannot be an element of a tensor."""
     kind = DATATYPES[datatype].json or "signed-integer"
     if kind == "string":
         return InvalidArgument("Unable to parse JSON bytes array: attempt to access JSON non-string as string")
@@ -171,10 +180,7 @@ def of_wrong_kind(datatype: str) -> InvalidArgument:
 
 
 def _check(leaf: Any, datatype: str) -> None:
-    """Checks ``leaf``, a JSON value, against a datatype. Raises InvalidArgument: it is not of the kind that is needed.
-
-    Only 64-bit numbers are checked for their range here; numpy checks the others.
-    """
+    # Only 64-bit numbers are checked for their range here; numpy checks the others.
     kind = DATATYPES[datatype].json
     if kind == "boolean":
         right = isinstance(leaf, bool)

@@ -58,7 +58,7 @@ _booleans = msgspec.json.Decoder(list[bool])
 
 @dataclass(slots=True)
 class JsonArray:
-    """Converts the JSON text of an array of numbers or booleans to a tensor's bytes, in steps."""
+    """Converts the JSON text of an array of numbers or booleans to the bytes of a tensor, in steps."""
 
     #: The array, from its opening bracket to its closing one, and its offset in the request's JSON, for errors.
     text: memoryview
@@ -69,7 +69,6 @@ class JsonArray:
     count: int
 
     def __post_init__(self) -> None:
-        """Checks datatype and length. Raises InvalidArgument: JSON cannot express the datatype, or the text is too short."""
         json_data.refuse_half_floats(self.datatype, self.count, self.name)
         # A value and its comma take two bytes, so nobody gets room for more values than there are.
         if 2 * self.count > len(self.text):
@@ -77,20 +76,22 @@ class JsonArray:
 
     @property
     def byte_size(self) -> int:
-        """Returns how many bytes the tensor has."""
         return self.count * (ELEMENT_SIZES[self.datatype] or 0)
 
     def wire_bytes(self) -> bytes:
-        """Converts the array at once to the tensor's bytes. Raises InvalidArgument: the text does not fit datatype or shape."""
+        """Converts the array at once to the bytes of the tensor.
+
+        Raises InvalidArgument if the text does not fit the datatype or the shape.
+        """
         content = bytearray(self.byte_size)
         for _ in self.fill(memoryview(content)):
             pass
         return bytes(content)
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:
-        """Writes the tensor's bytes into ``place``, and yields after each piece. Returns how many bytes were written.
+        """Writes the bytes of the tensor into ``place``, yields after each piece, and returns how many bytes were written.
 
-        Raises: InvalidArgument: the text is no JSON array for this datatype and shape. The message is worded as Triton's.
+        Raises InvalidArgument if the text is no JSON array for this datatype and shape.
         """
         nested = yield from self._check_nesting()
         out = np.frombuffer(place, DTYPES[self.datatype]) if self.datatype != "BYTES" else np.empty(0)
@@ -109,7 +110,7 @@ class JsonArray:
         return self.byte_size
 
     def _pieces(self) -> Iterator[tuple[int, bytes]]:
-        """Yields pieces of ``text`` cut at commas, with their offsets. Raises InvalidArgument: a value is longer than a piece."""
+        """Yields pieces of ``text``, which are cut at commas, with their offsets."""
         start, end = 1, len(self.text) - 1
         while end - start > PIECE_BYTE_SIZE:
             piece = bytes(self.text[start : start + PIECE_BYTE_SIZE])
@@ -149,10 +150,7 @@ class JsonArray:
         return values
 
     def _check_nesting(self) -> Generator[None, None, bool]:
-        """Checks in steps how the arrays in the JSON text are nested. Returns False if the outermost array contains no array.
-
-        Raises InvalidArgument: the arrays do not match the tensor's shape.
-        """
+        """Checks in steps how arrays are nested. Returns False if they are not nested."""
         if find(self.text, b"[", 1, len(self.text)) < 0:
             return False
         structure = bytearray()
@@ -166,11 +164,7 @@ class JsonArray:
 
 
 def _dimensions(structure: bytes, rank: int) -> Generator[None, None, list[int]]:
-    """Returns the lengths of nested lists, outermost first. Yields after each depth.
-
-    Returns [] if lists at one depth differ in length, or if the depth is far above ``rank``. ``structure``: the lists' brackets
-    and commas alone, such as ``[[,,],[,,]]``.
-    """
+    """Returns the lengths of nested lists, outermost first, or [] if lengths differ."""
     left, dims = structure, list[int]()
     while left and len(dims) <= 2 * rank + 1:
         closing = left.find(b"]")
@@ -202,19 +196,18 @@ class JsonStrings:
     count: int
 
     def __post_init__(self) -> None:
-        """Checks the length of the text. Raises InvalidArgument: the text is too short for ``count`` strings."""
         if 3 * self.count > len(self.text):
             raise InvalidArgument(json_data.MISMATCH)
 
     @property
     def byte_size(self) -> int:
-        """Returns the most bytes that the tensor can have: those of the JSON text, and one more for each string in the text."""
+        """Returns the most bytes that the tensor can have."""
         return len(self.text) + self.count
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:
-        """Writes the tensor's bytes into ``place``, and yields after each piece. Returns how many bytes were written.
+        """Writes the bytes of the tensor into ``place``, yields after each piece, and returns how many bytes were written.
 
-        Raises: InvalidArgument: the text is no JSON array of ``count`` strings; the message says what is wrong.
+        Raises InvalidArgument if the text is no JSON array of ``count`` strings.
         """
         start, written, count = 1, 0, 0
         while start < len(self.text):
@@ -231,10 +224,7 @@ class JsonStrings:
         return written
 
     def _piece(self, start: int) -> tuple[list[str], int]:
-        """Returns the strings of the piece that begins at the offset ``start``, and the offset where the next piece begins.
-
-        Raises: InvalidArgument: the piece is no list of JSON strings.
-        """
+        """Returns the strings from the offset ``start``, and where the next piece begins."""
         search = start + STRINGS_BYTE_SIZE
         for _ in range(2):
             end, following = self._end_of_piece(search)
@@ -251,10 +241,7 @@ class JsonStrings:
         raise json_data.of_wrong_kind("BYTES")
 
     def _end_of_piece(self, search: int) -> tuple[int, int]:
-        """Finds where a piece may end: at the first comma between two strings that follows the offset ``search``.
-
-        Returns the offsets before and behind that comma; if there is none, those of the closing bracket and of the text's end.
-        """
+        """Returns the offsets before and behind the first comma between strings."""
         while (found := _SEPARATOR.search(self.text, search)) is not None:
             mark = found.start()
             backslashes = 0
@@ -268,7 +255,10 @@ class JsonStrings:
 
 @dataclass(slots=True)
 class JsonBase64:
-    """Decodes the base64 text of a tensor's bytes, in steps. Those bytes are what the binary tensor data extension would send."""
+    """Decodes the base64 text of the bytes of a tensor, in steps.
+
+    The bytes are in the format of the binary tensor data extension.
+    """
 
     #: The JSON string of base64, with its quotation marks.
     text: memoryview
@@ -276,21 +266,19 @@ class JsonBase64:
     count: int
 
     def __post_init__(self) -> None:
-        """Checks the length of the text. Raises InvalidArgument: the text does not fit ``count`` elements of the datatype."""
         needed = ELEMENT_SIZES[self.datatype]
         if needed is not None and not self.count * needed <= self.byte_size < self.count * needed + 3:
             raise refusal("array", "data")
 
     @property
     def byte_size(self) -> int:
-        """Returns the most bytes that the tensor can have; it has up to two bytes less if the base64 text ends with padding."""
+        """Returns the most bytes that the tensor can have. Padding in the base64 text makes it up to two bytes smaller."""
         return (len(self.text) - 2) // 4 * 3
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:
-        """Writes the tensor's bytes into ``place``, and yields after each piece. Returns how many bytes were written.
+        """Writes the bytes of the tensor into ``place``, yields after each piece, and returns how many bytes were written.
 
-        Raises: InvalidArgument: the text is no base64, or its bytes are not as many as the tensor needs. (A worker checks the
-          elements of a BYTES tensor.)
+        Raises InvalidArgument if the text is no base64, or if its size does not fit the tensor.
         """
         written, end = 0, len(self.text) - 1
         for start in range(1, end, _BASE64_BYTE_SIZE):

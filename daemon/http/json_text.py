@@ -31,10 +31,11 @@ _encode = msgspec.json.Encoder().encode
 
 
 def writer(tensor: PreparedTensor) -> Callable[[bytes | memoryview], bytes]:
-    """Returns a function that converts a tensor's bytes to a JSON array. Datatype and shape are checked here, once.
+    """Returns a function that converts the bytes of a tensor to a JSON array.
 
-    This function and the returned one raise InvalidArgument: JSON cannot express the tensor (FP16, BF16, strings that are not
-    UTF-8).
+    This function and the returned function raise InvalidArgument if JSON cannot express the tensor: it is FP16 or BF16, or a
+    string
+    is not UTF-8.
     """
     if tensor.datatype == "BYTES":
         return lambda content: _strings(_values(tensor, content).tolist(), tensor.name)
@@ -51,7 +52,10 @@ def writer(tensor: PreparedTensor) -> Callable[[bytes | memoryview], bytes]:
 
 
 def pieces(tensor: PreparedTensor, content: bytes | memoryview) -> Iterator[bytes]:
-    """Yields a tensor's ``content`` as JSON, about 1 ms a piece. Raises InvalidArgument at a value that JSON cannot express."""
+    """Yields ``content``, the bytes of a tensor, as JSON in pieces, each of which takes about 1 ms.
+
+    Raises InvalidArgument at a value that JSON cannot express.
+    """
     separator = b"["
     for text in _string_pieces(tensor, content) if tensor.datatype == "BYTES" else _number_pieces(tensor, content):
         yield separator + text[1:-1]
@@ -109,13 +113,16 @@ def _strings(elements: list[bytes], name: str) -> bytes:
 class ResponseLayout:
     """Encodes the responses to one generate request as JSON objects, which differ only in the values of their outputs.
 
-    An output of one element is written as that element, any other output as a flat array.
+    An output of one element is written as that element. Any other output is written as a flat array.
     """
 
     __slots__ = ("_outputs", "_shared", "prepared")
 
     def __init__(self, prepared: PreparedAnswer, model: str, client_id: str) -> None:
-        """Encodes the JSON that all responses share. Raises InvalidArgument: JSON cannot express an output in ``prepared``."""
+        """Encodes the JSON that all responses share.
+
+        Raises InvalidArgument if JSON cannot express an output of ``prepared``.
+        """
         self.prepared = prepared
         self._shared: dict[str, Any] = {"id": client_id} if client_id else {}
         self._shared |= {"model_name": model, "model_version": str(prepared.version)}
@@ -128,9 +135,12 @@ class ResponseLayout:
         ]
 
     def encode(self, contents: tuple[Content, ...], view: Callable[[Slice], memoryview] | None = None) -> bytes:
-        """Returns one response as a JSON object. Raises InvalidArgument: JSON cannot express an output.
+        """Returns one response as a JSON object.
 
-        ``contents``: the bytes of each output, or their slice of the response arena. ``view``: returns the memory of a slice.
+        Args:
+          contents: the bytes of each output, or their slice of the response arena.
+          view: returns the memory of a slice.
+        Raises InvalidArgument if JSON cannot express an output.
         """
         fields = dict(self._shared)
         for (name, write, is_one), place in zip(self._outputs, contents, strict=True):

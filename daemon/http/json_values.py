@@ -14,7 +14,10 @@ UINT64_MAX = (1 << 64) - 1
 
 
 def refusal(wanted: str, key: str = "", given: str = "") -> InvalidArgument:
-    """Returns the error for a value of the kind ``given`` ("": any other kind than ``wanted``) instead of ``wanted``."""
+    """Returns the error for a value of another kind than ``wanted``.
+
+    ``key``: the name of the value, or "" if the message names none. ``given``: the kind of the value, or "" if it is not known.
+    """
     return InvalidArgument(f"{_place(key)}attempt to access JSON {given or f'non-{wanted}'} as {wanted}")
 
 
@@ -43,7 +46,10 @@ def unsigned(value: Any, key: str = "") -> int:
 
 
 def member(holder: Any, name: str, key: str = "") -> Any:
-    """Returns the member ``name`` of the JSON object ``holder``. Raises InvalidArgument: it is no object, or has none."""
+    """Returns the member ``name`` of the JSON object ``holder``.
+
+    Raises InvalidArgument if ``holder`` is no object or has no such member. ``key`` begins the message unless it is "".
+    """
     if not isinstance(holder, dict) or name not in holder:
         raise InvalidArgument(f"{_place(key)}attempt to access non-existing object member '{name}'")
     return holder[name]

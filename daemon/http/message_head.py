@@ -40,7 +40,10 @@ _REMEMBERED = 1024
 
 @dataclass(frozen=True, slots=True)
 class InferRoute:
-    """Model, version (0: the newest) and endpoint of a request target. ``error``: why the version is refused, or None."""
+    """Names the model, the version (0: the newest) and the endpoint of a request target.
+
+    ``error``: why the version is refused, or None.
+    """
 
     model: str
     version: int
@@ -51,7 +54,7 @@ class InferRoute:
 
 @functools.lru_cache(_REMEMBERED)
 def infer_route(target: bytes) -> InferRoute | None:
-    """Parses a request target, in origin form or absolute form. Returns None if the target is no inference endpoint."""
+    """Parses a request target. Returns None if the target is no inference endpoint."""
     match = _INFER_PATH.fullmatch(path_and_query(target)[0])
     if match is None:
         return None
@@ -113,20 +116,20 @@ class InferHead:
         self.key = (self.model, self.version, self.tail_size) if known else None
 
     def tell_origin(self, lines: bytes) -> None:
-        """Sets the CORS header lines of the answer, which tell a browser whose web pages may read the answer; empty: no lines."""
+        """Sets the CORS header lines of the answer. ``lines`` is empty if the answer has none."""
         self.origin_lines = lines
         self.is_plain = self.is_plain and not lines
 
     def forward(self, parameters: dict[str, str]) -> None:
-        """Sets the headers that are forwarded to the model as parameters of the request, as a dict from name to value.
-
-        The JSON of such a request is not taken from the cache, because the same JSON may come with other headers.
-        """
+        """Sets the headers that are forwarded to the model as parameters of the request."""
         self.forwarded, self.key = parameters, None
 
 
 def refusal(version: str, fields: Fields) -> tuple[int, str] | None:
-    """Checks framing and Host in a request's ``fields``, and its HTTP version. Returns an error's status and text, or None."""
+    """Checks the framing and the Host of a request. Returns the status and text of an error, or None.
+
+    ``version``: the version of HTTP, such as "1.1". ``fields``: the header fields.
+    """
     hosts = 0
     for name, value in fields:
         if name == b"host":
@@ -141,9 +144,9 @@ def refusal(version: str, fields: Fields) -> tuple[int, str] | None:
 
 
 def path_and_query(target: bytes) -> tuple[str, bytes, bytes]:
-    """Splits a request's target into the percent-decoded path, the path as it was sent, and the query.
+    """Splits the target of a request into the percent-decoded path, the path as it was sent, and the query.
 
-    In the decoded path, %2F stays as it is, because it separates no segments.
+    In the decoded path, %2F stays as it is.
     """
     match = _TARGET.fullmatch(target)
     path, query = (match[1], match[2] or b"") if match else (target, b"")
@@ -154,7 +157,7 @@ def path_and_query(target: bytes) -> tuple[str, bytes, bytes]:
 
 
 def scope(method: bytes, target: bytes, version: str, fields: Fields) -> dict[str, Any]:
-    """Returns the ASGI scope of an HTTP request: its method, target, HTTP version and header fields."""
+    """Returns the ASGI scope of an HTTP request."""
     path, raw_path, query = path_and_query(target)
     return {
         "type": "http",
@@ -172,10 +175,12 @@ def scope(method: bytes, target: bytes, version: str, fields: Fields) -> dict[st
 def infer_head(
     route: InferRoute, version: str, keep_alive: bool, fields: Fields, compresses: bool = False
 ) -> InferHead:
-    """Interprets the head of a request to ``route``. The result's ``error`` says if a header field is wrong; nothing is raised.
+    """Interprets the head of a request to ``route``. If a header field is wrong, the ``error`` of the result says so.
 
-    ``version``: the version of HTTP, such as "1.1". ``keep_alive``: whether the connection stays open after the answer.
-    ``compresses``: whether answers are compressed for clients that accept it.
+    Args:
+      version: the version of HTTP, such as "1.1".
+      keep_alive: whether the connection stays open after the answer.
+      compresses: whether answers are compressed for clients that accept it.
     """
     length: int | None = 0
     json_size: int | None = None
@@ -223,10 +228,10 @@ def infer_head(
 
 
 def generate_head(route: InferRoute, version: str, keep_alive: bool, fields: Fields) -> InferHead:
-    """Interprets the head of a request to ``route``, generate or generate_stream, whose whole body is JSON.
+    """Interprets the head of a request to generate or generate_stream.
 
-    If the body is compressed, the result's ``coding`` is not empty, and the request is refused later. ``version``: the version
-    of HTTP, such as "1.1". ``keep_alive``: whether the connection stays open after the answer.
+    If the body is compressed, the ``coding`` of the result is not empty, and the request must be refused.
+    ``version``: the version of HTTP, such as "1.1". ``keep_alive``: whether the connection stays open after the answer.
     """
     head = infer_head(route, version, keep_alive, [each for each in fields if each[0] in _FRAMING])
     if next((value for name, value in fields if name == b"content-encoding"), b"identity") != b"identity":

@@ -55,10 +55,7 @@ _bare_line_ends = re.compile(rb"\n(?<!\r\n)[\r\n]*([A-Z]|\Z)?").finditer
 
 
 def _bare_line_feed(data: bytes, begin: int, end: int) -> int:
-    """Returns the offset of the first line feed in ``data[begin:end]`` that follows no carriage return and may precede a request.
-
-    A request may begin behind a run of line ends, before a capital letter or the end of the bytes. Returns -1 if there is none.
-    """
+    """Returns the offset of a line feed without carriage return before a request, or -1."""
     for found in _bare_line_ends(data, begin, end):
         if found[1] is not None:
             return found.start()
@@ -66,7 +63,10 @@ def _bare_line_feed(data: bytes, begin: int, end: int) -> int:
 
 
 class Messages:
-    """Makes requests from what the HTTP parser reports, and adds them to ``order``. Refuses requests with unacceptable heads."""
+    """Makes requests from what the HTTP parser reports, and adds them to ``order``.
+
+    Requests whose heads are not acceptable are refused.
+    """
 
     def __init__(self, serving: HttpServing, transport: asyncio.Transport, order: AnswerOrder) -> None:
         self._serving = serving
@@ -96,12 +96,12 @@ class Messages:
         self._connection_end = ConnectionEnd()
 
     def begin_anew(self) -> None:
-        """Replaces the parser by a new one, for which the next bytes are the beginning of a request."""
+        """Replaces the parser by a new one, which takes the next bytes for the beginning of a request."""
         self.parser = httptools.HttpRequestParser(self)
         self.body_left = 0
 
     def close(self) -> None:
-        """Drops the parser, because the connection is closed. Signals the end of the connection to processes that watch it."""
+        """Drops the parser, because the connection is closed, and tells processes that watch the connection."""
         self._connection_end.close()
         del self.parser  # which refers to this object
 
@@ -164,7 +164,7 @@ class Messages:
             self._begin_generation(read(route, version, keep_alive, self.headers), _ENDPOINTS[route.endpoint])
 
     def _refusal(self, version: str) -> tuple[int, str] | None:
-        """Checks a complete request head of HTTP ``version``. Returns None if it is good, else the error's status and text."""
+        """Checks a complete head. Returns the status and text of an error, or None."""
         http = self._serving.options.http
         self.head_size = sum([len(name) + len(value) + 4 for name, value in self.headers], len(self.url))
         if self.head_size > http.max_head_byte_size:
@@ -214,7 +214,7 @@ class Messages:
             exchange.take_turn()
 
     def _complete(self, head: InferHead) -> None:
-        """Applies the operator's rules to a head, reads its ``traceparent``, and begins to check a chunked body's framing."""
+        """Applies the operator's rules to ``head``, and reads its ``traceparent``."""
         if self._serving.has_rules:
             self._apply_rules(head)
         if self._serving.tracer.joins:
@@ -223,7 +223,6 @@ class Messages:
             self._chunks_begin()
 
     def _apply_rules(self, head: InferHead) -> None:
-        """Adds CORS lines and forwarded headers, and checks the access key. An error is stored in ``head.error``."""
         if self._order.origin_lines:
             head.tell_origin(self._order.origin_lines)
         try:
@@ -245,7 +244,6 @@ class Messages:
             generation.take_turn()
 
     def _begin_asgi_request(self, version: str, keep_alive: bool) -> None:
-        """Begins a request other than inference, of HTTP ``version``. ``keep_alive``: the connection stays open afterwards."""
         order = self._order
         if any(name == b"transfer-encoding" for name, _ in self.headers):
             # Each of them bounds its body itself; that of pushed parameters may be larger than any request's.
@@ -264,7 +262,7 @@ class Messages:
     # ------------------------------------------------------------------------------------------------- body
 
     def _chunks_begin(self, limit: int = 0) -> None:
-        """Begins to check a chunked body's limits: at most ``limit`` bytes, or ``max_body_byte_size`` if that is more."""
+        """Begins to check a chunked body, which may have ``limit`` bytes if that is more."""
         http = self._serving.options.http
         self.chunks = ChunkSizes(max(limit, http.max_body_byte_size), http.max_head_byte_size)
 
@@ -286,7 +284,7 @@ class Messages:
 
 
 class ParserFeed:
-    """Feeds one client's bytes to its HTTP parser. Created once the client has sent a head that is not cached."""
+    """Feeds the bytes of one client to its HTTP parser."""
 
     def __init__(self, serving: HttpServing, transport: asyncio.Transport, order: AnswerOrder) -> None:
         self._serving = serving
@@ -301,9 +299,9 @@ class ParserFeed:
         self._half_line = False
 
     def receive(self, data: bytes, between: bool) -> None:
-        """Parses ``data``, bytes that the client has sent, and caches the head of a request that they contain.
+        """Parses ``data``, which are bytes from the client, and caches the head of a request in them.
 
-        ``between``: True if no request was arriving or unanswered when the bytes came, so that they begin a request.
+        ``between``: whether no request was arriving or unanswered when the bytes came. Then a request begins with them.
         """
         order, messages = self._order, self.messages
         if order.receiving is None:
@@ -327,10 +325,7 @@ class ParserFeed:
                 self._serving.heads.learn(data[:size], meaning)
 
     def _feed(self, data: bytes, between: bool) -> None:
-        """Feeds bytes to the parser, up to the limit of one iteration of the event loop. The rest follows in the next iteration.
-
-        If the bytes are refused, the client is sent an error response. ``between``: whether a request begins with ``data``.
-        """
+        """Feeds ``data`` to the parser, up to the limit of one iteration of the event loop."""
         order, messages = self._order, self.messages
         messages.begun = 0
         half_line, self._half_line = self._half_line, data.endswith(b"\r")
@@ -364,11 +359,7 @@ class ParserFeed:
                     order.refuse(400, "malformed HTTP request")
 
     def _feed_pieces(self, data: bytes) -> None:
-        """Feeds the parser in small pieces, up to the limit of one iteration of the event loop.
-
-        Raises HttpParserUpgrade, with the offset behind the head in ``data``, if a head offers an upgrade; other errors of the
-        parser if the bytes are malformed.
-        """
+        """Feeds ``data`` in small pieces. An upgrade is raised with its offset in ``data``."""
         order, messages = self._order, self.messages
         at, messages.chunk_count = 0, 0
         while at < len(data) and not order.closing:
@@ -399,16 +390,12 @@ class ParserFeed:
                 self._refuse_empty_line()
 
     def _refuse_empty_line(self) -> None:
-        """Refuses the client if it has sent a line feed without a carriage return between two requests.
-
-        Such a line feed is no empty line, and another server on the way might take it for the beginning of a different request.
-        If the line feed lies inside a request, this method does nothing.
-        """
+        # Such a line feed is no empty line, and another server on the way might take it for the beginning of a different request.
         if not self.messages.inside:
             self._order.refuse(400, "malformed HTTP request")
 
     def _end_of_head(self, data: bytes, at: int, end: int) -> int:
-        """Returns the offset behind the arriving head in ``data[at:end]``, or ``end`` if the head goes on."""
+        """Returns the offset behind the arriving head, or ``end`` if the head goes on."""
         tail = self._head_tail
         cut = (tail + data[at:end]).find(END) - len(tail) if tail else data.find(END, at, end) - at
         if cut < -len(tail):
@@ -431,7 +418,6 @@ class ParserFeed:
         asyncio.get_running_loop().call_soon(self._go_on)
 
     def _go_on(self) -> None:
-        """Parses the bytes left for this iteration, and resumes reading unless something else pauses it."""
         if self._transport.is_closing():
             return
         order, (rest, self._rest) = self._order, (self._rest, b"")

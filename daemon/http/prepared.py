@@ -44,13 +44,15 @@ _encode = msgspec.json.Encoder().encode
 
 
 class PreparedRequests:
-    """Parses a front's inference requests, and caches the fields that requests share: all but id, scheduling and values."""
+    """Parses the inference requests of a front, and caches what they share.
+
+    Requests of one kind share everything except id, scheduling and values.
+    """
 
     def __init__(self, count: int = MAX_NUMBERS, inline_byte_size: int = 0) -> None:
         """Creates an empty cache of at least ``count`` kinds of requests, and of at least ``count`` JSON texts.
 
-        Requests of one kind differ only in id, scheduling and values. ``inline_byte_size``: the largest tensor, in bytes, that is
-        sent to a worker within the request's record.
+        ``inline_byte_size``: the most bytes of a tensor that is sent to a worker within the request's record.
         """
         self._inline_byte_size = inline_byte_size
         #: The fields that all requests of a kind share -> the kind.
@@ -63,12 +65,14 @@ class PreparedRequests:
     def read(
         self, head: InferHead, text: bytes | memoryview, tail_size: int, apart: Cut | None = None
     ) -> ParsedRequest:
-        """Parses ``text``, the JSON of an inference request with HTTP ``head``, or takes the parsed request from the cache.
+        """Parses ``text``, the JSON of an inference request, or takes the parsed request from the cache.
 
         Args:
+          head: the HTTP head of the request.
           tail_size: the number of bytes of all binary tensors that follow the JSON.
-          apart: the large data that was cut out of the JSON; None: nothing is cut out.
-        Raises: InvalidArgument: the JSON is malformed or contradicts itself; Unsupported: a string sequence id is too long.
+          apart: the large data that was cut out of the JSON, or None.
+        Raises InvalidArgument if the JSON is malformed or contradicts itself.
+        Raises Unsupported if a sequence id is a string and too long.
         """
         if len(text) > MAX_TEXT or head.forwarded is not None:
             return self._read(head, text if apart is None else apart.text, tail_size, apart)
@@ -76,11 +80,13 @@ class PreparedRequests:
         return self.texts[key] or self.meet(head, key)
 
     def meet(self, head: InferHead, key: tuple[TextKey, bytes]) -> ParsedRequest:
-        """Parses a request with the HTTP ``head``. ``key``: the key of its JSON in the cache ``texts``, which does not have it.
+        """Parses a request whose JSON is not in the cache ``texts``, and caches it if the same request is likely to come again.
 
-        The parsed request is cached if it holds no tensor values and has the same id and scheduling as the last request of its
-        kind. Requests of one kind differ at most in id, scheduling and values. Parameter sets are not compared.
-        Raises: InvalidArgument: the JSON is malformed or contradicts itself; Unsupported: a string sequence id is too long.
+        Args:
+          head: the HTTP head of the request.
+          key: the key of the JSON in ``texts``.
+        Raises InvalidArgument if the JSON is malformed or contradicts itself.
+        Raises Unsupported if a sequence id is a string and too long.
         """
         (_, _, tail_size), text = key
         request = self._read(head, text, tail_size, None)
@@ -123,7 +129,7 @@ class PreparedRequests:
         return request
 
     def _part(self, given: dict[str, Any]) -> tuple[Scheduling, str]:
-        """Separates the parameters of a request, ``given``: returns its scheduling, and the text of all others ("" if none)."""
+        """Returns the scheduling in ``given``, and the text of all other parameters."""
         # As text: 1, 1.0 and true are equal, and not the same.
         text = repr(given)
         known = self._parts[text]
@@ -135,7 +141,7 @@ class PreparedRequests:
         return known
 
     def prepare(self, head: InferHead, decoded: DecodedRequest) -> ParsedRequest:
-        """Makes a parsed request of ``head`` and ``decoded`` that shares nothing with others. Leaves the cache as it is."""
+        """Makes a parsed request that shares nothing with other requests, without using the cache."""
         sources = [source for _, _, _, source in decoded.inputs]
         return ParsedRequest(
             PreparedKind(head, decoded, self._inline_byte_size), decoded.id, sources, decoded.scheduling
@@ -146,11 +152,7 @@ class PreparedRequests:
 
 
 def _values(prepared: PreparedKind, said: RequestHead, apart: Cut | None) -> list[Source]:
-    """Returns where each input of ``prepared`` has its value: in the body, in a region, or as bytes converted from the JSON.
-
-    ``said``: the parsed JSON of the request. ``apart``: the large data that was cut out of the JSON; None: nothing is cut out.
-    Raises InvalidArgument: a value is wrong; UnusualText: only the slower, exact JSON parser can convert the data.
-    """
+    """Returns where each input of ``prepared`` has its value, or the value from the JSON."""
     sources: list[Source] = []
     for source, (_, datatype, _, _), entry in zip(prepared.sources, prepared.asked.inputs, said.inputs, strict=True):
         if source is VALUES:
@@ -161,10 +163,12 @@ def _values(prepared: PreparedKind, said: RequestHead, apart: Cut | None) -> lis
 
 
 class PreparedKind:
-    """Holds what inference requests that differ only in id, scheduling and values share, and the JSON heads of their answers.
+    """Holds what inference requests of one kind share: everything except id, scheduling and values.
 
-    ``head``: the HTTP head of the first such request. ``asked``: its decoded JSON. ``inline_byte_size``: the largest tensor, in
-    bytes, that is sent to a worker within the request's record.
+    Args:
+      head: the HTTP head of the first such request.
+      asked: the decoded JSON of that request.
+      inline_byte_size: the most bytes of a tensor that is sent to a worker within the request's record.
     """
 
     __slots__ = (
@@ -220,16 +224,19 @@ class PreparedKind:
         self.last_answer: AnswerText | None = None
 
     def on_lane(self, numbers: Numbers[PreparedRequest]) -> Numbered[PreparedRequest] | None:
-        """Returns the prepared request of this kind with its number from ``numbers``; None at the first call: no number yet."""
+        """Returns the prepared request of this kind with its number.
+
+        Returns None at the first call, because a number is given only to a kind that has come twice.
+        """
         if self.numbered is None:
             self.numbered = numbers.number_again(self.record)
         return self.numbered
 
     def answer(self, prepared: PreparedAnswer, record: AnswerRecord, view: Callable[[Slice], memoryview]) -> AnswerText:
-        """Returns the encoder of answers to this kind of request whose repeated part is ``prepared``. The first call creates it.
+        """Returns the encoder of answers to this kind of request whose repeated part is ``prepared``.
 
-        ``record``: the rest of the present answer. ``view``: returns a tensor's bytes. Raises: InvalidArgument: a tensor of the
-        answer is outside the arena.
+        ``record``: the rest of the answer. ``view``: returns the bytes of a tensor.
+        Raises InvalidArgument if a tensor of the answer is outside the arena.
         """
         known = self._answers.get(id(prepared))
         if known is None or known.prepared is not prepared:
@@ -244,7 +251,7 @@ class PreparedKind:
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
-    """A parsed inference request: what it shares with others, its id, its scheduling, and where the data of its inputs are."""
+    """A parsed inference request, whose ``prepared`` part it shares with other requests."""
 
     prepared: PreparedKind
     id: str
@@ -254,7 +261,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
 
 
 class AnswerText:
-    """Encodes answers that differ only in id and tensor values: they share one cached JSON head."""
+    """Encodes answers that differ only in id and tensor values, and share one cached JSON head."""
 
     __slots__ = ("_head", "_id", "_rest", "_sizes", "_tail_size", "prepared")
 
@@ -266,11 +273,16 @@ class AnswerText:
         record: AnswerRecord,
         view: Callable[[Slice], memoryview],
     ) -> None:
-        """Encodes the JSON head that all later answers of this kind share, from the first answer.
+        """Encodes the JSON head that all answers of this kind share.
 
-        If the JSON must contain an output's values, or is long, no head is cached: then ``whole`` and ``pieces`` return None.
-        ``asked``: a request of the kind; it says which outputs are binary. ``prepared``, ``record``: the part of the first answer
-        that repeats, and the rest. ``view``: returns a tensor's bytes. Raises: InvalidArgument: a tensor is outside the arena.
+        If the JSON must contain the values of an output, or is long, no head is cached. Then ``whole`` and ``pieces`` return
+        None.
+        Args:
+          asked: a request of the kind, which says which outputs are binary.
+          prepared: the part of the first answer that repeats.
+          record: the rest of the first answer.
+          view: returns the bytes of a tensor.
+        Raises InvalidArgument if a tensor is outside the arena.
         """
         self.prepared = prepared
         #: The bytes of each binary part; None: answers of this kind are not cached.
@@ -294,10 +306,10 @@ class AnswerText:
         self._id = client_id
 
     def whole(self, client_id: str, record: AnswerRecord) -> bytes | None:
-        """Returns the answer whose record is ``record`` as bytes: HTTP head, JSON and tensors. No tensor may be in shared memory.
+        """Returns a whole answer as bytes: HTTP head, JSON and tensors, none of which may be in shared memory.
 
-        ``client_id``: the id that the client gave the request. Returns None if there is no cached head, or if the tensors' sizes
-        differ from those of the first answer.
+        ``client_id``: the id that the client gave the request. ``record``: the rest of the answer, with the tensors.
+        Returns None if no head is cached, or if the tensors have other sizes than in the first answer.
         """
         contents: Any = record.contents
         if [*map(len, contents)] != self._sizes:
@@ -307,11 +319,12 @@ class AnswerText:
         return b"".join((self._head, *contents))
 
     def pieces(self, client_id: str, record: AnswerRecord, view: Callable[[Slice], memoryview]) -> list[Buffer] | None:
-        """Returns the answer whose record is ``record`` in pieces: HTTP head and JSON, then each tensor.
+        """Returns an answer in pieces: HTTP head and JSON, then each tensor.
 
-        ``client_id``: the id that the client gave the request. Tensors in shared memory are not copied: their pieces are views of
-        that memory, which ``view`` makes of slices. Returns None if there is no cached head, or if the tensors' sizes differ from
-        those of the first answer. Raises InvalidArgument: a tensor is outside the arena.
+        ``client_id``: the id that the client gave the request. ``record``: the rest of the answer, with the tensors.
+        ``view``: returns a view of a slice of shared memory, which is not copied.
+        Returns None if no head is cached, or if the tensors have other sizes than in the first answer.
+        Raises InvalidArgument if a tensor is outside the arena.
         """
         if self._sizes is None:
             return None

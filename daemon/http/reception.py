@@ -25,13 +25,12 @@ COLLECT_JSON_BYTE_SIZE = 64 << 10
 
 
 class Reception(Receiver):
-    """Receives the body of one HTTP request. It owns the body and its memory until ``leave`` or ``drop`` is called.
+    """Receives the body of one HTTP request, and owns the body's memory until ``leave`` or ``drop`` is called.
 
     Args:
       pause: called to stop (True) or resume (False) reading from the socket.
-      progressed: called when the received bytes are decompressed, or when the body got room in the arena. ``ready`` may be true
-        then.
-      account: counts the body's memory for the connection; None: the memory counts for nobody.
+      progressed: called when ``ready`` may have become true.
+      account: counts the memory of the body. If it is None, the memory is not counted.
     """
 
     #: The error to answer the request with, after which the rest of its body is only counted; None: none so far.
@@ -66,16 +65,17 @@ class Reception(Receiver):
 
     @property
     def received(self) -> int:
-        """Returns how many bytes of the body have been received; of a compressed body, how many compressed bytes."""
+        """Returns how many bytes of the body have been received. A compressed body counts in compressed bytes."""
         return self.body.received if self._inflation is None else self._inflation.received
 
     # ---------------------------------------------------------------------------------------------------------- place
 
     def begin(self) -> None:
-        """Prepares memory for the body, by the length in the request's head. May pause reading until the arena has room.
+        """Prepares memory for the body, whose length the head of the request says.
 
-        Raises InvalidArgument: the head gives the JSON more bytes than the body, or the body could never fit into the arena;
-        Unavailable: the host has no memory left.
+        Reading may pause until the arena has room.
+        Raises InvalidArgument if the head gives the JSON more bytes than the body, or if the body could never fit into the arena.
+        Raises Unavailable if the host has no memory left.
         """
         length, json_size = self._head.content_length, self._head.json_size
         limit = self._serving.options.http.max_body_byte_size
@@ -93,9 +93,9 @@ class Reception(Receiver):
             self.body = TextBody(length, self._grown)
 
     def begin_now(self) -> PlacedBody | None:
-        """Begins to receive a large binary body into the request arena. Returns the object that receives the body.
+        """Begins to receive a large binary body into the request arena, and returns the object that receives the body.
 
-        Returns None, with no effect, if there is no room in the arena now.
+        Returns None, without effect, if the arena has no room now.
         """
         length = self._head.content_length
         assert length is not None
@@ -128,7 +128,7 @@ class Reception(Receiver):
         self._on_progress()
 
     def _collect(self, byte_size: int) -> None:
-        """Counts more bytes as held in ordinary memory. Raises Unavailable: all bodies of this front exceed the limit."""
+        """Counts more bytes in ordinary memory, unless all bodies exceed the limit."""
         serving, limit = self._serving, self._serving.options.http.max_collected_byte_size
         if serving.collected_byte_size + byte_size > limit:
             serving.submitter.refusals.note(self._head.model, Refusal.BODIES)
@@ -140,7 +140,7 @@ class Reception(Receiver):
         self._collected_byte_size += byte_size
 
     def _grown(self, byte_size: int) -> bool:
-        """Counts ``byte_size`` more bytes of a large JSON body. Returns False if the body was refused or dropped."""
+        """Counts more bytes of a large JSON body. Returns False if the body is refused."""
         if self.error is None and not self._dropped:
             try:
                 self._collect(byte_size)
@@ -175,7 +175,7 @@ class Reception(Receiver):
             self.body.received += byte_size
 
     def complete(self) -> None:
-        """Notes that the whole body has been received. ``ready`` becomes true once the body is also decompressed."""
+        """Notes that the whole body has been received."""
         self._whole = True
         if self._lease is not None:
             self._serving.submitter.arrived(self._lease)
@@ -183,7 +183,7 @@ class Reception(Receiver):
             self._inflate()
 
     def _inflate(self) -> None:
-        """Decompresses a part of the body of limited size. Later event loop iterations do the rest, while reading is paused."""
+        """Decompresses a limited part of the body, and schedules the rest."""
         was_inflating, self._inflating = self._inflating, False
         if self._dropped or self._inflation is None:
             return
@@ -211,7 +211,7 @@ class Reception(Receiver):
     # ----------------------------------------------------------------------------------------------------------- leave
 
     def leave(self) -> tuple[Lease, ...]:
-        """Ends the reception; must be called after the tensors are placed. Returns its leases, which the caller then owns."""
+        """Ends the reception, after the tensors were placed, and returns the leases, which the caller then owns."""
         if self._collected_byte_size:
             self.drop_body()
         lease = self.take_lease()

@@ -67,11 +67,12 @@ def decode(head: bytes | memoryview, tail_size: int, model: str, apart: json_cut
     """Decodes the JSON head of an inference request.
 
     Args:
+      head: the JSON, complete even if data was cut out of it.
       tail_size: the number of bytes of all binary tensors that follow the JSON.
-      model: the model's name, for error messages.
-      apart: the large data that was cut out of the JSON; None: nothing is cut out.
-    Raises: InvalidArgument: the head is no JSON, not in the protocol's format, or contradicts itself; Unsupported: a sequence id
-      that is a string is too long.
+      model: the name of the model, for error messages.
+      apart: the large data that was cut out of the JSON, or None.
+    Raises InvalidArgument if the head is no JSON, not in the protocol's format, or contradicts itself.
+    Raises Unsupported if a sequence id is a string and too long.
     """
     text = head if apart is None else apart.text
     try:
@@ -87,10 +88,10 @@ def decode_exactly(
 
     Args:
       text: the JSON, without the large data that was cut out of it.
-      apart: the large data that was cut out; None: nothing is cut out.
+      apart: the large data that was cut out, or None.
       tail_size: the number of bytes of all binary tensors that follow the JSON.
-    Raises: InvalidArgument: the text is no JSON, not in the protocol's format, contradicts itself, or is too long for this
-      parser; Unsupported: a sequence id that is a string is too long.
+    Raises InvalidArgument if the text is no JSON, not in the protocol's format, contradicts itself, or is too long.
+    Raises Unsupported if a sequence id is a string and too long.
     """
     if len(text) > _MAX_EXACT:
         raise InvalidArgument(f"failed to parse the request JSON: {reason}") from reason
@@ -104,10 +105,11 @@ def decode_head(
     """Checks a parsed JSON head and decodes it to a request.
 
     Args:
-      apart: the large data that was cut out of the JSON; None: nothing is cut out.
+      apart: the large data that was cut out of the JSON, or None.
       tail_size: the number of bytes of all binary tensors that follow the JSON.
-    Raises: InvalidArgument: the head is not in the protocol's format or contradicts itself; Unsupported: a sequence id that is a
-      string is too long; UnusualText: only the slower, exact JSON parser can convert the data of an input.
+    Raises InvalidArgument if the head is not in the protocol's format, or contradicts itself.
+    Raises Unsupported if a sequence id is a string and too long.
+    Raises UnusualText if only the exact JSON parser can convert the data of an input.
     """
     decoded = DecodedRequest(request.id, [], (), {}, False, {})
     if request.parameters:
@@ -133,14 +135,7 @@ def decode_head(
 
 
 def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | None) -> Source:
-    """Returns where the data of ``entry``, an input of the request, is: among the binary tensors, in a region, or in the JSON.
-
-    ``offset``: where the data begins if it is binary, in bytes from the first binary tensor. ``apart``: large data of the input
-    that the parser has left out of the JSON; None if there is none.
-
-    Raises: InvalidArgument: the datatype or the shape is wrong, or the input has no data, or has data in two places;
-      UnusualText: only the slower, exact JSON parser can convert the data.
-    """
+    """Returns where the data of an input is, or its bytes if they are in the JSON."""
     name, shape = entry.name, entry.shape
     parameters = entry.parameters if type(entry.parameters) is dict else msgspec.to_builtins(entry.parameters)
     if entry.datatype not in ELEMENT_SIZES:
@@ -173,13 +168,12 @@ def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | No
 
 
 def read_values(entry: InputHead | ExactInput, apart: json_cut.Cut | None) -> Values:
-    """Converts the JSON ``data`` of ``entry``, an input, to a tensor's bytes. The input's shape must have been checked.
+    """Converts the JSON ``data`` of ``entry``, an input whose shape was checked, to the bytes of a tensor.
 
-    Large data is not converted here: the returned object converts the data later, in steps.
-    Args:
-      apart: the large data that was cut out of the JSON; None: nothing is cut out.
-    Raises: InvalidArgument: the data is wrong or does not fit the shape; UnusualText: only the slower, exact JSON parser can
-      convert it.
+    If the data is large, the result is an object that converts it later, in steps.
+    ``apart``: the large data that was cut out of the JSON, or None.
+    Raises InvalidArgument if the data is wrong or does not fit the shape.
+    Raises UnusualText if only the exact JSON parser can convert the data.
     """
     count = prod(entry.shape)
     number = apart.number_of(entry.data) if apart is not None else None
@@ -201,7 +195,7 @@ def read_values(entry: InputHead | ExactInput, apart: json_cut.Cut | None) -> Va
 
 
 def _count(entry: InputHead | ExactInput, text: memoryview | None) -> int:
-    """Counts the values in the JSON ``data`` of ``entry``, an input. ``text``: the data, if it was cut out of the JSON."""
+    """Counts the values of an input. ``text``: its data, if it was cut out of the JSON."""
     what = f"input '{entry.name}' shape"
     if text is None and not isinstance(entry, InputHead):
         return count_in_value(entry.data, entry.datatype, what)
@@ -209,12 +203,7 @@ def _count(entry: InputHead | ExactInput, text: memoryview | None) -> int:
 
 
 def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, count: int) -> Values:
-    """Converts large data that was cut out of the JSON to a tensor's bytes.
-
-    If that takes long, returns an object instead, which converts the data later, in steps. ``number``: the data's index in
-    ``apart.spans``. ``entry``: the input. ``count``: how many values it has. Raises: InvalidArgument: the data is wrong or
-    does not fit the shape.
-    """
+    """Converts data that was cut out of the JSON, or returns what converts it in steps."""
     start, end = apart.spans[number]
     text, name, datatype, shape = apart.document[start:end], entry.name, entry.datatype, list(entry.shape)
     if text[0] == _QUOTE:
@@ -240,15 +229,13 @@ def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, 
 
 
 def decode_raw(state: ModelState, body: bytes | memoryview) -> DecodedRequest:
-    """Decodes a raw request (Inference-Header-Content-Length: 0), whose whole body is the bytes of the model's one input.
+    """Decodes a raw request, whose whole body is the bytes of the model's one input.
 
     At most one dimension of the input may be variable, and it gets the size that fits the body. The body of a BYTES input is one
-    element without its length, and the shape must be [1]. A model that batches gets a batch of one. Every output comes back
+    element without its length, and the shape must be [1]. A model that batches gets a batch of one. Every output is sent back as
     binary.
-
-    Args:
-      state: the state of the model version that the request names.
-    Raises: InvalidArgument: the model has not exactly one input, or not exactly one shape of that input fits the body.
+    ``state``: the state of the model version that the request names.
+    Raises InvalidArgument if the model has not exactly one input, or if not exactly one shape of the input fits the body.
     Source: Triton docs/protocol/extension_binary_data.md, "Raw Binary Request"; texts as recorded against a real Triton.
     """
     inputs = msgspec.json.decode(state.metadata)["inputs"]
@@ -276,10 +263,7 @@ def decode_raw(state: ModelState, body: bytes | memoryview) -> DecodedRequest:
 
 
 def _fill(model: str, shape: list[Any], element_size: int, byte_size: int) -> None:
-    """Replaces the variable dimension (-1) in ``shape``, if there is one, by the size that fits ``byte_size`` bytes.
-
-    ``element_size``: the number of bytes of one element. Raises InvalidArgument, which names ``model``: no size fits.
-    """
+    """Replaces a dimension of -1 in ``shape`` by the size that fits ``byte_size``."""
     known = element_count([dim for dim in shape if dim != -1]) * element_size
     count = 1
     if -1 in shape:
@@ -299,10 +283,10 @@ def _fill(model: str, shape: list[Any], element_size: int, byte_size: int) -> No
 
 
 def count_in_text(text: bytes | memoryview, datatype: str, what: str) -> int:
-    """Returns the number of values if ``text`` is a JSON array, or of elements of ``datatype`` if ``text`` is a base64 string.
+    """Returns how many values a JSON array has, or how many elements of ``datatype`` a base64 string has.
 
-    ``what``: the beginning of error messages.
-    Raises: InvalidArgument: the text is too long to count, or the string is no base64 of whole elements.
+    ``text``: the array or the string, as JSON. ``what``: the beginning of error messages.
+    Raises InvalidArgument if the text is too long, or if the string is no base64 of whole elements.
     """
     if len(text) > _MAX_COUNTED:
         raise InvalidArgument(
@@ -321,9 +305,10 @@ def count_in_text(text: bytes | memoryview, datatype: str, what: str) -> int:
 
 
 def count_in_value(value: Any, datatype: str, what: str) -> int:
-    """Returns the number of values in a parsed nested list, or of elements of ``datatype`` in a base64 string.
+    """Returns how many values a nested list has, or how many elements of ``datatype`` a base64 string has.
 
-    ``what``: the beginning of error messages. Raises InvalidArgument: the string is no base64 of whole elements.
+    ``what``: the beginning of error messages.
+    Raises InvalidArgument if the string is no base64 of whole elements.
     """
     if isinstance(value, str):
         return elements(datatype, json_data.from_base64(value), what)
@@ -341,10 +326,7 @@ def count_in_value(value: Any, datatype: str, what: str) -> int:
 
 
 def _requested(entry: OutputHead | ExactOutput, decoded: DecodedRequest) -> RequestedOutput:
-    """Decodes one entry of ``outputs``, and sets in ``decoded.binary`` whether the output is to be sent as binary.
-
-    Raises: InvalidArgument: a parameter has a wrong type or value, or two parameters exclude each other.
-    """
+    """Decodes one entry of ``outputs``, and notes in ``decoded`` whether it is binary."""
     parameters = entry.parameters if type(entry.parameters) is dict else msgspec.to_builtins(entry.parameters)
     classification = parameters.get("classification", 0)
     if type(classification) is not int or not 0 <= classification <= UINT64_MAX:
@@ -364,10 +346,7 @@ def _requested(entry: OutputHead | ExactOutput, decoded: DecodedRequest) -> Requ
 
 
 def _region(parameters: dict[str, Any]) -> RegionSlice:
-    """Returns the slice of a shared memory region that the parameters of an input or output name.
-
-    Raises: InvalidArgument: a parameter has a wrong type, or offset and size are not possible numbers.
-    """
+    """Returns the slice of a region that the parameters of an input or output name."""
     region = text(parameters["shared_memory_region"], "shared_memory_region")
     offset = unsigned(parameters.get("shared_memory_offset", 0), "shared_memory_offset")
     byte_size = unsigned(parameters.get("shared_memory_byte_size", 0), "shared_memory_byte_size")
@@ -389,8 +368,8 @@ def _region(parameters: dict[str, Any]) -> RegionSlice:
 def read_parameters(given: dict[str, Any], decoded: DecodedRequest) -> None:
     """Decodes ``given``, the parameters of a request, and stores them in ``decoded``.
 
-    Raises: InvalidArgument: a parameter has a wrong type or a reserved name; Unsupported: a sequence id that is a string is too
-      long.
+    Raises InvalidArgument if a parameter has a wrong type or a reserved name.
+    Raises Unsupported if a sequence id is a string and too long.
     """
     for key, value in given.items():
         if key in _SCHEDULING:
@@ -403,7 +382,7 @@ def read_parameters(given: dict[str, Any], decoded: DecodedRequest) -> None:
 
 
 def part(given: dict[str, Any]) -> tuple[Scheduling, dict[str, Any]]:
-    """Separates the ``given`` parameters that schedule a request, such as its priority, from the others, and returns both.
+    """Separates parameters that schedule a request, such as its priority, from the others, and returns both.
 
     A malformed parameter for scheduling is returned among the others, where ``read_parameters`` will refuse it.
     """

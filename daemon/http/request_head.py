@@ -36,11 +36,11 @@ _RAPIDJSON_ERROR = re.compile(r"Parse error at offset (\d+): (.*)", re.DOTALL)
 
 
 class UnusualText(Exception):
-    """Raised if a request's JSON is not as clients usually write it. Then the exact parser, which is slower, must be used."""
+    """Raised if only the exact parser, which is slower, can read the JSON of a request."""
 
 
 class TensorParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Holds the ``parameters`` of one input or output: those of the protocol, and ``content_type``, which some clients add."""
+    """Holds the ``parameters`` of one input or output."""
 
     binary_data_size: int | UnsetType = UNSET
     binary_data: bool | UnsetType = UNSET
@@ -55,7 +55,7 @@ _NONE_GIVEN = TensorParameters()
 
 
 class InputHead(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds one entry of ``inputs`` of a request's JSON, read by the quick parser, which accepts only usual texts."""
+    """Holds one entry of ``inputs``, read by the quick parser."""
 
     name: str
     shape: tuple[int, ...]
@@ -65,14 +65,14 @@ class InputHead(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OutputHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Holds one entry of ``outputs`` of a request's JSON, read by the quick parser, which accepts only usual texts."""
+    """Holds one entry of ``outputs``, read by the quick parser."""
 
     name: str
     parameters: TensorParameters = _NONE_GIVEN
 
 
 class RequestHead(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds the JSON object of an inference request, read by the quick parser, which accepts only usual texts."""
+    """Holds the JSON object of an inference request, read by the quick parser."""
 
     inputs: list[InputHead]
     id: str = ""
@@ -84,7 +84,7 @@ class RequestHead(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(slots=True)
 class ExactInput:
-    """Holds one entry of ``inputs``, read by the slower, exact parser. ``data`` is a Python value, or ABSENT if there is none."""
+    """Holds one entry of ``inputs``, read by the exact parser. ``data`` is ABSENT if there is none."""
 
     name: str
     shape: Sequence[int]
@@ -95,7 +95,7 @@ class ExactInput:
 
 @dataclass(slots=True)
 class ExactOutput:
-    """Holds one entry of ``outputs``, read by the slower, exact parser. Its parameters may be any JSON values."""
+    """Holds one entry of ``outputs``, read by the exact parser. Its parameters may be any JSON values."""
 
     name: str
     parameters: dict[str, Any]
@@ -103,10 +103,9 @@ class ExactOutput:
 
 @dataclass(slots=True)
 class ExactRequest:
-    """Holds the JSON object of an inference request, read by the slower, exact parser.
+    """Holds the JSON object of an inference request, read by the exact parser.
 
-    Its inputs and outputs are checked one by one while they are iterated over, so that the first mistake is the one that is
-    reported.
+    Inputs and outputs are checked while they are iterated over, so that the first mistake is reported.
     """
 
     id: str
@@ -121,9 +120,10 @@ _UNCOUNTED = 4 * MAX_ENTRIES
 
 
 def quick(head: bytes | memoryview) -> RequestHead:
-    """Parses ``head``, the JSON of an inference request, with a typed decoder for JSON as clients usually write it.
+    """Parses ``head``, the JSON of an inference request as clients usually write it.
 
-    Raises: UnusualText: the text is no JSON, or not in the protocol's format; InvalidArgument: a list has too many entries.
+    Raises UnusualText if the text is no JSON or not in the protocol's format.
+    Raises InvalidArgument if a list has too many entries.
     """
     try:
         request = _decoder.decode(head)
@@ -143,10 +143,9 @@ def itself(offset: int) -> int:
 def exact(head: bytes | memoryview, place: Callable[[int], int] = itself) -> ExactRequest:
     """Parses any JSON text of an inference request as Triton does.
 
-    Args:
-      place: converts the offset of a byte in ``head`` to its offset in the text that the client sent, for error messages.
-    Raises: InvalidArgument: the text is no JSON or not in the protocol's format. For a mistake in inputs or outputs it is raised
-      only while they are iterated over.
+    ``place``: converts an offset in ``head`` to the offset in the text that the client sent, for error messages.
+    Raises InvalidArgument if the text is no JSON or not in the protocol's format. A mistake in inputs or outputs raises it only
+    while they are iterated over.
     """
     value = parse(bytes(head), place)
     request: dict[str, Any] = value if isinstance(value, dict) else {}
@@ -159,11 +158,10 @@ def exact(head: bytes | memoryview, place: Callable[[int], int] = itself) -> Exa
 
 
 def parse(document: bytes, place: Callable[[int], int] = itself) -> Any:
-    """Parses a JSON text, in which the literals NaN, Infinity, -Infinity and Inf are allowed too.
+    """Parses a JSON text, which may also have the literals NaN, Infinity, -Infinity and Inf.
 
-    Args:
-      place: converts the offset of a byte in ``document`` to its offset in the text that the client sent, for error messages.
-    Raises: InvalidArgument: the text is no JSON; the message says what is wrong and at which byte.
+    ``place``: converts an offset in ``document`` to the offset in the text that the client sent, for error messages.
+    Raises InvalidArgument, which says what is wrong and at which byte, if the text is no JSON.
     """
     # A NUL byte is the end of the text, as for every C string. No JSON holds one.
     text, nul, _ = document.partition(b"\0")
@@ -182,7 +180,7 @@ def parse(document: bytes, place: Callable[[int], int] = itself) -> Any:
 
 
 class _Ended(dict[str, Any]):
-    """Holds a request's JSON object if a NUL byte follows the JSON. If nothing else is wrong, the request is refused for it."""
+    """The JSON object of a request that must be refused, because a NUL byte follows it."""
 
     def __init__(self, value: Any, end: int) -> None:
         super().__init__(value if isinstance(value, dict) else {})

@@ -38,16 +38,17 @@ def encode(
     view: Callable[[Slice], memoryview],
     in_steps: bool = False,
 ) -> tuple[bytes, list[Buffer]]:
-    """Encodes an answer of ``model`` that is no error. Returns its JSON head and its binary tensors.
+    """Encodes an answer that is no error, and returns its JSON head and its binary tensors.
 
     Args:
       prepared: the part of the answer that repeats.
       contents: the bytes of each output, or their slice of the response arena.
-      client_id: the request's id; "": it has none.
+      model: the name of the model.
+      client_id: the id of the request, or "" if it has none.
       asked: the request, which says which outputs are binary.
       view: returns the bytes of a slice of the response arena.
-      in_steps: whether a placeholder is written for each large tensor in the JSON, which ``encode_in_steps`` replaces.
-    Raises: InvalidArgument: an output cannot be written as JSON; the message says which one and what to do.
+      in_steps: whether large tensors in the JSON are replaced by placeholders, for ``encode_in_steps``.
+    Raises InvalidArgument if an output cannot be written as JSON.
     """
     parts: list[Buffer] = []
     outputs: list[dict[str, Any]] = []
@@ -76,8 +77,10 @@ def large_texts(
 ) -> list[tuple[PreparedTensor, Slice]]:
     """Returns the outputs that must be written as JSON and are too large for one step, each with its slice of the arena.
 
-    ``prepared``: the part of the answer that repeats. ``contents``: the bytes of each output, or their slice of the response
-    arena. ``asked``: the request, which says which outputs are binary.
+    Args:
+      prepared: the part of the answer that repeats.
+      contents: the bytes of each output, or their slice of the response arena.
+      asked: the request, which says which outputs are binary.
     """
     return [
         (tensor, place)
@@ -98,12 +101,17 @@ def encode_in_steps(
     asked: DecodedRequest,
     view: Callable[[Slice], memoryview],
 ) -> Generator[None, None, tuple[list[Buffer], list[Buffer]]]:
-    """Encodes an answer of ``model`` that is no error, and yields after each piece of a large tensor's JSON.
+    """Encodes an answer that is no error, and yields after each piece of the JSON of a large tensor.
 
-    Returns the pieces of the JSON head, and the binary tensors. ``prepared``: the part of the answer that repeats.
-    ``contents``: the bytes of each output, or their slice of the response arena. ``client_id``: the request's id; "": it has
-    none. ``asked``: the request, which says which outputs are binary. ``view``: returns the bytes of a slice.
-    Raises: InvalidArgument: an output cannot be written as JSON.
+    Returns the pieces of the JSON head, and the binary tensors.
+    Args:
+      prepared: the part of the answer that repeats.
+      contents: the bytes of each output, or their slice of the response arena.
+      model: the name of the model.
+      client_id: the id of the request, or "" if it has none.
+      asked: the request, which says which outputs are binary.
+      view: returns the bytes of a slice of the response arena.
+    Raises InvalidArgument if an output cannot be written as JSON.
     """
     texts: list[list[Buffer]] = []
     for tensor, place in large_texts(prepared, contents, asked):
@@ -124,9 +132,9 @@ def response_head(json_size: int, tail_size: int, lines: bytes = b"", compressed
 
     Args:
       json_size: the number of bytes of JSON in the body, before compression.
-      tail_size: the number of bytes of binary tensors that follow the JSON; 0: the body is JSON alone.
+      tail_size: the number of bytes of binary tensors that follow the JSON, or 0.
       lines: further header lines, each with its line end.
-      compressed_size: the number of bytes of the compressed body; None: the body is not compressed.
+      compressed_size: the number of bytes of the compressed body, or None if the body is not compressed.
     """
     total = json_size + tail_size if compressed_size is None else compressed_size
     if not tail_size:
@@ -138,7 +146,10 @@ def response_head(json_size: int, tail_size: int, lines: bytes = b"", compressed
 
 
 def timing_line(timing: tuple[int, int, int]) -> bytes:
-    """Returns the Tensord-Timing header line. ``timing``: ns in the queue, ns of computing, number of bytes copied."""
+    """Returns the Tensord-Timing header line.
+
+    ``timing``: the ns in the queue, the ns of computing, and the number of bytes that were copied.
+    """
     return b"Tensord-Timing: queue-ns=%d, compute-ns=%d, copied-bytes=%d\r\n" % timing
 
 
@@ -147,7 +158,10 @@ def status_line(status: int) -> bytes:
 
 
 def error_response(status: int, message: str, lines: bytes = b"") -> bytes:
-    """Returns a response with ``status`` and the message as JSON. ``lines``: more header lines, with line ends."""
+    """Returns a response with ``status``, whose body is the message as JSON.
+
+    ``lines``: further header lines, each with its line end.
+    """
     body = _encode({"error": message})
     retry = b"Retry-After: 1\r\n" if status == 503 else b""
     return (

@@ -58,7 +58,7 @@ TRACE_SETTINGS = ("trace_file", "trace_level", "trace_rate", "trace_count", "log
 
 
 class Routes:
-    """Answers all requests to an HTTP front that are no inference requests, and creates the ASGI application that serves them."""
+    """Answers all requests to an HTTP front that are no inference requests."""
 
     def __init__(self, endpoints: Endpoints, access: Access) -> None:
         self._endpoints = endpoints
@@ -66,7 +66,7 @@ class Routes:
         self._arriving = ArrivingParameters()
 
     def table(self) -> list[Endpoint]:
-        """Returns all documented routes. Each has a method, a path, a handler, and the call's name for rules of access."""
+        """Returns all documented routes: method, path, handler, and the name of the call for rules of access."""
         model, version = "/v2/models/{model}", "/v2/models/{model}/versions/{version}"
         repository = "/v2/repository"
         table: list[Endpoint] = [
@@ -112,7 +112,7 @@ class Routes:
         return table
 
     def refused(self) -> list[Endpoint]:
-        """Returns routes for paths with a name missing or one name too many. Their handlers answer with an error."""
+        """Returns routes for paths that lack a name, or have a name too many. Their handlers answer with an error."""
         repository = "/v2/repository/{repository}/models/{model}"
         return [
             ("POST", f"{repository}/load", self.named_repository, "RepositoryModelLoad"),
@@ -122,11 +122,11 @@ class Routes:
         ]
 
     def undescribed(self) -> list[Endpoint]:
-        """Returns the route that serves the OpenAPI description, which is the only one that the description leaves out."""
+        """Returns the route of the OpenAPI description, which that description leaves out."""
         return [("GET", "/v2/openapi.yaml", self.openapi, "OpenApi")]
 
     def application(self) -> Starlette:
-        """Creates the ASGI application that serves all routes (``table``, ``refused`` and ``undescribed``)."""
+        """Creates the ASGI application that serves all routes."""
         routes = [
             Route(
                 path,
@@ -152,7 +152,7 @@ class Routes:
     # ------------------------------------------------------------------------------------------------ health
 
     async def live(self, request: Request) -> Response:
-        """Answers whether the server is alive. KServe's client reads the body, Triton's client only the status."""
+        """Answers that the server is alive, which KServe's client reads in the body."""
         return _answer({"live": True})
 
     async def ready(self, request: Request) -> Response:
@@ -166,7 +166,10 @@ class Routes:
         return _answer(self._endpoints.server_metadata())
 
     async def openapi(self, request: Request) -> Response:
-        """Answers with the OpenAPI description of the endpoints, or 304 if the client already has it (If-None-Match)."""
+        """Answers with the OpenAPI description of the endpoints.
+
+        Answers 304 if the client already has the description (If-None-Match).
+        """
         content, tag = await asyncio.to_thread(_description)
         headers = {"ETag": tag, "Cache-Control": "no-cache"}
         known = request.headers.get("If-None-Match", "")
@@ -194,7 +197,7 @@ class Routes:
         return _answer(await self._endpoints.model_config(*_target(request)))
 
     async def infer(self, request: Request) -> Response:
-        """Raises NotFound always: connections answer inference requests, but the table of routes needs a handler for the path."""
+        """Raises NotFound, because the connections answer inference requests themselves."""
         raise NotFound("Not Found")
 
     async def statistics(self, request: Request) -> Response:
@@ -330,7 +333,7 @@ class Routes:
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
-    """Returns the whole body of a request. Raises HTTPException 413: the body has more than ``limit`` bytes."""
+    """Returns the whole body. Raises HTTPException 413 if it exceeds ``limit`` bytes."""
     pieces: list[bytes] = []
     size = 0
     async for piece in request.stream():
@@ -342,19 +345,19 @@ async def _read_body(request: Request, limit: int) -> bytes:
 
 
 async def _fields(request: Request, required: bool = False) -> dict[str, Any]:
-    """Returns the fields of the JSON object in the body. ``required``: if True, an empty body raises InvalidArgument."""
+    """Returns the JSON fields of the body, which must not be empty if ``required``."""
     return control_fields.read(await _read_body(request, MAX_BODY), required)
 
 
 def _answer(value: Any, status: int = 200) -> Response:
-    """Returns a JSON response with ``status``. If ``value`` is bytes, they are JSON; anything else is encoded as JSON."""
+    """Returns a JSON response. ``value``: JSON as bytes, or an object to encode."""
     body = value if isinstance(value, bytes) else msgspec.json.encode(value)
     return Response(body, status, media_type="application/json")
 
 
 @functools.cache
 def _description() -> tuple[bytes, str]:
-    """Returns the OpenAPI description of the endpoints and its entity tag (ETag). The file is read once, at the first call."""
+    """Returns the OpenAPI description of the endpoints and its entity tag (ETag)."""
     content = Path(__file__).with_name("openapi.yaml").read_bytes()
     return content, f'"{hashlib.sha256(content).hexdigest()[:32]}"'
 
@@ -365,14 +368,7 @@ def _traced(request: Request) -> str:
 
 
 def _guarded(method: str, handler: Handler, rule: Rule | None, heads: bool) -> Handler:
-    """Wraps a handler, so that the request is checked before the handler is called.
-
-    Args:
-      method: the only method that is allowed.
-      rule: the header that the operator demands for this call; None: none is demanded.
-      heads: True: HEAD requests are answered too, as load balancers send them to the health endpoints. False: a HEAD request,
-        which Starlette passes to each GET route, is refused with 405, as by Triton.
-    """
+    """Wraps a handler, so that the method and the operator's ``rule`` are checked first."""
 
     async def handle(request: Request) -> Response:
         if request.method != method and not (request.method == "HEAD" and heads):
@@ -394,14 +390,13 @@ def _target(request: Request) -> tuple[str, int]:
 
 
 def _check_version_text(request: Request) -> None:
-    """Checks the model version in a request's path. Raises NotFound: the version is not made of digits."""
     text = request.path_params.get("version", "0")
     if not (text.isascii() and text.isdigit()):
         raise NotFound("Not Found")
 
 
 def _fd(request: Request) -> int:
-    """Returns the file descriptor of the client's connection; -1 if the connection is already closed."""
+    """Returns the descriptor of the connection, or -1 if it is already closed."""
     sock = request.scope["tensord.socket"]
     return -1 if sock is None else int(sock.fileno())
 
@@ -442,7 +437,7 @@ def _allowed(request: Request) -> list[str]:
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    """Returns a response for a client that disconnected within its ``request``. Nobody reads it; nothing is logged."""
+    """Returns a response that nobody reads, because the client has disconnected."""
     return Response(status_code=400)
 
 

@@ -28,13 +28,10 @@ _EXPOSED = "Inference-Header-Content-Length"
 
 
 class CrossOrigin:
-    """Adds CORS headers to answers, so that web pages of the origins in ``http.cors_origins`` may use this server.
+    """Adds CORS headers to answers, so that web pages of other origins may use this server.
 
-    Starlette's middleware adds the headers to Starlette's answers, also to answers to preflight requests. Answers to inference
-    requests do not go through Starlette, and get their CORS headers here. Source: the Fetch standard, "HTTP-CORS protocol".
-
-    Args:
-      origins: the allowed origins, written as browsers send them, such as ``https://example.org``; ``*`` allows all.
+    ``origins``: the allowed origins as browsers send them, such as ``https://example.org``. ``*`` allows all.
+    Source: the Fetch standard, "HTTP-CORS protocol".
     """
 
     def __init__(self, origins: Sequence[str]) -> None:
@@ -52,7 +49,7 @@ class CrossOrigin:
         )
 
     def lines(self, fields: Sequence[tuple[bytes, bytes]]) -> bytes:
-        """Returns the CORS lines of the answer to a request with these header fields; empty if the request has no Origin."""
+        """Returns the CORS lines of the answer to a request with the header fields ``fields``, or b"" if there are none."""
         origin = next((value for name, value in fields if name == b"origin"), None)
         if origin is None:
             return b""
@@ -70,7 +67,7 @@ class CrossOrigin:
 
 @dataclass(slots=True)
 class HttpServing:
-    """Holds what all connections of an HTTP front share: the options, the submitter, caches and counters."""
+    """Holds what all connections of an HTTP front share."""
 
     options: Options
     table: ModelStates
