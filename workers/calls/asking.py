@@ -25,34 +25,38 @@ _MAX_FILES, _MAX_BYTE_SIZE = 256, 128 << 20
 
 
 class Asked(Arguments, total=False):
-    """The keyword arguments of a call to another model: those of any request, and the model's version."""
+    """The keyword arguments of a call to another model: the fields of any request, and the model's version."""
 
     #: 0: the newest.
     version: int
 
 
 class BegunCall:
-    """A call to another model that ``begin`` has sent. ``result`` waits for the outputs."""
+    """A call to another model that ``begin`` has sent."""
 
     def __init__(self, call: ModelCall) -> None:
         self._call = call
         self._answer: Result | None = None
 
     def result(self) -> dict[str, Array]:
-        """Waits for the outputs and returns them by name; they are read-only. Raises ServingError: the called model's error."""
+        """Waits for the outputs and returns them by name.
+
+        The arrays are read-only. Raises ServingError: the called model's error.
+        """
         if self._answer is None:
             self._answer, _ = self._call.next()
         return _outputs(self._answer)
 
     def cancel(self) -> None:
-        """Cancels the call, so that ``result`` raises Cancelled. Does nothing if the called model has answered."""
+        """Cancels the call, so that ``result`` raises Cancelled. Has no effect once the called model has answered."""
         self._call.cancel()
 
 
 def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **arguments: Unpack[Asked]) -> BegunCall:
-    """Sends a request to another model without waiting for the answer. Implements ``tensord.models.begin``.
+    """Sends a request to another model without waiting for the answer.
 
-    ``inputs``: arrays by name. ``outputs``: the wanted outputs; empty: all. ``arguments``: other fields, such as ``version``.
+    Implements ``tensord.models.begin``. ``inputs``: arrays by name. ``outputs``: names of the wanted outputs; empty: all.
+    ``arguments``: other fields of the request, such as ``version``.
     """
     call = _call(model, inputs, outputs, arguments, streams=False)
     call.begin()
@@ -62,9 +66,10 @@ def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **
 def stream(
     model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **arguments: Unpack[Asked]
 ) -> Iterator[dict[str, Array]]:
-    """Sends a request to another model and returns an iterator over the responses. Implements ``tensord.models.stream``.
+    """Sends a request to another model and returns an iterator over the responses.
 
-    ``inputs``: arrays by name. ``outputs``: the wanted outputs; empty: all. ``arguments``: other fields, such as ``version``.
+    Implements ``tensord.models.stream``. ``inputs``: arrays by name. ``outputs``: names of the wanted outputs; empty: all.
+    ``arguments``: other fields of the request, such as ``version``.
     """
     call = _call(model, inputs, outputs, arguments, streams=True)
     call.begin()
@@ -95,9 +100,10 @@ def _call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str], argumen
 
 
 def records(number: int, model: str, arguments: Mapping[str, Any]) -> tuple[PreparedRequest, RequestRecord]:
-    """Makes the two records of request ``number`` to a model, without tensors, from the ``arguments`` of a call.
+    """Makes the two records of a request to ``model``, without tensors.
 
-    Raises: InvalidArgument: a value is of another type or out of range.  TypeError: requests have no argument of a given name.
+    ``number``: the request's number on its lane. ``arguments``: the fields of the request by name. Raises InvalidArgument: a
+    value has the wrong type or is out of range. Raises TypeError: requests have no field of that name.
     """
     scheduling, said = read_arguments(arguments, others=_VERSION)
     prepared = PreparedRequest(model, said.get("version", 0), parameters=said.get("parameters", {}))
@@ -118,14 +124,14 @@ def _outputs(result: Result | None) -> dict[str, Array]:
 
 
 def snapshot(array: Array) -> Array:
-    """Returns a read-only copy of an array, because the owner of the original may overwrite it."""
+    """Returns a read-only copy of an array."""
     made = as_strings(array) if array.dtype.kind in "SUO" else np.array(array)
     made.flags.writeable = False
     return made
 
 
 def check_sequence(sequence_id: int | str) -> None:
-    """Raises InvalidArgument if the value cannot be a sequence id: it is a number beyond 64 bits, or a text that is too long."""
+    """Raises InvalidArgument if the sequence id is a number beyond 64 bits or a text that is too long."""
     if isinstance(sequence_id, int) and not 0 <= sequence_id < 1 << 64:
         raise InvalidArgument(f"correlation ID {sequence_id} is no unsigned number of 64 bits")
     if isinstance(sequence_id, str) and (size := len(sequence_id.encode())) > MAX_SEQUENCE_ID:
@@ -137,10 +143,10 @@ class NotAllowed(InvalidArgument):
 
 
 def load(name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
-    """Loads another model, and waits until it is loaded. It implements ``tensord.models.load_model``.
+    """Loads another model, and waits until it is loaded.
 
-    ``config``: the configuration as JSON; "": the one in the repository. ``files``: contents of files by name, which replace
-    the model's; None: no file is replaced. Raises NotAllowed: the running code may not load models.
+    Implements ``tensord.models.load_model``. ``config``: the configuration as JSON; "": the one in the repository. ``files``:
+    contents of files by name, which replace the model's files of these names. Raises NotAllowed: the running code may not load.
     """
     given = {path.removeprefix("file:"): bytes(content) for path, content in (files or {}).items()}
     total = sum(map(len, given.values()))
@@ -152,18 +158,18 @@ def load(name: str, config: str = "", files: Mapping[str, bytes] | None = None) 
 
 
 def unload(name: str, dependents: bool = False) -> None:
-    """Begins to unload the model ``name``. It implements ``tensord.models.unload_model``.
+    """Begins to unload a model.
 
-    ``dependents``: True: if the model is an ensemble, the models of its steps are unloaded, too. Raises NotAllowed: the
-    running code may not unload models.
+    Implements ``tensord.models.unload_model``. ``dependents``: whether to unload also the models that an ensemble's steps call.
+    Raises NotAllowed: the running code may not unload models.
     """
     _ask(UnloadModel(name, dependents))
 
 
 def is_ready(name: str, version: int = 0) -> bool:
-    """Returns whether version ``version`` (0: any) of a model answers requests. Implements ``tensord.models.is_ready``.
+    """Returns whether version ``version`` of a model answers requests. Version 0 stands for any version.
 
-    Raises NotAllowed: the running code may not ask.
+    Implements ``tensord.models.is_ready``. Raises NotAllowed: the running code may not ask.
     """
     return bool(json.loads(_ask(ModelReady(name, version))))
 

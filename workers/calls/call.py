@@ -25,9 +25,10 @@ from tensord.workers.requests.timeline import RequestTimeline
 
 @dataclass(eq=False, repr=False)
 class ModelCall:
-    """A call of another model by a model's code. Call ``begin`` once, then ``next`` until it returns the last response.
+    """A call of another model by a model's code.
 
-    Only the thread of the worker's loop may call ``answered`` and set ``abandoned``.
+    Call ``begin`` once, then ``next`` until it returns the last response. Only the thread of the worker's loop may call
+    ``answered`` and set ``abandoned``.
     """
 
     caller: Caller
@@ -70,7 +71,7 @@ class ModelCall:
     def begin(self, by_coroutine: bool = False) -> None:
         """Sends the request to the worker's loop. Afterwards the caller must wait by ``next`` or ``first``.
 
-        ``by_coroutine``: whether the caller is a coroutine, so that no thread counts as waiting.
+        ``by_coroutine``: whether a coroutine waits for the answer instead of this thread.
         """
         self._thread = 0 if by_coroutine else threading.get_ident()
         self._asked = 1
@@ -78,7 +79,7 @@ class ModelCall:
 
     @property
     def thread(self) -> int:
-        """The identifier of the thread that waits for a response to the call; 0: no thread waits."""
+        """The identifier of the thread that waits for a response; 0: no thread waits."""
         return self._thread if self.is_awaited else 0
 
     @property
@@ -87,7 +88,11 @@ class ModelCall:
         return self._asked > self._answered
 
     def answered(self, result: Result | None, final: bool) -> None:
-        """Makes ``next`` return a response; None: the call ends without one. ``final``: it is the last. The loop calls this."""
+        """Makes ``next`` return ``result``.
+
+        Only the worker's loop may call this method. ``result`` None: the call ends without a response. ``final``: whether the
+        call has ended.
+        """
         self._answered += 1
         self._came.put((result, final))
         first, self._first = self._first, None
@@ -95,7 +100,10 @@ class ModelCall:
             first()
 
     def next(self) -> tuple[Result | None, bool]:
-        """Waits for the next response. Returns it (None if the call ended without a response), and whether the call has ended."""
+        """Waits for the next response. Returns the response, and whether the call has ended.
+
+        The response is None if the call ended without one.
+        """
         self._thread = threading.get_ident()
         self._taken += 1
         self._asked = self._taken
@@ -106,7 +114,10 @@ class ModelCall:
         return result, final
 
     def first(self) -> asyncio.Task[tuple[Result | None, bool]]:
-        """Returns a task with the result (first response or None, whether it is the last). Cancelling it cancels the call."""
+        """Returns a task that waits for the first response. Cancelling the task cancels the call.
+
+        The task's result is the response, and whether the call has ended. The response is None if the call ended without one.
+        """
         waiting = asyncio.ensure_future(self._wait())
         waiting.add_done_callback(lambda done: self.cancel() if done.cancelled() else None)
         return waiting
@@ -126,17 +137,20 @@ class ModelCall:
         return self.next()
 
     def cancel(self) -> None:
-        """Cancels the request to the called model. Unless the call has ended, it ends with Cancelled. Idempotent."""
+        """Cancels the request. A call that has not ended ends with Cancelled. Idempotent."""
         if not self._over:
             self._server.cancel(self)
 
     def stop(self) -> None:
-        """If the called model streams in a thread, asks it to stop, and still receives its responses. Else cancels the call."""
+        """Asks the called model to end its stream early. Responses still arrive.
+
+        If the called model does not stream in a thread, the call is cancelled instead.
+        """
         if not self._over:
             self._server.stop(self)
 
     def abandon(self) -> None:
-        """Lets the called model continue, and discards its further responses. ``next`` may not be called any more."""
+        """Discards all further responses, while the called model continues. Do not call ``next`` any more."""
         if not self._over:
             self._over = True
             self._server.abandon(self)

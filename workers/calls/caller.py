@@ -28,28 +28,32 @@ if TYPE_CHECKING:
 
 
 class CallServer(Protocol):
-    """The interface through which models' code in any thread reaches the worker's loop; ``call`` is always a ``ModelCall``."""
+    """Lets models' code in any thread reach the worker's loop. Each ``call`` is a ``ModelCall``."""
 
     def begin(self, call: Any) -> None:
-        """Queues the request of a call for the called model. The responses, or an error, are passed to ``call.answered``."""
+        """Queues the call's request for the called model. Responses and errors are passed to ``call.answered``."""
 
     def cancel(self, call: Any) -> None:
-        """Cancels the request of a call for which the caller no longer waits; ``call.answered`` gets Cancelled."""
+        """Cancels the call's request, so that ``call.answered`` gets Cancelled."""
 
     def stop(self, call: Any) -> None:
-        """If the called model streams in a thread, asks it to stop; its responses still arrive. Else cancels the call."""
+        """Asks the called model to end its stream early. Responses still arrive.
+
+        If the called model does not stream in a thread, the call is cancelled instead.
+        """
 
     def took(self, call: Any) -> None:
-        """Allows the called model to send a further response, because the caller has taken a response."""
+        """Tells the called model that the caller has taken a response, so that the model may send another one."""
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: Any) -> bytes:
-        """Has the daemon carry out an operation for the model whose ``ModelPort`` is ``port``; returns the daemon's answer.
+        """Has the daemon carry out an operation for a model. Returns the daemon's answer.
 
-        The answer to ModelReady is "true" or "false". Raises ServingError: the operation failed.
+        ``port``: the ``ModelPort`` of the model. The answer to ModelReady is ``true`` or ``false``. Raises ServingError: the
+        operation failed.
         """
 
     def abandon(self, call: Any) -> None:
-        """Lets a call continue but discards its responses, because the caller takes no more of them."""
+        """Lets a call continue, but discards its responses."""
 
 
 #: Name of the ``ModelPort`` among the builtins of a model's code.
@@ -64,11 +68,11 @@ class Held(Protocol):
 
 
 class EndsLater(Held, Protocol):
-    """A resource of a model's code that takes a while to end after ``close``."""
+    """A resource of a model's code that ends some time after ``close``."""
 
     @property
     def ended(self) -> bool:
-        """True once the resource was closed and has ended."""
+        """True once ``close`` was called and the resource has ended."""
 
 
 class ModelPort:
@@ -82,7 +86,7 @@ class ModelPort:
         metrics: MetricRegistry | None = None,
         code: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """Connects the code of a version of the model ``name`` with its worker.
+        """Connects the code of version ``version`` of the model ``name`` with its worker.
 
         Args:
           server: takes the calls that the code makes; None: the code may make no calls.
@@ -109,7 +113,7 @@ class ModelPort:
         self.detached = Caller(self)
 
     def close(self) -> None:
-        """Closes the resources that the model's code has made, because the model version has ended."""
+        """Closes the resources that the model's code has made."""
         for held in list(self.held):
             held.close()
 
@@ -143,9 +147,10 @@ class Caller:
         execution: object = None,
         phase: CallerPhase = CallerPhase.SERVING,
     ) -> None:
-        """Begins a run of the code of ``port``'s model, which works on ``requests``. ``phase``: says which calls it may make.
+        """Begins a run of a model's code, which works on ``requests``.
 
-        ``execution``: the run of the requests, which occupies an instance; None: no instance is occupied.
+        ``port``: the model's connection with its worker. ``execution``: the run of the requests, which occupies an instance;
+        None: no instance is occupied. ``phase``: decides which calls the code may make.
         """
         self.port = port
         self.requests = tuple(requests)
@@ -156,11 +161,14 @@ class Caller:
 
     @property
     def may_call(self) -> bool:
-        """True if this run of a model's code may call other models. While the model is being loaded or finalized, none may."""
+        """True if this run of a model's code may call other models. A model that is being loaded or finalized may not."""
         return self.phase is CallerPhase.SERVING and not (self is self.port.detached and self.port.loading)
 
     def close(self) -> None:
-        """Ends this run and its requests. A task of the model's code may still run; the task's calls then serve no request."""
+        """Ends this run and its requests.
+
+        A task of the model's code that still runs may make calls. They belong to no request.
+        """
         self.requests, self.execution = (), None
 
     def __repr__(self) -> str:
@@ -170,7 +178,7 @@ class Caller:
 def asker() -> Caller | None:
     """Returns the ``Caller`` of the model whose code called this function; None: no model's code did.
 
-    Raises InvalidArgument: the calling process was forked by the model, and an answer could not reach it.
+    Raises InvalidArgument: the calling process was forked by the model, where no answer can reach it.
     """
     found = caller()
     if found is not None and found.port.process != (here := os.getpid()):
@@ -186,7 +194,7 @@ _current: ContextVar[Caller] = ContextVar("caller")
 
 @contextlib.contextmanager
 def calling(caller: Caller) -> Iterator[Caller]:
-    """Makes ``caller`` the current one in the block. Afterwards restores process-wide state, such as ``sys.path``."""
+    """Makes ``caller`` the current one in the block. Afterwards calls ``caller.port.ran``, if it is set."""
     token = _current.set(caller)
     try:
         yield caller
@@ -197,14 +205,14 @@ def calling(caller: Caller) -> Iterator[Caller]:
 
 
 def current() -> Caller | None:
-    """Returns the ``Caller`` of the current context; None: there is none, as in a thread that a model has started."""
+    """Returns the ``Caller`` of the current context; None: the context has none, as in a thread that a model has started."""
     return _current.get(None)
 
 
 def caller() -> Caller | None:
-    """Returns the ``Caller`` of the model whose code called this, directly or through libraries; None: no model's code did.
+    """Returns the ``Caller`` of the model whose code called this function, directly or through libraries.
 
-    If it is unknown on which requests the code works, returns a ``Caller`` of the model that has no requests.
+    None: no model's code did. If the requests that the code works on are unknown, the ``Caller`` has no requests.
     """
     found = _current.get(None)
     if found is not None:

@@ -42,7 +42,10 @@ class MetricKind(enum.Enum):
 
 
 class Value:
-    """The value of one metric. ``sum``: a counter's or gauge's value, or a histogram's total; ``counts``: values per bucket."""
+    """The value of one metric.
+
+    ``sum``: the value of a counter or gauge, or the total of a histogram. ``counts``: the number of values in each bucket.
+    """
 
     __slots__ = ("buckets", "counts", "holders", "sum")
 
@@ -73,7 +76,7 @@ class MetricRegistry:
         self._count = 0
 
     def hold(self, name: str, description: str, kind: MetricKind, owner: tuple[str, int]) -> None:
-        """Adds ``owner``, a model's name and version, to the holders of metric family ``name``; makes the family if it is new.
+        """Adds ``owner``, a model's name and version, to the holders of a metric family. Makes the family if it is new.
 
         Raises InvalidArgument: the name or description is malformed, or the family is of another kind.
         Raises Unavailable: there are too many families.
@@ -97,7 +100,10 @@ class MetricRegistry:
             family.owners.append(owner)
 
     def release(self, name: str, owner: tuple[str, int], held: Iterable[Labels]) -> None:
-        """Ends the hold of ``owner`` on family ``name`` and on the metrics ``held``; drops those that nobody holds any more."""
+        """Removes ``owner`` from the holders of a family and of the metrics whose labels are in ``held``.
+
+        A family or metric without holders is dropped.
+        """
         with self._lock:
             family = self._families[name]
             for labels in held:
@@ -111,12 +117,12 @@ class MetricRegistry:
                 del self._families[name]
 
     def metric(self, name: str, labels: Mapping[str, str], buckets: Sequence[float] | None, held: set[Labels]) -> Value:
-        """Returns the value of the metric with these labels in the family ``name``, and makes the metric if there is none.
+        """Returns the value of the metric with these labels in the family ``name``. Makes the metric if there is none.
 
         Args:
           buckets: upper bounds of a histogram's buckets; None: the metric is no histogram.
-          held: the labels of the metrics that the caller holds. ``labels`` are added to it, so that the caller counts as one
-            holder of the metric, however often it asks.
+          held: the labels of the metrics that the caller holds. ``labels`` are added to it. A caller counts as one holder of the
+            metric, however often it asks.
         Raises InvalidArgument: labels or buckets are malformed, or the metric has other buckets.
         Raises Unavailable: there are too many metrics.
         """
@@ -140,7 +146,10 @@ class MetricRegistry:
             return value
 
     def increment(self, kind: MetricKind, value: Value, by: float) -> None:
-        """Adds ``by`` to ``value``. Raises InvalidArgument: a counter would shrink; Unsupported: ``kind`` is a histogram."""
+        """Adds ``by`` to ``value``.
+
+        Raises InvalidArgument: a counter would shrink. Raises Unsupported: the metric is a histogram.
+        """
         if kind is MetricKind.HISTOGRAM:
             raise _unsupported()
         if kind is MetricKind.COUNTER and not by >= 0:
@@ -151,14 +160,17 @@ class MetricRegistry:
             value.sum += by
 
     def set(self, kind: MetricKind, value: Value, to: float) -> None:
-        """Sets the ``value`` of a gauge to ``to``. Raises Unsupported: the metric's ``kind`` is not a gauge."""
+        """Sets the value of a gauge. Raises Unsupported: the metric is no gauge."""
         if kind is not MetricKind.GAUGE:
             raise _unsupported()
         with self._lock:
             value.sum = to
 
     def observe(self, kind: MetricKind, value: Value, observed: float) -> None:
-        """Adds ``observed`` to ``value``. Raises InvalidArgument: it is NaN; Unsupported: ``kind`` is not a histogram."""
+        """Counts the number ``observed`` in a histogram's ``value``.
+
+        Raises InvalidArgument: the number is NaN. Raises Unsupported: the metric is no histogram.
+        """
         if kind is not MetricKind.HISTOGRAM:
             raise _unsupported()
         if math.isnan(observed):
@@ -168,7 +180,7 @@ class MetricRegistry:
             value.sum += observed
 
     def value(self, kind: MetricKind, value: Value) -> float:
-        """Returns the value of a counter or a gauge. Raises Unsupported: the metric's ``kind`` is a histogram."""
+        """Returns the value of a counter or a gauge. Raises Unsupported: the metric is a histogram."""
         if kind is MetricKind.HISTOGRAM:
             raise _unsupported()
         return value.sum

@@ -14,10 +14,10 @@ from tensord.workers.calls.metric_registry import Labels, MetricKind, MetricRegi
 
 
 class HeldFamily:
-    """Keeps a metric family, and the metrics obtained through this object, in existence for a model's code until ``close``."""
+    """Keeps a metric family and its metrics in existence until ``close``, for a model's code."""
 
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
-        """Makes the metric family ``name`` or, if it exists already, keeps the existing one in existence.
+        """Makes the metric family ``name``. If the family exists already, keeps it in existence.
 
         Raises InvalidArgument: an argument is malformed, the existing family is of another kind, or no model's code is running.
         Raises Unavailable: there are too many families.
@@ -35,8 +35,9 @@ class HeldFamily:
 
     @property
     def registry(self) -> MetricRegistry:
-        """The registry of the worker's metrics. Raises InvalidArgument, in Triton's wording, after ``close``."""
+        """The registry of the worker's metrics. Raises InvalidArgument after ``close``."""
         if self._port is None:
+            # Triton's wording.
             raise InvalidArgument(
                 "Invalid metric operation as the corresponding 'MetricFamily' has been deleted. The 'MetricFamily' object "
                 "should be deleted AFTER its corresponding 'Metric' objects have been deleted."
@@ -44,15 +45,15 @@ class HeldFamily:
         return self._port.metrics
 
     def metric(self, labels: Mapping[str, str], buckets: Sequence[float] | None) -> Value:
-        """Returns the metric that has these labels, and makes it if there is none.
+        """Returns the value of the metric that has these labels. Makes the metric if there is none.
 
-        Raises InvalidArgument: labels or buckets (None: no histogram) are malformed, or the metric has other buckets.
-        Raises Unavailable: there are too many metrics.
+        ``buckets``: upper bounds of a histogram's buckets; None: the metric is no histogram. Raises InvalidArgument: labels or
+        buckets are malformed, or the metric has other buckets. Raises Unavailable: there are too many metrics.
         """
         return self.registry.metric(self.name, labels, buckets, self._labels)
 
     def close(self) -> None:
-        """Releases the family and its metrics. Metrics that no other ``HeldFamily`` holds disappear. Idempotent."""
+        """Releases the family and its metrics. They disappear unless another ``HeldFamily`` holds them. Idempotent."""
         port, self._port = self._port, None
         if port is not None:
             port.held.discard(self)
@@ -60,17 +61,17 @@ class HeldFamily:
 
 
 class OwnMetric:
-    """Base of the metrics that a model's code makes. Each object stands for one metric of the family ``name``."""
+    """Base of the metrics that a model's code makes. Each object stands for one metric."""
 
     _kind: MetricKind
 
     def __init__(
         self, name: str, description: str, labels: Mapping[str, str] | None, buckets: Sequence[float] | None = None
     ) -> None:
-        """Makes a metric. If there is one with the same name and labels, this object stands for the existing metric.
+        """Makes a metric. An object of the same name and labels stands for the same metric.
 
         ``labels`` None: no labels. ``buckets``: upper bounds, for a histogram only. Raises InvalidArgument: an argument is
-        malformed, or not the existing metric's. Raises Unavailable: there are too many metrics.
+        malformed, or differs from the existing metric. Raises Unavailable: there are too many metrics.
         """
         self._held = HeldFamily(name, description, self._kind)
         self._value = self._held.metric(labels or {}, buckets)
@@ -94,7 +95,7 @@ class Counter(OwnMetric):
 
     @property
     def value(self) -> float:
-        """The value of the counter or gauge on this worker. A new metric begins with 0."""
+        """The value of the metric on this worker. A new metric begins with 0."""
         return self._held.registry.value(self._kind, self._value)
 
 

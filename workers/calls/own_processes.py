@@ -46,7 +46,7 @@ _PORT = "_tensord_port"
 
 
 class OwnProcesses:
-    """Finds and ends the processes that a model's code has started since the model was loaded. Any thread may use this object."""
+    """Finds and ends the processes that a model's code has started. Any thread may use this object."""
 
     _serials = itertools.count(1)
 
@@ -66,7 +66,7 @@ class OwnProcesses:
         return self._ending is not None and not self._ending.is_alive()
 
     def mark(self) -> str:
-        """Returns the value that is put into the environment of programs executed by the model's code, to find them later.
+        """Returns the value that marks programs started by the model's code, in an environment variable.
 
         Raises OSError: the model has ended.
         """
@@ -75,10 +75,7 @@ class OwnProcesses:
         return self._mark
 
     def forked(self, pid: int) -> None:
-        """Records the process ``pid``, which the model's code has forked, so that ``close`` ends it.
-
-        Forked processes, unlike executed programs, cannot be found by their environment.
-        """
+        """Records a process that the model's code has forked, so that ``close`` ends it."""
         found = marked_processes.look(pid)
         with self._lock:
             if found is not None:
@@ -88,7 +85,7 @@ class OwnProcesses:
                 self._prune_at = 2 * len(self._forked) + 64
 
     def close(self) -> None:
-        """Starts a thread that ends the model's processes, in the end by SIGKILL, because the model has ended. Idempotent."""
+        """Starts a thread that ends the model's processes, in the end by SIGKILL. Idempotent."""
         with self._lock:
             self._closed = True
             if self._ending is None:
@@ -122,14 +119,14 @@ class OwnProcesses:
         _log.warning(left, self._name, max(count, killed), killed)
 
     def _wait(self, seconds: float) -> list[Found]:
-        """Waits up to ``seconds`` for the model's processes to end. Returns the processes that are still running."""
+        """Waits up to ``seconds`` for the model's processes to end. Returns those still running."""
         until = time.monotonic() + seconds
         while (found := self._found()) and time.monotonic() < until:
             time.sleep(_INTERVAL)
         return found
 
     def _found(self) -> list[Found]:
-        """Returns the model's processes that are still running, and all their descendants."""
+        """Returns the model's running processes, with all descendants."""
         everybody = marked_processes.everybody()
         with self._lock:
             forked = dict(self._forked)
@@ -153,7 +150,7 @@ def _worker_mark() -> str:
 
 
 def _owner() -> OwnProcesses | None:
-    """Returns the ``OwnProcesses`` of the model whose code is starting a process in this thread; None: no model's code is."""
+    """Returns the ``OwnProcesses`` of the model whose code starts a process in this thread."""
     found = caller()
     port: ModelPort | None = getattr(threading.current_thread(), _PORT, None) if found is None else found.port
     if port is None:

@@ -24,9 +24,9 @@ _NOTHING = nullcontext()
 
 
 def span(name: str, attributes: Mapping[str, Parameter]) -> AbstractContextManager[None]:
-    """Returns a context manager; its block is a span in the traces of the requests that the running code works on.
+    """Returns a context manager whose block is a span in the traces of the requests that the running code works on.
 
-    ``name``, ``attributes``: those of the span. Implements ``tensord.models.span``.
+    Implements ``tensord.models.span``. ``name`` and ``attributes`` describe the span.
     """
     requests = () if (found := current()) is None else found.requests
     timelines = [request.timeline for request in requests if request.timeline is not None]
@@ -51,7 +51,7 @@ def trace_id() -> str:
 
 
 class _OpenSpan:
-    """The context manager of a span. It ends the span with the block, even if a generator leaves the block in another context."""
+    """Ends a span with its block."""
 
     def __init__(self, made: Span) -> None:
         self._span = made
@@ -63,6 +63,7 @@ class _OpenSpan:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._span.end(error)
+        # Not reset by a token: a generator may leave the block in another context.
         _open.set(self._span.parent)
 
 
@@ -71,5 +72,5 @@ def _told(value: object) -> Parameter:
 
 
 def _is_large(value: float) -> bool:
-    """Returns whether a value is an integer that does not fit into 64 bits with a sign, the type of integers in traces."""
+    """Returns whether the value is an integer beyond 64 signed bits."""
     return isinstance(value, int) and not -(1 << 63) <= value < 1 << 63

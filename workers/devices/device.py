@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class NoDevice(Exception):
-    """Raised if the worker's device cannot be used. The message is written to the log."""
+    """Raised if the worker's device cannot be used. The message is for the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,15 @@ class DeviceName:
         return self.index if self.platform == "cuda" else None
 
     def prepare_environment(self) -> None:
-        """Sets environment variables that tell JAX which platforms to look for. Call it before jax is imported."""
+        """Sets the environment variables that tell JAX which platforms to use. Call it before jax is imported."""
         # Beside the GPU a model has the CPU: callbacks run there, and whatever it puts there itself.
         os.environ["JAX_PLATFORMS"] = "cuda,cpu" if self.platform == "cuda" else self.platform
 
     def open(self, count: int = 1) -> jax.Device:
-        """Starts JAX's back end; a processor has ``count`` devices. Returns the first. Raises NoDevice: JAX cannot use it."""
+        """Starts JAX's back end and returns its first device.
+
+        ``count``: the number of devices that a processor is divided into. Raises NoDevice: JAX cannot use the device.
+        """
         import jax
 
         if self.platform == "cpu":

@@ -35,7 +35,7 @@ class GpuArray:
 
     @property
     def whole(self) -> jax.Array | None:
-        """The ``jax.Array`` that owns the memory; None if the owner is something else, or has another shape or dtype."""
+        """The ``jax.Array`` of the same memory, shape and dtype; None: there is none."""
         owner = self._owner
         same = isinstance(owner, jax.Array) and owner.shape == self.shape and owner.dtype == self.dtype
         return owner if same else None
@@ -105,5 +105,5 @@ def may_be_written(memory: memoryview) -> bool:
 
 
 def _look(memory: memoryview) -> None:
-    """Reads the last byte of ``memory``, so that ``shm.guard`` notices before the driver if a client has truncated its file."""
+    # Lets shm.guard notice before the driver does that a client has truncated the file.
     memory[-1]

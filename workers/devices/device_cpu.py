@@ -17,14 +17,14 @@ THREADS_VARIABLE = "PJRT_NPROC"
 
 
 def share_of_cores(cores: list[int], index: int, count: int) -> list[int]:
-    """Returns the cores of worker ``index`` among ``count`` workers. Shares are even, and no worker gets less than one core."""
+    """Returns the cores for worker ``index`` of ``count`` workers. Shares are even, and each has at least one core."""
     if count <= len(cores):
         return cores[index * len(cores) // count : (index + 1) * len(cores) // count]
     return [cores[index % len(cores)]]
 
 
 def pin(index: int, count: int, lists: Sequence[str] = ()) -> None:
-    """Pins worker ``index`` of ``count`` workers to its share of the cores. Call it before JAX's back end starts.
+    """Pins this worker, number ``index`` of ``count``, to some of the cores. Call it before JAX's back end starts.
 
     ``lists``: the cores of each worker, as text such as "0-3,8"; empty: equal shares, and a single worker is not pinned.
     """
@@ -49,20 +49,21 @@ def pin_to(cores: Sequence[int]) -> None:
 
 
 def limit_threads(threads: int) -> None:
-    """Sets the number of threads with which XLA computes; 0: as many as the process has cores.
+    """Sets the number of threads with which XLA computes; 0: leaves it at the number of cores.
 
-    Call it before JAX's back end starts. Of all settings that are said to set the number, jaxlib 0.10.2 obeys the process's
-    affinity and ``PJRT_NPROC``, which is set here (and ``NPROC``, which other libraries read as well). With 1, programs are not
-    cut into parts and the thread pool has no second thread. It does not obey ``OMP_NUM_THREADS``, nor
-    ``--xla_cpu_multi_thread_eigen`` for kernels that are not Eigen's, which nearly all are (measured).
+    Call it before JAX's back end starts.
     """
+    # Of all settings that are said to set the number, jaxlib 0.10.2 obeys the process's affinity and PJRT_NPROC (and NPROC,
+    # which other libraries read, too). It does not obey OMP_NUM_THREADS, nor --xla_cpu_multi_thread_eigen for kernels that are
+    # not Eigen's, which nearly all are (measured). With 1, programs are not cut into parts.
     if threads:
         os.environ[THREADS_VARIABLE] = str(threads)
 
 
 @functools.cache
 def thread_count() -> int:
-    """Returns with how many threads XLA computes in this process, as looked up before a model can change the environment."""
+    """Returns the number of threads with which XLA computes in this process."""
+    # Cached, because a model may change the environment later.
     for name in (THREADS_VARIABLE, "NPROC"):
         given = os.environ.get(name, "")
         if given.isdecimal() and int(given) > 0:

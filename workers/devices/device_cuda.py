@@ -47,7 +47,10 @@ GatheredPart = tuple[str, np.dtype[Any], tuple[int, ...], Sequence[Array]]
 
 
 def prepare_environment(options: Workers) -> None:
-    """Limits XLA's GPU memory by environment variables; keeps those that are set. Call it before JAX's back end starts."""
+    """Limits XLA's GPU memory by environment variables. Variables that are set already are kept.
+
+    Call it before JAX's back end starts.
+    """
     if not os.environ.keys() & {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}:
         # Workers that share a GPU take equal parts, however many of them run already.
         os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{options.gpu_memory_fraction / options.per_gpu:g}"
@@ -55,7 +58,7 @@ def prepare_environment(options: Workers) -> None:
 
 
 class CudaDevice:
-    """Moves inputs to a GPU and outputs from it, for one thread, which runs one program after the other."""
+    """Moves inputs to a GPU and outputs from it, for one thread. The thread runs one program at a time."""
 
     def __init__(self, context: Context, device: jax.Device, pieces: StagingPool) -> None:
         self.context = context
@@ -72,15 +75,16 @@ class CudaDevice:
         self._views: OrderedDict[tuple[int, np.dtype[Any], tuple[int, ...]], jax.Array] = OrderedDict()
 
     def beside(self) -> CudaDevice:
-        """Returns another ``CudaDevice`` for the same GPU, for use by another thread. It has staging memory of its own."""
+        """Returns another ``CudaDevice`` for the same GPU, with staging memory of its own, for another thread."""
         return CudaDevice(self.context, self._device, self._pieces)
 
     # ------------------------------------------------------------------------------------------------------- inputs
 
     def gather(self, parts: Sequence[GatheredPart]) -> tuple[dict[str, jax.Array], int]:
-        """Gathers a batch's inputs (``parts``) on the device. Returns the arguments by name, and the number of bytes copied.
+        """Gathers a batch's inputs on the device. Returns the program's arguments by name, and the number of bytes copied.
 
-        Raises InvalidArgument: a region cannot be read any more; Unavailable: there is no memory; DeviceLost: the GPU failed.
+        Raises InvalidArgument: a region cannot be read any more. Raises Unavailable: there is no memory. Raises DeviceLost: the
+        GPU failed.
         """
         arguments: dict[str, jax.Array] = {}
         needed, copied = 0, 0
@@ -131,10 +135,10 @@ class CudaDevice:
     def send(
         self, parts: Sequence[tuple[str, np.dtype[Any], tuple[int, ...], int]], byte_size: int
     ) -> dict[str, jax.Array]:
-        """Sends the first ``byte_size`` bytes of ``self.host``, the host memory for inputs, to the device in one transfer.
+        """Sends the first ``byte_size`` bytes of ``self.host`` to the device in one transfer.
 
-        Returns the program's arguments by name. ``parts``: name, dtype and shape of each input, and its offset in the host
-        memory, a multiple of ``ALIGNMENT``.
+        Returns a program's arguments by name. ``parts``: the name, dtype and shape of each input, and its offset in bytes in the
+        host memory, a multiple of ``ALIGNMENT``.
         """
         self._reserve(byte_size)
         self.context.to_device(self._staging, self.host.address, byte_size)
@@ -158,10 +162,8 @@ class CudaDevice:
         self._staging_byte_size = size
 
     def _fill_together(self, staged: Sequence[tuple[GatheredPart, int]], byte_size: int) -> int:
-        """Queues one transfer of the inputs in host memory, then copies of those on the device. Returns how many bytes they have.
-
-        ``staged``: inputs, each with its offset in the ``byte_size`` bytes of staging memory that are filled.
-        """
+        """Queues copies of inputs to staging memory: one transfer for all in host memory. Returns the bytes copied."""
+        # The offsets of the inputs are those in the staging memory.
         content, copied, of_host = self.host.content, 0, False
         of_device: list[tuple[int, CudaTensor | GpuArray]] = []
         for (_, dtype, shape, arrays), at in staged:
@@ -196,11 +198,7 @@ class CudaDevice:
     def _fill(
         self, pointer: int, dtype: np.dtype[Any], shape: tuple[int, ...], arrays: Sequence[Array], sources: list[Array]
     ) -> int:
-        """Queues copies of the ``arrays`` of one input to device memory at ``pointer``. Returns the number of bytes copied.
-
-        ``shape``: that of the input with its padding. The host arrays that the copies read are appended to ``sources``; the
-        caller keeps them until the copies are done.
-        """
+        """Queues copies of one input's ``arrays`` to device memory. Returns the number of bytes."""
         total, at = _byte_size(dtype, shape), 0
         row_shape = shape[1:]
         for array in arrays:
@@ -214,6 +212,7 @@ class CudaDevice:
                 full = np.zeros((host.shape[0], *row_shape), dtype)
                 full[tuple(map(slice, host.shape))] = host
                 host = full
+            # The caller keeps the sources until the copies are done.
             sources.append(host)
             if host.nbytes:
                 self.context.to_device(pointer + at, host.__array_interface__["data"][0], host.nbytes)
@@ -223,7 +222,6 @@ class CudaDevice:
         return at
 
     def _copy_within(self, pointer: int, tensor: CudaTensor | GpuArray) -> None:
-        """Queues a copy, to device memory at ``pointer``, of a tensor that is on the device."""
         if isinstance(tensor, GpuArray):
             self.context.within_device(pointer, tensor.pointer, tensor.nbytes)
             return
@@ -248,7 +246,7 @@ class CudaDevice:
     # ------------------------------------------------------------------------------------------------------ outputs
 
     def keep(self, output: jax.Array) -> GpuArray:
-        """Returns a computed output as an array that stays on the device. The caller has waited for ``output`` to be computed."""
+        """Returns a computed output as an array that stays on the device. The caller has waited for ``output``."""
         kept = self._seen(output)
         if self._staging <= kept.pointer < self._staging + self._staging_byte_size:
             # The program has returned an input as it is, which the next batch will overwrite.
@@ -259,9 +257,9 @@ class CudaDevice:
         return GpuArray(self.context, made, made.unsafe_buffer_pointer(), np.dtype(made.dtype), made.shape)
 
     def take(self, outputs: Sequence[jax.Array], cuts: Sequence[tuple[int, int]] = ()) -> list[bytes] | None:
-        """Copies ``outputs`` to host memory and returns the bytes of each. Waits once for all, even if some are still computed.
+        """Waits for ``outputs``, copies them to host memory, and returns the bytes of each.
 
-        None: the outputs are too large for the staging memory. ``cuts``: the ranges of bytes to return of a single output;
+        Returns None if the outputs are too large for the staging memory. ``cuts``: ranges of bytes of a single output to return;
         empty: all. Raises DeviceLost: the GPU failed. An error of the program's run is raised unchanged.
         """
         ends = list(itertools.accumulate([-(-byte_size_of(array) // _LINE) * _LINE for array in outputs]))
@@ -283,11 +281,11 @@ class CudaDevice:
     def deliver(
         self, outputs: Mapping[str, jax.Array], places: Mapping[str, memoryview | tuple[CudaRegion, int]]
     ) -> dict[str, GpuArray | Array]:
-        """Copies ``outputs`` to their places, and waits once for all of them, even if outputs are still being computed.
+        """Waits for ``outputs`` and copies them to their places. Returns all outputs.
 
-        Returns all outputs; those without a place as host arrays if they are small together, else as arrays on the device.
-        Raises: InvalidArgument: a region cannot be written any more.  DeviceLost: the GPU failed. An error of the program's
-        run is raised unchanged.
+        ``places``: where to copy an output, by name: host memory, or a region on the GPU and an offset in bytes. Outputs without
+        a place are returned as host arrays if they are small together, else as arrays on the device. Raises InvalidArgument: a
+        region cannot be written any more. Raises DeviceLost: the GPU failed. An error of the program's run is raised unchanged.
         """
         left = [(name, array) for name, array in outputs.items() if name not in places and byte_size_of(array)]
         little = sum([byte_size_of(array) for _, array in left]) <= TOGETHER
@@ -319,15 +317,10 @@ class CudaDevice:
         return {name: found[name] if name in found else self.keep(array) for name, array in outputs.items()}
 
     def _follow(self, output: jax.Array) -> Any:
-        """Delays everything that the thread queues on the worker's stream from now on, until XLA has computed ``output``.
-
-            XLA's stream    | program ▸ its event |
-            the worker's                          └▶ waits for it ▸ copy ▸ the one event that a thread waits for
-
-        DLPack's stream argument does this. The reverse, XLA waiting for copies, costs more than it saves: XLA learns the stream
-        only when memory is imported by DLPack, and an import takes longer than a small transfer. Returns an object to keep until
-        the queued work is done. An error of computing ``output`` that is known by now is raised.
-        """
+        """Makes this thread's stream wait until XLA has computed ``output``. Returns an object to keep until then."""
+        # By DLPack's stream argument: XLA's stream runs the program and its event; the worker's waits for the event, copies,
+        # and records the one event that a thread waits for. The reverse, XLA waiting for copies, costs more than it saves: XLA
+        # learns the stream only when memory is imported by DLPack, and an import takes longer than a small transfer.
         if self._waits:
             try:
                 return output.__dlpack__(stream=self.context.stream())  # type: ignore[call-arg]
@@ -338,7 +331,7 @@ class CudaDevice:
         return jax.block_until_ready(output)
 
     def close(self) -> None:
-        """Frees the staging buffers on the GPU and in host memory. Call it once no batch uses them. Idempotent."""
+        """Frees the staging buffers. Call it once no batch uses them. Idempotent."""
         if self._host is not None:
             self._pieces.give_back(self._host)
             self._host = None
@@ -360,18 +353,19 @@ class CudaDevice:
 
 
 def room(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
-    """Returns how many bytes an input takes in the staging buffer: its size in bytes, rounded up to ``ALIGNMENT``."""
+    """Returns how many bytes an input takes in the staging buffer: its size, rounded up to ``ALIGNMENT``."""
     return -(-_byte_size(dtype, shape) // ALIGNMENT) * ALIGNMENT
 
 
 def _dlpack_device_of(device: jax.Device) -> tuple[int, int]:
-    """Returns what DLPack calls a JAX device: DLDeviceType and device number."""
+    """Returns the device's type and number in DLPack."""
     kind, number = jax.device_put(np.zeros(1, np.float32), device).__dlpack_device__()
     return int(kind), int(number)
 
 
 def _lies_there(array: object) -> TypeGuard[CudaTensor | GpuArray]:
-    """Returns whether the device can use an array where it lies; False for a client's BOOL, which the host turns into 0 or 1."""
+    """Returns whether the array is on the device and can be used there."""
+    # Not a client's BOOL: the host turns any byte into 0 or 1.
     return isinstance(array, GpuArray) or (isinstance(array, CudaTensor) and array.dtype != np.bool_)
 
 

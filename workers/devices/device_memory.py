@@ -18,7 +18,7 @@ from tensord.shm.errors import Internal
 
 
 def check(model: str, what: str, byte_size: int, devices: Sequence[jax.Device]) -> None:
-    """Raises Internal if a device has less than ``byte_size`` bytes left. ``what`` begins the error: "its parameters need"."""
+    """Raises Internal if a device has less than ``byte_size`` bytes of memory left. ``what`` says in the error who needs them."""
     shared = len(devices) if devices[0].platform == "cpu" else 1
     left = min((free for device in devices if (free := _left(device)) is not None), default=None)
     if left is not None and byte_size * shared > left:
@@ -27,7 +27,7 @@ def check(model: str, what: str, byte_size: int, devices: Sequence[jax.Device]) 
 
 
 def _left(device: jax.Device) -> int | None:
-    """Returns how many bytes of memory are left on a device; None: the device does not report it."""
+    """Returns how many bytes the device has left; None: it does not say."""
     if device.platform == "cpu":
         return _host_left()
     figures = device.memory_stats() or {}

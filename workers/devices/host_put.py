@@ -28,7 +28,7 @@ def host_put(arrays: Sequence[Any], device: jax.Device, committed: bool = True) 
     """Converts numpy or JAX arrays to arrays of a processor's device, with the same values and datatypes.
 
     An array whose memory begins at a multiple of 64 bytes is not copied, and nobody may write to it afterwards. Any other array
-    has been copied when this returns. ``committed``: whether the arrays are bound to the device, as by ``jax.device_put``.
+    is copied. ``committed``: whether the new arrays are bound to the device, as by ``jax.device_put``.
     """
     found, sharding = _interface(), SingleDeviceSharding(device)
     made: list[jax.Array] = []

@@ -24,7 +24,7 @@ TOGETHER = 1 << 18
 
 
 class HostStaging:
-    """Host memory through which small tensors go to and from a GPU: ``TOGETHER`` bytes, page-locked if possible."""
+    """Host memory through which small tensors go to and from a GPU. It has ``TOGETHER`` bytes, page-locked if possible."""
 
     __slots__ = ("address", "content", "locked")
 
@@ -38,7 +38,7 @@ class HostStaging:
 
 
 class StagingPool:
-    """Lends pieces of host memory through which a worker's threads move small tensors to and from a GPU, one to each thread."""
+    """Lends host memory to a worker's threads, through which they move small tensors to and from a GPU."""
 
     def __init__(self, context: Context, budget: PinnedBudget) -> None:
         self._context = context
@@ -47,7 +47,7 @@ class StagingPool:
         self._closed = False
 
     def prepare(self) -> None:
-        """Allocates and page-locks one piece of host memory in advance, so that no thread has to wait for the driver later."""
+        """Allocates and page-locks memory for one thread in advance."""
         self._free.append(self._made())
 
     def take(self) -> HostStaging:
@@ -57,14 +57,14 @@ class StagingPool:
         return self._made()
 
     def give_back(self, piece: HostStaging) -> None:
-        """Frees a piece for use by another thread. No queued copy may use the piece any more."""
+        """Takes memory back from a thread. No queued copy may use it any more."""
         if self._closed:
             self._let_go(piece)
         else:
             self._free.append(piece)
 
     def close(self) -> None:
-        """Ends the page-lock of all free memory; memory in use is unlocked when it is given back. Idempotent."""
+        """Unlocks the memory that no thread uses. Memory in use is unlocked by ``give_back``. Idempotent."""
         self._closed = True
         while self._free:
             self._let_go(self._free.pop())

@@ -20,7 +20,7 @@ INTERVAL = 1.0
 
 
 class Marker:
-    """A CUDA event in the calling thread's stream, which can be recorded (``set``) and polled (``reached``) without waiting."""
+    """A CUDA event in the calling thread's stream."""
 
     def __init__(self, context: Context) -> None:
         """Creates the event in ``context``. Raises CudaError: the driver refused the call; DeviceLost: the device failed."""
@@ -35,7 +35,10 @@ class Marker:
 
     @property
     def reached(self) -> bool:
-        """Returns whether all work that was queued before the last ``set`` is done. Raises DeviceLost: some of it failed."""
+        """Whether the GPU has done all work that was queued before the last ``set``.
+
+        Raises DeviceLost: some of the work failed.
+        """
         self._context.enter()
         try:
             self._context.call(self._driver.cuEventQuery, self._event)
@@ -52,7 +55,7 @@ class Marker:
 
 
 class IdleLook:
-    """Checks at intervals, in the worker's loop while it is idle, whether the worker's GPU still works."""
+    """Checks at intervals whether an idle worker's GPU still works."""
 
     def __init__(
         self,
@@ -90,9 +93,9 @@ class IdleLook:
                 self._post(self.look)
 
     def look(self) -> None:
-        """If the loop is idle, checks whether the GPU has reached the last recorded event. If it has, records another event.
+        """Checks the GPU if the loop is idle.
 
-        Raises DeviceLost: the GPU has failed, or has not reached the event for too long.
+        Raises DeviceLost: the GPU has failed, or has not reached the last recorded event for too long.
         """
         self._asked = False
         if self._ends.is_set() or not self._idle():

@@ -18,7 +18,7 @@ from tensord.shm.regions import SnapshotRegion
 
 
 class LateTensor:
-    """A tensor of fixed-size elements at an offset of a region. The tensor's bytes are read only when they are needed."""
+    """A tensor in a region whose bytes are read only when they are needed. Its elements have a fixed size."""
 
     __slots__ = ("dtype", "nbytes", "offset", "region", "shape")
 
@@ -45,7 +45,7 @@ class LateTensor:
         return type(self)(self.region, self.offset, self.dtype, shape)
 
     def copy_into(self, array: Array) -> None:
-        """Copies this tensor to a contiguous host array of its size. Raises InvalidArgument: the region cannot be read."""
+        """Copies this tensor to a contiguous host array of the same size. Raises InvalidArgument: the region cannot be read."""
         if self.nbytes:
             self._read(array)
             if self.dtype == np.bool_:
@@ -56,7 +56,7 @@ class LateTensor:
         raise NotImplementedError
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """Returns a copy in host memory; ``dtype`` None: its own. Raises InvalidArgument: the region's memory is gone."""
+        """Returns a copy in host memory; ``dtype`` None: the tensor's own. Raises InvalidArgument: the region cannot be read."""
         if copy is False:
             raise ValueError("a region's memory cannot be used by the host without a copy")
         array = np.empty(self.shape, self.dtype)
@@ -68,13 +68,13 @@ class LateTensor:
 
 
 class CudaTensor(LateTensor):
-    """A tensor in a client's GPU memory. The constructor checks that it lies inside its region."""
+    """A tensor in a client's GPU memory."""
 
     __slots__ = ("pointer",)
     region: CudaRegion
 
     def __init__(self, region: CudaRegion, offset: int, dtype: np.dtype[Any], shape: Sequence[int]) -> None:
-        """Makes a tensor at ``offset`` in a region. Raises InvalidArgument if the tensor is not wholly inside the region."""
+        """Makes a tensor at ``offset`` bytes in a region. Raises InvalidArgument: the tensor is not wholly inside the region."""
         super().__init__(region, offset, dtype, shape)
         #: Its device address. An empty tensor has none, and may lie at the region's end.
         self.pointer = region.pointer(offset, self.nbytes) if self.nbytes else 0

@@ -48,7 +48,7 @@ class PinnedBudget:
         return fits
 
     def give_back(self, byte_size: int) -> None:
-        """Frees a number of reserved bytes that are no longer locked."""
+        """Frees reserved bytes that are no longer locked."""
         with self._lock:
             self.byte_size -= byte_size
 
@@ -57,7 +57,7 @@ class PinnedBudget:
 
 
 class _PinnedMapping:
-    """A mapping of host memory that was given to ``PinnedMemory.pin``: it is to be page-locked, or is locked already."""
+    """Host memory that is to be page-locked, or is locked already."""
 
     __slots__ = ("address", "byte_size", "hold", "locked", "unwanted", "view", "what")
 
@@ -78,7 +78,7 @@ class PinnedMemory:
     """Page-locks and unlocks host memory for the GPU of one worker. Only the thread of the worker's loop may use it."""
 
     def __init__(self, context: Context, budget: PinnedBudget, thread: WorkThread) -> None:
-        """Locks nothing yet. ``thread``: locks and unlocks memory, and does nothing else. ``budget``: bounds what is locked."""
+        """Locks nothing yet. ``budget``: bounds what is locked. ``thread``: locks and unlocks memory, and does nothing else."""
         self._context = context
         #: Memory that is about to be unlocked is given back already: it is unlocked before other memory is locked.
         self._budget = budget
@@ -106,9 +106,9 @@ class PinnedMemory:
         self._thread.do(functools.partial(self._lock, memory), functools.partial(self._tried, memory))
 
     def unpin(self, view: memoryview) -> None:
-        """Asks the thread that locks memory to unlock ``view``. Does nothing if ``pin`` did not have ``view`` locked.
+        """Asks the thread to unlock ``view``. Does nothing if ``view`` was not to be locked.
 
-        The owner of the memory may close it immediately: the mapping stays until the memory is unlocked.
+        The owner of the memory may close it immediately. The mapping stays until the memory is unlocked.
         """
         memory = self._wanted.pop(address_of(view), None)
         if memory is None:

@@ -20,22 +20,23 @@ _RUNNING = threading.Lock()
 
 
 class SeveralDevices:
-    """The devices of one model version that runs on several devices, or on one device other than its worker's first."""
+    """The devices of one model version. They are several, or one that is not the worker's first."""
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
         self.devices = tuple(devices)
         self._everywhere = NamedSharding(Mesh(self.devices, ("devices",)), PartitionSpec())
 
     def sharding(self, leaf: Any) -> Any:
-        """Returns the sharding that the model's author has set for a parameter (``leaf``); None: none is set."""
+        """Returns the sharding that the model's author has set for a parameter; None: none is set."""
         laid = isinstance(leaf, jax.Array) and (len(leaf.sharding.device_set) > 1 or leaf.committed)
         return leaf.sharding if laid else None
 
     def place(self, model: str, parameters: Any, compiled: jax.stages.Compiled) -> Any:
-        """Puts parameters on the devices where the ``compiled`` program needs them; those that it does not use, on all devices.
+        """Puts parameters on the devices where the ``compiled`` program needs them.
 
-        Parameters that the author has sharded keep their sharding. Raises Internal, naming the model: a device has no room
-        for its part.
+        Parameters that the program does not use are put on all devices. Parameters that the author has sharded keep their
+        sharding.
+        Raises Internal, naming the model: a device has too little memory.
         """
         ((wanted, *_), _) = compiled.input_shardings
         leaves, structure = jax.tree.flatten(parameters)
@@ -51,18 +52,21 @@ class SeveralDevices:
 
     @staticmethod
     def order(compiled: jax.stages.Compiled) -> tuple[int, ...]:
-        """Returns the ids of a compiled program's devices, in its order. Raises some exception if this JAX does not tell them."""
+        """Returns the ids of a compiled program's devices, in the program's order.
+
+        Raises some exception if this version of JAX does not tell them.
+        """
         shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
         # The attribute is private but needed: a program that is loaded for another order ends the process when it is run.
         return tuple(device.id for device in shardings[0]._device_assignment)
 
     def ordered(self, ids: Any) -> list[jax.Device]:
-        """Returns the devices with these ids, in this order. Raises KeyError: the model has no device with an id."""
+        """Returns the devices with these ids, in this order. Raises KeyError: the model has no device with such an id."""
         known = {device.id: device for device in self.devices}
         return [known[number] for number in ids]
 
     def alone(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps ``call``, a program, so that only one such program runs at a time. Calls return once outputs are computed."""
+        """Wraps a program so that only one such program runs at a time. A call returns once the outputs are computed."""
 
         @functools.wraps(call, updated=())
         def run(*arguments: Any) -> Any:

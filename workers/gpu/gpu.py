@@ -39,7 +39,7 @@ from tensord.workers.tensors.signature import Signature
 
 
 class Gpu(ExecutionDevice):
-    """A GPU as used by one thread: makes the thread's executables, and copies inputs to the GPU and outputs from it."""
+    """A GPU as one thread uses it. It makes the thread's executables, which also copy inputs and outputs."""
 
     remote = True
 
@@ -73,14 +73,13 @@ class Gpu(ExecutionDevice):
 class DeviceInputs:
     """The inputs of one executable on a GPU, laid out in host memory.
 
-    All executables of a thread share this memory, so one executable's inputs must be sent to the GPU before the next one's
-    are gathered.
+    All executables of a thread share this memory. Send one executable's inputs to the GPU before the next one's are gathered.
     """
 
     __slots__ = ("_byte_size", "_device", "_parts")
 
     def __init__(self, device: CudaDevice, inputs: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]]) -> None:
-        """Computes where each input lies in device memory. ``inputs``: name, dtype and shape of each input of the program."""
+        """Chooses where each input lies. ``inputs``: name, dtype and shape of each input of the program."""
         self._device = device
         self._parts: list[tuple[str, np.dtype[Any], tuple[int, ...], int]] = []
         at = 0
@@ -96,7 +95,7 @@ class DeviceInputs:
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """The arrays in host memory in which the inputs are gathered, by name. Raises DeviceLost: the GPU failed."""
+        """The arrays in host memory that gather the inputs, by name. Raises DeviceLost: the GPU failed."""
         content = self._device.host.content
         found: dict[str, Array] = {}
         for name, dtype, shape, at in self._parts:
@@ -105,7 +104,10 @@ class DeviceInputs:
         return found
 
     def send(self) -> dict[str, jax.Array]:
-        """Sends the gathered inputs to the GPU; returns arguments by name. Raises Unavailable (no memory) or DeviceLost."""
+        """Sends the gathered inputs to the GPU. Returns the program's arguments by name.
+
+        Raises Unavailable: there is no memory. Raises DeviceLost: the GPU failed.
+        """
         return self._device.send(self._parts, self._byte_size)
 
     def __repr__(self) -> str:
@@ -132,7 +134,7 @@ class GpuExecutable(Executable):
         return [np.asarray(arrays[name]) for name in self._signature.outputs] if found is None else [*found]
 
     def _fetch(self, arrays: Mapping[str, Any]) -> list[bytes] | None:
-        """Copies ``arrays``, all outputs, to the host, and waits once for all. None: they do not fit into the staging memory."""
+        """Copies all outputs to the host; None: the staging memory is too small."""
         packed = arrays.get(PACKED)
         if packed is None:
             return self._cuda.take([arrays[name] for name in self._signature.outputs])
@@ -142,7 +144,7 @@ class GpuExecutable(Executable):
         return self._cuda.take([packed], self._cuts)
 
     def _arrays_in(self, contents: Sequence[bytes], arrays: Mapping[str, Any]) -> dict[str, Array]:
-        """Returns the outputs as arrays by name: views of ``contents``, the bytes of each. ``arrays``: the outputs on the GPU."""
+        """Returns views of ``contents``, the bytes of each output, as arrays by name."""
         if self._fetched is None:
             outputs = {name: arrays[name] for name in self._signature.outputs}
             self._fetched = [(name, np.dtype(array.dtype), array.shape) for name, array in outputs.items()]
@@ -181,7 +183,7 @@ class GpuExecutable(Executable):
         return RunOutputs(dict(zip(self._signature.outputs, kept, strict=True)), None)
 
     def _delivered(self, arrays: Mapping[str, Any], request: RequestTensors, places: Places) -> RunOutputs:
-        """Copies a request's outputs, ``arrays``, to those of ``places`` that the GPU can reach; returns all outputs by name."""
+        """Copies a request's outputs to the places that the GPU can reach. Returns all outputs."""
         reached = places.reached()
         outputs = self._cuda.deliver({name: arrays[name] for name in self._signature.outputs}, reached)
         places.written = reached.keys()

@@ -21,7 +21,7 @@ from tensord.workers.python_backend import interface
 def prepare() -> None:
     """Patches Python's import system so that each model's code imports its own modules. Idempotent.
 
-    The code can then also import ``triton_python_backend_utils``.
+    The code can also import ``triton_python_backend_utils``.
     """
     sys.modules["triton_python_backend_utils"] = interface
     sys.modules["c_python_backend_utils"] = interface
@@ -47,11 +47,9 @@ def _import_module_for(usual: Callable[[str, str | None], ModuleType]) -> Callab
 
 
 class LoadedModels:
-    """Lets a process that a model's code starts import the modules of loaded models.
+    """Lets a process that a model's code starts import the modules of loaded models."""
 
-    It is pickled in the worker. When the new process unpickles it, the models' packages are made there.
-    """
-
+    # Pickled in the worker; unpickling it in the new process makes the models' packages there.
     def __reduce__(self) -> tuple[Callable[..., LoadedModels], tuple[tuple[tuple[str, tuple[str, ...]], ...]]]:
         loaded = [imports for imports in map(ModelImports.of, list(sys.modules)) if imports is not None]
         return _adopt, (tuple((imports.package, imports.folders) for imports in loaded),)

@@ -47,10 +47,9 @@ _OF_ITS_OWN = frozenset({"__class__", "__loader__", "__name__", "__package__", "
 
 
 class SourceLoader(SourceFileLoader):
-    """Loads a .py file of a model. The module gets the model's own builtins, and the source is compiled at every load.
+    """Loads a .py file of a model. The module gets the model's own builtins.
 
-    Compiled copies (.pyc) are neither read nor written: Python checks them by time stamp and size only, and they would lie in the
-    model's folder.
+    Compiled copies (.pyc) are neither read nor written.
     """
 
     def __init__(self, builtins: dict[str, Any], name: str, path: str) -> None:
@@ -60,9 +59,10 @@ class SourceLoader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         """Compiles the source file of the module ``fullname``.
 
-        Raises: OSError: the file cannot be read.  SyntaxError: the file is not valid Python.
+        Raises OSError: the file cannot be read. Raises SyntaxError: the file is not valid Python.
         """
         path = self.get_filename(fullname)
+        # Python checks compiled copies by time stamp and size only, and they would lie in the model's folder.
         return self.source_to_code(self.get_data(path), path)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -71,7 +71,7 @@ class SourceLoader(SourceFileLoader):
 
 
 class BytecodeLoader(SourcelessFileLoader):
-    """Loads a .pyc file of a model that comes without its source. The module gets the model's own builtins."""
+    """Loads a .pyc file of a model that has no source file. The module gets the model's own builtins."""
 
     def __init__(self, builtins: dict[str, Any], name: str, path: str) -> None:
         super().__init__(name, path)
@@ -83,13 +83,13 @@ class BytecodeLoader(SourcelessFileLoader):
 
 
 class ModelImports:
-    """The package of a loaded version's modules. It is also the package's ``__loader__``, by which ``of`` finds it."""
+    """The package of a loaded version's modules."""
 
     #: Numbers in packages' names. None is used twice in a process: remains of an unloaded model must not find another's code.
     _serials = itertools.count(1)
 
     def __init__(self, package: str, folders: Sequence[Path] | Sequence[str]) -> None:
-        """Makes a package. ``folders``: where the package's modules lie, in the order in which the folders are searched."""
+        """Makes a package. ``folders``: where its modules lie. They are searched in this order."""
         self.package = package
         self.folders = tuple(str(folder) for folder in folders)
         self._prefix = f"{package}."
@@ -105,6 +105,7 @@ class ModelImports:
         root = ModuleType(package)
         root.__path__ = list(self.folders)
         root.__package__ = package
+        # By which ``of`` finds this object.
         root.__loader__ = self  # type: ignore[assignment]
         root.__spec__ = ModuleSpec(package, self, is_package=True)  # type: ignore[arg-type]
         root.__spec__.submodule_search_locations = list(self.folders)
@@ -112,7 +113,7 @@ class ModelImports:
 
     @classmethod
     def of_version(cls, model: str, folders: Sequence[Path]) -> ModelImports:
-        """Makes a package with a new name for the code, in ``folders``, of a version of ``model`` that will be loaded."""
+        """Makes a package with a new name for a version of ``model``, whose code lies in ``folders``."""
         return cls(f"tensord_model_{next(cls._serials)}_{_NOT_A_NAME.sub('_', model)}", folders)
 
     @staticmethod
@@ -130,7 +131,7 @@ class ModelImports:
 
     @property
     def processes(self) -> EndsLater | None:
-        """The object that ends the processes which the model's code has started; None: no process is known."""
+        """The object that ends the processes of the model's code; None: the code has started no process."""
         return None if self._port is None else self._port.processes
 
     def join(self, port: ModelPort) -> None:
@@ -156,12 +157,12 @@ class ModelImports:
         return module
 
     def hold(self) -> None:
-        """Keeps the model's modules until ``release``, because code of the model is running that cannot be stopped."""
+        """Keeps the model's modules until ``release``, for code of the model that is running and cannot be stopped."""
         with self._lock:
             self._holders += 1
 
     def release(self) -> None:
-        """Undoes one ``hold``. When all are undone, removes the modules if ``forget`` was called."""
+        """Undoes one ``hold``. The last ``release`` after ``forget`` removes the modules."""
         with self._lock:
             self._holders -= 1
             forgotten = self._forgotten and not self._holders
@@ -169,7 +170,10 @@ class ModelImports:
             self.forget()
 
     def forget(self) -> None:
-        """Removes the model's modules and closes the resources of its code, once nothing holds them. Idempotent."""
+        """Removes the model's modules and closes the resources of its code.
+
+        If ``hold`` was called, waits for ``release``. Idempotent.
+        """
         with self._lock:
             self._forgotten = True
             if self._holders:
@@ -188,11 +192,10 @@ class ModelImports:
         fromlist: Sequence[str] = (),
         level: int = 0,
     ) -> ModuleType:
-        """Imports a module for an import statement of the model's code. The arguments are those of ``builtins.__import__``.
+        """Imports a module for an import statement of the model's code.
 
-        The model's own modules come first, then the modules of the environment.
-
-        Raises ModuleNotFoundError: there is no such module; the message has the module's short name.
+        The arguments are those of ``builtins.__import__``. The model's own modules come before the modules of the environment.
+        Raises ModuleNotFoundError: there is no such module. The message has the module's short name.
         """
         # An empty list is how C code asks (PyImport_Import): a library's code that runs on behalf of the model, say an
         # unpickler. It means the environment's modules, and what is not there is found by the model's plain names.
@@ -215,7 +218,7 @@ class ModelImports:
         return self.import_(name, fromlist=("__name__",))
 
     def own_module(self, name: str) -> ModuleType | None:
-        """Imports the model's own module with this short name and returns the module; None: the model has no such module."""
+        """Imports the model's own module with this short name; None: the model has no such module."""
         try:
             return builtins.__import__(self._prefix + name, fromlist=("__name__",))
         except ModuleNotFoundError as error:
@@ -256,7 +259,10 @@ class ModelImports:
         return module
 
     def find_spec(self, name: str, path: Sequence[str]) -> ModuleSpec | None:
-        """Finds a module of the model by its full name (package included) in the folders ``path``; None: there is none."""
+        """Finds a module of the model by its full name, which includes the package; None: there is no such module.
+
+        ``path``: the folders to search.
+        """
         portions: list[str] = []
         for folder in path:
             spec = self._finder(folder).find_spec(name)
@@ -286,7 +292,7 @@ class ModelImports:
 
 
 class OwnModules:
-    """Finds modules of models' packages and gives them their model's builtins. It must be the first on ``sys.meta_path``."""
+    """Finds modules of models' packages. It must be the first on ``sys.meta_path``."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -297,7 +303,7 @@ class OwnModules:
 class PlainName(ModuleType):
     """A placeholder in ``sys.modules`` for modules of several models that have the same short name.
 
-    When a model's code reads an attribute, it gets the attribute of its own module with that name.
+    Code that reads an attribute gets the attribute of its own model's module.
     """
 
     def __getattribute__(self, name: str) -> Any:
@@ -311,7 +317,7 @@ class PlainName(ModuleType):
 
 
 class PlainNames:
-    """Import hook for a module name that several models have: makes a placeholder. It comes last on ``sys.meta_path``."""
+    """Makes placeholders for module names that several models have. It must be the last on ``sys.meta_path``."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -329,7 +335,7 @@ class PlainNames:
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:
-        """Does nothing: a placeholder module has no content of its own."""
+        """Does nothing, because a placeholder has no content."""
 
 
 def asking_model() -> ModelImports | None:
@@ -344,7 +350,7 @@ def asking_model() -> ModelImports | None:
 
 
 def importer_of(builtins: dict[str, Any]) -> ModelImports | None:
-    """Returns the ``ModelImports`` of the model whose code has these builtins; None: the builtins are not a model's."""
+    """Returns the ``ModelImports`` of the model whose code has these builtins; None: they are not a model's."""
     function = builtins.get("__import__")
     if type(function) is MethodType and isinstance(function.__self__, ModelImports):
         return function.__self__
@@ -352,7 +358,7 @@ def importer_of(builtins: dict[str, Any]) -> ModelImports | None:
 
 
 def python_source(folder: Path) -> bytes:
-    """Returns path, size and content of all Python files of a version (its ``folder``), for the keys of cached programs."""
+    """Returns the paths, sizes and contents of all Python files in a version's folder, for keys of cached programs."""
     pieces: list[bytes] = []
     there = itertools.islice(model_folder.walk(folder), model_folder.MAX_ENTRIES)
     files = [Path(name) for name, status in there if status is not None and stat.S_ISREG(status.st_mode)]

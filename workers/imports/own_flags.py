@@ -48,13 +48,13 @@ _thread = threading.local()
 
 
 class WholeProcess:
-    """Counts updates of JAX's configuration for the whole process; comparing the count shows whether anything has changed."""
+    """Counts updates of JAX's configuration that apply to the whole process."""
 
     updates = 0
 
 
 class OwnFlags:
-    """The settings of JAX's configuration that the code of one loaded model version has made for itself."""
+    """The settings of JAX's configuration that the code of one model version has made. They apply to that version only."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -67,7 +67,7 @@ class OwnFlags:
 
     @contextlib.contextmanager
     def code(self) -> Iterator[None]:
-        """Applies the model's settings in this thread during the block. Settings made in the block become the model's."""
+        """Applies the model's settings to this thread in the block. Settings that are made in the block become the model's."""
         former = getattr(_thread, "own", None)
         with contextlib.ExitStack() as stack:
             for name, value in self._values.items():
@@ -79,10 +79,11 @@ class OwnFlags:
                 _thread.own = former
 
     def applied(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a function so that it runs with the model's settings. If there are none, returns the function itself.
+        """Wraps a function so that it runs with the model's settings. If the model has none, returns the function itself.
 
-        Enabling 64-bit types alone does not count as a setting here, because the function's signature decides about them.
+        64-bit types do not count as a setting here.
         """
+        # Whether types have 64 bits is decided by the function's signature.
         if not self._values.keys() - {_WIDE}:
             return function
 
@@ -94,7 +95,7 @@ class OwnFlags:
         return apply
 
     def take(self, name: str, value: Any, stack: contextlib.ExitStack) -> None:
-        """Applies JAX's setting ``name``, made by the model's code, until ``stack`` is closed and in each later ``code`` block.
+        """Applies a setting of JAX until ``stack`` is closed, and in each later ``code`` block.
 
         Does nothing if the setting has this value already.
         """

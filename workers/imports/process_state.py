@@ -47,7 +47,7 @@ class ProcessState:
     def kept(self, who: str) -> Iterator[None]:
         """Restores the process-wide state at the start and at the end of the block, in which the model ``who`` is loaded.
 
-        Changes that are found at the start are logged as made by models that run; changes at the end, as made by ``who``.
+        The log attributes changes found at the end to ``who``, and changes found at the start to models that run.
         """
         with self._lock:
             if self._known:
@@ -65,7 +65,7 @@ class ProcessState:
     def watch(self, who: str) -> Callable[[], None]:
         """Returns a function to be called each time after code of the model ``who`` has run.
 
-        The function restores the process-wide state. It logs changes only the first time it finds any.
+        The function restores the process-wide state. It logs only the first changes that it finds.
         """
         logged = False
 
@@ -85,7 +85,7 @@ class ProcessState:
         return ran
 
     def _ran(self) -> list[str]:
-        """Restores state that models' code has changed while it worked on requests. Returns descriptions of the changes."""
+        """Restores state that models' code has changed. Returns a description of each change."""
         with self._lock:
             if self._loading:
                 return []  # a model that is being loaded may have, which is looked at when it is
@@ -99,7 +99,7 @@ class ProcessState:
             return changed
 
     def _look(self) -> None:
-        """Records the process-wide state before the first model is loaded, so that it can be restored later."""
+        """Records the process-wide state to restore later."""
         self._known = True
         self._flags: dict[str, Any] = dict(jax.config.values)
         self._settings = {name: ask() for name, (ask, _) in _SETTINGS.items()}
@@ -109,13 +109,13 @@ class ProcessState:
         self._accept()
 
     def _accept(self) -> None:
-        """Records the current process-wide state as the one to compare with, so that only later changes are noticed."""
+        """Records the current state, so that only later changes are noticed."""
         self._updates = WholeProcess.updates
         self._known_filters = list(warnings.filters)
         self._known_path = list(sys.path)
 
     def _put_back(self, who: str) -> None:
-        """Restores the recorded process-wide state, and logs the changes as made by the model ``who``."""
+        """Restores the recorded state. Logs the changes as made by ``who``."""
         changed = [*self._put_back_flags(), *self._put_back_settings(), *self._put_back_warnings()]
         changed += self._put_back_path()
         self._accept()
@@ -141,10 +141,8 @@ class ProcessState:
                 yield f"{name} was {found!r} instead of {value!r}"
 
     def _put_back_warnings(self) -> Iterator[str]:
-        """Removes new filters that turn warnings into errors. Other new filters stay, because they make no code fail.
-
-        Yields a description of each change.
-        """
+        """Removes new filters that turn warnings into errors. Yields a description."""
+        # Other new filters stay: they make no code fail.
         raising = [entry for entry in warnings.filters if entry[0] == "error" and entry not in self._errors]
         if not raising:
             return
@@ -155,7 +153,7 @@ class ProcessState:
         yield f"warnings were errors ({', '.join(sorted(str(entry[2]) for entry in raising))})"
 
     def _put_back_path(self) -> Iterator[str]:
-        """Restores entries that were removed from sys.path. Entries that were added stay. Yields a description of each change."""
+        """Restores entries that were removed from sys.path. Yields a description."""
         gone = [entry for entry in self._path if entry not in sys.path]
         if gone:
             sys.path[:] = [*(entry for entry in sys.path if entry not in self._path), *self._path]

@@ -17,12 +17,12 @@ from typing import Any
 
 
 class Missing(Exception):
-    """Raised if this version of JAX lacks a private interface. The text says what is missing."""
+    """Raised if this version of JAX lacks a private interface. The message names the interface."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """A private interface of JAX: where it is, what it is used for, and the consequence if JAX lacks it."""
+    """A private interface of JAX: its name, its use, and the consequence if JAX lacks it."""
 
     name: str
     #: The versions of JAX that have it.
@@ -35,7 +35,7 @@ class Interface:
     look: Callable[[], Any] | None
 
     def find(self) -> Any:
-        """Returns the module, class or function of JAX that this interface stands for. Raises Missing: JAX lacks it."""
+        """Returns the module, class or function of JAX. Raises Missing: JAX lacks the interface."""
         assert self.look is not None, f"{self.name} cannot be looked for"
         try:
             return self.look()
@@ -119,7 +119,7 @@ INTERFACES = (PERSISTENT_CACHE, CPU_CLIENT, OUTPUT_MEMORY, BUFFER_ASSIGNMENT, GP
 
 
 def missing() -> tuple[str, ...]:
-    """Returns a sentence for each interface that this version of JAX lacks, with what is missing and the consequence."""
+    """Returns a sentence for each interface that this version of JAX lacks. The sentence tells the consequence."""
     found = []
     for interface in INTERFACES:
         try:

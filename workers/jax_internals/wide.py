@@ -12,7 +12,7 @@ import jax.experimental
 
 
 def enable_x64(wanted: bool = True) -> contextlib.AbstractContextManager[object]:
-    """Returns a context that sets JAX's 64-bit mode for the calling thread: on if ``wanted``, else off."""
+    """Returns a context that sets JAX's 64-bit mode for the calling thread. ``wanted``: whether the mode is on."""
     # Older versions have it among what is experimental.
     library: Any = jax if hasattr(jax, "enable_x64") else jax.experimental
     made: contextlib.AbstractContextManager[object] = library.enable_x64(wanted)
@@ -20,15 +20,16 @@ def enable_x64(wanted: bool = True) -> contextlib.AbstractContextManager[object]
 
 
 def precisions(wide: bool) -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """Returns a function that makes contexts: if ``wide``, contexts with JAX's 64-bit mode on, else contexts without effect."""
+    """Returns a function that makes contexts. If ``wide``, JAX's 64-bit mode is on in them; else they have no effect."""
     return enable_x64 if wide else contextlib.nullcontext
 
 
 def precision(wide: bool) -> contextlib.AbstractContextManager[object]:
-    """Returns a context: if ``wide``, JAX's 64-bit mode is on in it; otherwise it has no effect."""
+    """Returns a context. If ``wide``, JAX's 64-bit mode is on in the context; else it has no effect."""
     return precisions(wide)()
 
 
 def byte_size_of(array: jax.Array) -> int:
-    """Returns the number of bytes of an array. Outside of 64-bit mode ``nbytes`` of JAX 0.6 counts 64-bit elements as 32 bits."""
+    """Returns the number of bytes of an array, whether or not JAX's 64-bit mode is on."""
+    # Outside of the mode ``nbytes`` of JAX 0.6 counts 64-bit elements as 32 bits.
     return math.prod(array.shape) * array.dtype.itemsize

@@ -22,8 +22,5 @@ PARTS = {
 
 
 def missing() -> tuple[str, ...]:
-    """Returns a sentence for each C extension that is missing: what the worker does without it, and how to get it.
-
-    The tuple is empty if none is missing. See ``tensord.shm.extensions``.
-    """
+    """Returns a sentence for each C extension that is missing: what the worker does instead, and how to get it."""
     return extensions.missing(PARTS)

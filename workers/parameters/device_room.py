@@ -26,9 +26,10 @@ _MAX_OUT_OF_DATE = 64
 
 
 class _Resident(NamedTuple):
-    """An entry of the heap by which ``DeviceRoom`` finds the set to evict first: one for each time a set came to the device."""
+    """A set on the device, in a heap that orders sets by their last use."""
 
     #: When the set was last used, as far as the heap knows: by then or later.
+    # There is one for each time that a set came to the device.
     used: int
     #: Tells the entries of one set apart, and orders those with the same ``used``.
     number: int
@@ -36,7 +37,10 @@ class _Resident(NamedTuple):
 
 
 class DeviceRoom:
-    """Counts the device memory of parameter sets, and evicts sets when it is used up, under ``lock``; any thread may use it."""
+    """Counts the device memory of parameter sets, and evicts sets when it is used up. Any thread may use it.
+
+    ``lock`` protects the counts.
+    """
 
     def __init__(self, byte_size: int, pinned: PinnedBudget | None = None) -> None:
         """Begins without sets.
@@ -63,12 +67,12 @@ class DeviceRoom:
         self._former: OrderedDict[ParameterSet, None] = OrderedDict()
 
     def use(self) -> int:
-        """Returns a number that rises with each call, for a set that is used now. Sets with low numbers are evicted first."""
+        """Returns a number that rises with each call. A set that is used stores it. Sets with low numbers are evicted first."""
         return next(self._uses)
 
     @property
     def byte_size(self) -> int:
-        """The number of bytes that all parameter sets, also those in stacks, take on the device now."""
+        """The number of bytes that all parameter sets take on the device now."""
         with self.lock:
             self._forget_gone()
             return self._taken + self._stacked
@@ -78,7 +82,7 @@ class DeviceRoom:
         return sum([each.byte_size for each in self._stacks])
 
     def join_stack(self, stack: SetStack, model: str) -> None:
-        """Reserves device memory for a model's stack until ``leave_stack``. Raises InvalidArgument: it would exceed the limit."""
+        """Reserves device memory for a model's stack of parameter sets. Raises InvalidArgument: it would exceed the limit."""
         with self.lock:
             taken = self._stacked
             if taken + stack.byte_size > self._limit:
@@ -95,7 +99,7 @@ class DeviceRoom:
             self._stacks.discard(stack)
 
     def admit(self, parameters: ParameterSet) -> None:
-        """Counts the bytes of ``parameters``, about to be copied to the device; first evicts other sets if there is no room.
+        """Counts the memory of a set that is about to be copied to the device. Evicts other sets if there is no room.
 
         The caller must hold ``lock``. Raises Unavailable: the sets that cannot leave the device take too much memory.
         """
@@ -118,7 +122,7 @@ class DeviceRoom:
             heapq.heapify(self._order)
 
     def _make_room(self, limit: int) -> None:
-        """Evicts sets, least recently used first, until sets take at most ``limit`` bytes or none that is left may be evicted."""
+        """Evicts sets, least recently used first, until they take at most ``limit`` bytes."""
         stay: list[_Resident] = []
         while self._taken > limit and self._order:
             entry = heapq.heappop(self._order)
@@ -137,18 +141,18 @@ class DeviceRoom:
             heapq.heappush(self._order, entry)
 
     def keep(self, parameters: ParameterSet) -> None:
-        """Keeps ``parameters``, a replaced set, in host memory. If kept sets exceed the limit, forgets those kept longest."""
+        """Keeps a replaced set in host memory. If all kept sets exceed the limit, forgets the oldest ones."""
         self._former[parameters] = None
         while sum([each.byte_size for each in self._former]) > self._limit:
             oldest, _ = self._former.popitem(last=False)
             oldest.sets.forget_before(oldest)
 
     def forget(self, parameters: ParameterSet) -> None:
-        """Forgets a replaced set, so that it does not count against the limit for kept sets any more. Ignores other sets."""
+        """Stops counting a replaced set that ``keep`` kept. Ignores other sets."""
         self._former.pop(parameters, None)
 
     def left(self, parameters: ParameterSet) -> None:
-        """Stops counting the memory of ``parameters``, which have left the device. The caller must hold ``lock``."""
+        """Stops counting the memory of a set that has left the device. The caller must hold ``lock``."""
         self._taken -= self._resident.pop(weakref.ref(parameters), (0, 0))[0]
 
     def _forget_gone(self) -> None:

@@ -54,7 +54,7 @@ _metadata_decoder = msgspec.json.Decoder(dict[str, str])
 
 
 class LaidLeaf(NamedTuple):
-    """Name, dtype and shape of a leaf that is to be written to memory."""
+    """The name, dtype and shape of a leaf that is to be written to memory."""
 
     name: str
     dtype: np.dtype[Any]
@@ -62,12 +62,11 @@ class LaidLeaf(NamedTuple):
 
     @property
     def byte_size(self) -> int:
-        """The number of bytes that the leaf's elements need in memory."""
         return self.dtype.itemsize * math.prod(self.shape)
 
 
 class Place(NamedTuple):
-    """Name, dtype and shape of a leaf, and where its bytes begin and end, as in safetensors' header."""
+    """The name, dtype and shape of a leaf, and the offsets in bytes where its content begins and ends."""
 
     name: str
     dtype: np.dtype[Any]
@@ -77,16 +76,15 @@ class Place(NamedTuple):
 
 
 def read(content: memoryview, what: str, leaves: Leaves | None = None) -> dict[str, Array]:
-    """Reads parameters in safetensors' layout. Returns leaf name -> array; the arrays lie in the given memory, without a copy.
+    """Reads parameters in safetensors' layout. Returns leaf name -> array. The arrays are views of ``content``.
 
-    Booleans are not checked to be 0 or 1: ``check_truth`` does that.
-
+    Elements of booleans are not checked to be 0 or 1.
     Args:
       content: the memory, which must not change any more.
       what: names the parameters in errors.
-      leaves: the model's leaves, which limit the header's size; None: whoever wrote the header is trusted.
+      leaves: the model's leaves, which bound the header's size; None: the header is trusted.
     Raises InvalidArgument: the memory is not in safetensors' layout, a leaf has an unsupported type, or ``leaves`` has no leaf
-      of this name.
+    of this name.
     """
     length = header_length(bytes(content[:LENGTH]), len(content), what, leaves)
     found = places(content[LENGTH : LENGTH + length], len(content), what, leaves)
@@ -97,10 +95,14 @@ def read(content: memoryview, what: str, leaves: Leaves | None = None) -> dict[s
 
 
 def header_length(head: bytes, byte_size: int, what: str, leaves: Leaves | None = None) -> int:
-    """Returns the length of safetensors' header. Raises InvalidArgument: the parameters are too short, or the header is too long.
+    """Returns the length of safetensors' header in bytes.
 
-    ``head``: the first 8 bytes of the parameters, or all of them. ``byte_size``: the parameters' number of bytes.
-    ``what``: names the parameters in errors. ``leaves``: the model's leaves, which limit the header's size; None: no limit.
+    Args:
+      head: the first 8 bytes of the parameters, or all of them if they are fewer.
+      byte_size: the number of bytes of the parameters.
+      what: names the parameters in errors.
+      leaves: the model's leaves, which bound the header's size; None: there is no bound.
+    Raises InvalidArgument: the parameters are too short, or the header is too long.
     """
     if len(head) < LENGTH:
         raise InvalidArgument(f"{what}: {len(head)} bytes are too few for safetensors' layout")
@@ -120,11 +122,12 @@ def places(header: bytes | memoryview, byte_size: int, what: str, leaves: Leaves
 
     Args:
       header: the header's bytes, without the length in front of them.
-      byte_size: the parameters' number of bytes, which the tensors must fill to the end.
+      byte_size: the number of bytes of the parameters, which the tensors must fill to the end.
       what: names the parameters in errors.
-      leaves: the model's leaves, which the header must agree with; None: that is not checked.
-    Raises InvalidArgument: the header is not in safetensors' layout, the tensors leave holes or have an unsupported type; or the
-      model has no such leaf, or has it with another datatype or shape.
+      leaves: the model's leaves, with which the header must agree; None: that is not checked.
+    Raises InvalidArgument: the header is not in safetensors' layout, the tensors leave holes, or a tensor has an unsupported
+    type.
+    Raises InvalidArgument: the model has no such leaf, or has it with another datatype or shape.
     """
     first = at = LENGTH + len(header)
     found: dict[str, Place] = {}
@@ -154,10 +157,7 @@ def places(header: bytes | memoryview, byte_size: int, what: str, leaves: Leaves
 
 
 def _entries(header: bytes | memoryview, what: str, leaves: Leaves | None) -> dict[str, _Entry]:
-    """Decodes safetensors' header (``what`` in errors) to leaf name -> entry.
-
-    Raises InvalidArgument if the header is malformed, or has more entries than there are leaves.
-    """
+    """Decodes safetensors' header. Returns leaf name -> entry."""
     entries: dict[str, _Entry] = {}
     try:
         texts = _decoder.decode(header)
@@ -177,7 +177,7 @@ def _entries(header: bytes | memoryview, what: str, leaves: Leaves | None) -> di
 
 
 def check_truth(arrays: Mapping[str, Array], what: str) -> None:
-    """Raises InvalidArgument unless the elements of BOOL arrays are 0 or 1, as XLA needs them. ``what``: names the push."""
+    """Raises InvalidArgument unless all elements of BOOL arrays are 0 or 1. ``what`` names the parameters in the error."""
     for name, array in arrays.items():
         if array.dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1:
             raise InvalidArgument(f"{what}: leaf '{name[:_MAX_NAME]}' has a truth value that is neither 0 nor 1")
@@ -190,10 +190,13 @@ def leaf_of(name: str, array: Array) -> tuple[LaidLeaf, Copy]:
 
 
 def laid_out(leaves: Sequence[tuple[LaidLeaf, Copy]], limit: int, what: str) -> list[Part]:
-    """Lays leaves out in safetensors' layout. Returns the parts that memory is to be filled with, in their order.
+    """Lays leaves out in safetensors' layout. Returns the parts with which to fill memory, in their order.
 
-    ``leaves``: each leaf, and the function that copies its bytes. ``what``: names the leaves in errors. Raises InvalidArgument:
-    the leaves need more than ``limit`` bytes, or have an element type without a name in the layout.
+    Args:
+      leaves: each leaf, and the function that copies its bytes.
+      limit: the most bytes that the leaves may need.
+      what: names the leaves in errors.
+    Raises InvalidArgument: the leaves need too many bytes, or an element type has no name in the layout.
     """
     # Whole multiples of the alignment come first, so that all of them are aligned.
     ordered = sorted(leaves, key=lambda each: each[0].byte_size % ALIGNMENT != 0)
@@ -212,6 +215,6 @@ def laid_out(leaves: Sequence[tuple[LaidLeaf, Copy]], limit: int, what: str) -> 
 
 
 def check_size(byte_size: int, limit: int, what: str) -> None:
-    """Raises InvalidArgument if pushed parameters have ``byte_size`` bytes, which exceeds ``limit``. ``what``: names them."""
+    """Raises InvalidArgument if pushed parameters have more than ``limit`` bytes. ``what`` names them in the error."""
     if byte_size > limit:
         raise InvalidArgument(f"{what} would have {byte_size} bytes, workers.max_parameter_byte_size allows {limit}")

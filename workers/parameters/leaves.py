@@ -39,12 +39,12 @@ class Leaf(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """True if the array can be pushed; False if its type is none of safetensors: JAX's random keys, int4."""
+        """True if the array can be pushed. It cannot if safetensors lacks its type, such as JAX's random keys and int4."""
         return self.placed in _PUSHED
 
 
 class Leaves:
-    """Describes all leaves of a model version's parameters, in the order of their tree, and checks pushed parameters."""
+    """Describes all leaves of a model version's parameters, in the order of their tree. It also checks pushed parameters."""
 
     def __init__(
         self,
@@ -57,11 +57,12 @@ class Leaves:
         """Describes leaves. The caller must have set JAX's 64-bit mode as the model needs it.
 
         Args:
+          model: the model's name.
           names: the names of the leaves, in the order of their tree.
           made: the leaves in this order, as the model's ``create`` function returned them.
-          shared: returns whether all parameter sets have one and the same leaf with this name.
-          fixed: the names of the tree's leaves that are no arrays, and so part of the model's programs. A push may have numbers
-            under such names, which are ignored, so that the whole tree that ``create`` returned can be pushed.
+          shared: returns whether all parameter sets have the same leaf with this name.
+          fixed: the names of the tree's leaves that are no arrays. They are part of the model's programs. A push may have
+            numbers under these names, which are ignored.
         """
         self.model = model
         self.fixed = frozenset(fixed)
@@ -80,25 +81,29 @@ class Leaves:
         return len(self._leaves)
 
     def byte_size_of(self, named: bool) -> int:
-        """Returns how many bytes a parameter set takes on the device. ``named``: True: without leaves that all sets share."""
+        """Returns how many bytes a parameter set takes on the device.
+
+        ``named``: whether to leave out the leaves that all sets share.
+        """
         return sum([leaf.byte_size for leaf in self._leaves if not (named and leaf.shared)])
 
     def check_named(self) -> None:
-        """Raises Unsupported if parameters cannot be pushed, because two leaves have the same name or no leaf is an array."""
+        """Raises Unsupported if parameters cannot be pushed: two leaves have the same name, or no leaf is an array."""
         if self._twice is not None:
             raise Unsupported(f"model '{self.model}': two of its parameters are called '{self._twice}'")
         if not any(leaf.plain for leaf in self._leaves):
             raise Unsupported(f"model '{self.model}' has no parameters that are arrays: there is nothing to push")
 
     def fitted(self, found: Mapping[str, Array], what: str, named: bool = False) -> list[Array | None]:
-        """Checks pushed parameters. Returns their arrays in the order of the tree, with None for leaves that cannot be pushed.
+        """Checks pushed parameters. Returns their arrays in the order of the tree.
 
+        The result has None for leaves that cannot be pushed.
         Args:
           found: leaf name -> array.
-          what: what errors call the parameters.
+          what: names the parameters in errors.
           named: whether the set is not ``main``. Then the result also has None for each leaf that all sets share.
-        Raises InvalidArgument: a leaf is missing, unknown, or has another datatype or shape than the model's; Unsupported: the
-          model's parameters cannot be pushed.
+        Raises InvalidArgument: a leaf is missing, unknown, or has another datatype or shape than the model's.
+        Raises Unsupported: the model's parameters cannot be pushed.
         """
         self.check_named()
         self.check_known(found, what)
@@ -119,10 +124,10 @@ class Leaves:
         return fitting
 
     def check_known(self, found: Mapping[str, Any], what: str) -> None:
-        """Checks pushed arrays, of which some of the model's leaves may be missing. ``what``: names the push in errors.
+        """Checks the names, datatypes and shapes of pushed arrays. Some leaves may be missing.
 
-        ``found``: leaf name -> array, or an object with its dtype and shape. Raises InvalidArgument: the model has no leaf of
-        such a name, or has it with another dtype or shape.
+        ``found``: leaf name -> array, or an object that has its dtype and shape. ``what`` names the push in errors. Raises
+        InvalidArgument: the model has no leaf of this name, or has it with another dtype or shape.
         """
         self.check_names(found, what)
         for name in self.fixed & found.keys():
@@ -139,11 +144,11 @@ class Leaves:
                 )
 
     def hosted(self, arrays: Iterable[Any]) -> list[Array | None]:
-        """Returns ``arrays``, one for each leaf, as arrays in host memory, with None in place of leaves that cannot be pushed."""
+        """Returns ``arrays``, one for each leaf, as arrays in host memory. Leaves that cannot be pushed become None."""
         return [np.asarray(array) if leaf.plain else None for leaf, array in zip(self, arrays, strict=True)]
 
     def check_names(self, found: Iterable[str], what: str) -> None:
-        """Raises InvalidArgument if a name in ``found`` is the name of no leaf. ``what``: what the error calls the parameters."""
+        """Raises InvalidArgument if the model has no leaf of a name in ``found``. ``what`` names the parameters in the error."""
         known = self.fixed | {leaf.name for leaf in self._leaves}
         if unknown := sorted(name for name in found if name not in known):
             raise InvalidArgument(f"{what}: model '{self.model}' has no leaf '{unknown[0][:256]}'")
@@ -157,12 +162,15 @@ def _dtype(leaf: Any) -> Any:
 
 
 def _placed(dtype: Any) -> Any:
-    """Returns the dtype that an array gets on the device: without JAX's 64-bit mode, 32 bits in place of 64."""
+    # Without JAX's 64-bit mode 32 bits take the place of 64.
     return jax.dtypes.canonicalize_dtype(dtype) if isinstance(dtype, np.dtype) else dtype
 
 
 def names_of(parameters: Any, kinds: tuple[type, ...] = (object,)) -> list[str]:
-    """Returns names of ``parameters``' leaves of types ``kinds``: a path's keys joined by dots; for a lone leaf "array"."""
+    """Returns the names of those leaves whose type is among ``kinds``.
+
+    A name is the keys on the leaf's path, joined by dots. A tree that is a single leaf has the name "array".
+    """
     return [
         jax.tree_util.keystr(path, simple=True, separator=".") or "array"
         for path, leaf in jax.tree_util.tree_leaves_with_path(parameters)
@@ -171,9 +179,9 @@ def names_of(parameters: Any, kinds: tuple[type, ...] = (object,)) -> list[str]:
 
 
 def check_finite(leaves: Leaves, arrays: Sequence[Array | None], what: str) -> None:
-    """Raises InvalidArgument if an array of a push has an infinite element or NaN; the error names leaf, index and ``what``.
+    """Raises InvalidArgument if an array has an infinite element or NaN. The error names the leaf and the element's index.
 
-    ``arrays``: in the order of ``leaves``, with None for leaves that cannot be pushed.
+    ``arrays``: one for each leaf; None: the leaf cannot be pushed. ``what`` names the push in the error.
     """
     for leaf, array in zip(leaves, arrays, strict=True):
         if array is None or array.dtype.kind in "biu":

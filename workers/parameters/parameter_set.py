@@ -36,7 +36,7 @@ _ABSENT: Any = object()
 class Placer:
     """Base class of objects that put the leaves of parameter sets where the programs of one loaded version read them.
 
-    Leaves are in the order of the model's tree, with None in place of those that clients cannot push.
+    Leaves are in the order of the model's tree. None stands for a leaf that clients cannot push.
     """
 
     #: True if all of the model's programs run on a processor; only then may ``lay`` be called.
@@ -48,27 +48,28 @@ class Placer:
         self.leaves = leaves
 
     def place(self, host: Sequence[Any], main: ParameterSet) -> Any:
-        """Copies leaves from host memory to the worker's device. Returns the tree of the copies. Raises what copying raises.
+        """Copies leaves from host memory to the worker's devices. Returns the tree of the copies.
 
-        ``main``: the ``main`` set that is in use; of several devices, its arrays show which one the programs want a leaf on.
+        ``main``: the ``main`` set that is in use, whose arrays show on which device the programs want each leaf. Errors of
+        copying are raised unchanged.
         """
         raise NotImplementedError
 
     def byte_size_in_place(self, host: Sequence[Array | None]) -> int:
-        """Returns the number of bytes of those ``host`` leaves that programs use where they are, without a copy on the device."""
+        """Returns the total bytes of the leaves that programs use in host memory without a copy."""
         return 0
 
     def lay(self, host: Sequence[Array | None]) -> Any:
-        """Returns ``host`` as a tree in memory that programs use without a copy. Requires that all run on a processor."""
+        """Returns the leaves as a tree in memory that programs use without a copy. All programs must run on a processor."""
         raise NotImplementedError
 
     def pin(self, tree: Any) -> Sequence[Any] | None:
-        """Copies a tree of leaves from a GPU to page-locked memory. Returns the copies for ``place``; None: no memory is left."""
+        """Copies a tree of leaves from a GPU to page-locked memory. Returns the copies; None: no such memory is left."""
         raise NotImplementedError
 
 
 class ParameterSet:
-    """A model's parameters as loaded, or one pushed set. Values never change; they may leave the device and return."""
+    """The parameters of a model, as loaded or as pushed. Their values never change. They may leave the device and return."""
 
     __slots__ = (
         "__weakref__",
@@ -91,9 +92,11 @@ class ParameterSet:
         """Makes a set that is not in use yet.
 
         Args:
+          sets: all parameter sets of the model version.
+          name: the name that requests give for the set.
           number: tells apart the sets that were pushed under one name.
           host: the leaves in host memory; None: they are not in host memory.
-          tree: the tree of leaves on the device; ``_ABSENT``: they are not on the device.
+          tree: the tree of leaves on the device; default: they are not on the device.
         """
         self.sets = sets
         self.name = name
@@ -150,20 +153,14 @@ class ParameterSet:
         return any(tree is not _ABSENT for tree in self._trees)
 
     def _placed(self, placement: int) -> Any:
-        """Copies the tree to a device and returns it. ``placement``: 1: the single-thread device; 0: any other.
-
-        Raises whatever copying raises.
-        """
+        """Copies the tree to a device. ``placement``: 1: the single-thread device."""
         if placement:
             assert self.sets.share is not None
             return self.sets.share(self.sets.placer.lay(self.hosted()))
         return self.sets.placer.place(self.hosted() if self._pinned is None else self._pinned, self.sets.main)
 
     def _shared(self, placement: int) -> Any:
-        """Makes the tree for a device in the memory of the other device's tree; copies no array.
-
-        ``placement``: 1: the single-thread device; 0: any other.
-        """
+        """Makes a device's tree in the memory of the other device's tree."""
         if placement:
             assert self.sets.share is not None
             return self.sets.share(self._trees[0])
@@ -171,18 +168,18 @@ class ParameterSet:
 
     @property
     def on_device(self) -> bool:
-        """True while the parameters are on the device, so that a run need not bring them there."""
+        """True while the parameters are on the device."""
         stack = self.sets.stack
         return self._is_placed if stack is None else stack.holds(self)
 
     @property
     def is_newest(self) -> bool:
-        """True while requests that name this set get these values: no push under its name has replaced them."""
+        """True while requests that name this set get these values. A later push under the same name replaces them."""
         return self.sets.newest(self.name) is self
 
     @property
     def may_leave(self) -> bool:
-        """True if the set may leave the device: it is in host memory, and does not wait to be put into use.
+        """True if the set may leave the device. It must be in host memory and must not wait to be put into use.
 
         ``main`` may leave only if the model's parameters are loaded on demand.
         """
@@ -191,17 +188,20 @@ class ParameterSet:
 
     @property
     def is_hosted(self) -> bool:
-        """True if the leaves are in host memory, whether or not they are also on the device. Only then may the set be evicted."""
+        """True if the leaves are in host memory, whether or not they are also on the device."""
         return self._host is not None
 
     def hosted(self) -> Sequence[Array | None]:
-        """Returns the leaves in host memory; fetches them if need be. None for leaves that cannot be pushed or are ``main``'s."""
+        """Returns the leaves in host memory. Fetches them from the device if they are not there.
+
+        None stands for a leaf that cannot be pushed, and for a leaf that only ``main`` has.
+        """
         if self._host is None:
             self._host = self.sets.leaves.hosted(jax.tree.leaves(self._trees[0]))
         return self._host
 
     def leave(self) -> object:
-        """If the parameters are in host memory, removes the device's arrays and returns them: dropping them frees memory."""
+        """Removes the arrays from the device if the leaves are in host memory. Returns the arrays, which the caller drops."""
         with self.sets.room.lock:
             trees: list[Any] = []
             if self._host is not None:
@@ -212,7 +212,7 @@ class ParameterSet:
             return trees
 
     def evict(self) -> None:
-        """Removes the parameters from the device to make room for other sets. The caller must hold the lock of ``sets.room``.
+        """Removes the parameters from the device to make room for other sets. The caller must hold ``sets.room.lock``.
 
         Parameters on a GPU are first copied to page-locked memory, if there is room for them.
         """
@@ -232,12 +232,15 @@ class ParameterSet:
                 self.sets.room.pinned.give_back(self.placed_byte_size)
 
     def fill(self, host: Sequence[Array | None]) -> None:
-        """Stores ``host``, the set's leaves in host memory. To be called before ``prepare``, which copies them to the device."""
+        """Stores the set's leaves in host memory. Call it before ``prepare``."""
         self._host = host
         self.placed_byte_size -= self.sets.placer.byte_size_in_place(host)
 
     def prepare(self) -> None:
-        """Places the parameters on the device before first use. Raises Unavailable: there is no room; or what copying raises."""
+        """Places the parameters on the device before their first use.
+
+        Raises Unavailable: there is no room. Errors of copying are raised unchanged.
+        """
         room = self.sets.room
         if not self._is_placed:
             with room.lock:
@@ -252,11 +255,11 @@ class ParameterSet:
             self.on(1)
 
     def moved(self, tree: Any) -> None:
-        """Replaces the set's arrays by ``tree``, equal arrays on the devices of the model's program, while the model loads."""
+        """Replaces the set's arrays by equal arrays on the devices of the model's program. Call it only while the model loads."""
         self._trees = [tree, _ABSENT]
 
     def said(self) -> dict[str, Parameter]:
-        """Returns the response parameters that tell a client the name and number of the set that computed its answer."""
+        """Returns the response parameters that tell a client which set computed its answer: the set's name and number."""
         return {"parameter_set": self.name, "parameter_version": self.number}
 
     def __str__(self) -> str:
@@ -290,7 +293,8 @@ class ParameterSets:
         """Begins with ``main``, the parameters that the model was loaded with.
 
         Args:
-          tree: these parameters on the device; a leaf that lies in ``stack`` is None.
+          placer: copies leaves to the devices.
+          tree: the parameters of ``main`` on the device; a leaf that lies in ``stack`` is None.
           room: the device memory that pushed parameters may use; None: there is none.
           host: the leaves of ``tree`` in host memory; None: they are not there.
           stack: the stack of a model whose batches mix sets; None: its batches do not mix sets.
@@ -320,10 +324,10 @@ class ParameterSets:
         self.evictions = 0
 
     def share_by(self, share: Callable[[Any], Any]) -> None:
-        """Lets the device for small programs use all parameters in the memory of the worker's device, beginning with ``main``.
+        """Lets the device for small programs use all parameters without a copy.
 
-        ``share``: returns a tree of parameters for that device. If ``share`` raises for ``main``, this method raises the same
-        error and changes nothing.
+        ``share``: returns a tree of parameters as one for that device, in the same memory. If ``share`` raises for ``main``, the
+        error is raised unchanged, and nothing changes.
         """
         self.share = share
         try:
@@ -337,7 +341,7 @@ class ParameterSets:
         return self.main if name == MAIN_SET else self.named.get(name)
 
     def find(self, name: str) -> ParameterSet:
-        """Returns the set named ``name``; records that it was used, unless it is ``main``. Raises NotFound: it does not exist."""
+        """Returns the set named ``name``, and records its use. Raises NotFound: there is no such set."""
         found = self.named.get(name)
         if found is None:
             if name == MAIN_SET:
@@ -355,10 +359,9 @@ class ParameterSets:
             )
 
     def commit(self, parameters: ParameterSet, stays: bool = False) -> Unused:
-        """Puts ``parameters`` into use after ``prepare``. Keeps the set that they replace, because it may be used again.
+        """Puts a set into use after ``prepare``. Keeps the set that it replaces. Returns what to free now.
 
-        ``stays``: whether the replaced set stays on the device, because requests that have begun go on with it. Returns what to
-        free now.
+        ``stays``: whether the replaced set stays on the device, for requests that have begun with it.
         """
         former = self.newest(parameters.name)
         parameters.stamp = object()
@@ -384,10 +387,9 @@ class ParameterSets:
         return Unused(unused, None if stays or former.is_hosted else former)
 
     def drop(self, name: str) -> list[object]:
-        """Forgets the set with this name, and the former set that it replaced.
+        """Forgets the set with this name, and the set that it replaced. Returns objects that the caller drops to free memory.
 
-        Returns objects whose memory is freed when the caller drops them.
-        Raises NotFound: there is no set with that name; InvalidArgument: the name is ``main``.
+        Raises NotFound: there is no set with that name. Raises InvalidArgument: the name is ``main``.
         """
         if name == MAIN_SET:
             raise InvalidArgument(f"parameter set '{MAIN_SET}' of model '{self.leaves.model}' cannot be dropped")
@@ -401,19 +403,19 @@ class ParameterSets:
         return unused
 
     def forget_before(self, before: ParameterSet | None) -> None:
-        """Forgets ``before``, a replaced set, if it is kept to be put into use again. Does nothing for another set or None."""
+        """Forgets a replaced set that is kept. Does nothing for any other set."""
         if before is not None and self._before.get(before.name) is before:
             del self._before[before.name]
             before.unpin()
             self.room.forget(before)
 
     def keeps(self, parameters: ParameterSet) -> bool:
-        """Returns whether ``parameters`` may be used again: the model is loaded, and the set is in use or was just before."""
+        """Returns whether a set is kept. A loaded model keeps the set in use under each name, and the set that it replaced."""
         newest, before = self.newest(parameters.name), self._before.get(parameters.name)
         return not self._closed and (parameters is newest or parameters is before)
 
     def close(self) -> None:
-        """Frees page-locked memory, replaced sets and the stack, because the model version was unloaded."""
+        """Frees page-locked memory, replaced sets and the stack. The model version is no longer loaded."""
         with self.room.lock:
             self._closed = True
         for each in (self.main, *self.named.values()):
@@ -425,14 +427,14 @@ class ParameterSets:
             self.room.leave_stack(self.stack)
 
     def kept(self, name: str, number: int) -> ParameterSet:
-        """Returns the set with this name and number. Raises NotFound unless the set is in use or was in use just before."""
+        """Returns the set with this name and number. Raises NotFound: it is neither in use nor the last that was replaced."""
         for found in (self.newest(name), self._before.get(name)):
             if found is not None and found.number == number:
                 return found
         raise NotFound(f"number {number} of parameter set '{name}' of model '{self.leaves.model}' is not kept")
 
     def figures(self) -> ParameterFigures:
-        """Returns the parameter sets and the counts of their use, for metrics."""
+        """Returns figures of the parameter sets and of their use, for metrics."""
         sets = [self.main, *self.named.values()]
         return ParameterFigures(
             tuple([SetFigures(each.name, each.number, each.byte_size, each.on_device) for each in sets]),

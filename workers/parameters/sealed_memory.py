@@ -53,20 +53,20 @@ Copy = Callable[[int, Array], None]
 
 
 class Part(NamedTuple):
-    """A part of the parameters for new memory: the part's number of bytes, and the function that copies these bytes there."""
+    """A part of the content of new memory: its number of bytes, and a function that copies them."""
 
     byte_size: int
     copy: Copy
 
 
 def part_of(content: bytes | memoryview | Array) -> Part:
-    """Returns a ``Part`` whose bytes are copied from ``content``, contiguous memory of this process."""
+    """Returns a ``Part`` that copies ``content``, contiguous memory of this process."""
     source = np.frombuffer(content, np.uint8)
     return Part(len(source), lambda at, target: np.copyto(target, source[at : at + len(target)]))
 
 
 def is_sealed(fd: int) -> bool:
-    """Returns whether ``fd`` refers to sealed memory, which no process can change any more, not even its maker."""
+    """Returns whether ``fd`` refers to sealed memory that no process can change any more."""
     return _seals(fd) & _FIXED == _FIXED
 
 
@@ -81,9 +81,10 @@ class SealedMemory:
     """Sealed memory, mapped for reading. It stays mapped while arrays in it exist."""
 
     def __init__(self, fd: int) -> None:
-        """Maps sealed memory. ``fd`` remains the caller's, which may close it once this has returned.
+        """Maps sealed memory. The caller may close ``fd`` afterwards.
 
-        Raises InvalidArgument: the memory is not sealed, or empty; Unavailable: mapping fails, or too many files are open.
+        Raises InvalidArgument: the memory is not sealed, or is empty. Raises Unavailable: mapping fails, or too many files are
+        open.
         """
         if not is_sealed(fd) and _seals(fd) & _RETURNING != _RETURNING:
             raise InvalidArgument("the memory of parameters is not sealed against changes")
@@ -98,8 +99,9 @@ class SealedMemory:
         self.view = memoryview(mapping)
 
     def populate(self) -> None:
-        """Maps all pages now, so that the first batch meets no page faults. Pages that were never written are zeros."""
+        """Maps all pages now, so that the first batch meets no page faults."""
         # By numpy, which leaves Python to others meanwhile.
+        # Pages that were never written are zeros.
         np.frombuffer(self.view, np.uint8)[:: mmap.PAGESIZE].max()
 
     def __repr__(self) -> str:
@@ -110,7 +112,6 @@ class _Memory:
     """A memfd and a writable mapping of it, which this process alone has."""
 
     def __init__(self, parts: Sequence[Part], byte_size: int) -> None:
-        """Copies ``parts`` into new memory. Raises Unavailable: no memory or descriptor is left; or what copying raises."""
         self.byte_size = byte_size
         #: True if the memory was free already at the last call of ``MemoryPool.expire``.
         self.is_spare = False
@@ -131,7 +132,7 @@ class _Memory:
         self._is_populated = False
 
     def _mapped(self) -> mmap.mmap:
-        """Maps the memory; its pages are allocated later. Raises Unavailable: the host cannot map so many bytes."""
+        """Maps the memory without allocating its pages."""
         try:
             os.truncate(self.fd, self.byte_size)
             return mmap.mmap(self.fd, self.byte_size)
@@ -139,7 +140,8 @@ class _Memory:
             raise self._lacking() from error
 
     def _write(self, parts: Sequence[Part]) -> None:
-        """Writes parts by system calls: these do not clear new pages first, and a lack of memory is an error, not a signal."""
+        """Writes parts to the file."""
+        # By system calls: these do not clear new pages first, and a lack of memory is an error, not a signal.
         piece, at = np.empty(min(PIECE, self.byte_size), np.uint8), 0
         for part in parts:
             for start in range(0, part.byte_size, PIECE):
@@ -157,7 +159,7 @@ class _Memory:
         return Unavailable(f"the host has no {self.byte_size} bytes of memory for parameters")
 
     def fill(self, parts: Sequence[Part]) -> None:
-        """Copies ``parts`` into this memory, which nobody uses, one behind the other. Raises whatever copying a part raises."""
+        """Copies ``parts`` one behind the other into this memory, which nobody uses. Errors of copying are raised unchanged."""
         if not self._is_populated:
             # In pieces, because whoever maps memory meanwhile waits. Linux before 5.14 does not know it: each page is a fault.
             for start in range(0, self.byte_size, PIECE):
@@ -172,7 +174,7 @@ class _Memory:
     def lend(self) -> int:
         """Returns a descriptor by which others read the memory. The memory is in use while a duplicate or a mapping of it exists.
 
-        Raises OSError if there is no descriptor left, or /proc is not mounted.
+        Raises OSError: there is no descriptor left, or /proc is not mounted.
         """
         if _seals(self.fd) & _RETURNING != _RETURNING:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _RETURNING)
@@ -186,7 +188,7 @@ class _Memory:
 
     @property
     def is_free(self) -> bool:
-        """True if no duplicate and no mapping of any descriptor that ``lend`` returned is left in any process."""
+        """True if no process has a duplicate or a mapping of a descriptor that ``lend`` returned."""
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -210,13 +212,13 @@ class _Memory:
         return self.fd
 
     def close(self) -> None:
-        """Closes the descriptor and drops the mapping. Other processes that use the memory can go on using it."""
+        """Closes the descriptor and drops the mapping. Other processes can go on using the memory."""
         os.close(self.fd)
         del self.content, self._mapping
 
 
 class NewMemory:
-    """New memory with a push's parameters. Its owner calls ``sealed`` once the content is right, and ``close`` in any case."""
+    """New memory with the parameters of a push. Its owner calls ``sealed`` once the content is checked, and always ``close``."""
 
     def __init__(self, memory: _Memory, pool: MemoryPool) -> None:
         self._memory: _Memory | None = memory
@@ -224,7 +226,7 @@ class NewMemory:
 
     @property
     def content(self) -> Array:
-        """The memory's content as an array. No array may refer to the memory any more when ``sealed`` is called."""
+        """The memory's content. Drop all arrays of it before ``sealed``."""
         assert self._memory is not None
         return self._memory.content
 
@@ -245,7 +247,7 @@ class NewMemory:
 
 
 class MemoryPool:
-    """Makes memory for parameters. Reuses memory that it has made and that nobody uses any more. For one thread only."""
+    """Makes memory for parameters. It reuses memory of its own that nobody uses any more. Only one thread may use it."""
 
     def __init__(self) -> None:
         self._returns = kernel_tells()
@@ -255,7 +257,10 @@ class MemoryPool:
         self._filled_ns: dict[int, int] = {}
 
     def filled(self, parts: Iterable[Part]) -> NewMemory:
-        """Returns memory with copies of ``parts``, in order. Raises Unavailable: no memory is left; or what copying raises."""
+        """Returns memory with copies of ``parts``, in order.
+
+        Raises Unavailable: no memory is left. Errors of copying are raised unchanged.
+        """
         parts = [part for part in parts if part.byte_size]
         byte_size = sum([part.byte_size for part in parts])
         memory = next((each for each in reversed(self._memories) if each.byte_size == byte_size and each.is_free), None)
@@ -271,10 +276,11 @@ class MemoryPool:
         return NewMemory(memory, self)
 
     def _new(self, parts: Sequence[Part], byte_size: int) -> _Memory:
-        """Returns new memory with copies of ``parts``. If the host has too little, first frees the unused memory of the pool."""
+        """Returns new memory with copies of ``parts``."""
         try:
             return _Memory(parts, byte_size)
         except Unavailable:
+            # The host has too little: the unused memory of the pool is freed.
             free = [each for each in self._memories if each.is_free]
             if not free:
                 raise
@@ -282,15 +288,15 @@ class MemoryPool:
         return _Memory(parts, byte_size)
 
     def _forget(self, memories: Sequence[_Memory]) -> None:
-        """Drops memories from the pool. Frees unused ones now; each of the others when its last user is done with it."""
+        """Drops memory from the pool. Memory in use is freed when its last user is done."""
         self._memories = [each for each in self._memories if each not in memories]
         for each in memories:
             each.close()
 
     def sealed(self, memory: _Memory) -> int:
-        """Seals memory, and keeps it in the pool if other parameters can use it later. Returns a descriptor of the sealed memory.
+        """Seals memory. Returns a descriptor of the sealed memory, which the caller closes.
 
-        The caller closes the descriptor, and must not use ``memory`` any more. Raises Unavailable: no file can be opened.
+        The caller must not use ``memory`` any more. Raises Unavailable: no file can be opened.
         """
         if memory.byte_size < LEAST_RETURNING or not self._returns:
             return memory.fix()
@@ -300,7 +306,7 @@ class MemoryPool:
             return memory.lend()
 
     def give_back(self, memory: _Memory) -> None:
-        """Keeps ``memory`` if memory of its size was sealed in the last ``KEPT_NS`` ns; otherwise frees ``memory``."""
+        """Keeps ``memory`` for reuse if memory of its size was sealed lately. Otherwise frees it."""
         if memory.byte_size not in self._filled_ns:
             memory.close()
             return
@@ -309,9 +315,10 @@ class MemoryPool:
         self._forget(self._memories[:-MOST_RETURNING])
 
     def expire(self, now_ns: int) -> bool:
-        """Drops memory from the pool if no memory of its size was sealed in the last ``KEPT_NS`` ns. ``now_ns``: CLOCK_MONOTONIC.
+        """Drops memory that the pool no longer needs. Returns whether a later call may have more to drop.
 
-        Also drops memory that is unused now and was unused at the last call. Returns whether a later call may have more to drop.
+        The pool does not need memory if no memory of its size was sealed in the last ``KEPT_NS`` nanoseconds, or if it was
+        unused also at the last call. ``now_ns``: the time of CLOCK_MONOTONIC.
         """
         self._filled_ns = {size: at_ns for size, at_ns in self._filled_ns.items() if at_ns + KEPT_NS > now_ns}
         gone: list[_Memory] = []
@@ -328,7 +335,7 @@ class MemoryPool:
 
 
 def kernel_tells() -> bool:
-    """Returns whether this kernel shows when nobody uses memory any more. Finds out by lending a page and taking it back."""
+    """Returns whether this kernel shows when nobody uses memory any more. Finds out by a test."""
     memory, fd = _Memory([Part(mmap.PAGESIZE, lambda at, target: target.fill(0))], mmap.PAGESIZE), -1
     try:
         fd = memory.lend()
@@ -345,7 +352,7 @@ def kernel_tells() -> bool:
 
 
 def _is_written(fd: int) -> bool:
-    """Writes a byte to the sealed memory of ``fd``; returns whether that was possible."""
+    """Tries to write a byte to ``fd``. Returns whether that was possible."""
     try:
         os.pwrite(fd, b"x", 0)
     except OSError:

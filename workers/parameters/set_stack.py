@@ -31,9 +31,9 @@ Open = Callable[[Sequence[Array]], list[jax.Array]]
 
 
 def put(arrays: list[jax.Array], leaves: list[Array], slot: Any) -> list[jax.Array]:
-    """Writes ``leaves``, those of a set, into ``arrays``, those of the stack, at index ``slot``, and returns the arrays.
+    """Writes the leaves of a set into the arrays of a stack at the index ``slot``. Returns the arrays.
 
-    JAX compiles this function so that the given arrays are donated.
+    Compile it with JAX, with ``arrays`` donated.
     """
     return [
         jax.lax.dynamic_update_index_in_dim(array, leaf, slot, 0) for array, leaf in zip(arrays, leaves, strict=True)
@@ -41,7 +41,7 @@ def put(arrays: list[jax.Array], leaves: list[Array], slot: Any) -> list[jax.Arr
 
 
 class SetDeclaration(NamedTuple):
-    """A model's settings for batches whose requests use different parameter sets: which leaves differ between sets."""
+    """A model's settings for batches whose requests use different parameter sets."""
 
     #: Names of leaves, or of subtrees of leaves, that differ between sets; empty: all leaves.
     names: tuple[str, ...]
@@ -53,7 +53,10 @@ class SetDeclaration(NamedTuple):
         return bool(self.names) and not any(_is_in(name, own) for own in self.names)
 
     def check(self, model: str, names: Sequence[str]) -> None:
-        """Raises InvalidArgument: there are no parameters, or a name in ``self.names`` is no leaf or subtree among ``names``."""
+        """Raises InvalidArgument if a name in ``self.names`` is no leaf or subtree. ``names``: the names of the model's leaves.
+
+        Also raises it if the model has no leaves.
+        """
         for own in self.names:
             if not any(_is_in(name, own) for name in names):
                 raise InvalidArgument(
@@ -77,14 +80,14 @@ class BatchSets:
     __slots__ = ("_sets",)
 
     def __init__(self, sets: Mapping[Any, ParameterSet]) -> None:
-        """Stores ``sets``: the parameter set of each request, in the order of the requests' rows in the batch."""
+        """Stores the parameter set of each request. The requests are in the order of their rows in the batch."""
         self._sets = sets
 
     def of(self, request: Any) -> ParameterSet:
         return self._sets[request]
 
     def rows(self) -> list[ParameterSet]:
-        """Returns the parameter set of each row of the batch, but not of the rows at its end that belong to no request."""
+        """Returns the parameter set of each row of the batch. Padding rows at the end are not included."""
         return [each for request, each in self._sets.items() for _ in range(request.rows)]
 
     def __repr__(self) -> str:
@@ -95,9 +98,10 @@ class SetStack:
     """Holds parameter sets of one loaded model version side by side on the device, so that the rows of a batch can mix them."""
 
     def __init__(self, leaves: Leaves, structure: Any, slots: int) -> None:
-        """Makes a stack for sets with these leaves, without arrays; the first batch after ``open`` makes the arrays.
+        """Makes a stack without arrays. The first batch after ``open`` makes the arrays.
 
-        ``structure``: the sets' tree. ``slots``: how many sets the stack has room for, which is also the most rows of a batch.
+        ``leaves``, ``structure``: the leaves of each set and their tree. ``slots``: how many sets the stack has room for. A
+        batch has at most as many rows.
         """
         self.slots = slots
         self._structure = structure
@@ -120,25 +124,26 @@ class SetStack:
     def open(self, at: int, open: Open, put: Put) -> None:
         """Sets the device of the stack, and the functions that make and fill its arrays.
 
-        ``at``: 1: the single-thread device; 0: any other. ``open``: makes arrays of zeros on the device, one for each leaf of the
-        stack. ``put``: writes a set's leaves into the arrays at an index.
+        Args:
+          at: 1: the single-thread device; 0: any other.
+          open: makes arrays of zeros on the device, one for each leaf of the stack.
+          put: writes a set's leaves into the arrays at an index.
         """
         self._at, self._open, self._put = at, open, put
 
     def specs(self, spec: Callable[[tuple[int, ...], Any], Any], rows: int) -> tuple[Any, Any]:
-        """Describes what a program for ``rows`` rows takes as parameters: the tree of stacked leaves, and each row's set.
+        """Describes the parameters of a program for ``rows`` rows: the tree of stacked leaves, and each row's index.
 
-        A leaf that differs between sets holds one set at each index; a row's set is such an index. ``spec``: makes the
-        description of an array from its shape and dtype.
+        A leaf that differs between sets has one set at each index. ``spec``: describes an array by its shape and dtype.
         """
         shapes = [leaf.shape if leaf.shared else (self.slots, *leaf.shape) for leaf in self._leaves]
         tree = [spec(shape, leaf.placed) for shape, leaf in zip(shapes, self._leaves, strict=True)]
         return jax.tree.unflatten(self._structure, tree), spec((rows,), np.dtype(np.int32))
 
     def put_specs(self, spec: Callable[[tuple[int, ...], Any], Any]) -> tuple[Any, ...]:
-        """Returns descriptions of what ``put`` takes, to compile it: the stack's arrays, a set's leaves and the index.
+        """Describes the arguments of ``put``, to compile it: the stack's arrays, a set's leaves and the index.
 
-        ``spec``: makes the description of an array from its shape and dtype.
+        ``spec``: describes an array by its shape and dtype.
         """
         return (
             [spec((self.slots, *leaf.shape), leaf.placed) for leaf in self._own],
@@ -147,15 +152,18 @@ class SetStack:
         )
 
     def holds(self, parameters: ParameterSet) -> bool:
-        """Returns whether this stack, a model version's sets side by side on the device, holds ``parameters`` now."""
+        """Returns whether ``parameters`` are in the stack now."""
         return parameters in self._slots
 
     def arguments(self, sets: ParameterSets, chosen: Chosen, rows: int) -> tuple[Any, Array]:
-        """Returns what a program takes as parameters: the tree with the stack's leaves, and each row's index, INT32[rows].
+        """Returns the parameters of a program: the tree with the stack's leaves, and each row's index, INT32[rows].
 
-        Sets that are not in the stack are written to it. The result is valid only for the next call of a program. If the device
-        raises, this function raises the same error, and the stack is empty. ``chosen``: one set for all rows, or the set of each
-        request or row; None: ``main``. Rows that no request fills get the set of the first row.
+        Sets that are not in the stack are written to it. The result is valid only for the next call of a program. Errors of the
+        device are raised unchanged, and the stack is empty afterwards.
+        Args:
+          sets: all parameter sets of the model version.
+          chosen: one set for all rows, or the set of each request or row; None: ``main``.
+          rows: the number of rows of the program. Padding rows get the set of the first row.
         """
         wanted: Sequence[ParameterSet | None]
         if isinstance(chosen, tuple):
@@ -170,7 +178,8 @@ class SetStack:
         return self._whole(sets), index
 
     def _found(self, sets: ParameterSets, wanted: Sequence[ParameterSet]) -> list[int]:
-        """Returns the index of each wanted set in the stack, after adding missing ones. At most ``slots`` sets may be wanted."""
+        """Returns the index of each wanted set in the stack. Adds missing sets."""
+        # At most ``slots`` sets may be wanted.
         known = self._slots
         missing = [each for each in dict.fromkeys(wanted) if each not in known]
         for each in wanted:
@@ -203,7 +212,7 @@ class SetStack:
         sets.misses += 1
 
     def _whole(self, sets: ParameterSets) -> Any:
-        """Returns the complete tree of parameters: the stacked leaves, and from the main set the leaves that all sets share."""
+        """Returns the complete tree of parameters: stacked and shared leaves."""
         if self._tree is None or self._tree_of is not sets.main:
             assert self._arrays is not None
             stacked, shared = iter(self._arrays), iter(jax.tree.leaves(sets.main.on(self._at)))

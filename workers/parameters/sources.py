@@ -51,14 +51,22 @@ _BYTES = np.dtype(np.uint8)
 
 
 class Making:
-    """Copies one push's parameters into sealed memory. Its owner calls ``make``; at the end the loop calls ``close``."""
+    """Copies the parameters of one push into sealed memory.
+
+    Its owner calls ``make``, and finally ``close`` in the worker's loop.
+    """
 
     def __init__(
         self, operation: MakeParameters, pool: MemoryPool, limit: int, leaves: Leaves, base: ParameterSet | None
     ) -> None:
-        """Stores ``operation``, the push; nothing is read yet. ``limit``: the most bytes that one push may have.
+        """Stores the push, but reads nothing yet.
 
-        ``base``: the set whose leaves stand in for those that the push lacks; None: the push must have all leaves.
+        Args:
+          operation: the push.
+          pool: makes the memory.
+          limit: the most bytes that one push may have.
+          leaves: the leaves of the model's parameters.
+          base: the set whose leaves stand in for missing leaves of the push; None: the push must have all leaves.
         """
         self._pool = pool
         self._leaves = leaves
@@ -75,7 +83,7 @@ class Making:
         self.fd = -1
 
     def lease(self, region: AnyRegion) -> None:
-        """Leases a region that ``make`` reads, so that the region stays open until this object is closed."""
+        """Keeps a region open until this object is closed, because ``make`` reads it."""
         region.lease()
         self._regions.append(region)
 
@@ -99,7 +107,7 @@ class Making:
             return memory.sealed()
 
     def _missing(self, leaves: Mapping[str, Array]) -> dict[str, Array]:
-        """Returns those leaves of the base set that are not among ``leaves``, the source's."""
+        """Returns the leaves of the base set that the push lacks."""
         base = self._base
         if base is None:
             return {}
@@ -111,21 +119,20 @@ class Making:
         }
 
     def copied(self, byte_size: int, copy: Copy) -> int:
-        """Copies a source of ``byte_size`` bytes in safetensors' layout. Returns the descriptor of the sealed copy.
+        """Copies a source in safetensors' layout. Returns the descriptor of the sealed copy.
 
-        ``copy``: copies the source's bytes from an offset on into an array. Spaces are added behind the header so that the
-        tensors are aligned: XLA then uses them without a copy on a processor. The header is read first; if the header is
-        malformed, or its leaves are not the model's, nothing else is copied.
-
-        Raises InvalidArgument: the source or its header is not valid, the source is too large or has become too short, or its
-        checksum is wrong; Unavailable: there is no memory.
+        ``byte_size``: the size of the source. ``copy``: copies bytes of the source from an offset on into an array. Raises
+        InvalidArgument: the source or its header is not valid, the source is too large or has become too short, or its checksum
+        is wrong. Raises Unavailable: there is no memory.
         """
         layout.check_size(byte_size, self._limit, self.what)
+        # The header first: where it is malformed, or its leaves are not the model's, nothing else is copied.
         head = self._read_from(copy, 0, min(byte_size, layout.LENGTH))
         length = layout.header_length(head, byte_size, self.what, self._leaves)
         begin = layout.LENGTH + length
         header = self._read_from(copy, layout.LENGTH, length)
         layout.places(header, byte_size, self.what, self._leaves)
+        # Spaces behind the header align the tensors: XLA then uses them without a copy on a processor.
         spaces = -begin % ALIGNMENT
         spaces = spaces if byte_size + spaces <= self._limit else 0
         first = (length + spaces).to_bytes(layout.LENGTH, "little")
@@ -136,16 +143,16 @@ class Making:
             return memory.sealed()
 
     def _read_from(self, copy: Copy, offset: int, byte_size: int) -> bytes:
-        """Returns ``byte_size`` bytes from ``offset`` on, by ``copy``. Raises InvalidArgument: the region is gone or shrank."""
+        """Returns ``byte_size`` bytes of the source from ``offset`` on."""
         found = np.zeros(byte_size, _BYTES)
         copy(offset, found)
         check_intact(self._regions)
         return found.tobytes()
 
     def leaves(self, places: Sequence[tuple[LaidLeaf, Copy]]) -> int:
-        """Copies a set's leaves from their ``places``. Returns the file descriptor of sealed memory with all leaves.
+        """Copies the leaves of a set, each with a function that copies it. Returns the descriptor of the sealed memory.
 
-        Raises InvalidArgument if leaves are too large, not the model's or gone, or if their checksum is wrong.
+        Raises InvalidArgument: the leaves are too large, are not the model's, or are gone, or their checksum is wrong.
         """
         self._leaves.check_known({leaf.name: leaf for leaf, _ in places}, self.what)
         with contextlib.closing(self._pool.filled(layout.laid_out(places, self._limit, self.what))) as memory:
@@ -154,14 +161,14 @@ class Making:
             return memory.sealed()
 
     def _contents(self, memory: NewMemory, places: Sequence[tuple[LaidLeaf, Copy]]) -> Iterator[Array]:
-        """Copies the leaves of ``places`` into ``memory``, which is new, and yields their contents, in the push's order."""
+        """Yields the contents of the leaves, in the push's order."""
         found = layout.read(memory.content.data, self.what)
         for leaf, _ in places:
             if leaf.byte_size:
                 yield found[leaf.name].reshape(-1).view(_BYTES)
 
     def check_sum(self, contents: Iterable[Any]) -> None:
-        """Compares the checksum that the push gives, if any, with that of ``contents``. Raises InvalidArgument: they differ."""
+        """Raises InvalidArgument if the push has a checksum that differs from the checksum of ``contents``."""
         kind, _, wanted = self._checksum.partition(":")
         if not kind:
             return
@@ -178,7 +185,7 @@ class Making:
             raise InvalidArgument(f"{self.what}: their {kind} is {found}, {wanted[:128]} was given")
 
     def close(self) -> None:
-        """Ends the leases of the regions that ``make`` has read, and closes ``fd`` if open. May be called more than once."""
+        """Ends the leases of regions, and closes ``fd`` if it is open. May be called more than once."""
         for region in self._regions:
             region.unlease()
         self._regions = []
@@ -201,16 +208,19 @@ def plan(
     leaves: Leaves,
     base: ParameterSet | None,
 ) -> Making:
-    """Finds the file, region or memory that a push (``operation``) names. Returns an object that copies parameters from there.
+    """Finds the file, region or memory that a push names. Returns an object that copies the parameters.
 
     Args:
+      operation: the push.
       folders: the folders of the model's version and of the model.
-      fd: the file descriptor of a MemorySource, which the returned object closes; None: the push brought none.
+      fd: the file descriptor that came with the push, which the returned object closes; None: none came.
+      regions: the worker's regions.
+      pool: makes the memory for the copy.
       limit: the most bytes that the push may have.
-      leaves: describes the leaves (arrays) of the model's parameters.
-      base: the set whose leaves stand in for those that the push lacks; None: the push must have all leaves.
-    Raises NotFound: there is no such region or file; InvalidArgument: a range lies outside of its region, or a path leads out of
-    the model's folder.
+      leaves: describes the leaves of the model's parameters.
+      base: the set whose leaves stand in for missing leaves of the push; None: the push must have all leaves.
+    Raises NotFound: there is no such region or file.
+    Raises InvalidArgument: a range lies outside of its region, or a path leads out of the model's folder.
     """
     making, source = Making(operation, pool, limit, leaves, base), operation.source
     try:
@@ -239,10 +249,7 @@ def plan(
 
 
 def _path(relative: str, folders: tuple[Path, Path]) -> Path:
-    """Returns the path of a model's file or folder: ``relative`` within the first of ``folders`` that has such a file.
-
-    Raises InvalidArgument: the path leads out of the model's folder; NotFound: there is no such file.
-    """
+    """Returns the first path ``relative`` that exists in one of the folders."""
     asked = Path(relative)
     if asked.is_absolute() or ".." in asked.parts or not asked.parts or "\0" in relative:
         raise InvalidArgument(f"'{relative[:256]}' is no path inside the model's folder")
@@ -278,11 +285,7 @@ def _from_file(making: Making, path: Path, limit: int) -> Mapping[str, Array] | 
 
 
 def _from_memory(making: Making, source: MemorySource, fd: int) -> int:
-    """Returns a new file descriptor of sealed memory with the content of ``fd``: a copy, or the same memory if it is sealed.
-
-    Raises InvalidArgument: the memory has another size than ``source`` says, is too large, or its checksum is wrong; Unavailable:
-    there is no memory.
-    """
+    """Returns a new descriptor of sealed memory with the content of ``fd``."""
     found = os.fstat(fd).st_size
     if found != source.byte_size:
         raise InvalidArgument(f"{making.what}: their memory has {found} bytes, {source.byte_size} were announced")
@@ -296,10 +299,7 @@ def _from_memory(making: Making, source: MemorySource, fd: int) -> int:
 
 
 def _reading(fd: int, what: str) -> Copy:
-    """Returns a function that copies from the file ``fd``. If the file is too short, that function raises InvalidArgument.
-
-    ``what``: what the error calls the file.
-    """
+    """Returns a function that copies from the file ``fd``."""
 
     def copy(at: int, target: Array) -> None:
         content, done = target.data, 0
@@ -313,10 +313,7 @@ def _reading(fd: int, what: str) -> Copy:
 
 
 def _place(making: Making, name: str, place: LeafPlace, regions: RegionTable) -> tuple[LaidLeaf, Copy]:
-    """Leases, for ``making``, the region at ``place``. Returns leaf ``name`` of the push, and a function that copies its bytes.
-
-    Raises InvalidArgument: the leaf's datatype, shape or range is not valid; NotFound: there is no such region.
-    """
+    """Leases a leaf's region. Returns the leaf, and a function that copies its bytes."""
     dtype = DTYPES.get(place.datatype)
     if dtype is None or dtype.hasobject:
         raise InvalidArgument(f"{making.what}: leaf '{name[:256]}' has datatype '{place.datatype[:32]}'")
@@ -331,7 +328,7 @@ def _place(making: Making, name: str, place: LeafPlace, regions: RegionTable) ->
 
 
 def _copy_of(making: Making, region: AnyRegion, offset: int, byte_size: int) -> Copy:
-    """Leases a region for ``making``. Returns a function that copies from ``offset`` on. Raises InvalidArgument: bad range."""
+    """Leases a region. Returns a function that copies from ``offset`` on."""
     check_range(offset, byte_size, region.byte_size, region.name)
     making.lease(region)
     if isinstance(region, Region):

@@ -36,9 +36,9 @@ _attached = False
 
 
 def attach() -> bool:
-    """Redirects XLA's allocations, so that XLA can write outputs to given memory. XLA's back end must be open already.
+    """Redirects XLA's allocations, so that XLA can write outputs to memory of our choice. XLA's back end must be open already.
 
-    Returns whether a test of that worked; if not, outputs are copied to their places, and the reason is logged.
+    Returns whether a test has succeeded. If not, outputs are copied to their places, and the reason is logged.
     """
     global _attached
     if not available:
@@ -57,10 +57,8 @@ def attach() -> bool:
 
 
 def _tried(byte_size: int = WORTH) -> str:
-    """Runs a test program so that XLA writes its output to given memory. Returns why that failed; "": it works.
-
-    The memory comes from the C library, so that no harm is done if XLA frees the memory itself.
-    """
+    """Tests whether XLA writes an output to offered memory. Returns why not; "": it does."""
+    # Memory of the C library: it does no harm if XLA frees that itself.
     library, place = ctypes.CDLL(None), ctypes.c_void_p()
     if library.posix_memalign(ctypes.byref(place), ctypes.c_size_t(64), ctypes.c_size_t(byte_size)) or not place.value:
         return "there is no memory to try it with"
@@ -95,19 +93,20 @@ def _tried_at(address: int, byte_size: int) -> str:
 
 
 def attached() -> bool:
-    """Returns whether ``attach`` has redirected XLA's allocations, and its test has succeeded."""
+    """Returns whether ``attach`` has redirected XLA's allocations."""
     return _attached
 
 
 class OutputMemory:
-    """Says which of XLA's allocations in a run become outputs of a program, and makes XLA use other memory in their place."""
+    """Knows which of XLA's allocations in a run become outputs of a program. It makes XLA use other memory for them."""
 
     __slots__ = ("_skips", "sizes")
 
     def __init__(self, outputs: Mapping[str, Array], allocations: Iterable[tuple[int, int]]) -> None:
         """Learns from one run which allocation becomes which output.
 
-        ``outputs``: those of the run, by name. ``allocations``: (size in bytes, address) of each during the run, in order.
+        ``outputs``: the outputs of the run, by name. ``allocations``: the size in bytes and the address of each allocation, in
+        order.
         """
         #: Output name -> bytes, the same in every run.
         self.sizes = {name: array.nbytes for name, array in outputs.items()}
@@ -126,17 +125,18 @@ class OutputMemory:
 
     @property
     def offerable(self) -> frozenset[str]:
-        """Names of the outputs that XLA can write to given memory: the first few that it allocates separately."""
+        """Names of the outputs that XLA can write to other memory."""
         return frozenset(self._skips)
 
     def refuse(self) -> None:
-        """Makes later runs offer XLA no memory for outputs, so that all outputs are copied to their places."""
+        """Ends all offers of memory to XLA, so that all outputs are copied to their places."""
         self._skips.clear()
 
     def run(self, call: Callable[[], dict[str, Any]], addresses: Mapping[str, int]) -> dict[str, Any]:
-        """Runs the program with ``call``, whose result it returns, so that XLA writes outputs to given memory.
+        """Runs a program and returns its outputs. XLA writes some of them to other memory.
 
-        ``addresses``: output name -> its address. XLA may write elsewhere nevertheless: the caller must compare addresses.
+        ``call``: runs the program. ``addresses``: output name -> address to write to. XLA may write elsewhere nevertheless, so
+        the caller must compare addresses.
         """
         try:
             for name, address in addresses.items():
@@ -147,7 +147,10 @@ class OutputMemory:
 
 
 def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[dict[str, Any], OutputMemory]:
-    """Runs a program by ``call``. Returns the outputs, and an object by which later runs write those in ``names`` in place."""
+    """Runs a program. Returns the outputs, and an object that lets later runs write outputs to other memory.
+
+    ``call``: runs the program. ``names``: the outputs to write to other memory.
+    """
     _native.watch_allocations()
     try:
         made = call()
@@ -157,7 +160,10 @@ def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[d
 
 
 def given_up(address: int, view: memoryview) -> bool:
-    """Returns whether no array lies at ``address``, where ``view`` begins. If one does, keeps the memory mapped and logs that."""
+    """Returns whether XLA has freed the memory ``view`` at ``address``.
+
+    If not, keeps the memory mapped for ever, and logs that.
+    """
     if not _native.holds(address):
         return True
     _log.warning("an output of %d bytes is kept beyond its answer: its memory stays mapped", len(view))

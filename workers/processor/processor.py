@@ -56,7 +56,7 @@ class HostExecutable(Executable):
 
     @functools.cached_property
     def _buffers(self) -> dict[str, GatherBuffer | RaggedBuffer]:
-        """Returns input name -> the memory in which batches are gathered, without inputs that describe the batch."""
+        """Returns input name -> the memory that gathers its batches."""
         arrays, found = self._inputs.arrays, dict[str, GatherBuffer | RaggedBuffer]()
         for spec, _ in self._specs:
             if spec.ragged:
@@ -66,13 +66,11 @@ class HostExecutable(Executable):
         return found
 
     def gather(self, requests: Sequence[RequestTensors]) -> tuple[dict[str, Any], int]:
-        """Gathers the arguments of a batch. Returns them, and how many bytes were copied.
-
-        The tensors of a single request with as many rows as the program are used without a copy, unless they lie in the request's
-        record, which is never aligned. XLA copies small unaligned arguments itself; large ones are copied here, which is faster.
-        """
+        """Gathers the arguments of a batch. Returns them, and the number of bytes copied."""
         arguments: dict[str, Any] = {}
         copied = 0
+        # A request of as many rows as the program needs no copy, unless its tensors lie in its record, which is never aligned.
+        # XLA copies small unaligned arguments itself; large ones are copied here, which is faster.
         whole = len(requests) == 1 and requests[0].rows == self.wanted.rows and not (requests[0].small or self._laid)
         for spec, shape in self._specs:
             if whole and self._fits(array := requests[0].arrays[spec.name], shape):
@@ -86,7 +84,7 @@ class HostExecutable(Executable):
         return arguments, copied
 
     def _fits(self, array: Array, shape: tuple[int, ...]) -> bool:
-        """Returns whether ``array`` may be used without a copy: in host memory, in this shape, and aligned if large."""
+        """Returns whether the program can use ``array`` without a copy."""
         if (array.shape[1:] if self._batches else array.shape) != shape or not isinstance(array, np.ndarray):
             return False
         return array.nbytes <= 4096 or not array.__array_interface__["data"][0] % ALIGNMENT
@@ -101,11 +99,12 @@ class HostExecutable(Executable):
         return outputs
 
     def computed(self, parameters: Any, arguments: dict[str, Any], addresses: Mapping[str, int]) -> dict[str, Any]:
-        """Runs the program on ``arguments``. The outputs may not be computed yet when this returns.
+        """Runs the program. The outputs may not be computed yet when this returns.
 
-        ``addresses``: output name -> address of the memory that XLA should write the output to. If it is not known yet how XLA
-        allocates the outputs, the run finds that out and ignores ``addresses``.
+        ``addresses``: output name -> address of the memory that XLA should write the output to. XLA may write elsewhere
+        nevertheless.
         """
+        # The first run finds out how XLA allocates the outputs.
         learned = self.memory_of_outputs
         if learned is None and self.placement.several is None and output_memory.attached():
             run = functools.partial(self.call, parameters, arguments)
@@ -116,7 +115,7 @@ class HostExecutable(Executable):
         return self.call(parameters, arguments)
 
     def outputs(self, arrays: Mapping[str, Any], requests: Sequence[RequestTensors]) -> RunOutputs:
-        """Waits until ``arrays``, the outputs by name, are computed, and returns them. Then the inputs' memory may be changed."""
+        """Waits until the outputs are computed, and returns them. Afterwards the inputs' memory may be changed."""
         outputs = {name: np.asarray(arrays[name]) for name in self._signature.outputs}
         return RunOutputs(outputs, [*outputs.values()])
 
@@ -129,12 +128,9 @@ class HostExecutable(Executable):
         return sizes if max(sizes.values(), default=0) >= output_memory.WORTH else None
 
     def offer(self, places: Places) -> None:
-        """Chooses the places to which the next run is to write large outputs directly, and stores them in ``places``.
-
-        Only aligned places are chosen. A client can read and change its region while the program runs. So a place in a region is
-        chosen only if the program writes nothing but outputs to the memory of its outputs, and if no input and no other output
-        of the request overlaps the place.
-        """
+        """Chooses the memory to which the next run writes large outputs directly. Stores it in ``places``."""
+        # Only aligned memory. A client can read and change its region while the program runs: so a region is chosen only if the
+        # program writes nothing but outputs to their memory, and no input and no other output of the request overlaps.
         outputs = self.memory_of_outputs
         if outputs is None:
             return
@@ -154,29 +150,33 @@ class HostExecutable(Executable):
             places.addresses[name] = address
 
     def written(self, outputs: Mapping[str, Array], addresses: Mapping[str, int]) -> list[str]:
-        """Returns which outputs XLA has written to ``addresses``. If any is missing, the next run learns XLA's allocations."""
+        """Returns the names of outputs that XLA has written to ``addresses``."""
         found = [name for name, address in addresses.items() if address_of(outputs[name]) == address]
         if len(found) < len(addresses):
+            # The next run learns XLA's allocations anew.
             self.memory_of_outputs = None
         return found
 
     def settle(self, places: Places) -> None:
-        """Withdraws from XLA the memory in ``places``, so that it can be used again. The request must have been answered."""
+        """Withdraws from XLA the memory that ``offer`` chose, so that it can be used again.
+
+        The request must have been answered.
+        """
         for name, memory in places.offered.items():
             self.give_up(places.addresses[name], memory)
         places.offered.clear()
 
     def give_up(self, address: int, memory: memoryview) -> None:
-        """Checks that no array still lies in ``memory``, at ``address``, which was offered to XLA for an output.
+        """Ends the use of ``memory``, at ``address``, for an output.
 
-        If one does, the memory is never unmapped, and outputs of later runs are copied to their places.
+        If an array still lies there, the memory is never unmapped.
         """
         if not output_memory.given_up(address, memory) and self.memory_of_outputs is not None:
             self.memory_of_outputs.refuse()
 
     @functools.cached_property
     def _plain(self) -> bool:
-        """True if the program may compute straight in a client's memory, because it writes only outputs there."""
+        """True if the program writes nothing but outputs to the memory of its outputs."""
         return is_plain(self.program)
 
     def single_run(
@@ -196,7 +196,7 @@ class HostExecutable(Executable):
 
 
 def _ranges(places: Places) -> list[_Range]:
-    """Returns the ranges (file, start, end) of host regions in ``places`` that a request reads and writes."""
+    """Returns the ranges of host regions that a request reads and writes."""
     written = [(region, place.offset, places.sizes[name]) for name, (place, region) in places.in_regions.items()]
     used = [*places.read, *written]
     return [_range(region, offset, size) for region, offset, size in used if not isinstance(region, CudaRegion)]
@@ -213,12 +213,12 @@ def _overlapping(one: _Range, others: list[_Range]) -> int:
 
 
 class Processor(ExecutionDevice):
-    """Runs programs on the worker's CPU, on several devices, or on a GPU if CUDA cannot be used. Any thread may use it."""
+    """Runs programs on the worker's CPU, on several devices, or on a GPU without CUDA. Any thread may use it."""
 
     remote = False
 
     def __init__(self, single: SingleThreadDevice | None = None) -> None:
-        """Makes the device. ``single``: a device with one thread, for small programs; None: these use all threads as well."""
+        """Makes the device. ``single``: a device with one thread for small programs; None: all programs use all threads."""
         self._single = single
 
     def executable(self, wanted: Wanted, signature: Signature, program: CompiledProgram) -> Executable:

@@ -37,7 +37,7 @@ _LEASED = -1
 
 
 class SingleRun:
-    """Runs the repeats of one prepared request of one submitter, one at a time. Only the worker's loop uses it."""
+    """Runs the repeats of one submitter's prepared request, one at a time. Only the worker's loop uses it."""
 
     def __init__(
         self,
@@ -49,14 +49,16 @@ class SingleRun:
         rows: int,
         regions: Mapping[str, Region],
     ) -> None:
-        """Makes arrays of ``rows`` rows of the inputs that lie in regions, and finds where each output goes.
+        """Makes arrays of the inputs that lie in regions, and finds where each output goes.
 
         Args:
+          executable: the program.
           lane: the submitter's lane, with the arenas of inputs and outputs.
           inputs: the inputs that the prepared request describes, each with its number of bytes.
           plan: how the requests are answered.
           names: ``PlannedOutput.content`` in the plan -> output name.
-          regions: region name -> region, for those that the prepared request names.
+          rows: the number of rows of each request.
+          regions: region name -> region, for the regions that the prepared request names.
         """
         self._executable = executable
         self._lane = lane
@@ -104,15 +106,15 @@ class SingleRun:
         return not [array for array in self._fixed.values() if array.ctypes.data % ALIGNMENT]
 
     def __call__(self, places: Sequence[Place], chosen: ParameterSet | None = None) -> Outcome | None:
-        """Runs one request. Returns the lease with its large outputs, and its small outputs for the answer's record.
+        """Runs one request. Returns the lease of its large outputs, and its small outputs for the answer's record.
 
-        Outputs in regions are written there already. None: the request must be run as a batch instead; no lease is held then.
-
+        None: the request must be run as a batch instead. Outputs in regions are written there.
         Args:
           places: for each input that is not in a region: its segment and offset in the submitter's arena, or its bytes.
           chosen: the parameter set; None: the main set.
-        Raises InvalidArgument: an input is outside the arena; LookupError: XLA can no longer be made to write the outputs
-        directly to the answer's memory; or whatever the program raises.
+        Raises InvalidArgument: an input is outside of the arena.
+        Raises LookupError: XLA can no longer write outputs directly to the answer's memory. Errors of the program are raised
+        unchanged.
         """
         arguments = dict(self._fixed)
         for (name, dtype, shape, byte_size), place in zip(self._inputs, places, strict=True):
@@ -137,11 +139,7 @@ class SingleRun:
         return made
 
     def _run_placed(self, arguments: dict[str, Array], chosen: ParameterSet | None) -> Outcome | None:
-        """Runs the program on ``arguments`` so that XLA writes large outputs straight to their places, in a lease or regions.
-
-        Returns: the lease of the large outputs, and the small outputs; None: the request must be run as a batch.
-        Raises LookupError: XLA can no longer be made to write the outputs to their places; or whatever the program raises.
-        """
+        """Runs the program so that XLA writes large outputs to the lease or regions."""
         memory, lane = self._executable.memory_of_outputs, self._lane
         if memory is None:
             return None  # the ordinary path learns their allocation anew
@@ -166,10 +164,7 @@ class SingleRun:
     def _run_into(
         self, arguments: dict[str, Array], chosen: ParameterSet | None, memories: Mapping[str, memoryview]
     ) -> list[Array] | None:
-        """Runs the program so that XLA writes outputs to ``memories``, output name -> memory. ``chosen`` None: the set ``main``.
-
-        Returns the outputs for the answer's record; None: XLA has written an output elsewhere than to its memory.
-        """
+        """Runs the program so that XLA writes outputs to ``memories``, by name."""
         executable = self._executable
         addresses = {name: address_of(memory) for name, memory in memories.items()}
         outputs = _waited_for(executable.computed(executable.parameters(chosen), arguments, addresses))
@@ -178,6 +173,7 @@ class SingleRun:
         del outputs
         for name, memory in memories.items():
             executable.give_up(addresses[name], memory)
+        # None: XLA has written an output elsewhere.
         return inside if len(written) == len(addresses) else None
 
     def __repr__(self) -> str:
@@ -185,5 +181,5 @@ class SingleRun:
 
 
 def _waited_for(outputs: Mapping[str, Any]) -> dict[str, Array]:
-    """Waits until all ``outputs`` (by name) are computed and returns them. Then the inputs' memory may be changed."""
+    """Waits until all outputs are computed, and returns them."""
     return {name: np.asarray(array) for name, array in outputs.items()}

@@ -39,19 +39,21 @@ _OPTIONS: dict[str, str | bool] = {"xla_cpu_multi_thread_eigen": False}
 
 
 class SingleThreadDevice:
-    """An additional CPU device of the worker, with one thread, and the limit on the work of programs that run on it."""
+    """An additional CPU device of the worker, with one thread, for small programs."""
 
     def __init__(self, max_flops: int) -> None:
-        """Opens the device. Raises whatever JAX raises if a second CPU device with one thread is impossible.
+        """Opens the device. Call it before any model is loaded. Errors of JAX are raised unchanged.
 
-        Call it before any model is loaded: it sets an environment variable to one thread for a moment, which no other thread may
-        read and no process may inherit. ``max_flops``: the most floating-point operations of a program that suits the device.
+        ``max_flops``: the most floating-point operations of a program that suits the device.
         """
         self.max_flops = max_flops
         self.device = _opened()
 
     def suits(self, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled | None = None) -> bool:
-        """Returns whether a program's cost is known and small. ``compiled``: the program, if sizes were not known before."""
+        """Returns whether a program's cost is known and small.
+
+        ``compiled``: the compiled program, if the sizes in ``lowered`` are open.
+        """
         return is_within(compiled or lowered, Most(self.max_flops, _MAX_BYTE_SIZE), lowered)
 
     def __repr__(self) -> str:
@@ -60,8 +62,9 @@ class SingleThreadDevice:
 
 @functools.cache
 def _opened() -> jax.Device:
-    """Opens a CPU device that computes with one thread. Later calls return the same device, which this process never closes."""
+    """Opens a CPU device that computes with one thread."""
     known = os.environ.get(THREADS_VARIABLE)
+    # No other thread may read it meanwhile, and no process inherit it.
     os.environ[THREADS_VARIABLE] = "1"
     try:
         device: jax.Device = CPU_CLIENT.find()().devices()[0]
@@ -73,10 +76,9 @@ def _opened() -> jax.Device:
 
 
 def choose(device: jax.Device, max_flops: int) -> SingleThreadDevice | None:
-    """Opens the single-thread device, before any model is loaded, if it is useful beside the worker's ``device``.
+    """Opens a device with one thread, if one is useful beside the worker's ``device``. Call it before any model is loaded.
 
-    Returns None if ``device`` is no CPU or has one thread, if ``max_flops`` is 0, or if this JAX cannot have such a device,
-    which is logged.
+    Returns None if ``device`` is no CPU or has one thread, if ``max_flops`` is 0, or if JAX fails to open it.
     """
     if device.platform != "cpu" or thread_count() < 2 or not max_flops:
         return None
@@ -90,9 +92,9 @@ def choose(device: jax.Device, max_flops: int) -> SingleThreadDevice | None:
 
 
 def share(parameters: Any, device: jax.Device) -> Any:
-    """Returns a tree of JAX or numpy arrays as arrays of another CPU device, in the same memory.
+    """Returns a tree of arrays as arrays of another CPU device, in the same memory.
 
-    Raises ValueError: a parameter would be copied; or whatever numpy raises for a dtype that it does not know.
+    Raises ValueError: a parameter would be copied. Errors of numpy for an unknown dtype are raised unchanged.
     """
 
     arrays, structure = jax.tree.flatten(parameters)
@@ -105,16 +107,14 @@ def share(parameters: Any, device: jax.Device) -> Any:
 
 
 class SmallPrograms:
-    """Decides which programs of one model version run on the single-thread device, and compiles them. For any thread.
+    """Decides which programs of one model version run on the single-thread device, and compiles them. Any thread may use it.
 
-    The single-thread device is an additional CPU device of the worker, with one thread. A program runs on it if the program is
-    small and a test run has succeeded. A version cannot use the device if a sharding or a called function binds the version
-    to the worker's device, or if its parameters would have to be copied. All programs of such a version run on the worker's
-    device, which is logged once.
+    A program runs on the device if the program is small and a test run has succeeded. A version whose parameters or programs
+    cannot be shared with the device runs all programs on the worker's device, which is logged once.
     """
 
     def __init__(self, signature: Signature, device: SingleThreadDevice, sets: ParameterSets) -> None:
-        """Opens nothing yet. ``sets``: the version's parameter sets, which are on the worker's device."""
+        """Opens nothing yet. ``sets``: the version's parameter sets."""
         self._signature = signature
         self._device = device
         self._sets = sets
@@ -148,7 +148,7 @@ class SmallPrograms:
     def lowered(
         self, usual: jax.stages.Lowered, lower: Callable[[Placement], jax.stages.Lowered]
     ) -> tuple[jax.stages.Lowered, Placement] | None:
-        """Lowers a program for the single-thread device. Returns None if it is not known to be small, or cannot run there.
+        """Lowers a program for the single-thread device; None: it is not known to be small, or cannot run there.
 
         ``usual``: the program, lowered for the worker's device. ``lower``: lowers the program for another placement.
         """
@@ -161,7 +161,7 @@ class SmallPrograms:
             return None
 
     def _is_small(self, lowered: jax.stages.Lowered) -> bool | None:
-        """Returns whether one thread is enough for a program; None: that is known only once the program is compiled."""
+        """Returns whether a program is small; None: only the compiled program tells."""
         # XLA raises an error for the cost of a program with open sizes, or (from JAX 0.11 on) ends the process.
         if _has_open_sizes(lowered):
             return None
@@ -176,7 +176,7 @@ class SmallPrograms:
         lower: Callable[[Placement], jax.stages.Lowered],
         zeros: Callable[[], dict[str, Any]],
     ) -> CompiledProgram | None:
-        """Compiles a program for the single-thread device and runs it once; None: it is not small, or cannot run on that device.
+        """Compiles a program for the single-thread device and runs it once; None: it is not small, or cannot run there.
 
         Args:
           lowered: the program, lowered for the worker's device.
@@ -198,7 +198,7 @@ class SmallPrograms:
         return CompiledProgram(made, placement)
 
     def give_up(self, error: Exception) -> None:
-        """Logs ``error``. Programs that this version compiles from now on use all threads, even if they are small."""
+        """Logs ``error``, and no longer uses the single-thread device for programs that are compiled from now on."""
         name, kind = self._signature.model, type(error).__name__
         _log.info("model '%s': its programs get all threads, whatever their size: %s: %s", name, kind, error)
         self._possible = False
@@ -208,7 +208,7 @@ class SmallPrograms:
 
 
 def _has_open_sizes(lowered: jax.stages.Lowered) -> bool:
-    """Returns whether a function of a lowered program has sizes that are not known before the program is compiled."""
+    """Returns whether a function of the program has sizes that only compiling fixes."""
     module: Any = lowered.compiler_ir("stablehlo")
     functions = [op for op in module.body.operations if "function_type" in op.attributes]
     return any("?" in str(function.attributes["function_type"]) for function in functions)
