@@ -52,16 +52,15 @@ NOWHERE = memoryview(b"")
 
 
 class ArrivingMessage(Receiver):
-    """Receives one gRPC message in pieces: into the arena if it has large tensors, else into a buffer.
+    """Receives one gRPC message in pieces, into the arena if it has large tensors, else into a buffer.
 
-    The stream that creates it, and later the call that it is passed to, must end it by ``take`` or ``drop``.
-
+    The message must be ended by ``take`` or ``drop``.
     Args:
-      flag: the message's first byte; 0: the message is not compressed.
+      flag: the first byte of the message. If it is 0, the message is not compressed.
       byte_size: the length of the message.
-      submitter: reserves memory in the arena for a large request's tensors; None: the message is buffered.
+      submitter: reserves memory in the arena for the tensors of a large request. If it is None, the message is buffered.
       account: counts the arena memory for the connection.
-      on_room: called once the message waits for arena memory no more: it got the memory, or was refused.
+      on_room: called once the message no longer waits for arena memory. It got the memory, or was refused.
       on_placed: called with the message once all of it has arrived in the arena.
     """
 
@@ -105,7 +104,7 @@ class ArrivingMessage(Receiver):
     # -------------------------------------------------------------------------------------------------------- receive
 
     def feed(self, piece: memoryview) -> None:
-        """Copies the next piece of the message to the arena or to a buffer. The piece must not reach beyond the message's end."""
+        """Copies ``piece``, which must not reach beyond the end of the message, to the arena or to a buffer."""
         if self.is_placed:
             self._fill(piece, 0)
         else:
@@ -121,7 +120,7 @@ class ArrivingMessage(Receiver):
         self.kept_byte_size = kept if self.is_declined else kept + len(self.cutter.head) + len(self.cutter.client_id)
 
     def _read_head(self, piece: memoryview) -> None:
-        """Parses ``piece`` as far as the first of ``raw_input_contents``. If that begins in ``piece``, asks for arena memory."""
+        """Parses ``piece`` up to the first raw tensor, for which it asks for arena memory."""
         cutter = self.cutter
         try:
             at, begins = cutter.cut(piece, 0) if self._taken else cutter.begin(piece)
@@ -157,7 +156,7 @@ class ArrivingMessage(Receiver):
         self.rest = lease.view[: self.cutter.raw_size]
 
     def _fill(self, piece: memoryview, at: int) -> None:
-        """Copies the bytes of tensors in ``piece[at:]`` to the arena, or discards them if the message was refused."""
+        """Copies the bytes of tensors in ``piece[at:]`` to the arena."""
         lease, end = self._lease, len(piece)
         while at < end and lease is not None:
             if size := min(len(self.rest), end - at):
@@ -187,11 +186,11 @@ class ArrivingMessage(Receiver):
             self._on_room()
 
     def refuse(self, error: ServingError) -> None:
-        """Refuses the message: ``take`` will raise ``error`` with the request's id; bytes that still arrive are discarded."""
+        """Refuses the message, so that ``take`` will raise ``error``. Bytes that still arrive are discarded."""
         self._end(RefusedRequest(error, self.client_id))
 
     def _end(self, refused: RefusedRequest) -> None:
-        """Frees the message's arena memory and discards what still arrives: ``take`` will raise ``refused``."""
+        """Frees the arena memory of the message, and discards what still arrives."""
         self.is_placed = True
         self.rest = NOWHERE
         # What it was raised through refers to this message, and would keep its bytes until garbage is collected.
@@ -202,21 +201,24 @@ class ArrivingMessage(Receiver):
 
     @property
     def client_id(self) -> str:
-        """Returns the request id as far as it has arrived. The error that refuses the message names this id."""
+        """Returns the request id as far as it has arrived."""
         return self.cutter.client_id.decode("utf-8", "replace")
 
     # ----------------------------------------------------------------------------------------------------------- leave
 
     def take_content(self) -> Buffer:
-        """Returns the bytes of a buffered message, and gives up the buffer. Must not be called if the message is in the arena."""
+        """Returns the bytes of a buffered message, and gives up the buffer.
+
+        Must not be called if the message is in the arena.
+        """
         content, self._content, self.kept_byte_size = self._content, None, 0
         return b"" if content is None else content
 
     def take(self) -> tuple[bytes, bytes, tuple[bytes | Slice, ...], Lease]:
-        """Returns the parts of a complete message with tensors in the arena: other fields, id, ``raw_input_contents``, lease.
+        """Returns the parts of a complete message in the arena: other fields, id, ``raw_input_contents`` and lease.
 
-        The caller owns the lease from now on. Tiny tensors are returned as bytes, others as slices of the arena.
-        Raises RefusedRequest: the message is no valid request, or there was no arena memory for it.
+        The caller then owns the lease. A tiny tensor is returned as bytes, any other as a slice of the arena.
+        Raises RefusedRequest if the message is no valid request, or if the arena had no memory for it.
         """
         if self._error is not None:
             self.drop()
@@ -245,7 +247,7 @@ class ArrivingMessage(Receiver):
 
 
 class CallRefused(Exception):
-    """Raised when a message is refused and its call must end; carries the gRPC status and message with which to end the call."""
+    """Raised when a message is refused. The call must end with the gRPC status ``code`` and ``message``."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -254,9 +256,10 @@ class CallRefused(Exception):
 
 
 def inflated(content: Buffer, encoding: str, limit: int) -> bytes:
-    """Decompresses ``content``, a message whose ``encoding`` is "gzip" or "deflate", and returns its bytes.
+    """Decompresses ``content``, a message.
 
-    Raises CallRefused: the compressed bytes are invalid, or the decompressed message exceeds ``limit`` bytes.
+    ``encoding``: "gzip" or "deflate". ``limit``: the most bytes of the decompressed message.
+    Raises CallRefused if the encoding is unknown, the compressed bytes are invalid, or the message exceeds the limit.
     """
     if encoding not in ("gzip", "deflate"):
         raise CallRefused(

@@ -16,27 +16,35 @@ if TYPE_CHECKING:
 
 
 class Call(ABC):
-    """A gRPC call: takes messages from a stream, sends responses on that stream. No method is called after ``abandoned``."""
+    """A gRPC call, which takes messages from a stream and sends responses on that stream.
+
+    No method is called after ``abandoned``.
+    """
 
     __slots__ = ()
 
     def arriving(self, byte_size: int, on_room: Callable[[], None]) -> ArrivingMessage | None:
-        """Called when a large message begins to arrive. Returns an object that receives the message into the arena, or None.
+        """Returns an object that receives a large message into the arena, or None.
 
-        If None was returned, or if the object did not put the message into the arena, the stream passes the buffered message to
-        ``message``. Otherwise the call must call ``take`` of the object, which returns the tensors and the lease of their memory,
-        or ``drop``. ``on_room``: the object calls it once it waits for arena memory no more: it got the memory, or was refused.
-        Raises CallRefused: the call accepts no further message.
+        After None, or if the object did not use the arena, the stream passes the buffered message to ``message``. Otherwise the
+        call must end the object by ``take`` or ``drop``.
+        Args:
+          byte_size: the length of the message.
+          on_room: the object calls it once it no longer waits for arena memory.
+        Raises CallRefused if the call accepts no further message.
         """
         return None
 
     @abstractmethod
     def message(self, content: Buffer, start: int, end: int) -> None:
-        """Handles the client's message ``content[start:end]``, or stores it (copied, unless it is all of ``content``)."""
+        """Handles ``content[start:end]``, a message of the client.
+
+        To store the message, the call must copy it, unless it is all of ``content``.
+        """
 
     @abstractmethod
     def half_closed(self) -> None:
-        """Called once the client has ended its sending side, so that no further message follows."""
+        """Notes that the client has ended its sending side, so that no further message follows."""
 
     @property
     @abstractmethod
@@ -45,25 +53,28 @@ class Call(ABC):
 
     @property
     def answers(self) -> bool:
-        """Returns whether the call needs nothing more from the client, and only the server's response is missing."""
+        """Returns whether only the response of the server is missing."""
         return not self.idle
 
     @property
     def asked(self) -> InFlight | None:
-        """Returns the call's inference request. Returns None if the request is not decoded yet, or the call may have several."""
+        """Returns the inference request of the call.
+
+        Returns None if the request is not decoded yet, or if the call may have several.
+        """
         return None
 
     @abstractmethod
     def stop(self) -> None:
-        """Ends the call because the server stops. Accepted requests are answered, new ones are not accepted. Idempotent."""
+        """Ends the call because the server stops. Accepted requests are answered. May be called again."""
 
     @abstractmethod
     def abandoned(self) -> None:
-        """Cancels the call's requests, because the client went away, the deadline passed or the call was refused."""
+        """Cancels the requests of the call, because the call has ended without them."""
 
 
 def kept(content: Buffer, start: int, end: int) -> Buffer:
-    """Returns ``content[start:end]`` for a cache. A part is copied, because a view would keep all of ``content`` in memory."""
+    """Returns ``content[start:end]`` for a cache. Only a real part of ``content`` is copied."""
     return content if end - start == len(content) else bytes(content[start:end])
 
 
@@ -71,7 +82,7 @@ def kept(content: Buffer, start: int, end: int) -> Buffer:
 
 
 class InferCall(Call):
-    """Base class of the calls of ModelInfer and ModelStreamInfer, whose messages are inference requests."""
+    """Base class of the calls of ModelInfer and ModelStreamInfer."""
 
     __slots__ = ()
 
@@ -89,22 +100,24 @@ class InferCall(Call):
         parts: list[Buffer],
         sent: Callable[[], None] | None,
     ) -> None:
-        """Sends the client an answer to ``asked``, one of the call's requests. The answer may be an error.
+        """Sends the client an answer, which may be an error, to one request of the call.
 
         Args:
-          prepared: the part of the answer that repeats, such as the outputs' names and shapes.
-          record: the rest of the answer; it has the error's code and text, if the answer is an error.
-          parts: the answer as pieces of a ModelInferResponse. Empty for an error, for an answer which only says that no further
-            response comes, and for each of several responses to a call that accepts a single one.
-          sent: must be called once the answer was written to the client; None: nothing must be called.
+          asked: the request.
+          prepared: the part of the answer that repeats, such as the names and shapes of the outputs.
+          record: the rest of the answer, with the code and text of an error.
+          parts: the answer as pieces of a ModelInferResponse. It is empty for an error, for an answer that only says that no
+          further
+          response comes, and for each of several responses to a call that accepts a single one.
+          sent: must be called once the answer was written to the client. If it is None, nothing is called.
         """
 
     @abstractmethod
     def placed(self) -> None:
-        """Called when a request of the call no longer waits for arena memory, because it was sent to a worker or refused."""
+        """Notes that a request of the call no longer waits for arena memory. The request was sent to a worker, or refused."""
 
     def several(self, asked: CallRequest) -> None:
-        """Makes later answers wait no longer for ``asked``, whose first response shows that the model gives several responses."""
+        """Notes that the model gives several responses to ``asked``, so that later answers no longer wait for ``asked``."""
 
     def holds_up(self, asked: CallRequest) -> bool:
         """Returns whether answers to later requests of the call wait for the answer to ``asked``."""

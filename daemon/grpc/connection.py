@@ -43,9 +43,10 @@ _PING = b"tensord\0"
 
 
 class Http2Connection(asyncio.BufferedProtocol):
-    """Moves bytes between one client's socket and the connection's ``Http2``, which parses them. Owns the socket's transport.
+    """Moves bytes between the socket of one client and the connection's ``Http2``, which parses them.
 
-    ``owner``: the client (a host, or a user on a unix socket) whose share of the arenas this connection's memory counts against.
+    ``owner``: the client (a host, or a user on a unix socket) whose share of the arenas the memory of this connection counts
+    against.
     """
 
     def __init__(self, serving: GrpcServing, owner: str) -> None:
@@ -110,12 +111,12 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._written()
 
     def eof_received(self) -> bool:
-        """Closes the connection at once when the client ends its sending side: the client could never enlarge a window again."""
+        # The client could never enlarge a window again.
         self.abort()
         return False
 
     def fileno(self) -> int:
-        """Returns the file descriptor of the client's socket, or -1 if the connection is lost."""
+        """Returns the descriptor of the client's socket, or -1 if the connection is lost."""
         sock = None if self._transport is None else self._transport.get_extra_info("socket")
         return -1 if sock is None else int(sock.fileno())
 
@@ -125,7 +126,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         return self._room
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Parses ``nbytes`` bytes read into the read buffer, or counts them if they were read into a large message's memory."""
+        """Parses ``nbytes`` bytes from the read buffer, or counts them if they were read into the memory of a large message."""
         http2, room = self.http2, self._room
         if http2.phase is CLOSED:
             return
@@ -153,14 +154,14 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._choose_room()
 
     def _rest(self) -> None:
-        """Pauses reading for one iteration of the event loop: the client has sent as many frames as one iteration may handle."""
+        """Pauses reading for one iteration of the event loop."""
         assert self._transport is not None
         self._resting = True
         self._transport.pause_reading()
         self.loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:
-        """Parses the received bytes that were left when ``_rest`` paused reading. Resumes reading once no bytes are left."""
+        """Parses the bytes that were left by ``_rest``, and resumes reading."""
         if self.http2.phase is CLOSED or self._paused_since:
             return
         self._resting = False
@@ -170,7 +171,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def _choose_room(self) -> None:
-        """Chooses where to read next: the rest of a large payload into the message's memory, all else into the read buffer."""
+        """Chooses whether to read into the memory of a large message or the read buffer."""
         if self.http2.phase is CLOSED or self._paused_since or self._resting:
             return
         stream = self.http2.data_stream
@@ -184,7 +185,7 @@ class Http2Connection(asyncio.BufferedProtocol):
                 self._room = self._buffer = self.serving.read_buffer
 
     def stop_direct(self, stream: Stream) -> None:
-        """Stops reading this stream's payload into the memory of its message, because the message will be dropped."""
+        """Stops reading into the memory of the message on ``stream``, because the message will be dropped."""
         http2 = self.http2
         if self._room is not self._buffer and http2.data_stream is stream:
             self._room = self._buffer
@@ -194,7 +195,7 @@ class Http2Connection(asyncio.BufferedProtocol):
     # ---------------------------------------------------------------------------------------------------------- writing
 
     def flush(self) -> None:
-        """Writes the bytes in ``Http2.out`` to the transport. Closes the connection if it is ending and no stream is left."""
+        """Writes the bytes in ``Http2.out`` to the transport. An ending connection without streams is then closed."""
         http2 = self.http2
         if http2.phase is CLOSED:
             return
@@ -220,7 +221,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._close()
 
     def pause_writing(self) -> None:
-        """Stops reading from a client that takes its responses too slowly, so that it cannot send more requests meanwhile."""
+        """Stops reading from a client that takes its responses too slowly."""
         assert self._transport is not None
         self._paused_since = self.loop.time()
         self.http2.room = 0
@@ -244,21 +245,20 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._see_out()
 
     def when_written(self, on_written: Callable[[], None]) -> None:
-        """Calls ``on_written`` when the written bytes have left or the connection is lost: their memory may then be reused."""
+        """Calls ``on_written`` once the written bytes have left or the connection is lost."""
         if self._lost or not (self.http2.out or self._paused_since):
             on_written()
         else:
             self.http2.on_written.append(on_written)
 
     def _written(self) -> None:
-        """Calls the callbacks that ``when_written`` has stored. An exception in one callback does not stop the others."""
         waiting, self.http2.on_written = self.http2.on_written, []
         call_each(waiting, "what follows an answer")
 
     # ----------------------------------------------------------------------------------------------------------- ending
 
     def _fail(self, violation: Violation) -> None:
-        """Ends the connection and its streams. The client is sent a GOAWAY with the code and the reason of ``violation``."""
+        """Ends the connection and its streams. The client is sent a GOAWAY."""
         _log.debug("closing a connection: %s", violation.reason)
         self.http2.goaway(violation)
         self.flush()
@@ -266,7 +266,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._close()
 
     def _close(self) -> None:
-        """Closes the connection once all bytes written to the client have left."""
+        """Closes the connection once all written bytes have left."""
         if self.http2.phase is not CLOSED:
             self.http2.phase = ConnectionPhase.CLOSED
             if not self._paused_since:
@@ -283,7 +283,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def announce_end(self) -> None:
-        """Tells the client by GOAWAY to open no more streams. Closes the connection if the client's preface has not come yet."""
+        """Tells the client by GOAWAY to open no more streams. A connection whose preface has not come is closed."""
         if self.http2.phase is ConnectionPhase.OPENING:
             self.abort()
         elif self.http2.phase is ConnectionPhase.OPEN:
@@ -291,11 +291,11 @@ class Http2Connection(asyncio.BufferedProtocol):
             self.http2.announce_end()
 
     def stop(self) -> None:
-        """Ends the connection because the server stops. New streams are refused; open ones end once they are answered."""
+        """Ends the connection because the server stops. New streams are refused. Open streams end once they are answered."""
         self.http2.stop(self.loop.time())
 
     def make_room(self) -> None:
-        """Ends this connection, which is idle, so that a new one can be accepted although the limit of connections is reached."""
+        """Ends this idle connection, so that a new connection can be accepted."""
         self._fail(Violation(frames.NO_ERROR, "idle longest of too many connections"))
 
     # -------------------------------------------------------------------------------------------------------- deadlines
@@ -309,14 +309,14 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     @property
     def used_at(self) -> float:
-        """Returns when the connection last served a call of its client, in seconds of the event loop's clock."""
+        """Returns when the connection last served a call, in seconds of the event loop's clock."""
         if self.http2.answered != self._answered_before:
             self._answered_before = self.http2.answered
             self._used_at = max(self._used_at, self.http2.heard_at)
         return self._used_at
 
     def check(self, now: float) -> None:
-        """Ends the connection if a deadline of it has passed at ``now``, the event loop's time. Called about every second."""
+        """Ends the connection if one of its deadlines has passed. ``now``: seconds of the event loop's clock."""
         options, http2 = self.serving.options, self.http2
         assert self._transport is not None
         left = self._transport.get_write_buffer_size()
@@ -336,7 +336,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         return self._check_age(now)
 
     def _is_alive(self, now: float) -> bool:
-        """Returns whether the client still answers. Sends it a PING if nothing has come from it for long at ``now``."""
+        """Returns whether the client still answers, and sends a PING after a long silence."""
         options, heard_at = self.serving.options, self.http2.heard_at
         if self._asked_at:
             if heard_at >= self._asked_at:
@@ -348,7 +348,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         return True
 
     def _check_age(self, now: float) -> None:
-        """Ends the connection if it is too old, or has been idle for too long. ``now``: seconds of the event loop's clock."""
+        """Ends the connection if it is too old, or has been idle for too long."""
         options = self.serving.options
         if not self.asks_nothing:
             self._used_at = now

@@ -40,7 +40,7 @@ _VARINT, _FIXED64, _DELIMITED, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
 
 @dataclass(slots=True)
 class _Field:
-    """Describes how one field of a message is counted: its name, its highest allowed count, and its message type, if any."""
+    """Describes how one field of a message is counted."""
 
     name: str
     most: int
@@ -54,7 +54,7 @@ class _Field:
 
 @dataclass(slots=True)
 class _Kind:
-    """Describes a message type for counting: its name, how many unknown fields it may have, and its known fields by number."""
+    """Describes a message type, and how many unknown fields it may have."""
 
     name: str
     most: int
@@ -65,7 +65,7 @@ def check(message: Buffer, descriptor: Any) -> None:
     """Checks that no field of an encoded message occurs too often. A malformed message passes this check.
 
     ``descriptor``: the protobuf descriptor of the message's type.
-    Raises InvalidArgument: a field occurs too often, or the message has too many bytes besides its tensors.
+    Raises InvalidArgument if a field occurs too often, or if the message has too many bytes besides its tensors.
     """
     size = len(message)
     if size <= UNCOUNTED:
@@ -82,8 +82,6 @@ def check(message: Buffer, descriptor: Any) -> None:
 
 
 class _Counting:
-    """Counts the fields of one message in one walk over its bytes."""
-
     def __init__(self, message: Buffer) -> None:
         self._message = memoryview(message)
         self._counts: dict[tuple[str, int], int] = {}
@@ -93,10 +91,7 @@ class _Counting:
         self._uncounted = 0
 
     def walk(self, at: int, end: int, kind: _Kind) -> None:
-        """Counts the fields of a message of type ``kind``, whose encoding goes from offset ``at`` to ``end``.
-
-        Raises: InvalidArgument: a field occurs too often.  IndexError: the message is malformed.
-        """
+        """Counts the fields of the encoded message between the offsets ``at`` and ``end``."""
         message, counts = self._message, self._counts
         while at < end:
             tag, at = varint(message, at)

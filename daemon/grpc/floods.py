@@ -36,10 +36,9 @@ _MAX_RESETS = 10_000
 
 
 class Floods:
-    """Limits how many frames, resets and pings one client connection may send. Its methods raise ``Violation`` beyond a limit.
+    """Limits how many frames, resets and pings one client connection may send.
 
-    These are totals since the connection began: ``frames``, the frames that came; ``answers``, the messages sent to the client
-    and the ends of calls; ``byte_size``, the bytes of DATA that came and those of large responses that were sent.
+    Its methods raise ``Violation`` beyond a limit.
     """
 
     __slots__ = ("_answers_at_ping", "_frames_given", "_options", "_pinged_at", "_resets", "_resets_given", "_strikes")
@@ -55,16 +54,18 @@ class Floods:
         self._answers_at_ping = 0
 
     def second(self, seconds: float) -> None:
-        """Allows the client more frames and resets. ``seconds``: how long the connection has been open since the last call."""
+        """Allows the client more frames and resets. ``seconds``: the time since the last call of this method."""
         self._frames_given += int(_FRAMES_A_SECOND * seconds)
         self._resets_given += int(_RESETS_A_SECOND * seconds)
 
     def look(self, frames: int, answers: int, byte_size: int) -> None:
-        """Checks how many frames came. Called about once a second, and after as many frames as one iteration of the loop handles.
+        """Checks how many frames the client has sent. All arguments are totals since the connection began.
 
-        The arguments are totals since the connection began; ``byte_size``: the bytes of DATA that came and those of large
-        responses that were sent. Raises Violation: more frames came than time, answers and bytes allow. The caller then ends the
-        connection.
+        Args:
+          frames: the frames that came.
+          answers: the messages sent to the client, and the ends of calls.
+          byte_size: the bytes of DATA that came, and of large responses that were sent.
+        Raises Violation if more frames came than time, answers and bytes allow.
         """
         left = self._frames_given + answers * _FRAMES_AN_ANSWER + byte_size // _BYTES_A_FRAME - frames
         if left < 0:
@@ -73,7 +74,10 @@ class Floods:
         self._frames_given -= max(0, left - _MAX_FRAMES)
 
     def reset(self, answers: int) -> None:
-        """Counts a call that the client has reset. Raises Violation: too many resets for ``answers``, the answers so far."""
+        """Counts a call that the client has reset.
+
+        ``answers``: how many answers were sent since the connection began. Raises Violation if there are too many resets.
+        """
         self._resets += 1
         left = self._resets_given + answers - self._resets
         if left < 0:
@@ -81,10 +85,11 @@ class Floods:
         self._resets_given -= max(0, left - _MAX_RESETS)
 
     def ping(self, now: float, busy: bool, answers: int) -> None:
-        """Counts a ping that came at ``now``. Raises Violation: too many pings in a row came too soon after the ping before.
+        """Counts a ping that came at ``now``, in seconds.
 
-        No ping is too soon while a call is open (``busy``) or after an answer: clients measure the connection then. ``answers``:
-        how many answers have been sent since the connection began.
+        No ping is too early while a call is open or after an answer.
+        ``busy``: whether a call is open. ``answers``: how many answers were sent since the connection began.
+        Raises Violation if too many pings in a row came too early.
         """
         options = self._options
         answered, self._answers_at_ping = answers != self._answers_at_ping, answers

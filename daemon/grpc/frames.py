@@ -50,7 +50,10 @@ DEFAULT_FRAME_SIZE = 16384
 
 
 class Violation(Exception):
-    """Raised when the client breaks the HTTP/2 protocol. Its connection ends with a GOAWAY that has ``code`` and ``reason``."""
+    """Raised when the client breaks the HTTP/2 protocol.
+
+    The connection ends with a GOAWAY that has ``code`` and ``reason``.
+    """
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -59,40 +62,46 @@ class Violation(Exception):
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """Returns a complete HTTP/2 frame of type ``kind`` with ``flags`` and ``payload``, on the stream number ``stream``."""
+    """Returns a complete HTTP/2 frame of type ``kind`` on the stream number ``stream``."""
     size = len(payload)
     return write_head(size >> 16, size & 0xFFFF, kind, flags, stream) + payload
 
 
 def head(kind: int, flags: int, stream: int, size: int) -> bytes:
-    """Returns the nine-byte head of a frame: its type ``kind``, ``flags``, ``stream`` and the payload's ``size`` in bytes."""
+    """Returns the nine-byte head of an HTTP/2 frame of type ``kind``.
+
+    ``stream``: the number of the stream. ``size``: the bytes of the payload.
+    """
     return write_head(size >> 16, size & 0xFFFF, kind, flags, stream)
 
 
 def window_update(stream: int, increment: int) -> bytes:
-    """Returns a WINDOW_UPDATE frame, which lets the receiver send ``increment`` more bytes. Stream 0 is the connection."""
+    """Returns a WINDOW_UPDATE frame, which lets the receiver send ``increment`` more bytes.
+
+    ``stream``: the number of the stream, or 0 for the connection.
+    """
     return frame(WINDOW_UPDATE, 0, stream, number(increment))
 
 
 def rst_stream(stream: int, code: int) -> bytes:
-    """Returns an RST_STREAM frame, which ends ``stream`` at once with the error ``code``."""
+    """Returns an RST_STREAM frame, which ends ``stream`` with the error ``code``."""
     return frame(RST_STREAM, 0, stream, number(code))
 
 
 def goaway(last_stream: int, code: int, reason: str = "") -> bytes:
-    """Returns a GOAWAY frame with the error ``code`` and ``reason``: no stream above ``last_stream`` is ever processed."""
+    """Returns a GOAWAY frame with the error ``code``. No stream above ``last_stream`` will be processed."""
     return frame(GOAWAY, 0, 0, number(last_stream) + number(code) + reason.encode())
 
 
 def settings(values: Iterable[tuple[int, int]]) -> bytes:
-    """Returns a SETTINGS frame with these (key, value) pairs, which its receiver has to observe."""
+    """Returns a SETTINGS frame with these (key, value) pairs."""
     return frame(SETTINGS, 0, 0, b"".join(_setting.pack(key, value) for key, value in values))
 
 
 def read_settings(payload: bytes) -> dict[int, int]:
-    """Returns the settings in the payload of a SETTINGS frame, by key. If a key is repeated, its last value counts.
+    """Returns the settings in the payload of a SETTINGS frame, by key.
 
-    Raises Violation: the payload is cut short, or a value is not allowed.
+    Raises Violation if the payload is cut short, or if a value is not allowed.
     """
     if len(payload) % _setting.size:
         raise Violation(FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes")
@@ -109,13 +118,16 @@ def read_settings(payload: bytes) -> dict[int, int]:
 
 
 def check_dependency(stream: int, payload: bytes) -> None:
-    """Checks the stream priority at the start of a payload. Raises Violation: the stream depends on itself."""
+    """Checks the priority at the start of a payload. Raises Violation if ``stream`` depends on itself."""
     if read_number(payload)[0] & STREAM_ID == stream:
         raise Violation(PROTOCOL_ERROR, f"stream {stream} depends on itself")
 
 
 def unpadded(payload: bytes) -> bytes:
-    """Returns a PADDED frame's payload without its padding. Raises Violation: the padding's length is missing or too large."""
+    """Returns the payload of a PADDED frame without its padding.
+
+    Raises Violation if the length of the padding is missing or too large.
+    """
     if not payload:
         raise Violation(FRAME_SIZE_ERROR, "a padded frame without the size of its padding")
     if payload[0] >= len(payload):

@@ -34,11 +34,11 @@ _IGNORED = frozenset({b"connection", b"proxy-connection", b"keep-alive", b"trans
 
 
 class Malformed(Exception):
-    """Raised when the headers of a request break HTTP/2. Its stream is reset with PROTOCOL_ERROR; other streams go on."""
+    """Raised when the headers of a request break HTTP/2. Only the stream of the request is reset."""
 
 
 class CallHead(NamedTuple):
-    """Holds the decoded headers of a gRPC call: its path, timeout, compression, metadata and content-length."""
+    """Holds the decoded headers of a gRPC call."""
 
     path: str
     #: 0: the caller waits for ever.
@@ -57,13 +57,16 @@ class CallHead(NamedTuple):
 
 
 class HeaderBlocks:
-    """Decodes a connection's header blocks; ``max_byte_size``: the most bytes of the decoded fields of one block."""
+    """Decodes the header blocks of one connection. ``max_byte_size``: the most bytes of the decoded fields of one block."""
 
     def __init__(self, max_byte_size: int) -> None:
         self._decode = decoder(max_byte_size).decode
 
     def decode(self, block: bytes) -> CallHead:
-        """Decodes a request's header block. Raises Violation: the block cannot be decoded; Malformed: headers break HTTP/2."""
+        """Decodes the header block of a request.
+
+        Raises Violation if the block cannot be decoded. Raises Malformed if the headers break HTTP/2.
+        """
         try:
             common, own = self._decode(block)
         except (ValueError, OverflowError) as error:
@@ -72,7 +75,10 @@ class HeaderBlocks:
         return _with_own(head, own) if own else head
 
     def trailers(self, block: bytes) -> None:
-        """Checks a request's trailers. Raises: Violation: the block cannot be decoded.  Malformed: the trailers break HTTP/2."""
+        """Checks the trailers of a request.
+
+        Raises Violation if the block cannot be decoded. Raises Malformed if the trailers break HTTP/2.
+        """
         try:
             common, own = self._decode(block)
         except (ValueError, OverflowError) as error:
@@ -81,14 +87,14 @@ class HeaderBlocks:
 
 
 def _violation(error: ValueError | OverflowError) -> Violation:
-    """Returns the error that ends the connection because its HPACK decoder raised ``error``. The caller must raise it."""
+    """Returns the error that ends the connection because its HPACK decoder failed."""
     if isinstance(error, OverflowError):
         return Violation(ENHANCE_YOUR_CALM, "the headers are larger than allowed")
     return Violation(COMPRESSION_ERROR, "the header block cannot be decoded")
 
 
 def _understood(common: bytes) -> CallHead:
-    """Converts header fields that many calls share to the head of a call. ``common``: the fields, packed by the HPACK decoder."""
+    """Converts the packed header fields that many calls share to the head of a call."""
     raw = fields(common)
     check_common(raw)
     said = dict(metadata(raw))
@@ -109,7 +115,7 @@ _known = functools.lru_cache(256)(_understood)
 
 
 def _with_own(head: CallHead, own: Fields) -> CallHead:
-    """Returns a copy of ``head`` with the values in ``own``, the fields of this call alone: timeout, metadata, content-length."""
+    """Returns a copy of ``head`` with ``own``, the fields of this call alone."""
     length = check_own(own)
     if head.http_status != 200:
         return head
@@ -134,7 +140,7 @@ def _with_own(head: CallHead, own: Fields) -> CallHead:
 
 
 def _timeout_ns(text: str) -> int:
-    """Returns a grpc-timeout header (at most eight digits and a unit) in ns; any other text gives 0, no timeout."""
+    """Returns a grpc-timeout header in ns, or 0 if it is malformed."""
     unit = _UNITS_NS.get(text[-1:])
     digits = text[:-1]
     if unit is None or not (digits.isascii() and digits.isdigit()) or len(digits) > 8:
@@ -146,7 +152,7 @@ def _timeout_ns(text: str) -> int:
 
 
 def check_common(fields: Iterable[Field]) -> None:
-    """Checks the header fields that many calls share (path, content-type, ...). Raises Malformed: they break a rule of HTTP/2."""
+    """Checks the header fields that many calls share. Raises Malformed if they break a rule of HTTP/2."""
     pseudo: dict[bytes, bytes] = {}
     regular = False
     for name, value in fields:
@@ -164,7 +170,10 @@ def check_common(fields: Iterable[Field]) -> None:
 
 
 def check_own(fields: Iterable[Field]) -> int | None:
-    """Checks header fields that calls do not share; returns the content-length, or None. Raises Malformed: a field is invalid."""
+    """Checks the header fields of a single call, and returns its content-length, or None.
+
+    Raises Malformed if a field is invalid.
+    """
     length: bytes | None = None
     for name, value in fields:
         _check_name(name)
@@ -178,7 +187,7 @@ def check_own(fields: Iterable[Field]) -> int | None:
 
 
 def check_trailers(fields: Iterable[Field]) -> None:
-    """Checks ``fields``, the trailers of a request. Raises Malformed: a name or value is invalid."""
+    """Checks the trailers of a request. Raises Malformed if a name or a value is invalid."""
     for name, value in fields:
         _check_name(name)
         if _bad_value(value):
@@ -186,9 +195,9 @@ def check_trailers(fields: Iterable[Field]) -> None:
 
 
 def metadata(fields: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
-    """Returns header fields as text, without blanks around the values. The fields must have been checked before.
+    """Returns header fields as text, without blanks around the values. They must have been checked before.
 
-    ``host`` and the fields of HTTP/1.1 connections (``keep-alive``, ...) are left out, because they mean nothing in gRPC.
+    ``host`` and the fields of HTTP/1.1 connections (``keep-alive``, ...) are left out.
     """
     return [
         (name.decode("latin-1"), value.strip(b" \t").decode("latin-1"))
@@ -231,7 +240,7 @@ def _literal(name: bytes, value: bytes) -> bytes:
 
 
 def _length(size: int) -> bytes:
-    """Encodes the length of an HPACK string: an integer with a seven-bit prefix, without the Huffman flag."""
+    """Encodes the length of an HPACK string, without the Huffman flag."""
     if size < 127:
         return bytes((size,))
     size -= 127
@@ -254,7 +263,7 @@ TRAILERS_OK = _literal(b"grpc-status", b"0")
 
 
 def trailers(status: int, message: str) -> bytes:
-    """Returns encoded trailers with the gRPC ``status`` and the message, percent-encoded and shortened to what clients accept."""
+    """Returns encoded trailers with the gRPC ``status`` and ``message``. A long message is cut."""
     text = urllib.parse.quote(message[:_MAX_MESSAGE], safe=" !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~").encode()[:_MAX_MESSAGE]
     cut = text.rfind(b"%", max(0, len(text) - 2))
     if cut >= 0 and len(text) == _MAX_MESSAGE:
@@ -264,15 +273,15 @@ def trailers(status: int, message: str) -> bytes:
 
 
 def with_field(block: bytes, name: bytes, value: bytes) -> bytes:
-    """Returns the encoded header block ``block`` with a further field ``name`` at its end, which has the value ``value``."""
+    """Returns the encoded header block ``block`` with a further field at its end."""
     return block + _literal(name, value)
 
 
 def trailers_only(status: int, message: str) -> bytes:
-    """Returns the encoded header block of a response without messages: headers, and trailers with the gRPC ``status``."""
+    """Returns the encoded header block of a response without messages."""
     return RESPONSE + _ACCEPT + trailers(status, message)
 
 
 def http_error(status: int) -> bytes:
-    """Returns the encoded header block of the response to a request that is not a gRPC call. It has an HTTP status alone."""
+    """Returns the encoded header block of the response to a request that is no gRPC call."""
     return _literal(b":status", str(status).encode())

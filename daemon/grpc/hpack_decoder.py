@@ -30,7 +30,10 @@ _SIZES = struct.Struct("=II")
 
 
 def parted(decoded: Iterable[Field]) -> tuple[bytes, Fields]:
-    """Splits ``decoded`` fields into those that many calls share (``COMMON``), packed for the function ``fields``, and others."""
+    """Splits header fields into packed ones that many calls share (``COMMON``), and the others.
+
+    The function ``fields`` unpacks the first.
+    """
     common: list[bytes] = []
     own: Fields = []
     for name, value in decoded:
@@ -42,7 +45,7 @@ def parted(decoded: Iterable[Field]) -> tuple[bytes, Fields]:
 
 
 def fields(common: bytes) -> Fields:
-    """Unpacks ``common``, the header fields that many calls share, which ``LibraryDecoder.decode`` has packed."""
+    """Unpacks ``common``, the header fields that many calls share."""
     found, at = [], 0
     while at < len(common):
         name_size, value_size = _SIZES.unpack_from(common, at)
@@ -53,7 +56,7 @@ def fields(common: bytes) -> Fields:
 
 
 class LibraryDecoder:
-    """Decodes the header blocks of one connection with the Python library hpack, as ``_hpack.Decoder`` does in C."""
+    """Decodes the header blocks of one connection with the Python library hpack."""
 
     def __init__(self, max_list_size: int) -> None:
         # Imported where it is needed: mostly it is not.
@@ -63,12 +66,11 @@ class LibraryDecoder:
         self._error, self._too_large = hpack.HPACKError, hpack.OversizedHeaderListError
 
     def decode(self, block: bytes, /) -> tuple[bytes, Fields]:
-        """Decodes the connection's next header block.
+        """Decodes the next header block of the connection.
 
-        Returns the fields that many calls share (``COMMON``: path, content-type, ...), packed as one bytes object that the
-        function ``fields`` unpacks, and a list of the other fields. A pseudo-header (``:path``, ...) that comes after one of the
-        other fields is put into the list, where the checks refuse it.
-        Raises: ValueError: the bytes are no header block.  OverflowError: the fields are larger than allowed.
+        Returns the fields that many calls share, for the function ``fields``, and a list of the other fields. A pseudo-header
+        (``:path``, ...) that comes after one of the other fields is put into the list.
+        Raises ValueError if the bytes are no header block. Raises OverflowError if the fields are larger than allowed.
         """
         try:
             return parted([(bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True)])

@@ -64,7 +64,7 @@ _LAST_CALL = b"tensord!"
 
 
 class ConnectionPhase(enum.Enum):
-    """The phases of an HTTP/2 connection: no preface yet, open, GOAWAY sent but new streams accepted, no new streams, closed."""
+    """Names the phases of an HTTP/2 connection."""
 
     #: The client's preface is not whole.
     OPENING = "opening"
@@ -83,10 +83,9 @@ OPENING, ENDING, CLOSED = ConnectionPhase.OPENING, ConnectionPhase.ENDING, Conne
 
 
 class Http2:
-    """Owns the streams of one HTTP/2 connection and the bytes that are queued for its client.
+    """Owns the streams of one HTTP/2 connection, and the bytes that are queued for its client.
 
-    Bytes are queued in ``out``. The first bytes schedule ``connection.flush`` for the end of the loop's iteration. While
-    ``is_flushing`` is true, no flush is scheduled, because one is already due.
+    The bytes are in ``out``. While ``is_flushing`` is true, ``connection.flush`` is already due.
     """
 
     def __init__(self, serving: GrpcServing, connection: Http2Connection) -> None:
@@ -139,7 +138,7 @@ class Http2:
     # ------------------------------------------------------------------------------------------ 3.4: preface, 4: frames
 
     def hello(self) -> bytes:
-        """Returns the bytes that the server sends first: SETTINGS with limits for the client, and a larger connection window."""
+        """Returns the bytes that the server sends first: SETTINGS and a larger connection window."""
         options = self.serving.options
         return frames.settings(
             (
@@ -153,7 +152,7 @@ class Http2:
     def receive(self, data: bytes, now: float) -> bool:
         """Parses ``data``, received bytes, but no more frames than one iteration of the event loop may handle.
 
-        Returns True if that limit was reached: then the caller must call again in the next iteration, even without new bytes.
+        Returns True if more frames are left. Then the caller must call again in the next iteration, even without new bytes.
         ``now``: seconds of the event loop's clock.
         """
         self.heard_at = now
@@ -224,10 +223,7 @@ class Http2:
         return False
 
     def _preface(self, data: bytes) -> int:
-        """Checks the client's connection preface at the start of ``data``. Returns the offset of the frame after it.
-
-        Returns 0 if more bytes must arrive first. Raises Violation: there is no such preface, or SETTINGS does not follow.
-        """
+        """Returns the offset behind the client's connection preface, or 0 if it is incomplete."""
         size = min(len(data), len(frames.PREFACE))
         if data[:size] != frames.PREFACE[:size]:
             raise Violation(frames.PROTOCOL_ERROR, "no HTTP/2 connection preface")
@@ -239,11 +235,7 @@ class Http2:
         return size
 
     def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> int:
-        """Handles a frame of type ``kind`` with ``flags`` and ``payload`` on the stream ``number`` (0: the connection).
-
-        Returns the cost of handling the frame, as a multiple of the cost of receiving one, so that the frames of one iteration
-        can be limited.
-        """
+        """Handles a frame, and returns its cost beyond that of receiving it."""
         if kind == HEADERS:
             return self._headers(number, flags, payload)
         if kind == frames.CONTINUATION:
@@ -272,7 +264,7 @@ class Http2:
     # --------------------------------------------------------------------------------------------------- 6.1: DATA
 
     def _data(self, number: int, flags: int, data: bytes, start: int, end: int) -> None:
-        """Passes ``data[start:end]``, the payload of a DATA frame with ``flags`` but no padding, to the stream ``number``."""
+        """Passes ``data[start:end]``, the payload of an unpadded DATA frame, to its stream."""
         stream = self.streams.get(number)
         if stream is not None and not stream.half_closed:
             ungranted = stream.ungranted + end - start
@@ -287,7 +279,7 @@ class Http2:
         self._any_data(number, flags, data[start:end])
 
     def _any_data(self, number: int, flags: int, payload: bytes) -> None:
-        """Passes the ``payload`` of a DATA frame to the stream ``number``. If the stream has ended, counts and drops it."""
+        """Passes the payload of a DATA frame to its stream, or drops it if the stream has ended."""
         stream = self._data_target(number, len(payload))
         if stream is None:
             return
@@ -298,7 +290,7 @@ class Http2:
         stream.frame_arrived(flags)
 
     def _data_arrives(self, data: bytes, at: int) -> int:
-        """Passes the part of a DATA payload that begins at ``data[at]`` to its stream. Returns the offset behind the part."""
+        """Passes a part of a DATA payload to its stream, and returns the offset behind it."""
         end = min(len(data), at + self.data_left)
         self.data_left -= end - at
         stream = self.data_stream
@@ -311,7 +303,7 @@ class Http2:
         return end
 
     def data_was_read(self) -> None:
-        """Tells the stream whose message is arriving that ``self.data_read`` bytes were read into the message's memory."""
+        """Tells the stream that ``self.data_read`` bytes were read into the memory of its message."""
         byte_size, self.data_read = self.data_read, 0
         self.data_left -= byte_size
         stream = self.data_stream
@@ -323,11 +315,7 @@ class Http2:
                 stream.frame_arrived(self._data_flags)
 
     def _data_target(self, number: int, size: int) -> Stream | None:
-        """Counts a DATA frame of ``size`` bytes against the windows of the connection and of the stream ``number``.
-
-        Returns the stream. Returns None if the stream has ended, so that the data must be dropped. Raises Violation: the client
-        may not send that frame.
-        """
+        """Counts a DATA frame against the windows, and returns its stream, or None."""
         stream = self.streams.get(number)
         # Granted again so early, and frames so much smaller than the window, that no client can exceed it.
         self._ungranted += size
@@ -357,7 +345,7 @@ class Http2:
     # -------------------------------------------------------------------------- 6.2: HEADERS, 6.10: CONTINUATION, 8.1
 
     def _headers(self, number: int, flags: int, payload: bytes) -> int:
-        """Handles a HEADERS frame on the stream ``number``. Returns the cost of decoding it; 1 is that of receiving a frame."""
+        """Handles a HEADERS frame, and returns its cost beyond that of receiving it."""
         if not number:
             raise Violation(frames.PROTOCOL_ERROR, "HEADERS for stream 0")
         if flags & frames.PADDED:
@@ -386,11 +374,7 @@ class Http2:
         return self._header_block(number, first_flags, b"".join(pieces))
 
     def _header_block(self, number: int, flags: int, block: bytes) -> int:
-        """Handles a complete header block, which opens the stream ``number`` or, if that is open, ends its request.
-
-        Returns the cost of decoding it, as a multiple of the cost of receiving a frame. Raises Violation: the block cannot be
-        decoded (RFC 9113, 4.3), or the client may not use that stream identifier.
-        """
+        """Handles a complete header block, which opens a stream or ends its request."""
         numbers, cost = self.numbers, len(block) // HEADER_BYTES_A_FRAME
         if number < numbers.next:
             self._trailers(number, flags, block)
@@ -419,7 +403,7 @@ class Http2:
         return cost
 
     def _trailers(self, number: int, flags: int, block: bytes) -> None:
-        """Ends the request of stream ``number`` by the trailers in ``block``. Resets the stream if they are malformed."""
+        """Ends the request of a stream by its trailers."""
         stream = self.streams.get(number)
         if stream is None:
             past = self.numbers.past(number)
@@ -538,7 +522,7 @@ class Http2:
             self.reset(self.streams[number], code)
 
     def pump(self) -> None:
-        """Lets the streams with unsent bytes send, in turn, as much as the connection's window and the socket allow."""
+        """Lets the streams with unsent bytes send, in turn."""
         for stream in list(self.blocked.values()):
             if self.send_window <= 0 or self.room <= 0:
                 return
@@ -550,7 +534,7 @@ class Http2:
     # ---------------------------------------------------------------------------------------------------------- sending
 
     def write(self, piece: Buffer) -> None:
-        """Queues ``piece``, bytes for the client. All bytes queued in one iteration of the event loop are sent together."""
+        """Queues ``piece``, bytes for the client. All bytes of one iteration of the event loop are sent together."""
         self.out.append(piece)
         self.room -= len(piece)
         if not self.is_flushing:
@@ -566,36 +550,39 @@ class Http2:
             self.connection.loop.call_soon(self.connection.flush)
 
     def rst_stream(self, number: int, code: int) -> None:
-        """Sends RST_STREAM with the error ``code`` for the stream ``number``; frames that still come on it are ignored."""
+        """Sends RST_STREAM with the error ``code``. Frames that still come on the stream ``number`` are ignored."""
         self.numbers.remember(number, Past.CUT)
         self.write(frames.rst_stream(number, code))
 
     def reset(self, stream: Stream, code: int) -> None:
-        """Ends a stream with RST_STREAM and ``code``, because the client broke a rule on it (stream error, RFC 9113, 5.4.2)."""
+        """Ends a stream with RST_STREAM and ``code``, because the client broke a rule (RFC 9113, 5.4.2)."""
         stream.abandon()
         self.rst_stream(stream.id, code)
 
     # -------------------------------------------------------------------------------------------------------- 6.8: the end
 
     def goaway(self, violation: Violation) -> None:
-        """Sends GOAWAY with the code and reason of ``violation``, because of which the connection ends now (RFC 9113, 5.4.1)."""
+        """Sends GOAWAY, because the connection ends now by ``violation`` (RFC 9113, 5.4.1)."""
         last = self.numbers.last if self._last_told is None else self._last_told
         self.write(frames.goaway(last, violation.code, violation.reason))
 
     def announce_end(self) -> None:
-        """Sends the first GOAWAY of a graceful end, and a PING whose acknowledgement shows that the client has read both."""
+        """Sends the first GOAWAY of a graceful end, and a PING whose acknowledgement shows that the client has read it."""
         self.phase = ConnectionPhase.ANNOUNCED
         self.write(frames.goaway(STREAM_ID, frames.NO_ERROR) + frames.frame(frames.PING, 0, 0, _LAST_CALL))
 
     def end(self) -> None:
-        """Sends the last GOAWAY of a graceful end, if the first was sent. The connection then ends with its last stream."""
+        """Sends the last GOAWAY of a graceful end, if the first was sent."""
         if self.phase is ConnectionPhase.ANNOUNCED:
             self.phase = ConnectionPhase.ENDING
             self._last_told = self.numbers.last
             self.write(frames.goaway(self._last_told, frames.NO_ERROR))
 
     def stop(self, now: float) -> None:
-        """Ends the connection because the server stops at ``now``. Each stream ends once its accepted requests are answered."""
+        """Ends the connection because the server stops. Each stream ends once its accepted requests are answered.
+
+        ``now``: seconds of the event loop's clock.
+        """
         self.end()
         for stream in list(self.streams.values()):
             stream.stop(now, self._read_of(stream))
@@ -619,14 +606,17 @@ class Http2:
         self._floods.look(self._frames, self.answered, self._granted + self._ungranted + self.sent)
 
     def _read_of(self, stream: Stream) -> int:
-        """Returns how many payload bytes were read into the memory of a stream's message and not yet reported to the stream."""
+        """Returns how many bytes were read for ``stream`` and not yet reported to it."""
         return self.data_read if stream is self.data_stream else 0
 
     def check(self, now: float, seconds: float, unread: bool) -> None:
-        """Checks how much, how often and how slowly the client sends, at ``now``. Called about once a second.
+        """Checks how much, how often and how slowly the client sends.
 
-        ``seconds``: the seconds since the last check. ``unread``: whether reading is paused, so that the client is not blamed.
-        Raises Violation: the client sends too many frames, or a frame or header block takes too long to arrive.
+        Args:
+          now: seconds of the event loop's clock.
+          seconds: the time since the last check.
+          unread: whether reading is paused. Then the client is not blamed for slowness.
+        Raises Violation if the client sends too many frames, or if a frame or header block takes too long to arrive.
         """
         for stream in list(self.streams.values()):
             stream.check(now, self._read_of(stream))

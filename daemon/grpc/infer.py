@@ -76,12 +76,12 @@ class Infer:
         If the arena has no free memory, the request is returned as well, and is sent once there is memory. Tensors that have
         arrived in the arena stay there, and the request takes over their lease. If an error is raised, no arena memory stays
         reserved.
-
         Args:
-          message: the request is ``message[start:end]``; or the whole message, if it is an ``ArrivingMessage`` in the arena.
-          waited_ns: when the call began to wait for the message, CLOCK_MONOTONIC; 0: the request is not traced.
-          read_ns: when the message was complete, CLOCK_MONOTONIC; 0: now.
-        Raises: RefusedRequest: the message is no valid request, or cannot be sent.  Unavailable: too many requests are in flight.
+          message: an ``ArrivingMessage`` in the arena, or a buffer whose ``message[start:end]`` is the request.
+          waited_ns: when the call began to wait for the message, CLOCK_MONOTONIC. If it is 0, the request is not traced.
+          read_ns: when the message was complete, CLOCK_MONOTONIC. 0 means now.
+        Raises RefusedRequest if the message is no valid request, or cannot be sent.
+        Raises Unavailable if too many requests are in flight.
         """
         sampled = lease = None
         if isinstance(message, ArrivingMessage):
@@ -113,12 +113,7 @@ class Infer:
     def _ask_known(
         self, call: InferCall, walked: Walked, known: PreparedMessage, trace: Trace | None, lease: Lease | None
     ) -> CallRequest | None:
-        """Sends the request that a message contains, and returns the request; None: nothing is sent, decode the message in full.
-
-        ``call``: gets the answers. ``walked``: the message's parts, as ``walk`` returns them. ``known``: the cached part of the
-        message: all but id, scheduling and tensors. ``trace``: None if the request is not traced. ``lease``: the memory with the
-        tensors; None: they are in ordinary memory.
-        """
+        """Sends a request of a known kind. Returns None if it must be decoded in full."""
         _, client_id, parameters, raws, room = walked
         if not self._prepared.is_usable(known, len(raws)) or (known.decoupled and not call.streams):
             return None
@@ -156,12 +151,7 @@ class Infer:
         trace: Trace | None,
         state: ModelState | None = None,
     ) -> CallRequest:
-        """Sends a request to a worker, and returns the request. ``known``: the cached part of its message.
-
-        As soon as this method is called, the submitter owns ``leases``, even if it raises. ``client_id``: the request's id, empty
-        if there is none; ``text``: the decoded id. ``contents``: the bytes of each input, or their place in the arena. ``state``:
-        the state of the model's version; None: it is looked up.
-        """
+        # As soon as this is called, the submitter owns the leases, even if it raises.
         submitter, numbered, deadline_ns = self.submitter, known.numbered, call.stream.deadline_ns
         if not client_id and self._makes_ids:
             text = str(uuid.uuid4())
@@ -207,13 +197,7 @@ class Infer:
         sampled: Trace | None = None,
         lease: Lease | None = None,
     ) -> CallRequest:
-        """Sends ``understood``, a request that was decoded in full, to a worker, and returns the sent request.
-
-        ``waited_ns`` and ``read_ns``: since when the call waited for the message, and when the message was complete
-        (CLOCK_MONOTONIC). ``sampled``: the request's trace, if it was begun before. ``lease``: the arena memory with the
-        request's tensors; None: they are not in the arena. Raises RefusedRequest: the request was not sent, and ``lease`` is
-        given back.
-        """
+        """Sends a request that was decoded in full. If that fails, ``lease`` is given back."""
         head, client_id, scheduling, contents, state, learned = understood
         trace, stream = sampled, call.stream
         if self._makes_ids and not client_id:
@@ -264,10 +248,7 @@ class Infer:
     def _trace_refused(
         self, refused: RefusedRequest, call: InferCall, waited_ns: int, read_ns: int, sampled: Trace | None
     ) -> None:
-        """Adds a trace to ``refused``, a request of ``call``, if the request is sampled and its model is known.
-
-        ``sampled``: the trace, if it was begun before. ``waited_ns``, ``read_ns``: when the wait for the message began and ended.
-        """
+        """Adds a trace to a refused request, if it is sampled and its model is known."""
         if sampled is None and waited_ns and refused.model:
             sampled = self._sample(refused.model, call.stream.head, waited_ns, read_ns)
         if sampled is not None:
@@ -275,11 +256,7 @@ class Infer:
             refused.trace = sampled
 
     def _sample(self, model: str, head: CallHead, waited_ns: int, read_ns: int) -> Trace | None:
-        """Decides whether a request for ``model`` is traced. Returns its new trace, or None if it is not traced.
-
-        ``head``: its call's headers. ``waited_ns``, ``read_ns``: when the call began to wait for the message, and when the
-        message was complete, in CLOCK_MONOTONIC ns.
-        """
+        """Returns the trace of a request, or None if it is not sampled."""
         metadata = head.metadata
         parent = dict(metadata).get("traceparent", "") if metadata and self.tracer.joins else ""
         trace = self.tracer.sample(model, parent, waited_ns)
@@ -313,7 +290,7 @@ class CallRequest(InFlight):
 
     @classmethod
     def refused(cls, call: InferCall, refused: RefusedRequest) -> CallRequest | None:
-        """Makes an object that stands for a refused request in logs and is never sent; None if the request's model is unknown."""
+        """Makes an object that stands for a refused request in logs. Returns None if its model is unknown."""
         if not refused.model:
             return None
         context = None if refused.trace is None else refused.trace.context
@@ -368,15 +345,11 @@ class CallRequest(InFlight):
         self.call.completed(self, prepared, record, parts, sent)
 
     def _several(self) -> None:
-        """Notes that the model gives several responses. Called if that was not known when the request was sent."""
         self.decoupled = True
         self.call.several(self)
 
     def _written(self, prepared: PreparedAnswer, record: AnswerRecord, lane: SubmitterLane) -> list[Buffer]:
-        """Encodes an answer, which came over ``lane``, in pieces that copy no tensor; []: it only says that no more comes.
-
-        ``prepared``: the part of the answer that repeats. ``record``: the rest.
-        """
+        """Encodes an answer in pieces, or returns [] if it only says that no more comes."""
         streamed = self.call.streams
         if self.decoupled and is_mark(prepared, record):
             return []
@@ -388,7 +361,10 @@ class CallRequest(InFlight):
 
 
 class Sent:
-    """The callback after a traced answer was written: frees its memory by ``release`` (None: nothing to free), ends ``trace``."""
+    """The callback after a traced answer was written, which ends ``trace``.
+
+    ``release``: frees the memory of the answer. If it is None, there is nothing to free.
+    """
 
     __slots__ = ("_release", "_trace")
 

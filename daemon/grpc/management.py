@@ -53,13 +53,13 @@ _FOR_PEER = frozenset(
 
 
 class Management:
-    """Implements the RPCs other than inference (health, metadata, repository, ...), each as a method with the RPC's name."""
+    """Implements the RPCs other than inference, each as a method with the name of the RPC."""
 
     def __init__(self, endpoints: Endpoints) -> None:
         self._endpoints = endpoints
 
     def methods(self) -> Iterator[tuple[str, Callable[[Stream], Call]]]:
-        """Yields the path of each RPC, with the function that makes the ``Call`` for a stream with this path."""
+        """Yields the path of each RPC, with the function that makes a ``Call`` of a stream."""
         for method in grpc_service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
             answer = getattr(self, method.name, None)
             if answer is not None:
@@ -189,7 +189,7 @@ def _maker(request: type[Message], answer: Any, for_peer: bool) -> Callable[[Str
 
 
 def _filled(message: Message, fields: dict[str, Any]) -> Any:
-    """Fills a protobuf message from JSON values and returns the message. Values for which it has no field are left out."""
+    """Fills ``message`` from JSON values. Unknown fields are left out."""
     return json_format.ParseDict(fields, message, ignore_unknown_fields=True)
 
 

@@ -21,7 +21,7 @@ _MAX_VARINT = 10
 
 
 def of_contents(contents: Any, dtype: np.dtype[Any]) -> Numbers:
-    """Returns the numbers in the one filled field of ``contents``, an InferTensorContents, as an array of ``dtype``."""
+    """Returns the numbers in the one filled field of ``contents``, an InferTensorContents, as an array."""
     contents.DiscardUnknownFields()
     written: bytes = contents.SerializeToString()
     at = 1
@@ -34,7 +34,10 @@ def of_contents(contents: Any, dtype: np.dtype[Any]) -> Numbers:
 
 
 def varints(packed: npt.NDArray[np.uint8]) -> Numbers:
-    """Decodes ``packed``, complete varints, to unsigned 64-bit numbers; if all are below 128, to an array of bytes."""
+    """Decodes ``packed``, complete varints, to unsigned 64-bit numbers.
+
+    The numbers have only 8 bits if all of them are below 128.
+    """
     if not len(packed) or packed.max() < 128:
         return packed
     pieces: list[Numbers] = []
@@ -50,7 +53,7 @@ def varints(packed: npt.NDArray[np.uint8]) -> Numbers:
 
 
 def _joined(packed: npt.NDArray[np.uint8], starts: Numbers, ends: Numbers) -> Numbers:
-    """Decodes ``packed`` varints to unsigned 64-bit numbers. ``starts``, ``ends``: offsets of their first and last bytes."""
+    """Decodes the varints whose first and last bytes are at ``starts`` and ``ends``."""
     values = (packed[starts] & 127).astype(np.uint64)
     longer = np.flatnonzero(ends > starts)
     for place in range(1, _MAX_VARINT):

@@ -46,7 +46,7 @@ class Understood(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PreparedMessage:
-    """The decoded part shared by requests that differ only in id, scheduling and ``raw_input_contents``."""
+    """The decoded part that requests share if they differ only in id, scheduling and ``raw_input_contents``."""
 
     #: Kinds of answers remembered: of each worker another one, and where outputs have no fixed shape more.
     MAX_ANSWERS: ClassVar[int] = 8
@@ -63,7 +63,10 @@ class PreparedMessage:
     unary: dict[int, AnswerLayout] = field(default_factory=dict)
 
     def answer_layout(self, prepared: PreparedAnswer, streamed: bool) -> AnswerLayout:
-        """Returns the encoder of answers that share ``prepared``, for ModelStreamInfer if ``streamed``, else for ModelInfer."""
+        """Returns the encoder of answers that share ``prepared``.
+
+        ``streamed``: whether the answers are for ModelStreamInfer, and not for ModelInfer.
+        """
         known = self.streamed if streamed else self.unary
         # Who is kept here keeps what was prepared, so nothing else has its address meanwhile.
         layout = known.get(id(prepared))
@@ -79,12 +82,12 @@ class PreparedMessage:
 
 
 class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
-    """Caches a front's decoded request messages by their bytes without id, scheduling and ``raw_input_contents``."""
+    """Caches decoded request messages by their bytes without id, scheduling and ``raw_input_contents``."""
 
     __slots__ = ("_schedulings", "_submitter", "_table")
 
     def __init__(self, table: ModelStates, submitter: Submitter, count: int = MAX_NUMBERS) -> None:
-        """Makes an empty cache of at least ``count`` messages; 0: none is cached. ``table``: has the states of all models."""
+        """Makes an empty cache of at least ``count`` messages. If ``count`` is 0, nothing is cached."""
         super().__init__(count)
         self._table = table
         self._submitter = submitter
@@ -96,7 +99,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         return known.decoded.raw_count == raws and (known.edition == self._table.edition or self._serves(known))
 
     def scheduling(self, parameters: bytes) -> Scheduling | None:
-        """Decodes a message's scheduling parameters. Returns None if the whole message must be decoded instead."""
+        """Decodes the scheduling parameters of a message. Returns None if the whole message must be decoded instead."""
         if not parameters:
             return UNSCHEDULED
         found = self._schedulings[parameters]
@@ -107,7 +110,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         return found
 
     def _serves(self, known: PreparedMessage) -> bool:
-        """Returns whether the model of ``known``, a cached message, serves; if so, updates its ``decoupled`` and ``numbered``."""
+        """Returns whether the model of ``known`` serves, and updates ``known`` if so."""
         decoded = known.decoded
         try:
             known.decoupled = self._table.find(decoded.model, decoded.version).streams
@@ -123,10 +126,10 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
     def read(
         self, content: Buffer, start: int, end: int, walked: Walked | None, known: PreparedMessage | None
     ) -> Understood:
-        """Decodes the message ``content[start:end]`` in full. Raises RefusedRequest: it is no valid request for a served model.
+        """Decodes the message ``content[start:end]`` in full.
 
-        ``walked``: the message's parts, as ``walk`` returns them; None: ``walk`` returned None. ``known``: the cached part of
-        the message; None: none is cached.
+        ``walked``: the result of ``walk`` for the message. ``known``: the cached part of the message, or None.
+        Raises RefusedRequest if the message is no valid request for a served model.
         """
         if walked is None or walked[2]:
             message = content[start:end]
@@ -146,11 +149,15 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         walked: Walked | None,
         known: PreparedMessage | None,
     ) -> Understood:
-        """Decodes a message whose id and raw tensors (``raws``) are given apart from the rest, ``head``. Caches the shared part.
+        """Decodes a message in full, and caches the part that it shares with other messages.
 
-        The shared part is all but id, scheduling and raw tensors. ``walked``: the message's parts, as ``walk`` returns them, or
-        None. ``known``: the shared part, if it is cached already. Raises RefusedRequest: the message is no valid request, or its
-        model does not serve.
+        Args:
+          head: the message without its id and its raw tensors.
+          client_id: the id of the request.
+          raws: the raw tensors.
+          walked: the result of ``walk`` for the message, or None.
+          known: the shared part, if it is already cached, or None.
+        Raises RefusedRequest if the message is no valid request for a served model.
         """
         try:
             text = client_id.decode()
@@ -184,11 +191,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         return Understood(decoded, text, scheduling, raws, state, learned)
 
     def _decode_rest(self, rest: bytes, has_raw: bool) -> DecodedHead | None:
-        """Decodes ``rest``, a message without scheduling parameters, id and ``raw_input_contents``.
-
-        Returns None if the message is invalid without these parts; then it is not cached. ``has_raw``: whether the message had
-        ``raw_input_contents``.
-        """
+        """Decodes the shared part of a message, or returns None if it is invalid alone."""
         try:
             return decode_head(rest, has_raw, self._table)[0]
         except ServingError:

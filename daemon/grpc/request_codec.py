@@ -44,7 +44,10 @@ _CONTENTS = {each.contents: name for name, each in DATATYPES.items() if each.con
 
 @dataclass(slots=True)
 class DecodedHead:
-    """Holds a decoded ModelInferRequest without id and ``raw_input_contents``. It never changes, because requests share it."""
+    """Holds a decoded ModelInferRequest without id and ``raw_input_contents``.
+
+    The object never changes, because requests share it.
+    """
 
     model: str
     version: int
@@ -64,15 +67,15 @@ class DecodedHead:
     is_raw: bool = True
 
     def with_raws(self, raws: Sequence[InputContent]) -> list[InputContent]:
-        """Returns the content of each input, in order. An input whose content is not in the head takes the next of ``raws``.
+        """Returns the content of each input. An input whose content is not in the head takes the next of ``raws``.
 
-        ``raws``: the tensors in the message's ``raw_input_contents``, of which there must be ``raw_count``.
+        ``raws``: the tensors in ``raw_input_contents``, of which there must be ``raw_count``.
         """
         rest = iter(raws)
         return [next(rest) if content is None else content for content in self.contents]
 
     def miscounted(self, count: int) -> InvalidArgument:
-        """Returns the error for a message with ``count`` ``raw_input_contents``, more or fewer than its inputs need."""
+        """Returns the error for a message that has ``count`` ``raw_input_contents``, but needs another number."""
         if count > self.raw_count:
             return InvalidArgument(
                 f"{count} raw_input_contents are given for model '{self.model}', its inputs take {self.raw_count}"
@@ -86,10 +89,10 @@ class DecodedHead:
 
 
 def decode_head(head: bytes, has_raw: bool, table: ModelStates) -> tuple[DecodedHead, ModelState]:
-    """Decodes a ModelInferRequest without id and ``raw_input_contents``. Returns the result and, from ``table``, its model state.
+    """Decodes a ModelInferRequest without id and ``raw_input_contents``, and finds the state of its model.
 
     ``has_raw``: whether the request has ``raw_input_contents``. If so, no input may have ``contents``.
-    Raises: NotFound: the model or version does not exist.  InvalidArgument: the head breaks the protocol.
+    Raises NotFound if the model or the version does not exist. Raises InvalidArgument if the head breaks the protocol.
     """
     if len(head) > counts.UNCOUNTED:
         counts.check(head, grpc_service_pb2.ModelInferRequest.DESCRIPTOR)
@@ -131,7 +134,7 @@ def decode_head(head: bytes, has_raw: bool, table: ModelStates) -> tuple[Decoded
 
 
 def model_of(head: bytes) -> str:
-    """Returns the model's name in ``head``, a request, shortened for logs; "": ``head`` has none. The rest may be malformed."""
+    """Returns the name of the model in ``head``, an encoded request, or "". A long name is cut."""
     name = b""
     for tag, _, begin, size in fields(head, len(head)):
         if tag == _MODEL_NAME:
@@ -140,9 +143,9 @@ def model_of(head: bytes) -> str:
 
 
 def read_version(model: str, text: str) -> int:
-    """Parses a model version. An empty text gives 0, which stands for the newest version.
+    """Parses a model version. The empty text gives 0, which stands for the newest version.
 
-    Raises InvalidArgument: ``text`` is no positive number; NotFound: ``text`` is "0".
+    Raises InvalidArgument if ``text`` is no positive number. Raises NotFound if ``text`` is "0".
     """
     if not text:
         return 0
@@ -160,11 +163,7 @@ def read_version(model: str, text: str) -> int:
 
 
 def _content(entry: Any, datatype: str, has_raw: bool, model: str) -> InputContent | None:
-    """Returns the content of ``entry``, an input of ``datatype``: its typed values as bytes, or its slice of a region.
-
-    Returns None if the input's content is in ``raw_input_contents``. ``has_raw``: whether the request has
-    ``raw_input_contents``. ``model``: the model's name, for error messages.
-    """
+    """Returns the typed values or the region of an input, or None if it is a raw tensor."""
     name = entry.name
     if "shared_memory_region" in entry.parameters:
         if entry.HasField("contents"):
@@ -193,11 +192,7 @@ def _content(entry: Any, datatype: str, has_raw: bool, model: str) -> InputConte
 
 
 def _typed_bytes(name: str, datatype: str, kind: str, contents: Any) -> bytes:
-    """Converts the typed values in ``contents`` to the bytes of a tensor.
-
-    ``contents`` has one filled field, whose numbers are of the datatype ``kind``. ``name``: the input's name, for error
-    messages. Raises InvalidArgument: a value is out of the range of ``datatype``.
-    """
+    """Converts typed values, which are numbers of ``kind``, to the bytes of a tensor."""
     if datatype == "BYTES":
         return encoded(list(contents.bytes_contents))
     numbers, dtype = packed_numbers.of_contents(contents, DTYPES[kind]), DTYPES[datatype]
@@ -210,7 +205,7 @@ def _typed_bytes(name: str, datatype: str, kind: str, contents: Any) -> bytes:
 
 
 def _region(name: str, parameters: Any) -> RegionSlice:
-    """Decodes ``parameters``, which give the region, the offset and the size of the input or output ``name``."""
+    """Decodes the parameters that place an input or output in a region."""
 
     def read(key: str, choice: str) -> Any:
         return _value(f"'{key}' parameter for tensor '{name}'", parameters[key], choice) if key in parameters else 0
@@ -230,7 +225,6 @@ def _region(name: str, parameters: Any) -> RegionSlice:
 
 
 def _requested(entry: Any) -> RequestedOutput:
-    """Decodes ``entry``, a requested output. Raises InvalidArgument: the parameter for a class count or for a region is wrong."""
     parameters = entry.parameters
     classification = 0
     if "classification" in parameters:
@@ -251,7 +245,10 @@ def _requested(entry: Any) -> RequestedOutput:
 
 
 def decode_scheduling(parameters: bytes) -> Scheduling | None:
-    """Decodes the scheduling parameters of a request. Returns None if ``decode_head`` must decode the whole request instead."""
+    """Decodes the scheduling parameters of a request.
+
+    Returns None if ``decode_head`` must decode the whole request instead.
+    """
     try:
         given = grpc_service_pb2.ModelInferRequest.FromString(parameters).parameters
         if PARAMETERS.keys() >= given.keys():
@@ -285,10 +282,7 @@ def _read_parameter(key: str, value: Any, decoded: DecodedHead) -> None:
 
 
 def _value(what: str, value: Any, *choices: str) -> Any:
-    """Returns the value of the InferParameter ``value``. Raises InvalidArgument: its oneof field is none of ``choices``.
-
-    ``what``: names the parameter in the error's message.
-    """
+    """Returns the value of an InferParameter, whose oneof field must be one of ``choices``."""
     choice = value.WhichOneof("parameter_choice")
     if choice not in choices:
         *others, last = choices

@@ -26,7 +26,10 @@ _MAX_START = 20
 
 
 class RefusedRequest(Exception):
-    """Raised when a request message is refused; carries the error, and the request's id, trace and model if they are known."""
+    """Raised when a request message is refused.
+
+    ``client_id``, ``trace`` and ``model`` are those of the request, as far as they are known.
+    """
 
     def __init__(self, error: ServingError, client_id: str = "", trace: Trace | None = None, model: str = "") -> None:
         super().__init__(error.message)
@@ -37,7 +40,7 @@ class RefusedRequest(Exception):
 
 
 class MessageCutter:
-    """Cuts an encoded ModelInferRequest into head, id and ``raw_input_contents``. The message may come whole or in pieces.
+    """Cuts an encoded ModelInferRequest, whole or in pieces, into head, id and ``raw_input_contents``.
 
     The head is the message without id and ``raw_input_contents``. ``byte_size``: the length of the message.
     """
@@ -58,10 +61,10 @@ class MessageCutter:
         self.unread = byte_size
 
     def begin(self, piece: memoryview) -> tuple[int, bool]:
-        """Parses the first piece, up to the first tensor of ``raw_input_contents``. Faster than ``cut`` for usual messages.
+        """Parses the first piece of the message up to the first tensor of ``raw_input_contents``.
 
         Returns the offset at which the parsing stopped, and whether a tensor begins at that offset.
-        Raises RefusedRequest: the message is malformed, or has too many fields.
+        Raises RefusedRequest if the message is malformed, or has too many fields.
         """
         begun = walk_beginning(piece, 0, len(piece))
         if begun is None:
@@ -77,7 +80,7 @@ class MessageCutter:
         """Parses ``piece[at:]`` up to the next tensor of ``raw_input_contents``.
 
         Returns the offset at which the parsing stopped, and whether a tensor begins at that offset.
-        Raises RefusedRequest: the message is malformed, or has too many fields.
+        Raises RefusedRequest if the message is malformed, or has too many fields.
         """
         end = len(piece)
         while at < end:
@@ -125,9 +128,10 @@ class MessageCutter:
 
 
 def split(message: Buffer) -> tuple[bytes, bytes, list[tuple[int, int]]]:
-    """Cuts a complete ModelInferRequest. Returns its head, its id, and (begin, end) of each of its ``raw_input_contents``.
+    """Cuts a complete ModelInferRequest into its head, its id, and the (begin, end) of each of its ``raw_input_contents``.
 
-    The head is the message without id and raw contents. Raises RefusedRequest: the message is malformed or has too many fields.
+    The head is the message without id and raw contents.
+    Raises RefusedRequest if the message is malformed, or has too many fields.
     """
     cutter, view = MessageCutter(len(message)), memoryview(message)
     at = 0
@@ -141,7 +145,7 @@ def split(message: Buffer) -> tuple[bytes, bytes, list[tuple[int, int]]]:
 
 
 def client_id_of(message: Buffer) -> str:
-    """Returns the request id in an encoded message, as text. Raises RefusedRequest: the message is malformed."""
+    """Returns the request id in an encoded message. Raises RefusedRequest if the message is malformed."""
     return split(message)[1].decode("utf-8", "replace")
 
 
@@ -155,10 +159,7 @@ def _refused(text: str) -> RefusedRequest:
 
 
 def _field_start(start: bytes) -> tuple[int, int, int]:
-    """Parses the start of a field. Returns its tag (0: an unknown field), the offset of its content, and the content's size.
-
-    Raises: IndexError: a number in it is cut short or too long.  RefusedRequest: the tag is malformed.
-    """
+    """Returns the tag (0: unknown), content offset and content size of a field."""
     tag = start[0]
     if tag in _TAGS:
         size, at = varint(start, 1)
@@ -183,7 +184,7 @@ def _field_start(start: bytes) -> tuple[int, int, int]:
 def varint(message: Buffer | bytearray, at: int) -> tuple[int, int]:
     """Decodes the varint at the offset ``at`` of ``message``. Returns its value and the offset behind it.
 
-    Raises IndexError: the varint is cut short, or has more bytes than any valid one.
+    Raises IndexError if the varint is cut short or too long.
     """
     value = shift = 0
     while True:

@@ -23,14 +23,14 @@ _INT64 = 1 << 63
 
 
 class AnswerLayout:
-    """Encodes answers that differ only in id and tensors. It holds their common part encoded, and adds the id and the tensors."""
+    """Encodes answers that differ only in id and tensors."""
 
     __slots__ = ("_begin", "_owns", "_prepared", "_rest", "_whole")
 
     def __init__(self, prepared: PreparedAnswer, model: str, final: bool | None = None) -> None:
-        """Encodes the part that all answers of ``model`` with the outputs in ``prepared`` have in common.
+        """Encodes the part that all answers of ``model`` with the outputs in ``prepared`` share.
 
-        ``final``: the value of the parameter ``triton_final_response``; None: the answers lack that parameter, as for ModelInfer.
+        ``final``: the value of the parameter ``triton_final_response``. If it is None, the answers lack that parameter.
         """
         self._prepared = prepared
         name, version = model.encode(), str(prepared.version).encode()
@@ -52,11 +52,12 @@ class AnswerLayout:
     def pieces(
         self, client_id: bytes, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]
     ) -> list[Buffer]:
-        """Encodes one answer, to the request with the id ``client_id``, as pieces of a ModelInferResponse.
+        """Encodes one answer as pieces of a ModelInferResponse.
 
         Tensors in the response arena are not copied: their pieces are views of the arena.
         Args:
-          contents: the outputs, without those that were written to a shared-memory region.
+          client_id: the id of the request.
+          contents: the outputs, without those that were written to a region.
           view: returns the bytes of a slice of the response arena.
         """
         pieces: list[Buffer] = [self._whole]
@@ -79,7 +80,7 @@ def _output(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
 
 
 def _parameters(given: Mapping[str, Parameter]) -> dict[str, InferParameter]:
-    """Converts ``given`` parameters to protobuf messages. An integer beyond signed 64 bits keeps only its lower 64 bits."""
+    # An integer beyond signed 64 bits keeps only its lower 64 bits.
     found: dict[str, InferParameter] = {}
     for key, value in given.items():
         if isinstance(value, bool):
@@ -100,14 +101,14 @@ _IS_FINAL = [ModelInferResponse(parameters=_parameters({_FINAL: final})).Seriali
 
 
 def streamed(parts: list[Buffer]) -> list[Buffer]:
-    """Puts ``parts``, a ModelInferResponse in pieces, into a ModelStreamInferResponse, and returns the latter's pieces."""
+    """Puts a ModelInferResponse, which is given in pieces, into a ModelStreamInferResponse."""
     return [field_start(_INFER_RESPONSE, sum(map(len, parts))), *parts]
 
 
 def streamed_error(message: str, client_id: str, model: str = "", final: bool | None = None) -> bytes:
-    """Encodes a ModelStreamInferResponse with the error ``message``, for the request ``client_id`` to ``model``.
+    """Encodes a ModelStreamInferResponse with the error ``message``.
 
-    ``final``: the value of the parameter ``triton_final_response``; None: the response lacks that parameter.
+    ``final``: the value of the parameter ``triton_final_response``. If it is None, the response lacks that parameter.
     """
     parameters = {} if final is None else _parameters({_FINAL: final})
     inner = ModelInferResponse(model_name=model, id=client_id, parameters=parameters)
@@ -115,7 +116,7 @@ def streamed_error(message: str, client_id: str, model: str = "", final: bool | 
 
 
 def empty_final(model: str, client_id: str) -> bytes:
-    """Encodes the empty last response of a model that gives several responses, for clients that ask for it."""
+    """Encodes the empty last response of a model that gives several responses."""
     inner = ModelInferResponse(model_name=model, id=client_id, parameters=_parameters({_FINAL: True}))
     return ModelStreamInferResponse(infer_response=inner).SerializeToString()
 

@@ -28,7 +28,7 @@ from tensord.daemon.grpc.unary_infer import UnaryInfer
 
 
 class GrpcFront(Front):
-    """The front process that serves gRPC clients: accepts connections, checks their deadlines, and closes them at the end."""
+    """The front process that serves gRPC clients."""
 
     protocol = "grpc"
     parts: ClassVar[Mapping[str, str]] = {

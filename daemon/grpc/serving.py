@@ -28,7 +28,7 @@ _FIRST_BYTE_SIZE = 16 << 10
 
 @dataclass(slots=True)
 class GrpcServing:
-    """Holds what all connections of a gRPC front share: options, methods, limits and counters."""
+    """Holds what all connections of a gRPC front share."""
 
     options: Grpc
     #: The method that answers each path.

@@ -38,7 +38,7 @@ class StandardServices:
         self._endpoints = endpoints
 
     def methods(self) -> Iterator[tuple[str, Callable[[Stream], Call]]]:
-        """Yields the path of each RPC, with the function that makes the ``Call`` for a stream with this path."""
+        """Yields the path of each RPC, with the function that makes a ``Call`` of a stream."""
         yield f"/{_HEALTH}/Check", lambda stream: Unary(stream, health_pb2.HealthCheckRequest, self._check)
         yield f"/{_HEALTH}/Watch", lambda stream: _Conversation(stream, health_pb2.HealthCheckRequest, self._watch)
         for service, messages in _REFLECTIONS.items():
@@ -46,7 +46,7 @@ class StandardServices:
             yield f"/{service}/ServerReflectionInfo", functools.partial(_reflecting, reflection, messages)
 
     async def _check(self, request: Any) -> Any:
-        """Answers a health check by the server's readiness. As in Triton, the service that ``request`` names is ignored."""
+        # As in Triton, the service that the request names is ignored.
         return await self._status()
 
     async def _status(self) -> Any:
@@ -77,7 +77,7 @@ def _reflecting(reflection: Reflection, messages: Any, stream: Stream) -> Call:
 
 
 class _Conversation(Call):
-    """Runs a streaming call whose responses come from an asynchronous generator that reads the call's requests."""
+    """Runs a streaming call whose responses come from an asynchronous generator."""
 
     def __init__(
         self, stream: Stream, request: type[Message], answers: Callable[[AsyncIterator[Any]], AsyncIterator[Message]]
@@ -127,11 +127,10 @@ class _Conversation(Call):
 
 
 class Reflection:
-    """Answers the requests of one version (v1, v1alpha) of server reflection from the descriptors of the server's messages.
+    """Answers the requests of one version (v1, v1alpha) of server reflection. Sans-I/O.
 
-    Sans-I/O. No message of the server has an extension, so a request for an extension by its number never finds one.
     Args:
-      messages: the module of the messages of that version of reflection.
+      messages: the module of the messages of that version.
       services: the names of the services that the server has.
     Source: grpc/reflection/v1/reflection.proto.
     """
@@ -141,7 +140,7 @@ class Reflection:
         self._services = sorted(services)
 
     def answer(self, question: Any) -> Any:
-        """Returns the response to ``question``, a reflection request; for an unknown file or symbol that is an error."""
+        """Returns the response to ``question``, a reflection request. For an unknown file or symbol it is an error."""
         answer = self._messages.ServerReflectionResponse(valid_host=question.host, original_request=question)
         kind = question.WhichOneof("message_request")
         error = answer.error_response
@@ -158,7 +157,7 @@ class Reflection:
         return answer
 
     def _fill(self, answer: Any, kind: str, asked: Any) -> None:
-        """Writes to ``answer`` what a request with ``asked`` in field ``kind`` gets. Raises KeyError: the symbol is unknown."""
+        # No message of the server has an extension, so a request for one by its number never finds it.
         if kind == "file_by_filename":
             _describe(answer, POOL.FindFileByName(asked))
         elif kind == "file_containing_symbol":
@@ -173,7 +172,6 @@ class Reflection:
 
 
 def _file_of(symbol: str) -> FileDescriptor:
-    """Returns the file that defines a symbol, which may be a method. Raises KeyError: no file defines it."""
     try:
         return POOL.FindFileContainingSymbol(symbol)
     except KeyError:
@@ -182,7 +180,7 @@ def _file_of(symbol: str) -> FileDescriptor:
 
 
 def _describe(answer: Any, file: FileDescriptor) -> None:
-    """Adds a .proto file's descriptor, then those of all files that it imports, to a reflection answer."""
+    """Adds the descriptors of a .proto file and of all its imports to ``answer``."""
     found = [file]
     for each in found:
         found += [imported for imported in each.dependencies if imported not in found]

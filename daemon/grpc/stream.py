@@ -73,7 +73,7 @@ _MIN_COMPRESSED = 512
 class Stream:
     """Carries one gRPC call over HTTP/2. ``Http2`` owns it until ``ended`` is True.
 
-    ``send_window``: how many bytes may be sent to the client on this stream, until the client grants more.
+    ``send_window``: how many bytes may be sent on this stream until the client grants more.
     """
 
     # What nearly every call leaves as it is costs nothing here.
@@ -132,9 +132,9 @@ class Stream:
             self._timer = self.connection.loop.call_later(head.timeout_ns / 1e9, self._expired)
 
     def begin(self) -> None:
-        """Starts the call that the stream's headers ask for.
+        """Starts the call that the headers of the stream ask for.
 
-        The call ends with an error if there is no such method, the request is no gRPC call, or the client lacks the access key.
+        The call ends with an error if its method is unknown, it is no gRPC call, or the client lacks the access key.
         """
         head, serving = self.head, self.http2.serving
         if head.http_status != 200:
@@ -155,7 +155,7 @@ class Stream:
     # ----------------------------------------------------------------------------------------------- receiving
 
     def receive(self, data: bytes, start: int, end: int) -> None:
-        """Parses ``data[start:end]``, the next bytes that arrived on this stream, and passes complete messages to the call."""
+        """Parses ``data[start:end]``, the next bytes of this stream, and passes complete messages to the call."""
         if self._promised is not None and not self._counts(end - start):
             return
         if self._finished:
@@ -176,7 +176,7 @@ class Stream:
             self._defect()
 
     def _take(self, piece: memoryview) -> None:
-        """Cuts received bytes into messages, and passes whole ones to the call. A message may arrive in several pieces."""
+        """Cuts received bytes into messages, and passes complete ones to the call."""
         at, end = 0, len(piece)
         while at < end and not self._finished:
             arriving = self.arriving
@@ -210,7 +210,10 @@ class Stream:
                 self._arrived(arriving)
 
     def advance(self, byte_size: int) -> None:
-        """Counts bytes read into the arriving message's memory; if that completes the message, passes it to the call."""
+        """Counts ``byte_size`` bytes that were read into the memory of the arriving message.
+
+        A message that is now complete is passed to the call.
+        """
         if self._promised is not None and not self._counts(byte_size):
             return
         arriving = self.arriving
@@ -229,16 +232,16 @@ class Stream:
         return self.arriving is not None and self.arriving.waits_for_room
 
     def _room_came(self) -> None:
-        """Called when the message has got its arena memory. The client again has the full time to send more of the message."""
+        """Gives the client the full time again, because the message got its arena memory."""
         self.partial_since = 0.0
         self._note()
         self.grant()
 
     def frame_arrived(self, flags: int) -> None:
-        """Called when a DATA or HEADERS frame with these flags has arrived completely.
+        """Handles the end of a DATA or HEADERS frame with these flags.
 
-        If the frame ends the client's side, the call is informed or, if a message is incomplete, refused. After any other frame,
-        the client is granted more window if much of the stream's window is used up.
+        If the frame ends the client's side, the call is told so. Then an incomplete message is refused. Otherwise the client may
+        be granted more window.
         """
         if not flags & frames.END_STREAM:
             if self.ungranted > MUCH_OF_STREAM:
@@ -266,10 +269,7 @@ class Stream:
             self.ungranted = 0
 
     def _note(self) -> None:
-        """Counts the message bytes that the stream buffers. Refuses the call if all streams together buffer too many bytes.
-
-        If the arriving message goes into the arena, also grants the client the flow-control window for the rest of the message.
-        """
+        """Counts buffered bytes, and grants window for a message that goes into the arena."""
         if self._finished:
             return
         arriving, serving = self.arriving, self.http2.serving
@@ -304,7 +304,7 @@ class Stream:
         self.partial_since = 0.0
 
     def _arrived(self, arriving: ArrivingMessage) -> None:
-        """Passes ``arriving``, the message that is now complete, to the call."""
+        """Passes ``arriving``, a complete message, to the call."""
         self.arriving = None
         self.partial_since = 0.0
         self.http2.serving.collected -= self._kept
@@ -322,7 +322,7 @@ class Stream:
                 raise
 
     def _deliver(self, flag: int, content: Buffer, start: int, end: int) -> None:
-        """Passes the message ``content[start:end]`` to the call, decompressed if it is compressed (``flag`` is 1)."""
+        """Passes the message ``content[start:end]`` to the call, decompressed if ``flag`` is 1."""
         assert self.call is not None
         if flag:
             content = inflated(
@@ -332,7 +332,7 @@ class Stream:
         self.call.message(content, start, end)
 
     def _counts(self, byte_size: int) -> bool:
-        """Counts received bytes; if they exceed the request's content-length, resets the stream and returns False."""
+        """Counts received bytes. Returns False if they exceed the content-length."""
         assert self._promised is not None
         self._promised -= byte_size
         if self._promised < 0 and not self.ended:
@@ -344,7 +344,7 @@ class Stream:
     def answer(self, parts: list[Buffer], on_sent: Callable[[], None] | None = None) -> None:
         """Sends the only response message of a unary call, and the trailers.
 
-        ``on_sent``: called once the memory of ``parts`` may be reused; None: nothing is called.
+        ``on_sent``: called once the memory of ``parts`` may be reused. If it is None, nothing is called.
         """
         if self._finished:
             if on_sent is not None:
@@ -392,7 +392,7 @@ class Stream:
     def send(self, parts: list[Buffer], on_sent: Callable[[], None] | None = None) -> None:
         """Sends a response message as far as the windows allow, and queues the rest.
 
-        ``on_sent``: called once the memory of ``parts`` may be reused; None: nothing is called.
+        ``on_sent``: called once the memory of ``parts`` may be reused. If it is None, nothing is called.
         """
         if self._finished:
             if on_sent is not None:
@@ -450,13 +450,13 @@ class Stream:
         self.pump()
 
     def send_later(self, on_sent: Callable[[], None]) -> None:
-        """Stores ``on_sent``, which is called once all unsent bytes of this stream have left, or the stream has ended."""
+        """Has ``on_sent`` called once all unsent bytes of this stream have left, or the stream has ended."""
         if self._on_sent is None:
             self._on_sent = []
         self._on_sent.append(on_sent)
 
     def finish(self, code: int, message: str = "") -> None:
-        """Ends the call with the gRPC status ``code`` and ``message``, sent in the trailers after all response bytes."""
+        """Ends the call with the gRPC status ``code`` and ``message``, after all response bytes."""
         if self._finished:
             return
         self._finished = True
@@ -477,14 +477,14 @@ class Stream:
         self.pump()
 
     def answer_http(self, status: int) -> None:
-        """Answers a request that is not a gRPC call with an HTTP status and no body."""
+        """Answers a request that is no gRPC call with an HTTP status and no body."""
         self.http2.serving.answered.managed("other")
         self._finished = self._head_sent = True
         self._trailers = header_blocks.http_error(status)
         self.pump()
 
     def pump(self) -> None:
-        """Sends as many queued bytes as the windows and the socket's buffer allow. Once no bytes are left, sends the trailers."""
+        """Sends as many queued bytes as the windows and the socket allow, and the trailers after the last of them."""
         http2, unsent = self.http2, self._unsent
         while unsent:
             room = min(self.send_window, http2.send_window, http2.max_frame_size, http2.room)
@@ -529,7 +529,6 @@ class Stream:
             self._end(frames.frame(frames.HEADERS, flags, self.id, self._trailers))
 
     def _sent(self) -> None:
-        """Passes the stored ``on_sent`` callbacks to the connection, which calls them once it has written all queued bytes."""
         waiting, self._on_sent = self._on_sent or (), None
         when_written = self.connection.when_written
         call_each((partial(when_written, on_sent) for on_sent in waiting), "what follows an answer")
@@ -541,15 +540,16 @@ class Stream:
         self.http2.write(frames.frame(frames.HEADERS, frames.END_HEADERS, self.id, block))
 
     def _compresses(self, size: int) -> bool:
-        """Returns whether a response of ``size`` bytes is to be compressed: it is large enough, and the client accepts gzip."""
         return size >= _MIN_COMPRESSED and "gzip" in self.head.accepts
 
     # -------------------------------------------------------------------------------------------------- bounds
 
     def check(self, now: float, direct: int) -> None:
-        """Ends the call if its client sends a message or takes a response too slowly at ``now``. Called about once a second.
+        """Ends the call if its client sends a message, or takes a response, too slowly.
 
-        ``direct``: how many bytes were read into the arriving message's memory and not yet reported by ``advance``.
+        Args:
+          now: seconds of the event loop's clock.
+          direct: how many bytes were read into the memory of the arriving message and not yet reported by ``advance``.
         """
         options = self.http2.serving.options
         if self._is_stalled(now):
@@ -564,7 +564,7 @@ class Stream:
                 self.refuse(UNAVAILABLE, f"a message came at fewer than {options.min_rate} bytes a second")
 
     def _is_stalled(self, now: float) -> bool:
-        """Returns whether at ``now`` a window or the socket stops the stream, because the client takes bytes too slowly."""
+        """Returns whether the client takes the bytes of the stream too slowly."""
         if not self.blocked:
             return False
         if self._pace is None:
@@ -578,10 +578,13 @@ class Stream:
         return not self._finished and not self.partial_since and self.call is not None and self.call.idle
 
     def stop(self, now: float, direct: int) -> None:
-        """Ends the call once its accepted requests are answered, because the server stops. Called until the call has ended.
+        """Ends the call once its accepted requests are answered, because the server stops.
 
-        If at ``now`` a client has begun a message and stopped sending, its call is ended without waiting for the rest.
-        ``direct``: how many bytes were read into the arriving message's memory and not yet reported by ``advance``.
+        Call this method repeatedly until the call has ended. A client that stops sending in the middle of a message is not waited
+        for.
+        Args:
+          now: seconds of the event loop's clock.
+          direct: how many bytes were read into the memory of the arriving message and not yet reported by ``advance``.
         """
         call = self.call
         if self._finished or call is None:
@@ -596,23 +599,22 @@ class Stream:
         call.stop()
 
     def _received_byte_size(self) -> int:
-        """Returns how many bytes of the arriving message have come; 0 if no message is arriving."""
+        """Returns how many bytes of the arriving message have come, or 0 if none arrives."""
         arriving = self.arriving
         return len(self._begun) + (0 if arriving is None else arriving.byte_size - arriving.left)
 
     def stopped(self) -> None:
-        """Ends the call with UNAVAILABLE because the server is stopping, so that the client can try another server."""
+        """Ends the call with UNAVAILABLE, because the server is stopping."""
         self.refuse(UNAVAILABLE, "the server is stopping")
 
     def _defect(self) -> None:
-        """Logs an unexpected exception, and ends the call with INTERNAL."""
         _log.exception("a call of %s met a defect of the server", self.head.path)
         self.refuse(INTERNAL, DEFECT)
 
     # -------------------------------------------------------------------------------------------------- ending
 
     def refuse(self, code: int, message: str) -> None:
-        """Ends the call with the gRPC status ``code`` and ``message``, and cancels its requests that are not answered."""
+        """Ends the call with the gRPC status ``code`` and ``message``, and cancels its unanswered requests."""
         if not self._finished:
             call = self.call
             try:
@@ -627,7 +629,7 @@ class Stream:
             self.refuse(DEADLINE_EXCEEDED, "Deadline Exceeded")
 
     def abandon(self) -> None:
-        """Ends the stream without a response and cancels its call, because the stream was reset or the connection is gone."""
+        """Ends the stream without a response, and cancels its call."""
         if self.ended:
             return
         call = None if self._finished else self.call
@@ -637,10 +639,7 @@ class Stream:
             call.abandoned()
 
     def _end(self, *last: Buffer) -> None:
-        """Ends the stream, after sending ``last``, the end of its response. ``last`` is empty if there is no response.
-
-        After a response, a client that may still send is told by RST_STREAM to stop.
-        """
+        """Ends the stream after ``last``, the end of its response, if there is one."""
         http2 = self.http2
         if last:
             http2.write_pieces(*last)

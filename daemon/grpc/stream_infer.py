@@ -148,11 +148,7 @@ class StreamInfer(InferCall):
     def _not_sent(
         self, error: Exception, client_id: str, trace: Trace | None = None, asked: CallRequest | None = None
     ) -> None:
-        """Sends the client an error for a request that could not be sent to a worker. The other requests of the stream go on.
-
-        If the answers to earlier requests must come first, the error is sent after them. ``trace``: the request's trace; None: it
-        is not traced. ``asked``: an object with the request's model and id, for logs; None: the request's model is unknown.
-        """
+        """Sends the client an error for a request that could not be sent to a worker."""
         code, message, sent = INTERNAL, DEFECT, None
         if isinstance(error, ServingError):
             code, message = grpc_number(error), error.message
@@ -175,7 +171,7 @@ class StreamInfer(InferCall):
         self._go_on()
 
     def _go_on(self) -> None:
-        """Sends waiting requests to workers as far as the stream's limits allow. If none waits, grants the client more window."""
+        """Sends waiting requests as far as allowed, and grants window if none waits."""
         while self._waiting and self._has_room():
             message = self._waiting.popleft()
             self._ask(message, 0, 0 if isinstance(message, ArrivingMessage) else len(message))
@@ -217,12 +213,7 @@ class StreamInfer(InferCall):
         return self._order.holds_up(asked)
 
     def _keep(self, asked: object, size: int, send: Callable[[], None], sent: Callable[[], None] | None) -> None:
-        """Sends the answer to ``asked`` once the answers to all earlier requests are sent, which may be now.
-
-        Answers that waited for this one are sent after it. ``size``: the number of bytes of the answer. ``send``: sends the
-        answer and calls ``sent`` afterwards. ``sent``: called by this object only if the call has ended or ``send`` failed;
-        None: nothing is called.
-        """
+        """Calls ``send`` once all earlier requests are answered, or ``sent`` if that fails."""
         self._kept_size += size
         if self._kept_size >= _MAX_UNSENT:
             self.stream.held = True

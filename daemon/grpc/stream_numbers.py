@@ -18,7 +18,7 @@ _MAX_REMEMBERED = 256
 
 
 class Past(enum.Enum):
-    """The reasons why a stream is not open: never used, skipped for a higher number, ended, reset by the client or the server."""
+    """Names the reasons why a stream is not open."""
 
     #: Nobody has used it yet.
     IDLE = "idle"
@@ -33,7 +33,7 @@ class Past(enum.Enum):
 
 
 class StreamNumbers:
-    """Remembers which stream identifiers of one connection were used, and how streams that are no longer open have ended."""
+    """Remembers which stream identifiers of one connection were used, and how those streams have ended."""
 
     __slots__ = ("_ended", "_forgotten", "_gaps", "next")
 
@@ -48,7 +48,7 @@ class StreamNumbers:
 
     @property
     def last(self) -> int:
-        """Returns the highest stream identifier that was used; 0 if none was used."""
+        """Returns the highest stream identifier that was used, or 0."""
         return max(0, self.next - 2)
 
     def use(self, number: int) -> None:
@@ -58,7 +58,10 @@ class StreamNumbers:
         self.next = number + 2
 
     def past(self, number: int) -> Past:
-        """Returns why stream ``number`` is not open; CUT (its frames are ignored) if it ended too long ago to be remembered."""
+        """Returns why the stream ``number`` is not open.
+
+        Returns CUT, whose frames are ignored, if the stream ended too long ago to be remembered.
+        """
         if not number & 1 or number >= self.next:
             return Past.IDLE
         ended = self._ended.get(number)
@@ -69,7 +72,7 @@ class StreamNumbers:
         return Past.CUT if number <= self._forgotten else Past.CLOSED
 
     def remember(self, number: int, past: Past) -> None:
-        """Remembers that the stream ``number`` was reset by the client (``past`` RESET) or ended early by the server (CUT)."""
+        """Remembers how the stream ``number`` has ended: RESET by the client, or CUT by the server."""
         self._ended[number] = past
         if len(self._ended) > _MAX_REMEMBERED:
             oldest = next(iter(self._ended))

@@ -93,7 +93,10 @@ class UnaryInfer(InferCall):
 
     @property
     def sequence(self) -> Sequence | None:
-        """Returns the request's (model, sequence id); None if it has no sequence, or too little has arrived to tell."""
+        """Returns the model and the sequence id of the request.
+
+        Returns None if the request has no sequence, or if too little of it has arrived.
+        """
         message = self._message
         said = message.cutter.head if isinstance(message, ArrivingMessage) else message
         size, found = self._sequence
@@ -103,7 +106,7 @@ class UnaryInfer(InferCall):
         return found
 
     def resume(self) -> None:
-        """Sends the request to a worker. Called when the earlier requests of its sequence were sent."""
+        """Sends the request to a worker, because the earlier requests of its sequence were sent."""
         try:
             self._begin()
         except Exception:
@@ -111,7 +114,7 @@ class UnaryInfer(InferCall):
             self.stream.refuse(INTERNAL, DEFECT)
 
     def miss(self, sequence: Sequence) -> None:
-        """Refuses the request, because an earlier request of ``sequence``, to which it belongs, will not run."""
+        """Refuses the request, because an earlier request of its ``sequence`` will not run."""
         if isinstance(self._message, ArrivingMessage):
             self._message.drop()
         self._message = None
@@ -121,10 +124,7 @@ class UnaryInfer(InferCall):
         self.stream.connection.steps.leave(self, self._asked is not None)
 
     def _begin(self) -> None:
-        """Sends the request, or answers with an error.
-
-        Then sends the later requests of the sequence, too, unless this request waits for memory.
-        """
+        """Sends the request, and lets later requests of its sequence go on."""
         message = self._message
         assert message is not None
         infer, waited_ns = self.infer, self._waits_since
@@ -198,7 +198,7 @@ class UnaryInfer(InferCall):
         self.stream.answer(parts, sent)
 
     def _refuse(self, error: ServingError, trace: Trace | None = None) -> None:
-        """Ends the call with an error, and ends ``trace``, the request's trace; None: the request is not traced."""
+        """Ends the call with an error, and ends ``trace``."""
         sent = None
         if trace is not None:
             trace.failed(NAMES[grpc_number(error)], error.message)
@@ -206,7 +206,7 @@ class UnaryInfer(InferCall):
         self._end(grpc_number(error), error.message, sent)
 
     def _end(self, code: int, message: str, sent: Callable[[], None] | None) -> None:
-        """Ends the call with status ``code`` and ``message``; calls ``sent``, unless it is None, once both are written."""
+        """Ends the call. ``sent``: called once status and message are written."""
         if sent is not None:
             self.stream.send_later(sent)
         try:
@@ -216,7 +216,7 @@ class UnaryInfer(InferCall):
 
 
 class StepOrder:
-    """Sends the requests of each sequence in order: holds unary calls of one connection until their requests can be sent."""
+    """Sends the requests of each sequence in order, for the unary calls of one connection."""
 
     __slots__ = ("_broken", "_due", "_loop", "unsent")
 
@@ -229,7 +229,7 @@ class StepOrder:
         self._due = False
 
     def waits(self, step: UnaryInfer) -> bool:
-        """Returns whether the call ``step`` must wait for an earlier one; if so, its ``resume`` or ``miss`` is called later."""
+        """Returns whether the call ``step`` must wait for an earlier one. If so, its ``resume`` or ``miss`` is called later."""
         if next(iter(self.unsent)) is step or (sequence := step.sequence) is None:
             return False
         for other in self.unsent:
@@ -241,10 +241,9 @@ class StepOrder:
         return False
 
     def leave(self, step: UnaryInfer, sent: bool) -> None:
-        """Removes the call ``step``, whose request was sent or never will be, if it is in this object; else does nothing.
+        """Removes the call ``step``, whose request was sent or never will be.
 
-        ``sent``: True: the call's request was sent to a worker, so the requests that waited for it are sent. False: it will never
-        be sent, so the requests of its sequence that waited for it are refused.
+        ``sent``: whether the request was sent. If so, requests that waited for it are sent. Otherwise they are refused.
         """
         if self.unsent.pop(step, None) is None or not self.unsent:
             return
@@ -276,7 +275,10 @@ class StepOrder:
 
 
 def sequence_of(message: Buffer | bytearray) -> Sequence | None:
-    """Returns the (model, sequence id) in a message or its beginning; None: it has no sequence id, or that has not arrived."""
+    """Returns the model and the sequence id in ``message``, an encoded request or its beginning.
+
+    Returns None if there is no sequence id, or if it has not arrived.
+    """
     said = b""
     for tag, start, begin, size in fields(message, min(len(message), _MAX_BEGINNING)):
         if tag in (_MODEL, _PARAMETER):

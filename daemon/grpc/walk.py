@@ -46,7 +46,10 @@ else:
 
 
 def fields(content: Buffer | bytearray, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yields (tag, offset, content's offset, content's size) of each field in ``content[:end]``, up to a cut or unknown field."""
+    """Yields (tag, offset, offset of the content, size of the content) of each field in ``content[:end]``.
+
+    It ends at a field that is unknown or cut short.
+    """
     at = 0
     while at < end and content[at] in _TAGS:
         start, at, size, shift = at, at + 1, 0, 0

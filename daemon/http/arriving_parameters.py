@@ -34,13 +34,11 @@ class ArrivingParameters:
         """Receives the push in ``request``, and yields its JSON and its parameters.
 
         The parameters are a descriptor of read-only memory, which is open inside the ``with`` block only. The descriptor is -1 if
-        no
-        parameters follow the JSON.
+        no parameters follow the JSON.
         Args:
           limit: the most bytes of parameters that all pushes which arrive at the same time may have together.
         Raises InvalidArgument if the sizes in the headers are wrong, or if the body is too short.
-        Raises Unsupported if the body is compressed.
-        Raises BodyTooLarge if the JSON or the parameters are too large.
+        Raises Unsupported if the body is compressed. Raises BodyTooLarge if the JSON or the parameters are too large.
         Raises Unavailable if all arriving pushes together exceed ``limit``, or if the host has no memory or descriptors left.
         Raises ClientDisconnect if the client has disconnected.
         """

@@ -40,10 +40,7 @@ class _Error(msgspec.Struct):
 
 
 class AsgiRequest:
-    """One HTTP request that is no inference request.
-
-    ``keep_alive``: whether the connection stays open after the answer.
-    """
+    """One HTTP request that is no inference request. ``keep_alive``: whether the connection stays open after the answer."""
 
     def __init__(self, serving: HttpServing, scope: dict[str, Any], order: AnswerOrder, keep_alive: bool) -> None:
         self._serving = serving
@@ -88,10 +85,7 @@ class AsgiRequest:
         task.add_done_callback(tasks.discard)
 
     def abandon(self) -> None:
-        """Reports to the application that the client has disconnected.
-
-        What the application still answers is discarded.
-        """
+        """Reports to the application that the client has disconnected. What the application still answers is discarded."""
         self._gone = True
         self._news.set()
 

@@ -13,10 +13,7 @@ _FIRST_BYTE_SIZE = 16 << 10
 
 
 class BodyReader(asyncio.BufferedProtocol):
-    """Reads large request bodies from the socket straight into their memory.
-
-    All other bytes go to the connection.
-    """
+    """Reads large request bodies from the socket straight into their memory. All other bytes go to the connection."""
 
     def __init__(self, connection: Http1Connection, transport: asyncio.Transport) -> None:
         self._connection = connection
@@ -31,10 +28,7 @@ class BodyReader(asyncio.BufferedProtocol):
         self._started = False
 
     def receive(self, room: memoryview) -> None:
-        """Reads the next bytes into ``room``.
-
-        Once ``room`` is full, the connection's ``direct_body_complete`` is called.
-        """
+        """Reads the next bytes into ``room``. Once ``room`` is full, the connection's ``direct_body_complete`` is called."""
         self._room, self.reads_body, self.byte_size = room, True, 0
         if self._started:
             self._transport.resume_reading()

@@ -58,8 +58,7 @@ class ChunkSizes:
         """Searches ``data[at:end]``, the next bytes of the body, for the end of the body, and returns the index behind that end.
 
         Returns ``end`` if the body does not end there, or if the bytes are no chunked body. After the call ``ended`` says whether
-        the body has ended.
-        Raises ChunkRefused if the body, its chunk extensions or its trailers exceed their limit.
+        the body has ended. Raises ChunkRefused if the body, its chunk extensions or its trailers exceed their limit.
         """
         while at < end and self._phase is not _Phase.ENDED and self._phase is not _Phase.LOST:
             if self._left:

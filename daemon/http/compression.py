@@ -55,8 +55,7 @@ class Inflation:
     def step(self) -> bool:
         """Decompresses a limited amount of the received bytes, and returns whether more of them are left.
 
-        Raises InvalidArgument if the compressed stream is broken.
-        Raises BodyTooLarge if the decompressed body exceeds the limit.
+        Raises InvalidArgument if the compressed stream is broken. Raises BodyTooLarge if the decompressed body exceeds the limit.
         """
         if not self._pending:
             return False
@@ -161,8 +160,8 @@ def request_coding(value: bytes) -> str | None:
 def answer_coding(accept: bytes) -> str:
     """Chooses the coding of an answer: "gzip", "deflate", or "" for no compression.
 
-    ``accept``: the Accept-Encoding header of the request. The supported coding with the highest q is chosen. If two have the same
-    q, the first of them is chosen. ``*`` and names in capitals are ignored, as by Triton.
+    ``accept``: the Accept-Encoding header of the request. The supported coding with the highest q is chosen. If two have the
+    same q, the first of them is chosen. ``*`` and names in capitals are ignored, as by Triton.
     """
     best, highest = "", 0.0
     for entry in accept.split(b",", _MAX_CODINGS)[:_MAX_CODINGS]:

@@ -262,8 +262,7 @@ class Http1Connection(asyncio.Protocol):
         """Closes the connection because the server stops.
 
         An idle connection is closed at once, any other after the answer to its last request. Call this method repeatedly while
-        the
-        server stops: it refuses an incomplete request with 503 once no more bytes of the request come.
+        the server stops: it refuses an incomplete request with 503 once no more bytes of the request come.
         """
         order = self.order
         if self.idle:

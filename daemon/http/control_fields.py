@@ -25,8 +25,7 @@ _INT64_MAX = (1 << 63) - 1
 def read(body: bytes, required: bool = False) -> dict[str, Any]:
     """Returns the fields of the JSON object in ``body``, the body of a request.
 
-    The result is empty if the body is empty, or if the JSON is no object.
-    ``required``: whether an empty body is an error.
+    The result is empty if the body is empty, or if the JSON is no object. ``required``: whether an empty body is an error.
     Raises InvalidArgument if the body is no JSON, is empty although ``required``, or has too many fields.
     """
     if not body and not required:
@@ -63,10 +62,7 @@ def members(value: Any) -> dict[str, Any]:
 
 
 def base64_content(key: str, value: Any) -> bytes:
-    """Decodes a string of base64.
-
-    Raises InvalidArgument, whose message names ``key``, if ``value`` is no such string.
-    """
+    """Decodes a string of base64. Raises InvalidArgument, whose message names ``key``, if ``value`` is no such string."""
     try:
         return base64.b64decode(text(value), validate=True)
     except (binascii.Error, ValueError) as error:

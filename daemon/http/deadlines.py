@@ -27,10 +27,9 @@ class ClientDeadlines:
     """Tracks since when a connection waits for its client, and finds missed deadlines.
 
     ``now``: since when the connection waits for the first request, in monotonic seconds.
-    The connection waits for the next request since ``idle_since``, for the rest of a head since ``head_since``, for the rest of a
-    body since ``body_since``, and for the client to read answers since ``stalled_since``. Each is in monotonic seconds, and 0
-    if the
-    connection does not wait for that.
+    The connection waits for the next request since ``idle_since``, for the rest of a head since ``head_since``, for the rest
+    of a body since ``body_since``, and for the client to read answers since ``stalled_since``. Each is in monotonic seconds,
+    and 0 if the connection does not wait for that.
     """
 
     __slots__ = ("_came", "_pace", "_silent_since", "body_since", "head_since", "idle_since", "stalled_since")

@@ -115,8 +115,7 @@ class Exchange(InFlight):
         """Prepares to receive the body.
 
         Must be called if the body is large, compressed, of unknown length, without JSON, or sent after ``100 Continue``. If an
-        error
-        occurs, ``refused`` becomes true, and the error is sent to the client later.
+        error occurs, ``refused`` becomes true, and the error is sent to the client later.
         """
         reception = self._reception = Reception(
             self._serving, self._head, self._order.pause_body, self._go_on, self.account
@@ -151,10 +150,7 @@ class Exchange(InFlight):
             trace.stamp(trace_stamps.HTTP_RECV_START)
 
     def receive(self, chunk: bytes) -> None:
-        """Receives ``chunk``, a piece of the body.
-
-        Raises BodyTooLarge if the body exceeds ``http.max_body_byte_size``.
-        """
+        """Receives ``chunk``, a piece of the body. Raises BodyTooLarge if the body exceeds ``http.max_body_byte_size``."""
         reception = self._reception
         if reception is None:
             self._small_body += chunk

@@ -113,10 +113,7 @@ class Generation(InFlight):
     # -------------------------------------------------------------------------------------------------- body
 
     def receive(self, chunk: bytes) -> None:
-        """Receives ``chunk``, a piece of the body.
-
-        After the request was submitted or refused, the piece is only counted.
-        """
+        """Receives ``chunk``, a piece of the body. After the request was submitted or refused, the piece is only counted."""
         if self._reception is not None:
             self._reception.receive(chunk)
         else:
@@ -128,10 +125,7 @@ class Generation(InFlight):
 
     @property
     def body(self) -> Body | None:
-        """Returns the body as far as it has arrived.
-
-        Returns None once the request is submitted or refused.
-        """
+        """Returns the body as far as it has arrived. Returns None once the request is submitted or refused."""
         return None if self._reception is None else self._reception.body
 
     def complete(self) -> None:
@@ -402,8 +396,8 @@ class Generate(Generation):
 class GenerateStream(Generation):
     """One request to generate_stream, which is answered with one server-sent event for each response.
 
-    An event is ``data: <JSON>`` and an empty line. An error is an event too. But if an error is the whole answer, and no internal
-    error, the answer is an HTTP error status.
+    An event is ``data: <JSON>`` and an empty line. An error is an event too. But if an error is the whole answer, and no
+    internal error, the answer is an HTTP error status.
     """
 
     _media_type: ClassVar[bytes] = _EVENTS

@@ -35,8 +35,8 @@ def decode(body: bytes, metadata: bytes) -> DecodedRequest:
     """Decodes the body of a generate request to an inference request.
 
     ``metadata``: the metadata of the model as JSON. It names the inputs and their shapes, with the batch dimension.
-    Raises InvalidArgument if the body is no JSON object, has too many values, or has a value that no input or parameter can have.
-    Raises Unsupported if a sequence id is a string and too long.
+    Raises InvalidArgument if the body is no JSON object, has too many values, or has a value that no input or parameter can
+    have. Raises Unsupported if a sequence id is a string and too long.
     """
     if b"\0" in body:
         end = body.index(b"\0")
@@ -107,8 +107,7 @@ def _nesting(values: Any, max_rank: int) -> list[int]:
 class JoinedAnswers:
     """Joins all responses to a generate request into one answer.
 
-    Each output is concatenated along its first axis.
-    ``max_byte_size``: the most bytes of all outputs together.
+    Each output is concatenated along its first axis. ``max_byte_size``: the most bytes of all outputs together.
     """
 
     def __init__(self, state: ModelState, max_byte_size: int) -> None:

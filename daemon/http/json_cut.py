@@ -95,8 +95,7 @@ def cut(document: bytes | memoryview) -> Cut | None:
 def steps(document: bytes | memoryview) -> Generator[None, None, Cut | None]:
     """Cuts the large values of ``data`` keys out of ``document``, a JSON text, in steps of a few milliseconds.
 
-    Returns None if there are no such values.
-    Raises InvalidArgument if the rest of the text is too long.
+    Returns None if there are no such values. Raises InvalidArgument if the rest of the text is too long.
     """
     view = memoryview(document)
     size, at, kept, marks = len(view), 0, 0, 0

@@ -34,8 +34,7 @@ def writer(tensor: PreparedTensor) -> Callable[[bytes | memoryview], bytes]:
     """Returns a function that converts the bytes of a tensor to a JSON array.
 
     This function and the returned function raise InvalidArgument if JSON cannot express the tensor: it is FP16 or BF16, or a
-    string
-    is not UTF-8.
+    string is not UTF-8.
     """
     if tensor.datatype == "BYTES":
         return lambda content: _strings(_values(tensor, content).tolist(), tensor.name)

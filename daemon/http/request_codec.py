@@ -231,10 +231,9 @@ def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, 
 def decode_raw(state: ModelState, body: bytes | memoryview) -> DecodedRequest:
     """Decodes a raw request, whose whole body is the bytes of the model's one input.
 
-    At most one dimension of the input may be variable, and it gets the size that fits the body. The body of a BYTES input is one
-    element without its length, and the shape must be [1]. A model that batches gets a batch of one. Every output is sent back as
-    binary.
-    ``state``: the state of the model version that the request names.
+    At most one dimension of the input may be variable, and it gets the size that fits the body. The body of a BYTES input is
+    one element without its length, and the shape must be [1]. A model that batches gets a batch of one. Every output is sent
+    back as binary. ``state``: the state of the model version that the request names.
     Raises InvalidArgument if the model has not exactly one input, or if not exactly one shape of the input fits the body.
     Source: Triton docs/protocol/extension_binary_data.md, "Raw Binary Request"; texts as recorded against a real Triton.
     """
@@ -307,8 +306,7 @@ def count_in_text(text: bytes | memoryview, datatype: str, what: str) -> int:
 def count_in_value(value: Any, datatype: str, what: str) -> int:
     """Returns how many values a nested list has, or how many elements of ``datatype`` a base64 string has.
 
-    ``what``: the beginning of error messages.
-    Raises InvalidArgument if the string is no base64 of whole elements.
+    ``what``: the beginning of error messages. Raises InvalidArgument if the string is no base64 of whole elements.
     """
     if isinstance(value, str):
         return elements(datatype, json_data.from_base64(value), what)

@@ -144,8 +144,8 @@ def exact(head: bytes | memoryview, place: Callable[[int], int] = itself) -> Exa
     """Parses any JSON text of an inference request as Triton does.
 
     ``place``: converts an offset in ``head`` to the offset in the text that the client sent, for error messages.
-    Raises InvalidArgument if the text is no JSON or not in the protocol's format. A mistake in inputs or outputs raises it only
-    while they are iterated over.
+    Raises InvalidArgument if the text is no JSON or not in the protocol's format. A mistake in inputs or outputs raises it
+    only while they are iterated over.
     """
     value = parse(bytes(head), place)
     request: dict[str, Any] = value if isinstance(value, dict) else {}
